@@ -155,6 +155,9 @@ STRATEGY = Strategy(
     cannot_keep=frozenset(
         {
             Trait.CHANGES_PARAMETERS_BY_DATA,
+            Trait.REPLACES_PARAMETERS,
+            Trait.CHANGES_REQUIRES_GRAD,
+            Trait.UNUSED_PARAMETERS,
             Trait.GRADIENT_HOOK,
             Trait.ACTIVATION_HOOK,
             Trait.PARAMETERS_VARY,

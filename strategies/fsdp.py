@@ -296,6 +296,8 @@ STRATEGY = Strategy(
         Trait.CHANGES_INPUT,
         Trait.GRADIENT_IN_LOSS,
         Trait.CALLS_VARY,
+        Trait.PARAMETERS_VARY,
+        Trait.CHANGES_REQUIRES_GRAD,
     },
 )
 

@@ -150,6 +150,8 @@ class _Watch(TorchFunctionMode):
         self.changed_buffers: dict[str, Tensor] = {}
         self.written: set[str] = set()
         """Parameters that a call of torch wrote into, or into whose `data`."""
+        self.requires_grad_changed: list[str] = []
+        self.unused: list[str] = []
         self.without_gradient: list[str] = []
         self._outputs: list[tuple[str, Tensor]] = []
         """What blocks put out and a gradient can come back to, by block."""
@@ -190,6 +192,7 @@ class _Watch(TorchFunctionMode):
             value.sum().backward()
             cut = self._used - self._reached
             self.without_gradient = [name for name, output in self._outputs if id(output) in cut]
+            self.unused = [name for name, p in self.named.items() if p.requires_grad and p.grad is None]
         self._outputs.clear()
         for handle in handles:
             handle.remove()
@@ -214,6 +217,9 @@ class _Watch(TorchFunctionMode):
             (Trait.LOSS_READS_PARAMETERS, self.reads_outside),
             (Trait.LISTS_PARAMETERS, self.listed),
             (Trait.BLOCK_READ_FROM_OUTSIDE, self.block_reads),
+            (Trait.REPLACES_PARAMETERS, self._replaced()),
+            (Trait.CHANGES_REQUIRES_GRAD, self.requires_grad_changed),
+            (Trait.UNUSED_PARAMETERS, self.unused),
             (Trait.ACTIVATION_HOOK, self.activation_hooks),
             (Trait.BACKWARD_HOOK, [self.modules.get(id(part), "a module") for part, _ in self.backward_hooks]),
             (Trait.CUTS_GRAPH, self.without_gradient),
@@ -229,6 +235,11 @@ class _Watch(TorchFunctionMode):
         for tensor in self.hooks.after_accumulation:
             by_hooks.setdefault(Trait.GRADIENT_HOOK, []).append(self.names.get(id(tensor), "a parameter"))
         return [Observation(trait, _unique(names)) for trait, names in [*seen, *by_hooks.items()] if names]
+
+    def _replaced(self) -> list[str]:
+        """Parameters that are not the model's any more."""
+        now = {id(parameter) for parameter in self.module.parameters()}
+        return [name for name, parameter in self.named.items() if id(parameter) not in now]
 
     # --- modules ----------------------------------------------------------------------------------------------------
 
@@ -291,6 +302,8 @@ class _Watch(TorchFunctionMode):
         if name in ("__get__", "__set__"):
             name = f"{name} {getattr(func.__self__, '__name__', '')}"
         where = (self.running[-1] or "the model") if self.running else "the loss"
+        if name in ("requires_grad_", "__set__ requires_grad") and id(args[0]) in self.names:
+            self.requires_grad_changed.append(self.names[id(args[0])])
         for tensor in _written(name, args, kwargs or {}):
             self._write(tensor)
         if name in _SAME_MEMORY and (parameter := self._parameter_of(args[0])) is not None:

@@ -30,6 +30,8 @@ class Trait(enum.Enum):
     BLOCK_READ_FROM_OUTSIDE = "a block's parameter is used while the block's forward is not running"
     CHANGES_PARAMETERS = "forward changes parameters, always in the same way"
     CHANGES_PARAMETERS_BY_DATA = "forward changes parameters in a way that depends on the samples"
+    REPLACES_PARAMETERS = "forward puts other parameters in place of the model's"
+    CHANGES_REQUIRES_GRAD = "forward changes which parameters are trained"
     CHANGES_BUFFERS = "forward changes buffers, always in the same way"
     CHANGES_BUFFERS_BY_DATA = "forward changes buffers in a way that depends on the samples"
     LINEAR_GRADIENT_HOOK = "a hook on a parameter replaces its gradient by a linear function of it"
@@ -40,6 +42,7 @@ class Trait(enum.Enum):
     CHANGES_INPUT = "a block changes its input in place"
     GRADIENT_IN_LOSS = "the loss takes a gradient itself"
     CALLS_VARY = "another sample, or another random number, takes another way through the model's blocks"
+    UNUSED_PARAMETERS = "parameters that are to be trained get no gradient"
     PARAMETERS_VARY = "another sample, or another random number, uses other parameters"
 
 
@@ -47,6 +50,7 @@ CHANGING_OR_HOOKED = frozenset(
     {
         Trait.CHANGES_PARAMETERS,
         Trait.CHANGES_PARAMETERS_BY_DATA,
+        Trait.REPLACES_PARAMETERS,
         Trait.LINEAR_GRADIENT_HOOK,
         Trait.GRADIENT_HOOK,
     }
@@ -73,6 +77,14 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
     Trait.CHANGES_PARAMETERS_BY_DATA: (
         "forward changes {where} in a way that depends on the samples it is given",
         "change parameters after the optimizer's step, not in forward",
+    ),
+    Trait.REPLACES_PARAMETERS: (
+        "forward puts another parameter in place of {where}, which the optimizer does not know",
+        "write into the parameter after the optimizer's step, or keep what forward computes in a plain attribute",
+    ),
+    Trait.CHANGES_REQUIRES_GRAD: (
+        "forward changes requires_grad of {where}",
+        "decide in build_model what is trained, or multiply by zero what is not to be",
     ),
     Trait.CHANGES_BUFFERS: ("forward changes the buffer {where}", ""),
     Trait.CHANGES_BUFFERS_BY_DATA: (
@@ -112,9 +124,13 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
         "{where} is called for some samples or random numbers and not for others",
         "call every block in every forward, and multiply what is to be left out by zero",
     ),
+    Trait.UNUSED_PARAMETERS: (
+        "the loss does not depend on {where}, whose gradient cannot be averaged",
+        "set its requires_grad to False, or, with ddp alone, write parallel.find_unused_parameters=true",
+    ),
     Trait.PARAMETERS_VARY: (
         "{where} is used for some samples or random numbers and not for others",
-        "write parallel.find_unused_parameters=true",
+        "multiply by zero what is not to be used, or, with ddp alone, write parallel.find_unused_parameters=true",
     ),
 }
 """Of each trait what the model does, and what to write instead of it."""
@@ -153,12 +169,18 @@ def broken_by(
         observations: of the model.
         data_workers: workers with samples of their own; with one, nothing is averaged.
     """
-    cannot_keep = frozenset[Trait]().union(*(record.cannot_keep for record in records))
+    cannot_keep = set[Trait]()
+    for record in records:
+        may_leave_out = record.averages and options.find_unused_parameters
+        is_alone = data_workers == 1 and not record.splits_model
+        cannot_keep |= record.cannot_keep - (_LEFT_OUT if may_leave_out or is_alone else set())
     if options.activation_checkpointing != "none":
         cannot_keep |= {Trait.CHANGES_INPUT, Trait.CHANGES_PARAMETERS, Trait.CHANGES_PARAMETERS_BY_DATA}
-    if options.find_unused_parameters or data_workers == 1:
-        cannot_keep -= {Trait.PARAMETERS_VARY}
     return [observation for observation in observations if observation.trait in cannot_keep]
+
+
+_LEFT_OUT = {Trait.PARAMETERS_VARY, Trait.UNUSED_PARAMETERS}
+"""What a strategy that averages gradients keeps if a step may leave parameters out, or there is nothing to average."""
 
 
 def require_kept(

@@ -8,12 +8,12 @@ an application knows is here: how samples are read, and whether the loss of a ba
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from app.config import Config
@@ -23,7 +23,7 @@ from app.randomness import seed_everything, seed_step
 from app.tasks.base import Task
 from strategies import registry
 from strategies.blocks import find_blocks
-from strategies.dims import Layout, Options
+from strategies.dims import Layout, LayoutError, Options
 from strategies.rehearsal import observe
 from strategies.traits import Observation, Trait, broken_by, require_kept
 
@@ -47,28 +47,35 @@ class FirstStep:
     Args:
         observations: what the model does that some layouts cannot keep.
         with_numbers: whether it was run on real numbers.
-        losses: of a batch, and the mean of its halves' by their items, where they were compared.
+        coupling: where the samples of a batch depend on one another, what shows it: a clause.
+        stateful: whether the loss of the same samples is another one when it is taken again.
+        error_of_one: what the model says to a batch of one sample, where it takes larger ones.
     """
 
     observations: tuple[Observation, ...] = ()
     with_numbers: bool = False
-    losses: tuple[float, float] | None = None
-
-    @property
-    def couples_samples(self) -> bool:
-        """Whether the loss of a batch is not the mean of its halves': samples depend on one another."""
-        if self.losses is None:
-            return False
-        whole, parts = self.losses
-        return abs(whole - parts) > TOLERANCE * max(abs(whole), abs(parts), TOLERANCE)
+    coupling: str = ""
+    stateful: bool = False
+    error_of_one: str = ""
 
     def is_kept_by(self, layout: Layout, options: Options) -> bool:
         """Whether the layout trains such a model as one device would."""
         records = registry.records(layout.name)
         return not broken_by(records, options, self.observations, data_workers=layout.dims.dp_cp)
 
-    def require_kept(self, layout: Layout, options: Options) -> None:
-        """Raises LayoutError, one sentence, where the layout would train another model than one device."""
+    def require_kept(self, layout: Layout, options: Options, *, smallest: int) -> None:
+        """Raises LayoutError, one sentence, where the layout would train another model than one device.
+
+        Args:
+            layout: what is to be trained under.
+            options: how it behaves.
+            smallest: samples of the smallest micro-batch.
+        """
+        if smallest == 1 and self.error_of_one:
+            raise LayoutError(
+                f"a micro-batch has one sample here, which the model does not take ({self.error_of_one}): raise "
+                "train.global_batch_size or train.micro_batch_size"
+            )
         require_kept(
             layout,
             registry.records(layout.name),
@@ -87,12 +94,15 @@ class FirstStep:
         parts = layout.dims.dp * micro_batches
         if parts == 1:
             return
-        if self.couples_samples and self.losses is not None:
-            whole, halves = self.losses
+        if self.coupling:
             yield (
-                f"the loss of {SAMPLES} samples is {whole:.4g}, and the mean of its halves {halves:.4g}, so samples of "
-                f"a batch depend on one another, and this run, which splits each batch into {parts}, does not train "
-                "what one device with the whole batch would"
+                f"{self.coupling}, so samples of a batch depend on one another, and this run, which splits each batch "
+                f"into {parts}, does not train what one device with the whole batch would"
+            )
+        if self.stateful and micro_batches > 1:
+            yield (
+                "the loss of the same samples is another one when it is taken again, so it depends on how often it is "
+                f"called, which here is {micro_batches} times in a step"
             )
         for observation in self.observations:
             by_data = observation.trait is Trait.CHANGES_BUFFERS_BY_DATA
@@ -148,10 +158,24 @@ def _is_small(config: Config, task: Task, batch: Batch) -> bool:
 def _with_numbers(config: Config, task: Task, batches: list[Batch]) -> FirstStep:
     cpu = torch.device("cpu")
     observations = _watched(config, task, batches, cpu)
-    losses = None
+    couples = ""
+    stateful = False
     with contextlib.suppress(Exception):  # a loss that cannot be taken in evaluation
-        losses = _compare_halves(task, lambda: _build(config, task, cpu).eval(), batches[:3])
-    return FirstStep(observations, with_numbers=True, losses=losses)
+        steps = [_evaluated(task, _build(config, task, cpu), batch) for batch in batches[:3]]
+        couples = coupling(*steps)
+        again = _evaluated(task, _build(config, task, cpu), batches[0])
+        stateful = not _alike(steps[0].loss, again.loss)
+    return FirstStep(observations, True, couples, stateful, _error_of_one(config, task, batches[0], cpu))
+
+
+def _error_of_one(config: Config, task: Task, batch: Batch, device: torch.device) -> str:
+    """What the model says to one sample of a batch that it takes; "" where it takes it."""
+    one = map_tensors(lambda tensor: tensor[:1] if tensor.dim() else tensor, batch)
+    try:
+        task.loss(_build(config, task, device).train(), one)
+    except Exception as error:
+        return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    return ""
 
 
 def _watched(config: Config, task: Task, batches: list[Batch], device: torch.device) -> tuple[Observation, ...]:
@@ -186,13 +210,47 @@ def _numbers(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _compare_halves(task: Task, build: Callable[[], nn.Module], batches: list[Batch]) -> tuple[float, float] | None:
-    """(the loss of the first batch, the mean of the others', which are its halves, by their items); None where they
-    are not finite. Each is of a new model, since forward may change it."""
-    items = [float(task.items(batch)) for batch in batches]
-    losses = [float(task.loss(build(), batch).detach()) for batch in batches]
-    counted = [(loss, count) for loss, count in zip(losses[1:], items[1:]) if count]
-    total = sum(count for _, count in counted)
-    mean = sum(loss * count for loss, count in counted) / total if total else float("nan")
-    values = torch.tensor([losses[0], mean])
-    return (losses[0], mean) if bool(values.isfinite().all()) else None
+# --- samples that depend on one another -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A batch's items, loss and gradient, in evaluation, where nothing is drawn and BatchNorm couples nothing."""
+
+    items: float
+    loss: Tensor
+    gradient: Tensor
+
+
+def _evaluated(task: Task, model: nn.Module, batch: Batch) -> _Step:
+    model.eval()
+    loss = task.loss(model, batch)
+    loss.backward()
+    gradients = [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([torch.view_as_real(g).flatten() if g.is_complex() else g.flatten().double() for g in gradients])
+    return _Step(float(task.items(batch)), loss.detach().double(), flat.double())
+
+
+def coupling(whole: _Step, *halves: _Step) -> str:
+    """A clause that shows that samples depend on one another, if the loss or the gradient of a batch is not the mean
+    of its halves', by their items; "" where it is, or where that cannot be said."""
+    counted = [half for half in halves if half.items]
+    total = sum(half.items for half in counted)
+    if not counted:
+        return ""
+    loss = torch.stack([half.loss * (half.items / total) for half in counted]).sum()
+    if not _alike(whole.loss, loss):
+        return f"the loss of {SAMPLES} samples is {whole.loss:.4g}, and the mean of its halves' {loss:.4g}"
+    if any(half.gradient.shape != whole.gradient.shape for half in counted):
+        return ""
+    gradient = torch.stack([half.gradient * (half.items / total) for half in counted]).sum(0)
+    if not _alike(whole.gradient, gradient):
+        return f"the gradient of {SAMPLES} samples is not the mean of its halves'"
+    return ""
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two are the same but for rounding; what is not finite says nothing."""
+    if not bool(torch.isfinite(one).all() and torch.isfinite(other).all()):
+        return True
+    return float((one - other).norm()) <= TOLERANCE * max(float(one.norm()), float(other.norm()), TOLERANCE)

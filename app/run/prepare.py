@@ -102,7 +102,9 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         sequence_length=_split_length(task, layout, module),
         micro_batches=micro_batches,
     )
-    first_step.require_kept(layout, hooks.options(config, task))
+    slices = micro_batch_slices(train.global_batch_size // layout.dims.dp, train.micro_batch_size)
+    smallest = min(part.stop - part.start for part in slices)
+    first_step.require_kept(layout, hooks.options(config, task), smallest=smallest)
     check_model(config, task, layout, module)
     notes = (
         *planned,

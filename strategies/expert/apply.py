@@ -134,5 +134,6 @@ STRATEGY = Strategy(
         Trait.LISTS_PARAMETERS,
         Trait.GRADIENT_IN_LOSS,
         Trait.CALLS_VARY,
+        Trait.CHANGES_REQUIRES_GRAD,
     },
 )

@@ -383,25 +383,26 @@ class StraightThrough(Net):
 def test_a_cut_graph_is_seen() -> None:
     for net in (Detached, DetachedData):
         traits = seen(net)
-        assert traits == {Trait.CUTS_GRAPH: ("blocks.0", "blocks.1")}
-        assert refusing(traits) == {"pipeline"}
+        assert traits[Trait.CUTS_GRAPH] == ("blocks.0", "blocks.1")
+        assert traits.keys() == {Trait.CUTS_GRAPH, Trait.UNUSED_PARAMETERS}
+        assert refusing(traits) == {"ddp", "pipeline"}
     assert seen(StraightThrough) == {}
 
 
 def gradient_penalty(model: nn.Module, batch: Any) -> Tensor:
     x = batch.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    return (gradient.norm(dim=1) - 1).square().mean()
+    return mean_square(model, batch) + (gradient.norm(dim=1) - 1).square().mean()
 
 
 def tangent_penalty(model: Any, batch: Any) -> Tensor:
     _, tangent = torch.func.jvp(model, (batch,), (torch.ones_like(batch),))
-    return tangent.square().mean()
+    return mean_square(model, batch) + tangent.square().mean()
 
 
 def sharpness(model: Any, batch: Any) -> Tensor:
     gradient = torch.func.grad(lambda x: model(x).sum())(batch)
-    return gradient.square().mean()
+    return mean_square(model, batch) + gradient.square().mean()
 
 
 @pytest.mark.parametrize("loss", [gradient_penalty, tangent_penalty, sharpness])
@@ -417,7 +418,7 @@ def test_gradients_that_the_loss_takes_are_seen(loss: Any) -> None:
 class AddsToItsInput(Net):
     def change(self) -> None:
         for block in self.blocks:
-            block.forward = lambda x, block=block: x.add_(block.down(F.gelu(block.up(x.clone()))))
+            block.forward = lambda x, block=block: x.add_(block.down(F.gelu(block.up(block.norm(x.clone())))))
 
 
 class BeginsWithReLU(Net):
@@ -471,6 +472,42 @@ def test_ways_through_the_model_that_differ_are_seen() -> None:
         assert refusing(traits) == set(NAMES) - {"tensor"}
     assert Trait.PARAMETERS_VARY not in seen(OrderBySample)
     assert refusing(seen(OrderBySample)) == {"fsdp", "zero1", "hsdp", "pipeline"}
+
+
+class Unused(Net):
+    def change(self) -> None:
+        self.extra = nn.Linear(WIDTH, WIDTH)
+
+
+class Thaws(Net):
+    def before(self, x: Tensor) -> Tensor:
+        self.inp.requires_grad_(bool(x.sum() > -100))
+        return x
+
+
+class Swaps(Net):
+    def before(self, x: Tensor) -> Tensor:
+        self.out.weight = nn.Parameter(self.out.weight.detach() * 0.5)
+        return x
+
+
+class UsedBySample(Net):
+    def change(self) -> None:
+        self.extra = nn.Linear(WIDTH, WIDTH)
+
+    def before(self, x: Tensor) -> Tensor:
+        return x + self.extra(x) if x.sum() > 0 else x
+
+
+def test_parameters_that_are_not_always_trained_are_seen() -> None:
+    assert seen(Unused) == {Trait.UNUSED_PARAMETERS: ("extra.weight", "extra.bias")}
+    assert refusing(seen(Unused)) == {"ddp"}
+    assert seen(Thaws) == {Trait.CHANGES_REQUIRES_GRAD: ("inp.weight", "inp.bias")}
+    assert refusing(seen(Thaws)) == set(NAMES) - {"tensor"}
+    assert Trait.REPLACES_PARAMETERS in seen(Swaps)
+    assert refusing(seen(Swaps)) == set(NAMES)
+    assert Trait.PARAMETERS_VARY in seen(UsedBySample) and Trait.CALLS_VARY not in seen(UsedBySample)
+    assert refusing(seen(UsedBySample)) == set(NAMES) - {"tensor"}
 
 
 def test_ddp_may_leave_parameters_out_where_it_is_told_so() -> None:

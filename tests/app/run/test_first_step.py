@@ -62,6 +62,35 @@ class BatchVariance(Chain):
         return F.relu(1 - model(batch[0]).std(0)).mean()
 
 
+class OfTheMean(Chain):
+    """A function of the mean that is not linear."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(model, batch).square()
+
+
+class ByFrequency(Chain):
+    """The loss is a mean, and its gradient is not: an embedding divides it by how often a word is in the batch."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(FirstWord(), nn.Embedding(4, 8, scale_grad_by_freq=True), nn.Linear(8, 4))
+
+
+class FirstWord(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, 0].new_zeros(len(x), dtype=torch.long)
+
+
+class Counts(Chain):
+    """A loss that grows with its calls."""
+
+    calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        return super().loss(model, batch) * (1 + 0.1 * self.calls)
+
+
 class WithBatchNorm(Chain):
     """Its statistics couple samples too, which a note of its own says."""
 
@@ -92,7 +121,7 @@ def test_auto_takes_a_layout_that_keeps_what_the_model_does() -> None:
     assert prepared("Penalised", "strategy=auto").layout.name == "ddp"
 
 
-@pytest.mark.parametrize("task", ["InBatchNegatives", "PairwiseRanking", "BatchVariance"])
+@pytest.mark.parametrize("task", ["InBatchNegatives", "PairwiseRanking", "BatchVariance", "OfTheMean", "ByFrequency"])
 @pytest.mark.parametrize("more", [("strategy=ddp",), ("strategy=fsdp", "train.micro_batch_size=2")])
 def test_a_loss_that_couples_samples_is_noted_where_a_batch_is_split(task: str, more: tuple[str, ...]) -> None:
     (note,) = [note for note in prepared(task, *more).notes if "depend on one another" in note]
@@ -102,6 +131,17 @@ def test_a_loss_that_couples_samples_is_noted_where_a_batch_is_split(task: str, 
 def test_a_loss_that_is_a_mean_is_not_noted() -> None:
     assert not [note for note in prepared("Penalised", "strategy=ddp").notes if "depend on" in note]
     assert not [note for note in prepared("WithBatchNorm", "strategy=ddp").notes if "depend on" in note]
+
+
+def test_a_loss_that_counts_its_calls_is_noted_where_there_are_micro_batches() -> None:
+    (note,) = [note for note in prepared("Counts", "strategy=ddp", "train.micro_batch_size=2").notes if "often" in note]
+    assert "4 times in a step" in note
+    assert not [note for note in prepared("Counts", "strategy=ddp").notes if "often" in note]
+
+
+def test_a_micro_batch_of_one_sample_is_refused_where_the_model_does_not_take_it() -> None:
+    with pytest.raises(LayoutError, match=r"one sample here, which the model does not take \(Expected more than 1"):
+        prepared("WithBatchNorm", "strategy=ddp", "train.micro_batch_size=1")
 
 
 def test_what_is_large_is_looked_at_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
