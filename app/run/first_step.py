@@ -8,6 +8,7 @@ an application knows is here: how samples are read, and whether the loss of a ba
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,9 +30,11 @@ from strategies.traits import Observation, Trait, broken_by, require_kept
 
 SAMPLES = 4
 """In the batch that is looked at; two halves of it must have two samples each, for BatchNorm."""
-OPERATIONS = 5e9
-"""Floating-point operations of a forward up to which the step is taken on real numbers: about two seconds on one
-processor for all that is run."""
+OPERATIONS = 2e9
+"""Floating-point operations of a forward up to which the step is taken on real numbers: six times as many in all, about
+half a second on one processor."""
+FEW_OPERATIONS = 2e8
+"""Up to which gradients of parts are compared too, and more ways through the model: fourteen times as many in all."""
 PARAMETERS = 100_000_000
 """Up to which the step is taken on real numbers: 400 MB, and as much for gradients."""
 WAYS = 6
@@ -123,10 +126,10 @@ def take_first_step(config: Config, task: Task) -> FirstStep:
         task: with its data.
     """
     batches = _batches(task)
-    small = _is_small(config, task, batches[0])
-    if small:
+    operations = _operations(config, task, batches[0])
+    if operations <= OPERATIONS:
         with contextlib.suppress(Exception):
-            return _with_numbers(config, task, batches)
+            return _with_numbers(config, task, batches, thorough=operations <= FEW_OPERATIONS)
     with contextlib.suppress(Exception):  # code that looks at numbers has none on meta
         return FirstStep(_watched(config, task, batches[:1], torch.device("meta")))
     return FirstStep()
@@ -138,33 +141,37 @@ def _build(config: Config, task: Task, device: torch.device) -> nn.Module:
         return task.build_model()
 
 
-def _is_small(config: Config, task: Task, batch: Batch) -> bool:
-    """Whether the step is quick enough on real numbers."""
+def _operations(config: Config, task: Task, batch: Batch) -> float:
+    """Floating-point operations of a forward, in products and convolutions; infinite for a model that is too large for
+    real numbers, or where they cannot be counted."""
     meta = torch.device("meta")
     try:
         model = _build(config, task, meta)
         if _numbers(model) > PARAMETERS:
-            return False
+            return math.inf
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             task.loss(model, map_tensors(lambda tensor: tensor.to(meta), batch))
-    except Exception:  # code that looks at numbers: how many operations it takes is not known
-        try:
-            return _numbers(_build(config, task, torch.device("cpu"))) <= PARAMETERS // 20
-        except Exception:
-            return False
-    return counter.get_total_flops() <= OPERATIONS
+        return float(counter.get_total_flops())
+    except Exception:  # code that looks at numbers
+        pass
+    try:
+        numbers = _numbers(_build(config, task, torch.device("cpu")))
+    except Exception:
+        return math.inf
+    return OPERATIONS if numbers <= PARAMETERS // 20 else math.inf
 
 
-def _with_numbers(config: Config, task: Task, batches: list[Batch]) -> FirstStep:
+def _with_numbers(config: Config, task: Task, batches: list[Batch], *, thorough: bool) -> FirstStep:
     cpu = torch.device("cpu")
-    observations = _watched(config, task, batches, cpu)
+    observations = _watched(config, task, batches if thorough else batches[:3], cpu)
     couples = ""
     stateful = False
     with contextlib.suppress(Exception):  # a loss that cannot be taken in evaluation
-        steps = [_evaluated(task, _build(config, task, cpu), batch) for batch in batches[:3]]
+        steps = [_evaluated(task, _build(config, task, cpu), batch, backward=thorough) for batch in batches[:3]]
         couples = coupling(*steps)
-        again = _evaluated(task, _build(config, task, cpu), batches[0])
-        stateful = not _alike(steps[0].loss, again.loss)
+        if thorough:
+            again = _evaluated(task, _build(config, task, cpu), batches[0], backward=False)
+            stateful = not _alike(steps[0].loss, again.loss)
     return FirstStep(observations, True, couples, stateful, _error_of_one(config, task, batches[0], cpu))
 
 
@@ -215,20 +222,22 @@ def _numbers(model: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class _Step:
-    """A batch's items, loss and gradient, in evaluation, where nothing is drawn and BatchNorm couples nothing."""
+    """A batch's items, loss and gradient, in evaluation, where nothing is drawn and BatchNorm couples nothing; an empty
+    gradient where it was not asked for."""
 
     items: float
     loss: Tensor
     gradient: Tensor
 
 
-def _evaluated(task: Task, model: nn.Module, batch: Batch) -> _Step:
-    model.eval()
-    loss = task.loss(model, batch)
-    loss.backward()
+def _evaluated(task: Task, model: nn.Module, batch: Batch, *, backward: bool) -> _Step:
+    loss = task.loss(model.eval(), batch)
+    if backward:
+        loss.backward()
     gradients = [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([torch.view_as_real(g).flatten() if g.is_complex() else g.flatten().double() for g in gradients])
-    return _Step(float(task.items(batch)), loss.detach().double(), flat.double())
+    real = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
+    flat = torch.cat([loss.new_empty(0, dtype=torch.double), *(g.flatten().double() for g in real)])
+    return _Step(float(task.items(batch)), loss.detach().double(), flat)
 
 
 def coupling(whole: _Step, *halves: _Step) -> str:
