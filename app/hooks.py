@@ -94,7 +94,8 @@ class Update:
         step, clip = training.steps_done + 1, training.config.train.clip_norm
         measured = training.noise is not None and training.noise.due(step)
         passes: Any = training.noise if measured else parallel
-        found = passes.forward_backward(self.micro_batches, self.weights, loss, scale.scale if scale.enabled else 1.0)
+        factor = scale.scale if scale.enabled else 1.0
+        found = training.gathering.forward_backward(passes, self.micro_batches, self.weights, loss, factor)
         chosen: torch.optim.Optimizer = training.optimizer
         if optimizer:
             chosen = training.optimizer.named[optimizer]  # type: ignore[attr-defined]

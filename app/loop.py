@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from app import hooks
+from app.batch_gather import Gathering
 from app.checkpoint.ranks import Ranks
 from app.data.loader import fetch, number_on, rows, train_batches
 from app.evaluation import evaluate
@@ -96,6 +97,7 @@ class Training:
         self.resumed_from = self.persistence.resume(self.progress)
         self.seen_before, self.logged_at = self.progress.samples_seen, 0
         self.noise = NoiseScale.of(self.parallel, config.train.noise_scale_every, config.train.global_batch_size)
+        self.gathering = Gathering(self.task, self.parallel, place.device)
         self.sync = StepSync(self.dims.cp * self.dims.tp, self.steps_done + 1)
         self.utilization = Utilization.of(self.task, job.layout, place, config.train.precision)
         self.monitor = PipelineMonitor.of(job, self.parallel, channel)

@@ -5,6 +5,7 @@ So a resumed run draws what it would have drawn, and ranks that share data draw 
 
 import pickle
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,27 @@ def seed_sample(seed: int, position: int) -> None:
 def host_state() -> bytes:
     """Of the host's generators; equal where nothing was drawn in between."""
     return pickle.dumps((torch.get_rng_state().numpy(), np.random.get_state(), random.getstate()))
+
+
+class Generators:
+    """The generators of torch (the host's and one device's), NumPy and Python."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def state(self) -> tuple[Any, ...]:
+        """What brings them back to where they are; the device is not waited for."""
+        of_device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        return torch.get_rng_state(), of_device, np.random.get_state(), random.getstate()
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        """Brings them back."""
+        of_torch, of_device, of_numpy, of_python = state
+        torch.set_rng_state(of_torch)
+        if of_device is not None:
+            torch.cuda.set_rng_state(of_device, self.device)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
 
 
 def _seed_host(seed: int) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from app.batch_gather import POINTER
 from app.config import Config
 from app.data.loader import Batch, fetch, length, map_tensors
 from app.data.stream import is_stream
@@ -87,20 +88,21 @@ class FirstStep:
             alternatives=[registry.by_degrees("dp_replicate"), registry.by_degrees("dp_shard")],
         )
 
-    def notes(self, layout: Layout, micro_batches: int) -> Iterator[str]:
+    def notes(self, layout: Layout, micro_batches: int, *, gathers: bool = False) -> Iterator[str]:
         """What to say of a model that a layout which splits a batch trains otherwise than one device.
 
         Args:
             layout: what is trained under.
             micro_batches: of one worker's share of a step.
+            gathers: whether the task calls self.gather, so that its loss is that of the whole batch.
         """
         parts = layout.dims.dp * micro_batches
         if parts == 1:
             return
-        if self.coupling:
+        if self.coupling and not gathers:
             yield (
                 f"{self.coupling}, so samples of a batch depend on one another, and this run, which splits each batch "
-                f"into {parts}, does not train what one device with the whole batch would"
+                f"into {parts}, does not train what one device with the whole batch would: {POINTER}"
             )
         if self.stateful and micro_batches > 1:
             yield (

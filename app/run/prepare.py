@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from app import hooks
+from app import batch_gather, hooks
 from app.checkpoint import find
 from app.config import Config
 from app.config_io import with_values
@@ -88,7 +88,9 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     config, notes = _micro_batches(config, layout.dims)
     train = config.train
     here = min(layout.dims.dp, devices_per_node or os.cpu_count() or 1)
-    logged = rehearse(config, task, train.global_batch_size // layout.dims.dp, here)
+    with batch_gather.watched(task) as gathered:
+        logged = rehearse(config, task, train.global_batch_size // layout.dims.dp, here)
+    on_gathering = tuple(batch_gather.check(config, task, layout)) if gathered else ()
     module = looked_at(task, layout)
     if layout.dims.cp > 1:
         config = _split_sequences(config, task, layout, module, devices_per_node)
@@ -110,7 +112,8 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         *planned,
         *notes,
         *hooks.check(config, task, layout, logged),
-        *first_step.notes(layout, micro_batches),
+        *first_step.notes(layout, micro_batches, gathers=bool(gathered)),
+        *on_gathering,
         *_remarks(config, layout.dims, samples),
         *_randomness(config, task, layout.dims),
     )

@@ -29,7 +29,7 @@ called without arguments to share again after parameters were replaced (from met
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,6 +77,31 @@ class Task:
         raise UserError(f"{type(self).__name__} has no loss: app/tasks/base.py shows what a task has")
 
     # --- in a step --------------------------------------------------------------------------------------------------
+
+    gathering: Callable[[Tensor], Tensor] | None = None
+    """What `gather` calls; the training loop's."""
+
+    def gather(self, x: Tensor) -> Tensor:
+        """In `loss`: the rows of `x` of the whole global batch, for a loss in which the samples of a batch meet.
+
+        On one device with one micro-batch that is `x` itself. Elsewhere the rows of all micro-batches of all workers,
+        in the order in which one device would have them, and gradients find their way back: so the loss is the same
+        on every number of workers and micro-batches. The labels that go with the rows are gathered likewise:
+
+            z, t = self.gather(model(batch[0])), self.gather(batch[1])
+            return info_nce(z, t)
+
+        In `metrics` and `on_evaluation` it is `x` itself: figures are of one evaluation batch at a time, of
+        train.eval_batch_size samples.
+
+        Args:
+            x: one row for each sample of the batch that `loss` was given, (samples, …); several views of the samples
+                are gathered one by one. Called equally often in every forward, with rows of one shape.
+
+        Returns:
+            (samples of the global batch, …).
+        """
+        return x if self.gathering is None else self.gathering(x)
 
     recorded: dict[str, list[Tensor]] | None = None
     """What `log` keeps; the training loop's."""

@@ -125,7 +125,7 @@ def test_auto_takes_a_layout_that_keeps_what_the_model_does() -> None:
 @pytest.mark.parametrize("more", [("strategy=ddp",), ("strategy=fsdp", "train.micro_batch_size=2")])
 def test_a_loss_that_couples_samples_is_noted_where_a_batch_is_split(task: str, more: tuple[str, ...]) -> None:
     (note,) = [note for note in prepared(task, *more).notes if "depend on one another" in note]
-    assert "splits each batch into" in note
+    assert "splits each batch into" in note and "self.gather(x)" in note
 
 
 def test_a_loss_that_is_a_mean_is_not_noted() -> None:
