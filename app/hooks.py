@@ -30,6 +30,7 @@ from strategies import registry
 from strategies.grad_sync import local
 from strategies.layout import Layout
 from strategies.parallelize import Options, Parallel
+from strategies.zero_weight import has_no_weight
 
 if TYPE_CHECKING:
     from app.loop import Training
@@ -66,15 +67,29 @@ def options(config: Config, task: Task) -> Options:
     return replace(found, find_unused_parameters=unused)
 
 
-def set_learning_rate(training: Training) -> float:
-    """Gives the optimizer this step's, and returns it: of several, the configuration's."""
+def set_learning_rate(training: Training) -> dict[str, float]:
+    """Gives the optimizer this step's; returns what it has, see `learning_rates`."""
     config, at, steps = training.config, training.steps_done, training.job.steps
     rate = learning_rate(config.optimizer, config.schedule, at, steps, config.train.global_batch_size)
     if (factor := training.task.schedule(at, steps)) is not None:
         rate = config.optimizer.lr * factor
     for group in training.optimizer.param_groups:  # initial_lr: of an optimizer of the task's own
         group["lr"] = rate * group["initial_lr"] / (config.optimizer.lr or 1.0) if "initial_lr" in group else rate
-    return rate
+    return learning_rates(training.optimizer)
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """The rates that the optimizer steps with, by name.
+
+    "lr" is the first parameter group's. Beside it are those of several optimizers, "lr_NAME", and of groups that differ
+    from the first, "lr_group_1" and so on.
+    """
+    groups = optimizer.param_groups
+    rates = {"lr": float(groups[0]["lr"])}
+    if isinstance(optimizer, Optimizers):
+        return rates | {f"lr_{name}": float(each.param_groups[0]["lr"]) for name, each in optimizer.named.items()}
+    differing = {f"lr_group_{i}": float(group["lr"]) for i, group in enumerate(groups)}
+    return rates | {name: rate for name, rate in differing.items() if rate != rates["lr"]}
 
 
 class Update:
@@ -119,7 +134,15 @@ class Update:
                 return {}
             name = next(name for name, values in recorded.items() if len(values) != len(self.weights))
             raise UserError(f"the task logs {name!r} not once in each micro-batch: log it once whenever loss is called")
-        return {n: sum(v * w for v, w in zip(values, self.weights)) for n, values in recorded.items()}  # type: ignore[misc]
+        return {name: self._weighted(values) for name, values in recorded.items()}
+
+    def _weighted(self, values: list[Tensor]) -> Tensor:
+        """The values' sum, each times its micro-batch's weight; one of weight 0 may be nan, and has no part in it."""
+        total = torch.zeros_like(values[0])
+        for value, weight in zip(values, self.weights, strict=True):
+            if not has_no_weight(weight):
+                total = total + value * weight
+        return total
 
 
 class Optimizers(torch.optim.Optimizer):

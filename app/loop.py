@@ -10,6 +10,7 @@ all ranks but the first. No step waits for the device; only boundaries do, about
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ from app.step_sync import Agreement, StepSync
 from app.storage import Storage
 from app.tasks import load_task
 from app.tasks.by_value import read_task_file
+from app.tasks.items import CountedBatch, count_items, weighs_items
 from strategies.collectives import keep_freed_memory
 from strategies.parallelize import parallelize
 
@@ -52,6 +54,33 @@ def train(job: Job, place: Place, channel: Channel) -> Summary:
         return training.run()
     finally:
         training.close()
+
+
+@dataclass
+class Speed:
+    """How fast a start of a run trains: the one figure that the terminal, `trireme runs` and the report show.
+
+    It is the mean over all steps of the start: their items over the seconds of training. Those are the seconds in
+    steps, waiting for data included; evaluation, checkpoints and waiting for the storage or for workers are not in it.
+    """
+
+    seconds: float = 0.0
+    items: float = 0.0
+    samples: float = 0.0
+
+    def add(self, seconds: float, items: float, samples: float) -> None:
+        """Adds some steps."""
+        self.seconds += seconds
+        self.items += items
+        self.samples += samples
+
+    @property
+    def items_per_second(self) -> float:
+        return self.items / self.seconds if self.seconds else 0.0
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
 
 
 class Training:
@@ -90,15 +119,18 @@ class Training:
         if config.train.ema_decay is not None:
             self.average = self.persistence.average = hooks.Average(self.parallel, config.train.ema_decay)
         self.progress = Progress()
-        self.items_per_sample = 1.0  # items are what the task counts: tokens, say
-        if self.task.unit != "samples":
-            self.items_per_sample = float(self.task.items(fetch(self.data, [(0, 0)])))
+        self.weighs_items = weighs_items(self.task)
+        self.speed = Speed()
         self.parameters = self._count_parameters()
         self.resumed_from = self.persistence.resume(self.progress)
-        self.seen_before, self.logged_at = self.progress.samples_seen, 0
+        self.logged_at = 0
         self.noise = NoiseScale.of(self.parallel, config.train.noise_scale_every, config.train.global_batch_size)
         self.gathering = Gathering(self.task, self.parallel, place.device)
-        self.sync = StepSync(self.dims.cp * self.dims.tp, self.steps_done + 1)
+        if self.noise is not None and self.weighs_items:
+            self.noise.items = partial(count_items, self.task)
+        self.sync = StepSync(
+            self.dims.cp * self.dims.tp, self.steps_done + 1, data_copies=self.dims.world_size // self.dims.dp
+        )
         self.utilization = Utilization.of(self.task, job.layout, place, config.train.precision)
         self.monitor = PipelineMonitor.of(job, self.parallel, channel)
         self.profiler = Profiler.around(self) if config.profile.steps else None
@@ -114,9 +146,10 @@ class Training:
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def run(self) -> Summary:
-        began, stopped = time.monotonic(), False
+        stopped = False
         self._announce()
         batches = self.batches()
+        self.sync.restart_clock()
         try:
             with garbage_waits():
                 while self.steps_done < self.job.steps and not (stopped or self.progress.ended):
@@ -128,9 +161,9 @@ class Training:
         if not stopped:
             with self.average.in_place() if self.average else contextlib.nullcontext():
                 self.persistence.keep_weights()
-        return self._summary(stopped, time.monotonic() - began)
+        return self._summary(stopped)
 
-    def advance(self, batches: Iterator[list[Any]]) -> bool:
+    def advance(self, batches: Iterator[list[CountedBatch]]) -> bool:
         """One step, and what is due after it; true when the run is to stop."""
         if self.heartbeat.phase == "training":  # waiting for data has a limit of its own, after the first step
             self.heartbeat.phase = "reading"
@@ -144,34 +177,40 @@ class Training:
             self.monitor.take(self.steps_done + 1, partial(self.step, micro_batches), self._metrics)
         return self._is_boundary() and self._boundary()
 
-    def step(self, micro_batches: list[Any]) -> None:
+    def step(self, micro_batches: list[CountedBatch]) -> None:
         """One step: updates of the weights from the gradient's exact mean over the global batch, as the task's
         training_step asks for them (one, of its loss)."""
         config = self.config
         step = self.steps_done + 1
         seed_step(config.train.seed, step, self.dims.seed_rank(self.place.rank), self.place.device)
         batch = config.train.global_batch_size
-        rate = hooks.set_learning_rate(self)
+        rates = hooks.set_learning_rate(self)
         logged = step in (1, self.job.steps) or step % config.train.log_every == 0
-        update = hooks.Update(self, micro_batches, self._weights(micro_batches), logged)
+        batches = [micro_batch.batch for micro_batch in micro_batches]
+        update = hooks.Update(self, batches, self._weights(micro_batches), logged)
         self.task.training_step(update)
         if self.average is not None:
             self.average.update(step)
         self.progress.step = self.heartbeat.step = step
         self.progress.samples_seen += batch
-        self.sync.add(update.loss)
+        self.sync.add(update.loss, sum(micro_batch.items for micro_batch in micro_batches))
         if logged:
-            self.sync.log(step, rate, update.norm, update.losses())
+            self.sync.log(step, rates, update.norm, update.losses())
 
-    def _weights(self, micro_batches: list[Any]) -> list[Any]:
-        """Each micro-batch's part of the global batch's items; they sum to 1 over micro-batches and data ranks."""
-        if self.task.items_vary:
-            items = [number_on(self.place.device, self.task.items(batch)) for batch in micro_batches]
-            total = self.parallel.total(torch.stack(items).sum())
-            return [(n / total).float() for n in items]
-        return [rows(batch) / self.config.train.global_batch_size for batch in micro_batches]
+    def _weights(self, counted: list[CountedBatch]) -> list[float | torch.Tensor]:
+        """Each micro-batch's part of the global batch's items; they sum to 1 over micro-batches and data ranks.
 
-    def batches(self) -> Iterator[list[Any]]:
+        One without an item has the weight 0.0, a number of the host, by which strategies leave it out.
+        """
+        if not self.weighs_items:
+            return [rows(batch) / self.config.train.global_batch_size for batch, _ in counted]
+        mine = sum(items for _, items in counted)
+        if self.parallel.group is None:
+            return [items / mine if items else 0.0 for _, items in counted]
+        total = self.parallel.total(number_on(self.place.device, mine))
+        return [(items / total).float() if items else 0.0 for _, items in counted]
+
+    def batches(self) -> Iterator[list[CountedBatch]]:
         """This rank's micro-batches, a list for each step."""
         config = self.config.train
         return train_batches(
@@ -187,6 +226,7 @@ class Training:
             data_workers=config.data_workers,
             mark=self.progress.stream,
             note=lambda mark: setattr(self.progress, "stream", mark),
+            counted=lambda batch: CountedBatch(batch, count_items(self.task, batch)),
         )
 
     # --- boundaries ---------------------------------------------------------------------------------------------
@@ -217,23 +257,28 @@ class Training:
             self.persistence.save(self.progress)
         self.persistence.check()
         self.heartbeat.phase = "training"
+        self.sync.restart_clock()
         return agreed.stop and not last
 
     def _report(self, agreed: Agreement) -> None:
         """Metrics of the steps since the last boundary, and how far the run is."""
-        rate = self.config.train.global_batch_size / agreed.seconds_per_step
-        items_rate, used = rate * self.items_per_sample, self.utilization
-        of_gpus = (
-            {"mfu": used.mfu(rate), f"{self.task.unit}_per_second_per_gpu": items_rate / used.gpus} if used else {}
-        )
+        unit, used = self.task.unit, self.utilization
+        samples = self.config.train.global_batch_size * agreed.steps
+        items = agreed.items if unit != "samples" else samples
+        self.speed.add(agreed.seconds, items, samples)
+        rate, items_rate = samples / agreed.seconds, items / agreed.seconds
+        of_gpus = {"mfu": used.mfu(rate), f"{unit}_per_second_per_gpu": items_rate / used.gpus} if used else {}
         for entry in agreed.logged:
-            values = {"train/loss": entry.loss, "train/lr": entry.learning_rate}
-            values |= {f"train/{name}": value for name, value in entry.losses.items()}
+            values = {f"train/{name}": value for name, value in entry.learning_rates.items()}
+            if entry.items > 0:  # else nothing of the batch counted, and there is no loss to show
+                values["train/loss"] = entry.loss
+                values |= {f"train/{name}": value for name, value in entry.losses.items()}
             if entry.grad_norm is not None:
                 values["train/grad_norm"] = entry.grad_norm
             if entry is agreed.logged[-1]:  # one number for all of them
                 values["train/samples_per_second"] = rate
-                values[f"train/{self.task.unit}_per_second"] = items_rate
+                values[f"train/{unit}_per_second"] = items_rate
+                values[f"train/mean_{unit}_per_second"] = self.speed.items_per_second
                 values |= {f"train/{name}": value for name, value in of_gpus.items()}
             if self.scale.enabled:
                 values["train/loss_scale"] = self.scale.scale
@@ -246,10 +291,10 @@ class Training:
                 "steps": self.job.steps,
                 "loss": self.progress.latest.get("train/loss"),
                 "loss_step": self.logged_at,
-                "rate": items_rate,
-                "unit": self.task.unit,
+                "rate": self.speed.items_per_second,
+                "unit": unit,
                 "gpus": used.gpus if used else 0,
-                "mfu": of_gpus.get("mfu"),
+                "mfu": used.mfu(self.speed.samples_per_second) if used else None,
                 "seconds_left": (self.job.steps - agreed.step) * agreed.seconds_per_step,
                 "seconds_per_step": agreed.seconds_per_step,
                 "memory_bytes": memory_bytes(self.place.device),
@@ -297,13 +342,13 @@ class Training:
             }
         )
 
-    def _summary(self, stopped: bool, seconds: float) -> Summary:
+    def _summary(self, stopped: bool) -> Summary:
         return {
             "stopped": stopped,
             "step": self.steps_done,
             "steps": self.job.steps,
-            "seconds": seconds,
-            "rate": (self.progress.samples_seen - self.seen_before) * self.items_per_sample / seconds,
+            "seconds": self.speed.seconds,
+            "rate": self.speed.items_per_second,
             "unit": self.task.unit,
             "metrics": self.progress.latest,
             "resumed_from": self.resumed_from,

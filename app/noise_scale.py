@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from app.data.loader import map_tensors, number_on, rows
 from strategies.parallelize import Parallel
+from strategies.zero_weight import backward_of_zeros, has_no_weight, recorded_outputs
 
 WINDOW = 100  # measured steps that are averaged over: gradients change while training continues
 LEAST = 5  # measured steps before a value is reported
@@ -38,6 +39,8 @@ class Estimate:
 
     def add(self, small: float, large: float, inverse_small: float, batch: float) -> None:
         """small, large: mean |g_small|² and |g_B|². inverse_small: mean of 1 / b_small."""
+        if inverse_small <= 1 / batch:  # one part had all items: there was no smaller batch
+            return
         covariance = (small - large) / (inverse_small - 1 / batch)
         if math.isfinite(covariance):
             self.pairs.append((covariance, large - covariance / batch))
@@ -62,6 +65,8 @@ class NoiseScale:
         self.parallel, self.every, self.batch = parallel, every, batch
         self.estimate = Estimate()
         self.waiting: list[Tensor] = []  # measurements that are still on the device
+        self.items: Callable[[Any], float] | None = None
+        """What a batch's loss is the mean of; None: its rows."""
 
     @classmethod
     def of(cls, parallel: Parallel, every: int | None, batch: int) -> NoiseScale | None:
@@ -83,12 +88,17 @@ class NoiseScale:
         parallel, total = self.parallel, torch.zeros((), device=self.parallel.device)
         parameters = list(parallel.parameters())
         norms, inverses, kept = [], [], list[Tensor | None]()
-        for batch, weight in _at_least_two(batches, weights):
+        for batch, weight in self._at_least_two(batches, weights):
             with parallel.micro_step(last=True):
-                with parallel.autocast():
+                is_left_out = has_no_weight(weight)
+                with parallel.autocast(), recorded_outputs(parallel.inner, is_left_out) as outputs:
                     value = parallel.call(loss, batch)
-                (value * (weight * parallel.layout.dims.dp * scale)).backward()
-            found = (value.full_tensor() if isinstance(value, DTensor) else value).detach() * weight
+                if is_left_out:
+                    backward_of_zeros(value, outputs)
+                else:
+                    (value * (weight * parallel.layout.dims.dp * scale)).backward()
+            whole_value = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
+            found = torch.zeros_like(whole_value) if is_left_out else whole_value * weight
             total = total.to(found.device) + found
             share = parallel.total(number_on(found.device, weight).float())
             norms.append((parallel.grad_norm_(None) / (share * scale)).double().square())
@@ -104,10 +114,26 @@ class NoiseScale:
         for parameter, gradient in zip(parameters, kept):
             parameter.grad = gradient
         whole = (parallel.grad_norm_(None) / scale).double().square()
-        self.waiting.append(
-            torch.stack([torch.stack(norms).mean(), whole, torch.stack(inverses).mean().to(whole.device)])
-        )
+        # Of a part without an item on any worker, which is no batch at all, both are infinite or nan.
+        norm, inverse = torch.stack(norms), torch.stack(inverses).to(whole.device)
+        counts = torch.isfinite(inverse)
+        number = counts.sum().clamp(min=1)
+        small, inverse_small = (torch.where(counts, each, 0.0).sum() / number for each in (norm, inverse))
+        self.waiting.append(torch.stack([small, whole, inverse_small]))
         return total
+
+    def _at_least_two(self, batches: Sequence[Any], weights: Sequence[Any]) -> list[tuple[Any, Any]]:
+        """The micro-batches with their weights; an only one is cut in two, each half with its part of the items."""
+        if len(batches) > 1:
+            return list(zip(batches, weights))
+        middle = rows(batches[0]) // 2
+        halves = [
+            map_tensors(lambda x: x[:middle] if x.dim() else x, batches[0]),
+            map_tensors(lambda x: x[middle:] if x.dim() else x, batches[0]),
+        ]
+        # Of halves that are on a GPU the host waits for a count here: in measured steps, and nowhere else.
+        counts = [float(rows(half)) if self.items is None else self.items(half) for half in halves]
+        return [(half, weights[0] * (count / sum(counts)) if count else 0.0) for half, count in zip(halves, counts)]
 
     def values(self) -> dict[str, float]:
         """What to log; {} until enough is known. Waits for the device."""
@@ -119,13 +145,3 @@ class NoiseScale:
         found = self.estimate.value()
         names = ("train/noise_scale", "train/noise_scale_low", "train/noise_scale_high")
         return dict(zip(names, found)) if found else {}
-
-
-def _at_least_two(batches: Sequence[Any], weights: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """The micro-batches with their weights; an only one is cut in two."""
-    if len(batches) > 1:
-        return list(zip(batches, weights))
-    whole, cut = rows(batches[0]), rows(batches[0]) // 2
-    first = map_tensors(lambda x: x[:cut] if x.dim() else x, batches[0])
-    second = map_tensors(lambda x: x[cut:] if x.dim() else x, batches[0])
-    return [(first, weights[0] * (cut / whole)), (second, weights[0] * (1 - cut / whole))]

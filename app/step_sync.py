@@ -28,9 +28,12 @@ class LoggedStep:
 
     step: int
     time: float
-    learning_rate: float
+    learning_rates: dict[str, float]
+    """By name: "lr" is the first parameter group's; others where they differ."""
     loss: float
     grad_norm: float | None
+    items: float = 0.0
+    """How many the global batch had; of a step without one the loss is unknown, not 0."""
     losses: dict[str, float] = field(default_factory=dict)  # further ones, by name
 
 
@@ -39,9 +42,16 @@ class Agreement:
     """What the ranks agreed on after `step`."""
 
     step: int
+    steps: int
+    """Since the agreement before."""
     stop: bool
     save: bool
+    seconds: float
+    """Of training since the agreement before: the time in steps, waiting for data included. What happens between one
+    agreement and the next step (evaluation, checkpoints, waiting for the storage) is not in it."""
     seconds_per_step: float
+    items: float
+    """Of all steps since the agreement before, over all ranks."""
     logged: list[LoggedStep] = field(default_factory=list)
 
 
@@ -49,25 +59,36 @@ class StepSync:
     """Collects what steps leave behind; `agree` is called by every rank after the same steps.
 
     loss_copies: over how many ranks a loss is the mean (tensor-parallel peers, and those of one sequence).
+    data_copies: how many ranks have the same share of the global batch (those, and the stages of a pipeline).
     """
 
-    def __init__(self, loss_copies: int, first_step: int) -> None:
-        self.ranks, self.loss_copies = Ranks(), loss_copies
+    def __init__(self, loss_copies: int, first_step: int, data_copies: int = 1) -> None:
+        self.ranks, self.loss_copies, self.data_copies = Ranks(), loss_copies, data_copies
         self.first_step = self.next_step = first_step  # the first step tells how long one takes
         self.last_step = first_step - 1
         self.started = time.perf_counter()
         self.losses: list[torch.Tensor] = []  # one 0-d tensor per step: this rank's part of the global loss
-        self.logged: list[tuple[int, float, float, torch.Tensor | None]] = []
+        self.items: list[float] = []  # of each step, in this rank's share of the global batch
+        self.logged: list[tuple[int, float, dict[str, float], torch.Tensor | None]] = []
         self.named: list[dict[str, torch.Tensor]] = []  # of the logged steps, this rank's parts of further losses
 
-    def add(self, loss: torch.Tensor) -> None:
+    def add(self, loss: torch.Tensor, items: float = 0.0) -> None:
         self.losses.append(loss)
+        self.items.append(items)
 
     def log(
-        self, step: int, rate: float, grad_norm: torch.Tensor | None, named: dict[str, torch.Tensor] | None = None
+        self,
+        step: int,
+        learning_rates: dict[str, float],
+        grad_norm: torch.Tensor | None,
+        named: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        self.logged.append((step, time.time(), rate, grad_norm))
+        self.logged.append((step, time.time(), learning_rates, grad_norm))
         self.named.append(named or {})
+
+    def restart_clock(self) -> None:
+        """The next step begins now: what came after the last agreement was no training."""
+        self.started = time.perf_counter()
 
     def due(self, step: int) -> bool:
         return step >= self.next_step
@@ -86,24 +107,44 @@ class StepSync:
         bad_step = self._first_non_finite(losses, norms)
         bad = bad_step[0] < NEVER and not may_be_infinite
         elapsed = time.perf_counter() - self.started
-        logged_losses = [losses[entry[0] - self.last_step - 1].item() for entry in self.logged]
+        at = [entry[0] - self.last_step - 1 for entry in self.logged]
+        logged_losses = [losses[i].item() for i in at]
+        logged_items = [self.items[i] for i in at]
         flags = [float(flag) for flag in (stop, save, bad, any(self.named))]
-        sums = torch.tensor([*flags, elapsed, *logged_losses], dtype=torch.float64)
+        measured = [elapsed, sum(self.items)]
+        sums = torch.tensor([*flags, *measured, *logged_losses, *logged_items], dtype=torch.float64)
         if self.ranks.distributed:
             dist.all_reduce(sums)
         if sums[2] > 0:
             self._raise_non_finite(bad_step)
-        seconds_per_step = sums[4].item() / self.ranks.size / (step - self.last_step)
+        seconds = sums[4].item() / self.ranks.size
+        steps = step - self.last_step
+        seconds_per_step = seconds / steps
+        items = sums[5].item() / self.data_copies
         named = self._named() if sums[3] > 0 else [{} for _ in self.logged]
+        first = 6
+        all_losses = sums[first : first + len(self.logged)]
+        all_items = sums[first + len(self.logged) :]
         logged = [
-            LoggedStep(at, when, rate, loss / self.loss_copies, norm, more)
-            for (at, when, rate, _), loss, norm, more in zip(self.logged, sums[5:].tolist(), norms, named)
+            LoggedStep(number, when, rates, loss / self.loss_copies, norm, count / self.data_copies, more)
+            for (number, when, rates, _), loss, norm, count, more in zip(
+                self.logged, all_losses.tolist(), norms, all_items.tolist(), named
+            )
         ]
         ahead = round(PERIOD_SECONDS / max(seconds_per_step, 1e-9)) if step > self.first_step else 1
         self.next_step = step + min(MAX_STEPS, max(1, ahead))
         self.last_step, self.started = step, time.perf_counter()
-        self.losses, self.logged, self.named = [], [], []
-        return Agreement(step, bool(sums[0] > 0), bool(sums[1] > 0), seconds_per_step, logged)
+        self.losses, self.items, self.logged, self.named = [], [], [], []
+        return Agreement(
+            step=step,
+            steps=steps,
+            stop=bool(sums[0] > 0),
+            save=bool(sums[1] > 0),
+            seconds=seconds,
+            seconds_per_step=seconds_per_step,
+            items=items,
+            logged=logged,
+        )
 
     def _named(self) -> list[dict[str, float]]:
         """Further losses of the logged steps, over all ranks; a rank may have none."""
@@ -138,5 +179,6 @@ class StepSync:
         raise NonFiniteError(
             f"the {'gradient' if gradient_only else 'loss'} was not finite at step {step} on {where}; the last good "
             "checkpoint is intact: try a lower optimizer.lr, a longer schedule.warmup_steps, train.clip_norm=1.0, "
-            "or look at the data of that step"
+            "or look at the data of that step; where targets are masked, a part of a batch may have none: let the "
+            "task's `items` count those that are not"
         )

@@ -16,6 +16,7 @@ from strategies.dims import Layout
 from strategies.expert.router import RouterLoad
 from strategies.mixtures import find_mixtures
 from strategies.strategy import MicroStep, no_communication
+from strategies.zero_weight import backward_of_zeros, has_no_weight, recorded_outputs
 
 T = TypeVar("T")
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -93,8 +94,8 @@ class Parallel:
         """Forward and backward of all micro-batches of one step; gradients are communicated once.
 
         weights: each micro-batch's part of the global batch, summing to 1 over micro-batches and data-parallel
-        workers. loss: (module, micro-batch) → 0-d mean. The gradients left behind are those
-        of scale · Σ weight · loss over all workers.
+        workers; 0.0 (not a tensor) for one that is left out, whose loss may be nan. loss: (module, micro-batch) → 0-d
+        mean. The gradients left behind are those of scale · Σ weight · loss over all workers.
         Returns this worker's Σ weight · loss, detached, 0-d, unscaled; 0 where not `has_loss`. With cp a micro-batch is
         of whole sequences, and the mean over the workers that share them is theirs.
         """
@@ -103,6 +104,10 @@ class Parallel:
             (batches, weights), loss = self.context.split(batches, weights), self.context.counted(loss)
         ways, last, plain = self.layout.dims.dp, len(batches) - 1, isinstance(scale, float) and scale == 1.0
         for i, (batch, weight) in enumerate(zip(batches, weights)):
+            if has_no_weight(weight):
+                found = self._leave_out(batch, loss, last=i == last)
+                total = found if total is None else total + found
+                continue
             with self.micro_step(last=i == last):
                 with self.autocast():
                     value = self.call(loss, batch)
@@ -113,6 +118,14 @@ class Parallel:
             total = found if total is None else total + found
         assert total is not None, "a step has at least one micro-batch"
         return total
+
+    def _leave_out(self, batch: Any, loss: Loss, *, last: bool) -> torch.Tensor:
+        """Forward and backward of a micro-batch of weight 0, in which other workers may take part; returns 0."""
+        with self.micro_step(last):
+            with self.autocast(), recorded_outputs(self.inner) as outputs:
+                value = self.call(loss, batch)
+            backward_of_zeros(value, outputs)
+        return torch.zeros_like(value.detach())
 
     def forward(self, function: Callable[[nn.Module, Any], T], batch: Any) -> T | None:
         """Evaluation: `function(module, batch)` under torch.no_grad; None where not `has_loss`."""

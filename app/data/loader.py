@@ -98,19 +98,26 @@ def train_batches(
     data_workers: int = 0,
     mark: str = "",
     note: Callable[[str], object] = lambda mark: None,
-) -> Generator[list[Batch]]:
+    counted: Callable[[Batch], Any] = lambda batch: batch,
+) -> Generator[list[Any]]:
     """For each of `steps` steps the list of this rank's micro-batches, on the device.
 
     The stream continues at position `samples_seen`. `dp_size` divides the global batch; every rank gets the same number
     of micro-batches, of which the last may be smaller (5 by 2: 2, 2, 1). mark: where a stream continues instead; note
-    is told the mark after each step; data_workers have no part in it.
+    is told the mark after each step; data_workers have no part in it. counted: makes of each micro-batch what is moved
+    to the device and yielded in its place; it is called with the batch as it was fetched, so that its numbers can be
+    read without waiting for a device.
     """
     share = global_batch_size // dp_size
     cuts = micro_batch_slices(share, micro_batch_size)
     if is_stream(dataset):
         own = slice(dp_rank * share, (dp_rank + 1) * share)
         step = {"steps": steps, "global_batch_size": global_batch_size, "own": own, "cuts": cuts}
-        make = partial(stream_steps, dataset, seed=seed, mark=mark, **step)  # type: ignore[arg-type]
+        read = partial(stream_steps, dataset, seed=seed, mark=mark, **step)  # type: ignore[arg-type]
+
+        def make() -> Iterator[tuple[str, list[Any]]]:
+            return ((mark, [counted(batch) for batch in batches]) for mark, batches in read())
+
         ahead = _ahead(device, beside=device.type == "cpu" or not draws(dataset, seed))
         for mark, batches in prefetched(make, device, ahead=ahead):
             note(mark)
@@ -126,10 +133,10 @@ def train_batches(
             for cut in cuts:
                 yield list(zip(indices[cut], range(start + cut.start, start + cut.stop), strict=True))
 
-    def grouped() -> Iterator[list[Batch]]:
+    def grouped() -> Iterator[list[Any]]:
         source = _fetched(dataset, picks, seed if drawn or not ahead else None, drawn, data_workers)
         for first in source:
-            yield [first, *(next(source) for _ in cuts[1:])]
+            yield [counted(batch) for batch in (first, *(next(source) for _ in cuts[1:]))]
 
     ahead = _ahead(device, beside=bool(data_workers) or not drawn)
     yield from prefetched(grouped, device, ahead=ahead)

@@ -22,7 +22,9 @@ from app.config import Config
 from app.data.loader import Batch, fetch, length, map_tensors
 from app.data.stream import is_stream
 from app.randomness import seed_everything, seed_step
+from app.run.items_remark import items_remark
 from app.tasks.base import Task
+from app.tasks.items import count_items
 from strategies import registry
 from strategies.blocks import find_blocks
 from strategies.dims import Layout, LayoutError, Options
@@ -51,6 +53,7 @@ class FirstStep:
     Args:
         observations: what the model does that some layouts cannot keep.
         with_numbers: whether it was run on real numbers.
+        items_remark: a sentence, where the loss is no mean over the items that parts of a batch are weighted by.
         coupling: where the samples of a batch depend on one another, what shows it: a clause.
         stateful: whether the loss of the same samples is another one when it is taken again.
         error_of_one: what the model says to a batch of one sample, where it takes larger ones.
@@ -58,6 +61,7 @@ class FirstStep:
 
     observations: tuple[Observation, ...] = ()
     with_numbers: bool = False
+    items_remark: str = ""
     coupling: str = ""
     stateful: bool = False
     error_of_one: str = ""
@@ -99,7 +103,9 @@ class FirstStep:
         parts = layout.dims.dp * micro_batches
         if parts == 1:
             return
-        if self.coupling and not gathers:
+        if self.items_remark:
+            yield self.items_remark
+        elif self.coupling and not gathers:
             yield (
                 f"{self.coupling}, so samples of a batch depend on one another, and this run, which splits each batch "
                 f"into {parts}, does not train what one device with the whole batch would: {POINTER}"
@@ -166,15 +172,25 @@ def _operations(config: Config, task: Task, batch: Batch) -> float:
 def _with_numbers(config: Config, task: Task, batches: list[Batch], *, thorough: bool) -> FirstStep:
     cpu = torch.device("cpu")
     observations = _watched(config, task, batches if thorough else batches[:3], cpu)
+    remark: str | None = None
     couples = ""
     stateful = False
     with contextlib.suppress(Exception):  # a loss that cannot be taken in evaluation
         steps = [_evaluated(task, _build(config, task, cpu), batch, backward=thorough) for batch in batches[:3]]
         couples = coupling(*steps)
+        if couples:
+            remark = items_remark(task, batches[0], lambda batch: task.loss(_build(config, task, cpu).eval(), batch))
         if thorough:
             again = _evaluated(task, _build(config, task, cpu), batches[0], backward=False)
             stateful = not _alike(steps[0].loss, again.loss)
-    return FirstStep(observations, True, couples, stateful, _error_of_one(config, task, batches[0], cpu))
+    return FirstStep(
+        observations,
+        with_numbers=True,
+        items_remark=remark or "",
+        coupling=couples,
+        stateful=stateful,
+        error_of_one=_error_of_one(config, task, batches[0], cpu),
+    )
 
 
 def _error_of_one(config: Config, task: Task, batch: Batch, device: torch.device) -> str:
@@ -239,7 +255,7 @@ def _evaluated(task: Task, model: nn.Module, batch: Batch, *, backward: bool) ->
     gradients = [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
     real = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
     flat = torch.cat([loss.new_empty(0, dtype=torch.double), *(g.flatten().double() for g in real)])
-    return _Step(float(task.items(batch)), loss.detach().double(), flat)
+    return _Step(float(count_items(task, batch)), loss.detach().double(), flat)
 
 
 def coupling(whole: _Step, *halves: _Step) -> str:

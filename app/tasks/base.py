@@ -48,9 +48,6 @@ class Task:
     unit: str = "samples"
     """What `items` counts; names the throughput (train/samples_per_second): samples or tokens."""
 
-    items_vary: bool = False
-    """True if batches of equally many samples can hold different numbers of items (padding)."""
-
     float_output: bool = True
     """Whether the model's output must be float32 where it computes in 16 bits. False: loss and metrics take it as it
     comes, which spares a float32 copy of a large output."""
@@ -138,7 +135,12 @@ class Task:
         return False
 
     def items(self, batch: Batch) -> int | Tensor:
-        """How many items the mean of `loss` and `metrics` is over; rows of the batch's first tensor by default."""
+        """How many items the mean of `loss` and `metrics` is over; rows of the batch's first tensor by default.
+
+        A task that overrides this is weighted by it: each part of a global batch (a worker's, a micro-batch) counts as
+        much as it has items, and one without any is left out. Where some targets are masked, return how many are not:
+        `(targets != -100).sum()`. It is called with batches as the data gives them, before they go to a device.
+        """
         return rows(batch)
 
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:

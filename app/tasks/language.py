@@ -37,6 +37,7 @@ from app.models.mixture import OPTIONS, MixtureGPT
 from app.models.mixture import TENSOR_PLAN as MIXTURE_PLAN
 from app.prediction import Preprocessor, called, logits_of, texts_of
 from app.tasks.base import Batch
+from app.tasks.items import same_for_every_row
 from app.tasks.parts import InParts, checked_model, one_of, require_known, whole
 
 DEFAULT_EVAL_FRACTION, DEFAULT_EVAL_SEQUENCES = 0.1, 256
@@ -247,6 +248,7 @@ class LanguageModelling(InParts):
     def on_evaluation(self, model: nn.Module, log: Any) -> None:
         show_sample(self, model, log)
 
+    @same_for_every_row
     def items(self, batch: Batch) -> int | Tensor:
         return batch[1].numel()
 

@@ -39,6 +39,7 @@ from strategies.dims import LayoutError, Options, ParallelDims, own_group
 from strategies.strategy import Strategy
 from strategies.traits import Trait
 from strategies.tree import tree_leaves, tree_map
+from strategies.zero_weight import has_no_weight
 
 METHODS: dict[str, ModuleType] = {"ring": ring, "allgather": allgather, "ulysses": ulysses}
 IGNORED = -100
@@ -146,6 +147,8 @@ class Context:
         self.seen = self.told = False
         """Whether the model has attended; whether it has been told the places of its tokens."""
         self.active = False
+        self.counts: Tensor | None = None
+        """Whether the batch whose loss is computed has a label that counts, 0-d; None outside of a loss."""
         self.attend = self._attend  # one object, by which compiled code knows it again
         self.names: list[tuple[dict[str, Any], str]] = []
 
@@ -159,6 +162,7 @@ class Context:
             part = module.get_submodule(name)
             part.forward = self._attending(part.forward)
         module.register_forward_pre_hook(self._with_places, with_kwargs=True)
+        module.register_forward_hook(self._gated)
 
     def _attending(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
@@ -194,6 +198,18 @@ class Context:
         device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         return args, {**self.plan.keywords(self.places(device)), **kwargs}
 
+    def _gated(self, _: nn.Module, __: Any, output: Any) -> Any:
+        """The model's output, whose gradient is zero where no label counts, even if the loss makes it nan."""
+        counts = self.counts
+        if counts is None:
+            return None
+
+        def gate(leaf: Any) -> Any:
+            is_output = isinstance(leaf, Tensor) and leaf.requires_grad and leaf.dim() > 0
+            return _GradientGate.apply(leaf, counts) if is_output else leaf
+
+        return tree_map(gate, output)
+
     def places(self, device: torch.device) -> Tensor:
         """Where in the sequence this worker's tokens are: (1, T/C)."""
         return self._part(torch.arange(self.length, device=device).unsqueeze(0), 1)
@@ -203,7 +219,8 @@ class Context:
     def split(self, batches: Sequence[Any], weights: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Micro-batches cut to this worker's tokens; weights so that their mean over the C workers is right."""
         found = [self.cut(batch) for batch in batches]
-        return [batch for batch, _ in found], [weight * share for weight, (_, share) in zip(weights, found)]
+        shares = [w if has_no_weight(w) else w * share for w, (_, share) in zip(weights, found)]
+        return [batch for batch, _ in found], shares
 
     def cut(self, batch: Any) -> tuple[Any, Tensor]:
         """(this worker's tokens, C·nᵣ/n).
@@ -218,7 +235,7 @@ class Context:
         else:
             self._long(lengths[0])
             own = tree_map(lambda leaf: self._part(leaf, 1) if self._is_along(leaf, lengths[0]) else leaf, batch)
-        return own, self.ways * self.labels(own) / self.labels(batch)
+        return own, self.ways * self.labels(own) / self.labels(batch).clamp(min=1)
 
     def labels(self, batch: Any) -> Tensor:
         """How many labels count."""
@@ -228,12 +245,16 @@ class Context:
         return (along[-1] != IGNORED).sum()
 
     def counted(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """The loss of a cut batch; 0 where none of its labels counts, whose mean is nan."""
+        """The loss of a cut batch; 0 where none of its labels counts, whose mean is nan, and so may its gradient be."""
 
         def of_own(module: nn.Module, batch: Any) -> Any:
-            value = self._attending(loss)(module, batch)
+            self.counts = self.labels(batch) > 0
+            try:
+                value = self._attending(loss)(module, batch)
+            finally:
+                counts, self.counts = self.counts, None
             self._require_attention()
-            return torch.where(self.labels(batch) > 0, value, 0.0)
+            return torch.where(counts, value, 0.0)
 
         return of_own
 
@@ -273,6 +294,20 @@ class Context:
                 "the model's attention is not F.scaled_dot_product_attention, so parallel.cp cannot split it: use "
                 "that, or leave parallel.cp out"
             )
+
+
+class _GradientGate(torch.autograd.Function):
+    """The identity; its gradient is zero unless `counts`, a device's boolean for which no host waits."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, counts: Tensor) -> Tensor:
+        ctx.save_for_backward(counts)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (counts,) = ctx.saved_tensors
+        return torch.where(counts, gradient, torch.zeros((), dtype=gradient.dtype, device=gradient.device)), None
 
 
 def _names() -> list[tuple[dict[str, Any], str]]:

@@ -27,11 +27,13 @@ from strategies.pipeline.postings import Arrival, arrivals, ends
 from strategies.pipeline.schedules import Op, Placement, Schedule
 from strategies.pipeline.stage import Stage
 from strategies.pipeline.timeline import Timeline
+from strategies.zero_weight import has_no_weight, recorded_outputs, silence
 
 
 @dataclass
 class Step:
-    """A step's inputs. factors: what each micro-batch's loss is multiplied by before backward."""
+    """A step's inputs. factors: what each micro-batch's loss is multiplied by before backward. A micro-batch of weight
+    0.0 is left out, and its loss may be nan."""
 
     batches: Sequence[Any]
     weights: Sequence[Any]
@@ -125,8 +127,14 @@ class Runtime:
         arrived = self._take("F", part - 1, op) if part else []
         metas = self.metas[part - 1, step.kinds[op.micro]] if part else ()
         inputs = [tensor.requires_grad_() if meta.grad else tensor for tensor, meta in zip(arrived, metas, strict=True)]
-        answer, outputs = self._timed("F", op, lambda: self._run(step, op.micro, part, placeholders, inputs))
-        if part == self.placement.parts - 1:
+        is_last = part == self.placement.parts - 1
+        is_left_out = is_last and has_no_weight(step.weights[op.micro])
+        with recorded_outputs(self.stage.module, is_left_out) as recorded:
+            answer, outputs = self._timed("F", op, lambda: self._run(step, op.micro, part, placeholders, inputs))
+        if is_left_out:
+            silence(answer, recorded)
+            outputs = [answer * 0.0]
+        elif is_last:
             value = answer * step.factors[op.micro]
             self.total = self.total + answer.detach() * step.weights[op.micro]
             outputs = [value]

@@ -13,6 +13,7 @@ from app.job import Job, Place, SilentChannel
 from app.loop import Training
 from app.randomness import seed_everything
 from app.tasks import load_task
+from strategies.dims import DEGREES
 from strategies.layout import choose
 from tests.app.checkpoint.kit import save
 
@@ -28,7 +29,10 @@ def training_of(
     """A training that keeps nothing, and what it will tell its driver."""
     channel, events = SilentChannel(), list[dict[str, Any]]()
     channel.emit = events.append  # type: ignore[method-assign]
-    job = Job(config, choose(strategy, world), str(folder), "attempt", "uid", config.train.steps, os.getcwd())
+    degrees = {name: getattr(config.parallel, name) for name in DEGREES}
+    job = Job(
+        config, choose(strategy, world, **degrees), str(folder), "attempt", "uid", config.train.steps, os.getcwd()
+    )
     return Training(job, Place(rank, world, rank, torch.device("cpu")), channel, nothing_kept), events
 
 

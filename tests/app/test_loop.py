@@ -110,18 +110,18 @@ def _agree(rank: int) -> None:
     sync = StepSync(1, first_step=1)
     assert sync.due(1)
     sync.add(torch.tensor(1.0 + rank))
-    sync.log(1, 0.1, torch.tensor(7.0))
+    sync.log(1, {"lr": 0.1}, torch.tensor(7.0))
     sync.add(torch.tensor(9.0))
     agreed = sync.agree(2, stop=rank == 1, save=False)
     assert (agreed.stop, agreed.save) == (True, False) and 3 <= sync.next_step <= 2 + 200
-    assert [(e.step, e.loss, e.grad_norm, e.learning_rate) for e in agreed.logged] == [(1, 3.0, 7.0, 0.1)]
+    assert [(e.step, e.loss, e.grad_norm, e.learning_rates) for e in agreed.logged] == [(1, 3.0, 7.0, {"lr": 0.1})]
     for loss in (1.0, math.nan if rank == 1 else 1.0, 1.0):
         sync.add(torch.tensor(loss))
     with pytest.raises(NonFiniteError, match="loss was not finite at step 4 on rank 1;"):
         sync.agree(5, stop=False, save=False)
     sync = StepSync(1, first_step=1)
     sync.add(torch.tensor(1.0))
-    sync.log(1, 0.1, torch.tensor(math.inf))
+    sync.log(1, {"lr": 0.1}, torch.tensor(math.inf))
     with pytest.raises(NonFiniteError, match="gradient was not finite at step 1 on ranks 0, 1;"):
         sync.agree(1, stop=False, save=False)
 

@@ -44,7 +44,7 @@ class Answers(InParts):
     """Batches are (inputs, targets (B, T)); the model gives logits (B, T, V). The loss is the mean over targets
     other than NOTHING."""
 
-    unit, items_vary, float_output = "tokens", True, False
+    unit, float_output = "tokens", False
 
     def items(self, batch: Batch) -> Tensor:
         return (batch[1] != NOTHING).sum()

@@ -140,7 +140,7 @@ class HuggingFace(InParts):
             own["tokenizer"] = chosen if self.kind == "causal_lm" else self.tokenizer
             self._data, derived = READERS[self.kind](found, base, own_size, **own)
         self._train, self._eval = self._data.train_data(), self._data.eval_data()
-        self.unit, self.items_vary = self._data.unit, self._data.items_vary
+        self.unit = self._data.unit
         self.float_output = self._data.float_output
         self.config = settle(found, derived, written)
         self.recipe = Recipe(self.kind, self.config, weights, attention, adapters)
@@ -196,8 +196,10 @@ class HuggingFace(InParts):
         with balance.summed(len(first), self._experts, first.device):
             return self._data.loss(called, batch) + weight * balance.total(self._balanced)
 
-    def items(self, batch: Batch) -> int | Tensor:
-        return self._data.items(batch)
+    @property
+    def items(self) -> Callable[[Batch], int | Tensor]:  # type: ignore[override]
+        """The data's own method, which knows what the loss is the mean of."""
+        return self._data.items
 
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         called: Any = Called(self, model)

@@ -14,6 +14,7 @@ from app.evaluation import evaluate
 from app.job import Heartbeat
 from app.prediction import Predictor, watched_arguments
 from app.tasks import load_task
+from app.tasks.items import weighs_items
 from app.tasks.vision import shifted
 from strategies.parallelize import choose, parallelize
 from tests.app.data.test_data_loader import begun
@@ -96,7 +97,7 @@ def test_a_user_may_leave_everything_but_three_methods_out() -> None:
     task = Values()
     model = built(task)
     batch = one_batch(task)
-    assert task.items(batch) == 4 and task.unit == "samples" and not task.items_vary
+    assert task.items(batch) == 4 and task.unit == "samples" and not weighs_items(task)
     assert set(task.metrics(model, batch)) == {"loss"} and task.derived({"loss": 1.0}) == {}
     assert not any((task.eval_data(), task.blocks(model), task.tensor_plan(model), task.heads()))
     assert watched_arguments(model, task.loss, batch).example.shape == (4, 16)

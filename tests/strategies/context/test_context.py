@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from strategies import torch_internals
@@ -91,6 +92,58 @@ def test_evaluation_counts_each_sequence_once() -> None:
     for dims, copies in (({"cp": 4}, 1), ({"cp": 2}, 2)):
         found = run_distributed(_metrics, 4, dims)[1]
         assert found == (pytest.approx(copies * truth, rel=1e-6), pytest.approx(3 * copies))
+
+
+def _mean_by_hand(model: nn.Module, batch: Any) -> Tensor:
+    """Its own division: of a part without a label both the value and the gradient would be nan."""
+    tokens, labels = batch
+    counts = (labels != -100).flatten()
+    each = F.cross_entropy(model(tokens).flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none")
+    return (each * counts).sum() / counts.sum()
+
+
+def _unevenly_masked() -> list[tuple[Tensor, Tensor]]:
+    """Of four quarters of each sequence, labels in the last; in the middle; nowhere."""
+    source = torch.Generator().manual_seed(3)
+    batches = []
+    for labelled in (slice(24, 32), slice(8, 24), slice(0, 0)):
+        tokens = torch.randint(0, 29, (2, 32), generator=source)
+        labels = torch.full_like(tokens, -100)
+        labels[:, labelled] = tokens[:, labelled]
+        batches.append((tokens, labels))
+    return batches
+
+
+def _left_out(rank: int, dims: dict[str, int]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of a step in which some parts of sequences, and a whole micro-batch, have no label."""
+    batches = _unevenly_masked()
+    layout = choose("auto", dist.get_world_size() if dist.is_initialized() else 1, **dims)
+    example = (_mean_by_hand, batches[0])
+    parallel = parallelize(masked_trial().build, layout, device=CPU, example=example)
+    data_rank, ways = layout.dims.data_rank(rank), layout.dims.dp
+    counts = [float((labels != -100).sum()) for _, labels in batches]
+    weights = [count / sum(counts) for count in counts]
+    mine = [at for at in range(len(batches)) if ways == 1 or (at == 0) == (data_rank == 0)]
+    mine += [2] * (2 - len(mine))  # as many micro-batches on every worker
+    total = parallel.forward_backward([batches[at] for at in mine], [weights[at] for at in mine], _mean_by_hand)
+    gradients = {name: p.grad.detach() for name, p in parallel.named_parameters() if p.grad is not None}
+    whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
+    loss = parallel.total(total)
+    if layout.dims.pp > 1:
+        dist.all_reduce(loss)
+        loss = loss * layout.dims.pp / layout.dims.world_size
+    return float(loss), whole
+
+
+@pytest.mark.parametrize("dims", [{"cp": 2}, {"cp": 4}, {"cp": 2, "dp_replicate": 2}, {"cp": 2, "dp_shard": 2}])
+def test_parts_of_sequences_and_micro_batches_without_a_label_are_left_out(dims: dict[str, int]) -> None:
+    loss, gradients = _left_out(0, {})
+    assert loss > 0 and all(torch.isfinite(gradient).all() for gradient in gradients.values())
+    found_loss, found = run_distributed(_left_out, 2 if dims == {"cp": 2} else 4, dims)[0]
+    assert found_loss == pytest.approx(loss, rel=1e-5)
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert torch.allclose(found[name], gradient, atol=1e-6), name
 
 
 def _kept(_: int, workers: int, method: str) -> int:

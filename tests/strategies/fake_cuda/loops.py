@@ -27,8 +27,6 @@ Task = Callable[[Path], tuple[str, dict[str, Any]]]
 class Counted(Plain):
     """Its batches hold different numbers of items, which the host counts."""
 
-    items_vary = True
-
     def items(self, batch: Any) -> int:
         return int(batch[0].shape[0])
 
