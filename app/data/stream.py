@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
+from app.data.sets import document, reason_of
 from app.errors import UserError
 from app.randomness import seed_sample
 from strategies.tree import tree_leaves
@@ -163,8 +164,8 @@ def stream_steps(
 class TokenStream(IterableDataset[Any]):
     """TokenWindows' samples (text.py) from the documents of a stream with a state, as they come.
 
-    encode: a document's text to its tokens. The state is the stream's before the first document that is still used, and
-    how many of its tokens are used up.
+    encode: a document's text to its tokens; documents that are null are left out. The state is the stream's before the
+    first document that is still used, and how many of its tokens are used up.
     """
 
     def __init__(self, rows: Any, column: str, encode: Callable[[str], list[int]], sequence_length: int) -> None:
@@ -188,15 +189,20 @@ class TokenStream(IterableDataset[Any]):
         before = self._state["rows"]
         while True:
             while have <= length:  # the last token of a window is a target only
-                if (row := next(rows, None)) is None:
+                try:
+                    row = next(rows, None)
+                except Exception as error:  # the library's own, pyarrow's and each file system's
+                    raise UserError(f"task_args.data cannot be read further: {reason_of(error)}") from error
+                if row is None:
                     return
-                documents.append((before, self.encode(row[self.column])))
+                text = document(row.get(self.column), "task_args.data", self.column)
+                documents.append((before, [] if text is None else self.encode(text)))
                 have += len(documents[-1][1])
                 before = self.rows.state_dict()
             tokens: list[int] = []
-            for number, (_, document) in enumerate(documents):
+            for number, (_, encoded) in enumerate(documents):
                 begin = 0 if number else used
-                tokens += document[begin : begin + length + 1 - len(tokens)]
+                tokens += encoded[begin : begin + length + 1 - len(tokens)]
             used, have = used + length, have - length
             while used >= len(documents[0][1]):
                 used -= len(documents.popleft()[1])

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from app.data.files import cached, existing, identity
-from app.data.sets import column, files_key, is_dataset, open_dataset
+from app.data.open_text import file_format, open_text, open_utf8, utf8_size
+from app.data.sets import documents, files_key, is_dataset
 from app.errors import MissingData, UserError
 
 if TYPE_CHECKING:
@@ -45,14 +46,21 @@ def read_tokens(
     Raises UserError, also if a token at the beginning or end of a token file is outside the vocabulary.
     """
     if is_dataset(data):
-        rows = open_dataset(data)[0]
-        column(rows, text, "task_args.text")
+        rows = documents(data, text)
         encode, size = encoder(tokenizer)
-        key = hashlib.sha256(f"{files_key(data)} {text}".encode()).hexdigest()[:16]
-        key += "" if tokenizer == BYTES else identity(existing(tokenizer, "task_args.tokenizer"))
-        kept = _kept(key, size, (encode(row) for row in rows[text]), str(data))
-        return [kept], size, 1.0 if tokenizer == BYTES else None
+        key = hashlib.sha256(f"documents {files_key(data)} {text}".encode()).hexdigest()[:16]
+        if tokenizer == BYTES:
+            kept = _kept(key, size, (np.frombuffer(f"{row}\n".encode(), np.uint8) for row in rows), str(data))
+            return [kept], size, 1.0
+        key += identity(existing(tokenizer, "task_args.tokenizer"))
+        return [_kept(key, size, (encode(row) for row in rows), str(data))], size, None
     paths = find_files(data)
+    of_data_sets = [path for path in paths if is_dataset(str(path))]  # which a pattern's own end does not tell
+    if of_data_sets and len(of_data_sets) == len(paths):
+        return read_tokens([str(path) for path in paths], tokenizer, token_dtype, vocab_size, text)
+    if of_data_sets:
+        plain = next(path for path in paths if path not in of_data_sets)
+        raise UserError(f"task_args.data mixes data sets ({of_data_sets[0]}) with text ({plain}); give one kind")
     made_of_tokens = [path for path in paths if path.suffix in SUFFIXES]
     if not made_of_tokens:
         file, size, text_bytes = tokenise(paths, tokenizer)
@@ -109,7 +117,7 @@ def _python_library() -> list[Path]:
 
 
 def tokenise(files: Sequence[Path], tokenizer: str = BYTES) -> tuple[TokenFile, int, int]:
-    """(the files' tokens one after another, size of the vocabulary, bytes of text).
+    """(the files' tokens one after another, size of the vocabulary, bytes of text in UTF-8).
 
     The tokens are kept in the cache under a hash of the files' contents and the tokenizer, and made only if they are
     not there. `tokenizer` is "bytes" or the path of a Hugging Face tokenizers file (tokenizer.json).
@@ -122,8 +130,10 @@ def tokenise(files: Sequence[Path], tokenizer: str = BYTES) -> tuple[TokenFile, 
         model = load_tokenizer(path)
         vocab_size, key = model.get_vocab_size(), identity(*files, path)
         chunks = _encoded_chunks(files, model)
+    if not all(file_format(file).is_plain for file in files):
+        key += "-decoded"
     others = f" and {len(files) - 1} other files" if len(files) > 1 else ""
-    return _kept(key, vocab_size, chunks, f"{files[0]}{others}"), vocab_size, sum(f.stat().st_size for f in files)
+    return _kept(key, vocab_size, chunks, f"{files[0]}{others}"), vocab_size, sum(map(utf8_size, files))
 
 
 def encoder(tokenizer: str) -> tuple[Callable[[str], list[int]], int]:
@@ -151,16 +161,17 @@ def _kept(key: str, vocab_size: int, chunks: Iterator[Any], source: str) -> Toke
 
 
 def _byte_chunks(files: Sequence[Path]) -> Iterator[Any]:
+    """Each file's bytes; what is compressed or UTF-16 is made plain, what is no text at all is left as it is."""
     for file in files:
-        with open(file, "rb") as source:
+        with open_utf8(file, any_bytes=True) as source:
             while chunk := source.read(CHUNK):
                 yield np.frombuffer(chunk, dtype=np.uint8)
 
 
 def _encoded_chunks(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Any]:
-    """Each file's tokens, a piece at a time; a file that is not UTF-8 gets replacement characters."""
+    """Each file's tokens, a piece at a time. Raises UserError: a file is not UTF-8."""
     for file in files:
-        with open(file, encoding="utf-8", errors="replace") as source:
+        with open_text(file) as source:
             for piece in _pieces(source):
                 yield tokenizer.encode(piece, add_special_tokens=False).ids
 

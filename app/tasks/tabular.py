@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from app.data.order import Indices, held_out, hold_out
-from app.data.tables import Array, Column, Encoding, column_of, read_table
+from app.data.tables import (
+    MISSING,
+    Array,
+    Column,
+    Encoding,
+    column_of,
+    mean_and_deviation,
+    read_table,
+    require_column,
+)
 from app.errors import UserError
 from app.models.feedforward import MLP
 from app.prediction import Preprocessor, classes_table
@@ -20,6 +29,7 @@ from app.tasks.base import Batch
 from app.tasks.parts import Classification, checked_model, one_of
 
 DEFAULT_EVAL_FRACTION = 0.2
+TIME_OF_DAY = r"\d{1,2}:\d{2}:\d{2}(\.\d+)?"
 
 
 @dataclass
@@ -56,10 +66,7 @@ class TableInput(Preprocessor):
         if encoding.codes is not None:
             return np.array([None if pandas.isna(value) else str(value) for value in column], dtype=object)
         if not pandas.api.types.is_numeric_dtype(column):
-            try:
-                column = pandas.to_numeric(column)
-            except (ValueError, TypeError):  # a date, which is seconds
-                column = (pandas.to_datetime(column) - pandas.Timestamp(0)) / pandas.Timedelta(seconds=1)
+            column = _numbers(column)
         return column.to_numpy(dtype=np.float64, na_value=np.nan)
 
     def read(self, output: Any) -> Any:
@@ -70,13 +77,34 @@ class TableInput(Preprocessor):
         return pandas.DataFrame({self.target: output[:, 0].double().cpu().numpy() * self.std + self.mean})
 
 
+def _numbers(column: Any) -> Any:
+    """A pandas column of numbers as text, dates, times of day or durations, as numbers and seconds."""
+    import pandas
+    from pandas.api import types
+
+    second = pandas.Timedelta(seconds=1)
+    if types.is_timedelta64_dtype(column):
+        return column / second
+    if not types.is_datetime64_any_dtype(column):  # of which to_numeric would count nanoseconds or so
+        try:
+            return pandas.to_numeric(column)
+        except (ValueError, TypeError):
+            pass
+        text = column.map(str, na_action="ignore")
+        if text.dropna().str.fullmatch(TIME_OF_DAY).all():
+            return pandas.to_timedelta(text) / second
+    return (pandas.to_datetime(column, utc=True) - pandas.Timestamp(0, tz="UTC")) / second
+
+
 class Tabular(Classification):
     """Predict one column of a table from the others, with a multi-layer perceptron.
 
-    data: a .csv (.gz too) or .parquet file, or `diamonds` (53,940 diamonds, from the plotnine wheel).
+    data: a .csv file (comma, semicolon, tab or | between its columns; .gz too), a .parquet file, or `diamonds`
+        (53,940 diamonds, from the plotnine wheel).
     target: the column to predict. Rows without it are left out.
     kind: `regression`, `classification`, or `auto`: classification if the target is text.
     ignore: columns to leave out.
+    categories: columns whose numbers are names, such as postal codes: they are taken as text.
     eval_samples: rows held out, always the same, class by class (default: a fifth).
     model_args: arguments of app/models/feedforward.py: hidden, activation, dropout.
 
@@ -91,20 +119,27 @@ class Tabular(Classification):
         target: str | None = None,
         kind: str = "auto",
         ignore: list[str] | None = None,
+        categories: list[str] | None = None,
         eval_samples: int | None = None,
         model_args: dict[str, Any] | None = None,
     ) -> None:
         one_of("kind", kind, ("auto", "regression", "classification"))
-        columns, path = read_table(data)
+        left_out = list(ignore or [])
+        named = list(categories or [])
+        columns, path = read_table(data, text=named, refuse_numbers_in_text=True)
         if target is None:
             raise UserError(f"task_args.target is needed: a column of {data} to predict; it has {', '.join(columns)}")
-        goal = column_of(columns, target, "task_args.target", data)
-        for name in ignore or []:
-            column_of(columns, name, "task_args.ignore", data)
+        require_column(columns, target, "task_args.target", data)
+        for name in left_out:
+            require_column(columns, name, "task_args.ignore", data)
+        for name in named:
+            values = column_of(columns, name, "task_args.categories", data).values
+            values[[value in MISSING for value in values]] = None
+        goal = columns[target]
         rows = np.flatnonzero(~goal.missing())
         if len(rows) < 2:
             raise UserError(f"{path} has {len(rows)} rows with a value in {target!r}; at least two are needed")
-        inputs = [column for name, column in columns.items() if name not in (target, *(ignore or []))]
+        inputs = [columns[name] for name in columns if name not in (target, *left_out)]
         if not inputs:
             raise UserError(f"{path} has no column besides the target {target!r}; there is nothing to predict from")
         self.classes, goals = _goals(goal, rows, kind, path.name)
@@ -114,7 +149,7 @@ class Tabular(Classification):
         matrix = np.concatenate([e.encode(column.values) for e, column in zip(encodings, inputs, strict=True)], 1)
         self.mean, self.std, self.eval_variance = 0.0, 1.0, 0.0
         if not self.classes:
-            self.mean, self.std = float(goals[train_at].mean()), float(goals[train_at].std()) or 1.0
+            self.mean, self.std = mean_and_deviation(goals[train_at], target)
             self.eval_variance = float(goals[eval_at].var()) if count else 0.0
             goals = (goals - self.mean) / self.std
         targets = goals if self.classes else goals.astype(np.float32)

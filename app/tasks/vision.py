@@ -20,6 +20,7 @@ from app.prediction import Preprocessor, classes_table
 from app.tasks.parts import Classification, checked_model, one_of, whole
 
 DEFAULT_EVAL_FRACTION = 0.2
+SMALLEST_DEVIATION = 1e-7  # of a channel, as a share of its mean: float32 knows no finer steps
 
 
 class ImageClassification(Classification):
@@ -139,7 +140,10 @@ def shifted(images: Tensor, most: int, keys: np.ndarray) -> Tensor:
 
 
 def _check_labels(part: ImageSet, classes: int) -> None:
-    for at in np.flatnonzero((part.labels < 0) | (part.labels >= classes))[:1]:
+    if part.labels.min() < 0:
+        at = int(part.labels.argmin())
+        raise UserError(f"{part.source}: label {part.labels[at]} of image {at} is out of range; labels begin at 0")
+    for at in np.flatnonzero(part.labels >= classes)[:1]:
         said = f"{part.source}: label {part.labels[at]} of image {at} is out of range"
         raise UserError(f"{said}; with {classes} classes labels are 0 to {classes - 1}")
     if classes < 2:
@@ -151,7 +155,7 @@ def _statistics(images: Array) -> tuple[Tensor, Tensor]:
     mean = images.mean((0, 2, 3), dtype=np.float64)
     squares = np.einsum("nchw,nchw->c", images, images, dtype=np.float64) * (images.shape[1] / images.size)
     std = np.sqrt(np.maximum(squares - mean**2, 0))
-    std[std == 0] = 1  # a channel that never changes
+    std[std <= SMALLEST_DEVIATION * np.abs(mean)] = 1  # a channel that never changes, but for rounding
     return torch.from_numpy(mean).float()[:, None, None], torch.from_numpy(std).float()[:, None, None]
 
 

@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from app.data.files import cached, identity
+from app.data.open_text import json_rows
 from app.data.order import held_out, hold_out
+from app.data.sets import document
 from app.data.tables import column_of, read_table
 from app.data.text import PYTHON, find_files
 from app.errors import UserError
@@ -38,6 +40,9 @@ CHATML = (
 )
 """For tokenizers without a chat template (https://github.com/openai/openai-python/blob/v0.27.0/chatml.md)."""
 Message = dict[str, str]
+UNREAD = ("tool_calls", "function_call", "tool_call_id", "audio")
+"""Parts of a message beside its content, which a chat template would need to be given."""
+TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class Answers(InParts):
@@ -59,8 +64,9 @@ class Answers(InParts):
 
 
 class Conversations(Answers):
-    """Inputs are (tokens (B, T), positions (B, T)) of packed conversations. data: files of JSON lines, each with
-    `messages`: [{role, content}, …]; or `python`. tokenizer: the library's, with a chat template."""
+    """Inputs are (tokens (B, T), positions (B, T)) of packed conversations. data: files of JSON lines or of one JSON
+    array, of objects with `messages`: [{role, content}, …]; or `python`. tokenizer: the library's, with a chat
+    template."""
 
     def __init__(self, *, data: Any, tokenizer: Any, sequence_length: int, eval_samples: int | None) -> None:
         files = [_docstrings(find_files(data))] if data == PYTHON else find_files(data)
@@ -105,21 +111,57 @@ class Packed(Dataset[Any]):
 
 def _conversations(files: list[Path]) -> Iterator[tuple[str, list[Message]]]:
     """(where, messages)"""
-    lines = (
-        (file, number, line)
-        for file in files
-        for number, line in enumerate(file.open(encoding="utf-8", errors="replace"), 1)
+    for file in files:
+        for place, row in json_rows(file):
+            yield place, _messages(row, place)
+
+
+def _messages(row: Any, place: str) -> list[Message]:
+    """The messages of a conversation with an answer. Raises UserError: what is in it would be lost."""
+    if isinstance(row, dict) and "messages" not in row and isinstance(row.get("conversations"), list):
+        raise UserError(
+            f"{place} has `conversations`, as ShareGPT has; write `messages`, with role (user, assistant or system) "
+            "for from, and content for value"
+        )
+    wrong = UserError(
+        f"{place} is no conversation with an answer; write lines such as "
+        '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
     )
-    for file, number, line in lines:
-        try:
-            messages = [{"role": m["role"] + "", "content": m["content"] + ""} for m in json.loads(line)["messages"]]
-            next(m for m in messages if m["role"] == "assistant")
-        except (ValueError, KeyError, TypeError, StopIteration) as error:
-            raise UserError(
-                f"{file}:{number} is no conversation with an answer; write lines such as "
-                '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
-            ) from error
-        yield f"{file}:{number}", messages
+    if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
+        raise wrong
+    if row.get("tools") or row.get("functions"):
+        raise UserError(f"{place} has tools, which conversations here have not; write what they say as messages")
+    messages: list[Message] = []
+    for message in row["messages"]:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise wrong
+        if lost := next((key for key in UNREAD if message.get(key)), None):
+            raise UserError(f"{place} has a message with {lost}, which is not read; write what it says as content")
+        if message.get("weight", 1) not in (1, None):
+            raise UserError(f"{place} has a message of weight {message['weight']!r}; all answers are learnt alike")
+        content = _content(message.get("content"), place)
+        if content is None:
+            raise wrong
+        messages.append({"role": message["role"], "content": content})
+    if not any(message["role"] == "assistant" for message in messages):
+        raise wrong
+    return messages
+
+
+def _content(content: Any, place: str) -> str | None:
+    """A message's text, of which there may be several parts; None for what is neither."""
+    if not isinstance(content, list):
+        return document(content, place, "content") if isinstance(content, str) else None
+    texts: list[str] = []
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        if kind not in TEXT_PARTS:
+            raise UserError(f"{place} has a message with a part of type {kind!r}; only text is read")
+        text = _content(part.get("text") if isinstance(part, dict) else part, place)
+        if text is None:
+            return None
+        texts.append(text)
+    return "".join(texts) if texts else None
 
 
 def _docstrings(files: list[Path]) -> Path:
@@ -233,10 +275,12 @@ class TextPairs(Answers):
         start: int,
         eval_samples: int | None,
     ) -> None:
-        columns, _ = read_table(data)
+        if not isinstance(data, str):
+            raise UserError(f"task_args.data is {data!r}; write the path of a .csv or .parquet file")
+        columns, _ = read_table(data, text=(text, label))
         given = column_of(columns, text, "task_args.text", data).values
         wanted = column_of(columns, label, "task_args.label", data).values
-        pairs = [(str(a), str(b)) for a, b in zip(given, wanted, strict=True) if a is not None and b is not None]
+        pairs = [(a, b) for a, b in zip(given, wanted, strict=True) if a is not None and b is not None]
         if len(pairs) < 2:
             raise UserError(f"{data} has {len(pairs)} rows with both texts; at least two are needed")
         count = held_out(len(pairs), eval_samples, DEFAULT_EVAL_FRACTION)
