@@ -21,7 +21,7 @@ RUN --mount=type=bind,target=/source \
     elif [ "$VARIANT" = cpu ]; then printf '[global]\nextra-index-url = https://download.pytorch.org/whl/cpu\n'; \
     fi > /etc/pip.conf \
     && pip install --constraint /source/constraints.txt torch "ray[default,train,tune]" mlflow
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
 COPY app app
 COPY cluster cluster
 COPY strategies strategies

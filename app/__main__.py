@@ -1,4 +1,4 @@
-"""`python -m app` is `trireme`."""
+"""`python -m app` is `trireme`, where no other `app` comes first on sys.path; `python -m trireme` is so anywhere."""
 
 from app.cli import main
 

@@ -1,4 +1,4 @@
-"""Trireme from Python, as `import trireme` (see trireme.py): the command line's verbs as functions, their results as
+"""Trireme from Python, as `import trireme` (see app/trireme): the command line's verbs as functions, their results as
 objects. From a script, a notebook, a thread, and on a Ray that is connected already.
 
     import trireme

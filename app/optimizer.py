@@ -29,7 +29,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
             "such as my_package.my_module:MyOptimizer"
         )
     try:
-        found = getattr(user_module(module), attribute)
+        found = getattr(user_module(module, attribute), attribute)
     except (ImportError, AttributeError) as error:
         raise UserError(f"optimizer.name is {name!r}, which does not import: {error}") from error
     if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)):

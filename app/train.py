@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from app import names
 from app.config import Config
 from app.config_check import check_trainable
 from app.config_io import with_values
@@ -96,7 +97,7 @@ def _in_this_process(run: Run, config: Config, console: Console, settings: Setti
     if config.workers not in ("auto", "1"):
         raise UserError(
             f"launcher=local is one process, but workers={config.workers}: write workers=1, launcher=ray, or start "
-            f"with torchrun --nproc-per-node {config.workers} -m app train …"
+            f"with torchrun --nproc-per-node {config.workers} -m trireme train …"
         )
     if (config.parallel.pp or 1) > 1 or "pipeline" in config.strategy:
         raise UserError(
@@ -177,7 +178,7 @@ def _in_ray(
 
     console.status("reading the data and starting Ray")
     reading = _in_background(read)  # imports torch, while Ray starts its processes
-    cluster = connect(PRELOAD)
+    cluster = connect(PRELOAD, names.worker_setup())
     try:
         task = reading.result()  # before more is imported: two threads in torch's circular imports can deadlock
         from app.launchers.ray_launch import RayLaunch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -18,6 +19,7 @@ from cluster.temporary import TemporaryFolder
 if TYPE_CHECKING:
     from cluster.shape import ClusterShape, NodeState
 
+_ROOT = str(Path(__file__).resolve().parents[1])
 OBJECT_STORE_BYTES = 100_000_000  # of a Ray of one command: tensors never go through it
 SETTINGS = {
     "RAY_OVERRIDE_JOB_RUNTIME_ENV": "1",  # else ray.init refuses a variable that a submitted job has set too
@@ -66,19 +68,21 @@ class Cluster:
         return {name: amount for name, amount in most.items() if amount}
 
 
-def connect(preload: str = "") -> Cluster:
+def connect(preload: str = "", worker_setup: str = "") -> Cluster:
     """Connects to RAY_ADDRESS, else to the cluster running on this machine, else starts Ray here. Workers import from
     this process' current folder too.
 
     preload: module with what workers need, from processes with which they are forked where `cluster/fast_start` can be
         used; "": workers start by themselves.
+    worker_setup: "module.function" that each worker's process calls first, where something else on Ray's search path
+        has the name of one of Trireme's packages; "": nothing has.
     Raises:
         ClusterError: there is an address, and no cluster answers there or it does not let this process in.
     """
     global _made
     if getattr(sys.modules.get("ray"), "is_initialized", bool)():  # without importing it
         return describe()
-    variables, found = _share_environment(), address()
+    variables, found = _share_environment(first=bool(worker_setup)), address()
     if found:
         _check_reachable(found)
     warm = _fast_start() if preload else None
@@ -96,9 +100,11 @@ def connect(preload: str = "") -> Cluster:
     try:
         if found:  # ray.init finds it as `address` does, and its token
             asked = warm.runtime_env(preload) if warm else {}
-            ray.init(runtime_env={"env_vars": variables, **asked}, **options)
+            ray.init(runtime_env={"env_vars": variables, **asked, **_setup(worker_setup)}, **options)
         else:
             # Its processes inherit the environment: without a runtime_env the workers that Ray starts ahead are used.
+            if worker_setup:
+                options["runtime_env"] = _setup(worker_setup)
             _FOLDERS.append(TemporaryFolder())
             folder = str(_FOLDERS[-1].path)
             head = warm.PRIVATE.start(OBJECT_STORE_BYTES, folder) if warm else None
@@ -154,14 +160,15 @@ def _fast_start() -> Any:
     return None if reason else warm
 
 
-def run_forked(words: Sequence[str], preload: str) -> int | None:
+def run_forked(words: Sequence[str], preload: str, worker_setup: str = "") -> int | None:
     """Runs `trireme WORDS` in a process that has everything imported, where it will use a cluster of which this machine
-    is a node; its exit code, None where there is no such process and the command must run by itself."""
+    is a node; its exit code, None where there is no such process and the command must run by itself. worker_setup: as
+    `connect` has it."""
     found = address()
     warm = _fast_start() if found else None
     if warm is None:
         return None
-    _share_environment()
+    _share_environment(first=bool(worker_setup))
     return warm.run_forked(words, found, preload)
 
 
@@ -181,14 +188,30 @@ def end_warm(server: dict[str, Any]) -> bool:
     return warm.end(server)
 
 
-def _share_environment() -> dict[str, str]:
-    """Sets what all processes of a job are to have (one fork server serves all); what Ray is to pass on."""
-    parts = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+def _share_environment(*, first: bool) -> dict[str, str]:
+    """Sets what all processes of a job are to have (one fork server serves all); what Ray is to pass on.
+
+    Args:
+        first: Whether Trireme's own folder comes before the current one, which has packages of the same names.
+    """
+    folders = [_ROOT, os.getcwd()] if first else [os.getcwd()]
+    parts = [*folders, *os.environ.get("PYTHONPATH", "").split(os.pathsep), _ROOT]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(filter(None, parts)))
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     set_defaults()
     return shared()
+
+
+def _setup(worker_setup: str) -> dict[str, Any]:
+    """The field of a runtime environment by which workers call a function first; empty where the job has its own.
+
+    https://docs.ray.io/en/latest/ray-core/api/doc/ray.runtime_env.RuntimeEnv.html
+    """
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}").get("runtime_env") or {}
+    if not worker_setup or job.get("worker_process_setup_hook"):
+        return {}
+    return {"worker_process_setup_hook": worker_setup}
 
 
 # --- which cluster ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from app import names
 from app.errors import nearest
 
 COMMANDS = {
@@ -107,4 +108,6 @@ def _forked() -> int | None:
     files = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
     without_ray = "RANK" in os.environ or {"launcher=local", "launcher=torchrun"} & set(words)
     # What is wrong with a file's name is said sooner without.
-    return run_forked(words, PRELOAD) if files and all(map(os.path.isfile, files)) and not without_ray else None
+    if not files or not all(map(os.path.isfile, files)) or without_ray:
+        return None
+    return run_forked(words, PRELOAD, names.worker_setup())

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from app import names
 from app.cli.common import Invocation, experiment_arguments, is_user_error, read, verb
 from app.errors import RunFailed
 from app.versions import TESTED
@@ -248,7 +249,7 @@ def _look(cli: Invocation, cluster: str, storage: str, all_reduce: bool | None) 
         storage = os.path.abspath(os.path.expanduser(storage))
     cli.console.status("checking every node")
     with tempfile.TemporaryDirectory() as folder, cli.console.capture(Path(folder) / "doctor.log"):
-        connect()
+        connect(worker_setup=names.worker_setup())
         try:
             return look(storage=storage, link_expected=min(rates, default=None), all_reduce=all_reduce)
         finally:

@@ -62,7 +62,7 @@ class Environment:
                 return cls(rank, size, local, int(environ.get(names[3], size)))
         raise UserError(
             "launcher=torchrun finds neither RANK nor SLURM_PROCID in the environment: start with "
-            "torchrun --nproc-per-node 2 -m app train EXPERIMENT.yaml, or write launcher=ray"
+            "torchrun --nproc-per-node 2 -m trireme train EXPERIMENT.yaml, or write launcher=ray"
         )
 
 

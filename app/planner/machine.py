@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from app import names
 from app.errors import UserError
 from app.planner.device import Device, assumed, device, remembered
 from cluster.files import cluster_file, read_cluster
@@ -245,7 +246,7 @@ def connected_shape() -> ClusterShape | None:
     ray = sys.modules.get("ray")
     if not (ray is not None and ray.is_initialized()) and not address():
         return None
-    return connect().shape
+    return connect(worker_setup=names.worker_setup()).shape
 
 
 def require_here(machine: Machine, option: str) -> None:

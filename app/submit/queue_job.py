@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
+from app import names
 from app.config import Config
 from app.console import duration
 from app.errors import RunFailed, UserError
@@ -38,7 +39,7 @@ def enter(config: Config, words: tuple[str, ...], about: dict[str, Any], say: Sa
     from cluster.shape import living_nodes
 
     book, jobs, variables = Book(config.run.storage), client(), _variables()
-    workers, each = resources_to_ask_for(config, connect())
+    workers, each = resources_to_ask_for(config, connect(worker_setup=names.worker_setup()))
     entry, said = book.read(about["id"]), ""
     if entry is None:
         known: Any = {"run": config.run.name, "words": words, "workers": workers, "each": each, "env": variables}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import traceback
 from typing import Any
@@ -47,19 +48,23 @@ def find_task(name: str) -> type[Task]:
             f"there is no task {name!r}{nearest(name, list(BUILT_IN))}; write one of {', '.join(BUILT_IN)}, or the "
             "import path of your own class as package.module:Class"
         )
-    module = _import(name, module_name)
+    module = _import(name, module_name, class_name)
     found = getattr(module, class_name, None)
     if found is None:
         classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
         raise UserError(f"task {name!r}: module {module_name} has no {class_name}{nearest(class_name, classes)}")
     if not (inspect.isclass(found) and issubclass(found, Task)):
-        raise UserError(f"task {name!r} is not a task: {class_name} must be a subclass of app.tasks.base.Task")
+        raise UserError(f"task {name!r} is not a task: {class_name} must be a subclass of trireme.Task")
     return found
 
 
-def _import(name: str, module_name: str) -> Any:
+def _import(name: str, module_name: str, class_name: str) -> Any:
     try:
-        return user_module(module_name)
+        if name in BUILT_IN:
+            return importlib.import_module(module_name)
+        module = user_module(module_name, class_name)
+        hasattr(module, class_name)  # of a user's `app` this runs the code (app/names.py)
+        return module
     except UserError:
         raise
     except ModuleNotFoundError as error:

@@ -4,6 +4,8 @@ A task is plain single-device PyTorch: it knows nothing of ranks, devices, preci
 own by subclassing Task with explicit keyword arguments, and name it in an experiment as
 `task: my_package.my_module:MyTask`:
 
+    from trireme import Task
+
     class Parity(Task):
         def __init__(self, *, bits: int = 8) -> None:
             self.bits = bits

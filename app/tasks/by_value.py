@@ -13,6 +13,7 @@ from typing import Any
 from app.errors import UserError
 from app.storage import Storage
 from app.tasks.base import Task
+from app.user_code import prepare_imports
 
 PREFIX, FILE = "python:", "task.pkl"
 KNOWN: dict[str, Any] = {}
@@ -46,6 +47,7 @@ def read_task_file(name: str, storage: Storage) -> None:
     """Makes the run's own known in this process, in place of another of that name. Raises UserError: it has none."""
     if not name.startswith(PREFIX):
         return
+    prepare_imports()
     try:
         KNOWN[name] = pickle.loads(storage.read_bytes(FILE))
     except FileNotFoundError:

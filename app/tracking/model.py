@@ -8,6 +8,7 @@ makes a second model.
 """
 
 import contextlib
+import importlib
 import json
 import shutil
 import sys
@@ -24,6 +25,7 @@ from mlflow.tracking import MlflowClient
 from mlflow.types import ColSpec, DataType, Schema
 from mlflow.types.schema import AnyType
 
+from app import names as import_names
 from app import prediction
 from app.data.loader import fetch
 from app.prediction import Predictor, watched_arguments
@@ -33,6 +35,10 @@ from app.tasks.by_value import read_task_file
 from app.tracking.spool import Event
 
 NAME = "model"
+OURS = ("app", "strategies", import_names.FACE)
+PICKLING = f"{import_names.FACE}.pickling"
+LOADER = f"{import_names.FACE}.prediction"
+"""Named as `trireme.…`, so that the sources beside the model come before another `app` of the program that loads it."""
 EVENT_TAG = "trireme.event"
 NUMBERS = (DataType.integer, DataType.long, DataType.float, DataType.double)
 
@@ -86,6 +92,7 @@ def _save(recipe: dict[str, Any], run_id: str, scratch: Path) -> None:
         model,
         str(scratch / NAME),
         serialization_format="pickle",
+        pickle_module=importlib.import_module(PICKLING),
         mlflow_model=about,
         signature=_signature(inputs, output),
         input_example=inputs,
@@ -94,7 +101,7 @@ def _save(recipe: dict[str, Any], run_id: str, scratch: Path) -> None:
     )
     if not preprocessor:
         torch.save(known, scratch / NAME / "data" / prediction.FILE)
-    served = about.flavors["python_function"] | {"loader_module": prediction.__name__}
+    served = about.flavors["python_function"] | {"loader_module": LOADER}
     about.add_flavor("python_function", **served)
     about.save(str(scratch / NAME / "MLmodel"))
 
@@ -117,13 +124,13 @@ def _signature(inputs: Any, output: Any) -> ModelSignature:
 def _origins(module: torch.nn.Module, task: str) -> tuple[set[str], list[str]]:
     """Where the model's classes and its task come from: (top-level modules to copy, pins of installed packages)."""
     names = {kind.__module__ for part in module.modules() for kind in type(part).__mro__} | {task.partition(":")[0]}
-    names = {name.partition(".")[0] for name in names} - {"__main__", "app", "strategies", *sys.stdlib_module_names}
+    names = {name.partition(".")[0] for name in names} - {"__main__", *OURS, *sys.stdlib_module_names}
     installed = {name for name in names if "-packages" in str(getattr(sys.modules.get(name), "__file__", ""))}
     providers = packages_distributions()
     packages = {providers.get(name, [name])[0] for name in installed | {"torch"}}
     # Without the local part of a version (`+cpu`), which no index has.
     pins = [f"{name}=={version(name).split('+')[0]}" for name in sorted(packages)]
-    return (names - installed) | {"app", "strategies"}, pins
+    return (names - installed) | {*OURS}, pins
 
 
 def _copy_sources(names: set[str], folder: Path) -> list[str]:
@@ -131,9 +138,16 @@ def _copy_sources(names: set[str], folder: Path) -> list[str]:
     folder.mkdir()
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
-        if name.split(".")[0] in names and file.endswith(".py"):
+        top = name.partition(".")[0]
+        is_theirs = top in import_names.NAMES and not import_names.is_triremes(module)
+        if (top in names or is_theirs) and file.endswith(".py") and module.__name__ == name:
             place = folder.joinpath(*name.split("."))
             copy = place / "__init__.py" if Path(file).name == "__init__.py" else place.with_suffix(".py")
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(file, copy)
+    for name, file in import_names.theirs_in_use().items():
+        place = folder.joinpath(import_names.FACE, "theirs", *name.split("."))
+        copy = place / "__init__.py" if Path(file).name == "__init__.py" else place.with_suffix(".py")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
     return [str(path) for path in sorted(folder.iterdir())]

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from app import names
 from app.config import Config
 from app.config_io import flatten, to_dict, with_values
 from app.console import Console
@@ -111,7 +112,7 @@ def _measure(
     """Measures what is missing, the repeats in alternating order, so that drift cancels."""
     console.status("starting Ray")
     save_head(folder, "study", head)
-    cluster = connect(PRELOAD)
+    cluster = connect(PRELOAD, names.worker_setup())
     try:
         most = max(plan.workers)
         each = dict(config.resources_per_worker) or ({"GPU": 1.0} if cluster.gpus >= most else {"CPU": 1.0})

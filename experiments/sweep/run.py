@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from app import names
 from app.config import Config
 from app.config_io import flatten, to_dict, to_yaml, with_values
 from app.console import Console
@@ -56,7 +57,7 @@ def sweep(found: Sweep, console: Console, *, verbose: bool = False) -> Outcome:
         try:
             if left:
                 console.status("reading the data and starting Ray")
-                longest, cluster = found.longest(), connect(PRELOAD)
+                longest, cluster = found.longest(), connect(PRELOAD, names.worker_setup())
                 from experiments.sweep.tuning import prepare, run_trials  # imports Ray, which is to be connected first
 
                 tuning = prepare(found, store, cluster, longest)

@@ -96,11 +96,12 @@ def test_an_installed_trireme_works_from_any_folder(tmp_path: Path) -> None:
     folders = ("app", "strategies", "cluster", "experiments")
     for name in folders:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target"]
     subprocess.run([*install, str(target), str(source)], check=True, capture_output=True)
-    assert {path.name for path in target.iterdir()} >= {*folders, "trireme.py"}
+    assert {path.name for path in target.iterdir() if "dist-info" not in path.name} == {"bin", "trireme", "trireme.pth"}
+    assert {path.name for path in (target / "trireme" / "packages").iterdir()} == {*folders}
 
     def python(code: str, files: dict[str, str]) -> Any:
         for name, content in files.items():
@@ -111,13 +112,24 @@ def test_an_installed_trireme_works_from_any_folder(tmp_path: Path) -> None:
 
     done = python("import trireme, app; print(trireme.__file__, app.__file__, trireme.train.__module__)", {"other": ""})
     ours, theirs, module = done.stdout.split()
-    assert ours == str(target / "trireme.py") and theirs.startswith(str(target)) and module == "app.api"
+    assert ours == str(target / "trireme" / "__init__.py") and theirs.startswith(str(target)) and module == "app.api"
     own = {"app/__init__.py": "", "app/mine.py": "WIDTH = 3", "app/api.py": "raise ImportError"}
     said = python("import app.mine, trireme; print(app.mine.WIDTH, trireme.train.__module__)", own)
     assert said.stdout.split() == ["3", "app.api"], said.stderr
     shutil.rmtree(empty / "app")
-    said = python("import trireme", {"app.py": "print('run')"})
-    assert "app.py hides Trireme's own package app" in said.stderr and not said.stdout
+    said = python("import trireme, app.errors; from app import run; print(run)", {"app.py": "run = 7"})
+    assert said.stdout.split() == ["7"], said.stderr
+    (target / "app").mkdir()  # another distribution's, in the same site-packages
+    (target / "app" / "__init__.py").write_text("WHOSE = 'theirs'")
+    (empty / "app.py").unlink()
+    said = python("import app; print(app.WHOSE); import trireme, app.errors; print(app.WHOSE)", {})
+    assert said.stdout.split() == ["theirs", "theirs"], said.stderr
+    listed = "import site; site.addsitedir(PATH); import app.errors; print(app.errors.__file__)"
+    shutil.rmtree(target / "app")
+    env = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", listed.replace("PATH", repr(str(target)))]
+    alone = subprocess.run(command, cwd=empty, env=env, capture_output=True, text=True)
+    assert alone.stdout.startswith(str(target / "trireme" / "packages")), alone.stderr
 
 
 def test_a_runs_own_task_counts_and_not_another_of_its_name(tmp_path: Path) -> None:

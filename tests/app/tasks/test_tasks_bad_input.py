@@ -92,7 +92,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("own_tasks.Mine", {}, "import path of your own class as package.module:Class"),
     ("own_task:Mine", {}, "there is no module 'own_task' on Python's path"),
     ("own_tasks:Mime", {}, "module own_tasks has no Mime (did you mean 'Mine'?)"),
-    ("own_tasks:Other", {}, "Other must be a subclass of app.tasks.base.Task"),
+    ("own_tasks:Other", {}, "Other must be a subclass of trireme.Task"),
     ("own_broken:Mine", {}, "own_broken.py, line 2): division by zero"),
     ("own_syntax:Mine", {}, "own_syntax.py, line 1)"),
     ("own_needs:Mine", {}, "own_needs needs 'surely_not_installed', which is not installed"),
@@ -229,14 +229,17 @@ def test_a_task_of_ones_own_is_found_where_trireme_was_started_and_its_own_error
 def test_a_package_of_ones_own_that_is_called_app(tmp_path: Path) -> None:
     import app
 
-    before = list(app.__path__)
+    before = {name: value for name, value in vars(app).items() if name in ("__path__", "__getattr__")}
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "mine_too.py").write_text(OWN + "\nfrom app.mine_net import WIDTH\n")
     (tmp_path / "app" / "mine_net.py").write_text("WIDTH = 3\n")
-    (tmp_path / "app" / "config.py").write_text(OWN)
+    (tmp_path / "app" / "config.py").write_text(OWN + "\nclass Config(Mine):\n    pass\n")
     try:
         assert load_task("app.mine_too:Mine", {"width": 3}).width == 3  # type: ignore[attr-defined]
-        with pytest.raises(UserError, match=r"app/config.py is hidden by Trireme's own module app.config"):
-            load_task("app.config:Mine", {"width": 3})
+        with pytest.raises(UserError, match=r"the configuration takes Config from app.config, which is both Trireme's"):
+            load_task("app.config:Config", {"width": 3})
     finally:
-        app.__path__[:] = before
+        app.__path__ = before["__path__"]
+        vars(app).pop("__getattr__", None)
+        for name in ("app.mine_too", "app.mine_net"):
+            sys.modules.pop(name, None)

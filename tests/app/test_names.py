@@ -1,0 +1,337 @@
+"""A user's own packages with the names of Trireme's: which one an import gets, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.running import ROOT, environment
+
+FACE = f"{ROOT}:{ROOT / 'app'}"
+"""PYTHONPATH with which a checkout has `trireme`, as an installation has it."""
+
+TASK = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Mine(Task):
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+
+    def train_data(self):
+        x = torch.rand(64, 8, generator=torch.Generator().manual_seed(0))
+        return TensorDataset(x, x.sum(1, keepdim=True))
+
+    def loss(self, model, batch):
+        return F.mse_loss(model(batch[0]), batch[1])
+"""
+
+Files = dict[str, str]
+
+
+def write(folder: Path, files: Files) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def python(code: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a folder as a script of the user's there would run."""
+    env = environment(**{"PYTHONPATH": FACE, **variables})
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True)
+
+
+FOUND: dict[str, tuple[Files, str, list[object]]] = {
+    "a file": (
+        {"app.py": "WIDTH = 3"},
+        "import trireme, app, app.errors; from app import WIDTH; print([WIDTH, app.errors.UserError.__module__])",
+        [3, "app.errors"],
+    ),
+    "a package whose __init__ imports its own modules": (
+        {"app/__init__.py": "from .sizes import WIDTH\nfrom app.shop import NAME", "app/sizes.py": "WIDTH = 3"}
+        | {"app/shop/__init__.py": "NAME = 'shop'", "app/shop/till.py": "from app import WIDTH as OPEN"},
+        "import trireme; from app import WIDTH, NAME; from app.shop.till import OPEN; print([WIDTH, NAME, OPEN])",
+        [3, "shop", 3],
+    ),
+    "folders without __init__": (
+        {
+            "app/mine.py": "A = 1",
+            "cluster/means.py": "B = 2",
+            "strategies/buy.py": "C = 3",
+            "experiments/e.py": "D = 4",
+        },
+        "import trireme; from app.mine import A; from cluster.means import B; from strategies.buy import C\n"
+        "from experiments.e import D; import app.names, cluster.environment; print([A, B, C, D])",
+        [1, 2, 3, 4],
+    ),
+    "a package, and a file, where Trireme has a folder without __init__": (
+        {"app/__init__.py": "", "app/tracking.py": "HIDDEN = 3", "app/run/__init__.py": "ROWS = 4"}
+        | {"app/run/till.py": "from . import ROWS as MORE"},
+        "import trireme; from app.tracking import HIDDEN; from app.run import ROWS; from app.run.till import MORE\n"
+        "import app.tracking.spool, app.run.look; print([HIDDEN, ROWS, MORE, app.tracking.spool.__name__])",
+        [3, 4, 4, "app.tracking.spool"],
+    ),
+    "a package where Trireme has a file": (
+        {"app/errors/__init__.py": "MINE = 5", "app/errors/web.py": "CODE = 404"},
+        "import trireme; from app.errors import MINE, UserError; from app.errors.web import CODE\n"
+        "print([MINE, CODE, UserError.__module__])",
+        [5, 404, "app.errors"],
+    ),
+    "modules that would not even import, which nobody asks for": (
+        {f"{name}/__init__.py": "raise RuntimeError" for name in ("app", "strategies", "cluster", "experiments")}
+        | {"app/config.py": "raise RuntimeError", "cluster/connect.py": "raise RuntimeError"},
+        "import trireme, app.errors, strategies, cluster.environment, experiments\n"
+        "print([trireme.UserError.__module__, cluster.ClusterError.__name__])",
+        ["app.errors", "ClusterError"],
+    ),
+    "imported before trireme": (
+        {"app/__init__.py": "WIDTH = 3", "app/models.py": "HIDDEN = 4", "app/late.py": "from app import WIDTH as L"}
+        | {"cluster.py": "def fit(): return 5"},
+        "import app, app.models, cluster; theirs = app.models; import trireme; from app.models import HIDDEN\n"
+        "import app.late; print([app.WIDTH, HIDDEN, app.late.L, theirs.HIDDEN, cluster.fit()])",
+        [3, 4, 3, 4, 5],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FOUND)
+def test_both_are_found_under_one_name(kind: str, tmp_path: Path) -> None:
+    files, code, expected = FOUND[kind]
+    write(tmp_path, files)
+    ended = python(code.replace("print([", "import json; print(json.dumps([").replace("])", "]))"), tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == expected
+
+
+def test_an_installed_package_and_one_in_editable_mode(tmp_path: Path) -> None:
+    write(tmp_path / "site", {"app/__init__.py": "WIDTH = 3", "app/shop.py": "NAME = 'shop'"})
+    write(tmp_path / "source", {"cluster/__init__.py": "K = 2", "cluster/means.py": "from cluster import K as MEANS"})
+    finder = f"""
+import sys, importlib.util
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "cluster":
+            folder = {str(tmp_path / "source" / "cluster")!r}
+            return importlib.util.spec_from_file_location(
+                name, folder + "/__init__.py", submodule_search_locations=[folder])
+sys.meta_path.append(Finder)
+import trireme
+from app.shop import NAME
+from app import WIDTH
+from cluster.means import MEANS
+from cluster import ClusterError
+print(NAME, WIDTH, MEANS)
+"""
+    ended = python(finder, tmp_path, PYTHONPATH=f"{tmp_path / 'site'}:{FACE}")
+    assert ended.stdout.split() == ["shop", "3", "2"], ended.stderr
+
+
+def test_trireme_has_every_module_by_a_name_that_nothing_hides(tmp_path: Path) -> None:
+    write(tmp_path, {"app/__init__.py": "", "app/tasks.py": "", "app/errors.py": "class UserError(Exception): pass"})
+    code = """
+import trireme, trireme.errors
+from trireme.tracking import spool
+from trireme.cluster import environment
+import app.errors, app.tracking.spool, cluster.environment
+assert trireme.errors is app.errors and spool is app.tracking.spool and environment is cluster.environment
+assert app.errors.__spec__.name == "app.errors" and trireme.RunFailed is app.errors.RunFailed
+try:
+    import trireme.nothing
+except ModuleNotFoundError as error:
+    print(error)
+"""
+    ended = python(code, tmp_path)
+    assert ended.stdout.strip() == "No module named 'trireme.nothing'", ended.stderr
+
+
+def test_what_was_imported_before_and_is_needed_under_its_name_is_one_sentence(tmp_path: Path) -> None:
+    write(tmp_path, {"app/__init__.py": "", "app/errors.py": "class UserError(Exception): pass"})
+    ended = python("import app.errors\nimport trireme", tmp_path)
+    assert f"{tmp_path}/app/errors.py was imported as app.errors before trireme, which needs UserError" in ended.stderr
+    assert f"({ROOT}/app/errors.py): import trireme first" in ended.stderr
+
+
+CONFIG = {"app/__init__.py": "", "app/config.py": "class Config: pass\nclass Mine: pass\nRATE = 1"}
+REFUSED: dict[str, tuple[Files, str, str]] = {
+    "a name": (
+        {"mine.py": "x = 1\nfrom app.config import Config"},
+        "mine",
+        "mine.py, line 2, takes Config from app.con",
+    ),
+    "all names": ({"mine.py": "from app.config import *"}, "mine", "mine.py, line 1, takes Config from app.config"),
+    "an attribute": ({"mine.py": "import app.config as c\nc.Config()"}, "mine", "takes Config from app.config"),
+    "a module": ({"mine.py": "from app import config\nconfig.Config()"}, "mine", "takes Config from app.config"),
+    "in a module that it imports": (
+        {"mine.py": "def later():\n    import aid", "aid.py": "from app.config import Config"},
+        "mine",
+        "aid.py, line 1, takes Config",
+    ),
+    "relatively": ({"app/shop/__init__.py": "from ..config import Config"}, "app.shop", "shop/__init__.py, line 1"),
+    "in the package that it is in": (
+        {"app/shop/__init__.py": "from app.config import Config", "app/shop/mine.py": ""},
+        "app.shop.mine",
+        "shop/__init__.py, line 1, takes Config",
+    ),
+    "a task called Task": (
+        {"app/tasks.py": "class Task: pass", "mine.py": "from app.tasks import Task"},
+        "mine",
+        "write trireme.tasks where you mean Trireme's",
+    ),
+    "another package": (
+        {"cluster.py": "class ClusterError: pass", "mine.py": "from cluster import ClusterError"},
+        "mine",
+        "write trireme.cluster where you mean Trireme's",
+    ),
+}
+ALLOWED: dict[str, tuple[Files, str]] = {
+    "what only the user has": ({"mine.py": "from app.config import RATE"}, "mine"),
+    "what only Trireme has": ({"mine.py": "from app.config import TrainConfig"}, "mine"),
+    "a module of which other things are used": ({"mine.py": "import app.config as c\nc.RATE"}, "mine"),
+    "by Trireme's own name": ({"mine.py": "from trireme.config import Config"}, "mine"),
+    "what does not parse": ({"mine.py": "from app.config import ("}, "mine"),
+    "a name of Python's": ({"mine.py": "import json, torch"}, "mine"),
+}
+
+
+def ask(folder: Path, rows: dict[str, str]) -> dict[str, str]:
+    """What is said about each module, in a folder of its own, in one process."""
+    code = """
+import json, os, sys
+from app.errors import UserError
+from app.user_code import refuse_ambiguous
+answers = {}
+for number, (kind, name) in enumerate(json.loads(sys.argv[1]).items()):
+    os.chdir(f"{number}")
+    try:
+        refuse_ambiguous(name)
+    except UserError as error:
+        answers[kind] = str(error)
+    os.chdir("..")
+print(json.dumps(answers))
+"""
+    command = [sys.executable, "-P", "-c", code, json.dumps(rows)]
+    ended = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def test_what_could_be_eithers_is_refused_before_it_runs(tmp_path: Path) -> None:
+    for number, (files, _, _) in enumerate(REFUSED.values()):
+        write(tmp_path / str(number), CONFIG | files)
+    answers = ask(tmp_path, {kind: name for kind, (_, name, _) in REFUSED.items()})
+    for kind, (_, _, expected) in REFUSED.items():
+        assert expected in answers[kind], kind
+        assert f"Trireme's ({ROOT}/" in answers[kind] and f"yours ({tmp_path}/" in answers[kind]
+
+
+def test_what_can_only_be_ones_is_not_refused(tmp_path: Path) -> None:
+    for number, (files, _) in enumerate(ALLOWED.values()):
+        write(tmp_path / str(number), CONFIG | files)
+    assert ask(tmp_path, {kind: name for kind, (_, name) in ALLOWED.items()}) == {}
+
+
+# --- whole trainings -------------------------------------------------------------------------------------------------
+
+SHOP = {
+    "app/__init__.py": "from app.sizes import WIDTH",
+    "app/sizes.py": "WIDTH = 4",
+    "app/models.py": "raise RuntimeError('nobody asked for it')",
+    "cluster.py": "raise RuntimeError('nobody asked for it')",
+    "strategies/__init__.py": "raise RuntimeError('nobody asked for it')",
+    "mine.py": f"from trireme import Task\nfrom app import WIDTH\n{TASK}",
+    "app/till.py": f"from trireme import Task\nfrom .sizes import WIDTH\n{TASK}",
+}
+WORDS = ["train.steps=2", "train.global_batch_size=4", "tracking.enabled=false"]
+
+
+def train(folder: Path, *words: str, program: tuple[str, ...] = ("-m", "trireme"), **variables: str) -> str:
+    """Trains in a folder, and returns what is shown of it."""
+    command = [sys.executable, *program, "train", *words, *WORDS, f"run.name=r{len(words)}"]
+    env = environment(**{"PYTHONPATH": FACE, **variables})
+    ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_a_task_of_ones_own_trains_beside_packages_of_ones_own(tmp_path: Path) -> None:
+    write(tmp_path, SHOP)
+    assert "2 steps" in train(tmp_path, "task=app.till:Mine", "launcher=local")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [("strategy=ddp", "workers=2"), ("strategy=pipeline", "workers=2", "parallel.pp=2")],
+    ids=lambda row: row[0],
+)
+def test_the_same_on_workers_in_ray(layout: tuple[str, ...], tmp_path: Path, ray_environment: dict[str, str]) -> None:
+    write(tmp_path, SHOP)
+    known = {name: ray_environment[name] for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_TMPDIR")}
+    assert "2 steps" in train(tmp_path, "task=mine:Mine", *layout, **known, TRIREME_FAST_START="0")
+
+
+@pytest.mark.slow
+def test_the_same_in_a_ray_of_its_own_and_under_torchrun(tmp_path: Path) -> None:
+    write(tmp_path, SHOP)
+    assert "2 steps" in train(tmp_path, "task=mine:Mine", "workers=2", TRIREME_FAST_START="0")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trireme")
+    assert "2 steps" in train(tmp_path, "task=mine:Mine", "strategy=ddp", "seed=1", program=torchrun)
+
+
+SAVE = """
+import json, sys, torch
+from pathlib import Path
+import trireme
+from app.tasks import load_task
+from app.tracking import model
+folder = Path(sys.argv[1])
+torch.save(load_task("mine:Mine", {}).build_model().state_dict(), folder / "weights.pt")
+about = {"task": "mine:Mine", "task_args": {}, "weights": str(folder / "weights.pt"), "cwd": "."}
+model._save(about, "0" * 32, folder)
+"""
+LOAD = """
+import sys, torch
+import app.models, cluster
+import mlflow.pytorch
+loaded = mlflow.pytorch.load_model(sys.argv[1])
+assert app.models.ORDER == 7 and cluster.K == 2
+print(type(loaded).__module__, sum(each.numel() for each in loaded.parameters()))
+answer = mlflow.pyfunc.load_model(sys.argv[1]).predict(torch.ones(2, 8).numpy())
+import app.later
+print(len(answer), app.later.ORDER)
+"""
+NET = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, WIDTH)
+
+    def forward(self, x):
+        return self.layer(x)
+
+class Mine(Mine):
+    def build_model(self):
+        return Net()
+"""
+
+
+@pytest.mark.slow
+def test_a_trained_model_loads_in_a_program_that_has_an_app_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path / "train", SHOP | {"mine.py": SHOP["mine.py"] + NET})
+    web = {"app/__init__.py": "", "app/models.py": "ORDER = 7", "app/later.py": "from app.models import ORDER"}
+    write(tmp_path / "web", web | {"cluster.py": "K = 2"})
+    env = environment(PYTHONPATH=FACE)
+    save = [sys.executable, "-c", SAVE, str(tmp_path)]
+    saved = subprocess.run(save, cwd=tmp_path / "train", env=env, capture_output=True, text=True)
+    assert saved.returncode == 0, saved.stderr
+    env.pop("PYTHONPATH")
+    load = [sys.executable, "-c", LOAD, str(tmp_path / "model")]
+    loaded = subprocess.run(load, cwd=tmp_path / "web", env=env, capture_output=True, text=True)
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout.split() == ["mine", "36", "2", "7"]
