@@ -20,6 +20,7 @@ from app.errors import NonFiniteError, UserError
 from app.job import Channel, Job, Place
 from app.lease import is_current, read_lease
 from app.optimizer import LossScale
+from app.run.sources import change_note
 from app.storage import Storage
 from strategies.parallelize import Parallel
 
@@ -122,6 +123,7 @@ class Persistence:
             "latest": progress.latest,
             "events": progress.events[-EVENTS:],
             FROZEN: self.frozen_saved,
+            "sources": self.job.sources,
         }
         begin = partial(
             self.checkpointer.save,
@@ -219,6 +221,9 @@ class Persistence:
         progress.step, progress.samples_seen = meta["step"], meta["samples_seen"]
         progress.stream = meta.get("stream", "")
         progress.evaluations, progress.ended = meta.get("evaluations", []), meta.get("ended", False)
+        changed = change_note(meta.get("sources"), self.job.sources, progress.step)
+        if changed and self.place.rank == 0:
+            self.channel.emit({"type": "warning", "text": changed})
         self.saved, self.frozen_saved = progress.step, bool(meta.get(FROZEN))
         self.scale.load_state(meta["loss_scale"])
         progress.latest = dict(meta["latest"])

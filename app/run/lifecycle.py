@@ -29,6 +29,7 @@ def train_run(driver: Driver, prepared: Prepared, where: str, train: Callable[[J
     run, console = driver.run, driver.console
     if run.finished and run.manifest.steps >= prepared.steps:
         return _already_finished(driver)
+    run.manifest.sources = prepared.sources
     run.open(prepared.config, prepared.steps, console.say)
     write_task_file(prepared.config.task, run.storage)
     console.say(
@@ -41,12 +42,23 @@ def train_run(driver: Driver, prepared: Prepared, where: str, train: Callable[[J
         driver.note(note)
     driver.begin_tracking()
     driver.tracker.inputs(prepared.inputs)
+    # Of a file that changes later MLflow keeps both: the first digest as the parameter, the newest one as a tag.
+    driver.tracker.params({f"code.{name}": digest for name, digest in prepared.sources.items()})
     # Signals stay caught until the end is written down: torchrun sends SIGTERM as soon as one rank has failed.
     with driver.signals():
         with _ending(driver):
             spot = provider_of(cluster_file(prepared.config.cluster.file))
             known = (run.folder, run.attempt, run.manifest.uid, prepared.steps, os.getcwd())
-            train(Job(prepared.config, prepared.layout, *known, leased=True, spot_provider=spot))
+            train(
+                Job(
+                    prepared.config,
+                    prepared.layout,
+                    *known,
+                    leased=True,
+                    spot_provider=spot,
+                    sources=prepared.sources,
+                )
+            )
         _compare_with_plan(driver, prepared)
         return _finished(driver)
 

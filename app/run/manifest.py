@@ -55,6 +55,7 @@ class Manifest:
     steps: int = 0  # optimizer steps that the latest start was to reach
     mlflow_run_id: str | None = None
     summary: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)  # of the latest start: digests of the task's own code
 
 
 def run_folder(config: Config) -> Storage:

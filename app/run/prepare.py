@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +27,7 @@ from app.randomness import seed_everything
 from app.run.first_step import FirstStep, take_first_step
 from app.run.inputs import inputs
 from app.run.rehearse import rehearse, require_data, require_methods
+from app.run.sources import task_sources
 from app.tasks import load_task
 from app.tasks.base import Task
 from strategies import precision, registry
@@ -53,6 +54,7 @@ class Prepared:
     notes: tuple[str, ...] = ()  # remarks for the user on what was decided, one sentence each
     prediction: Estimate | None = None  # of the planner, where it chose the layout
     inputs: tuple[dict[str, str], ...] = ()  # what the data is, for MLflow
+    sources: dict[str, str] = field(default_factory=dict)  # digests of the task's own code
 
 
 def read_task(config: Config) -> Task:
@@ -117,7 +119,16 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         *_remarks(config, layout.dims, samples),
         *_randomness(config, task, layout.dims),
     )
-    return Prepared(config, layout, train.steps_for(samples), samples, notes, prediction, tuple(inputs(config, task)))
+    return Prepared(
+        config,
+        layout,
+        train.steps_for(samples),
+        samples,
+        notes,
+        prediction,
+        inputs=tuple(inputs(config, task)),
+        sources=task_sources(task),
+    )
 
 
 def _first_step(config: Config, task: Task, workers: int) -> FirstStep:

@@ -1,0 +1,190 @@
+"""Code that has changed under a run: which of a person's own files and definitions, since which step."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from app.run.sources import change_note, changes, task_sources
+from app.tasks import load_task
+from tests.running import ROOT
+
+TASK = """
+import json
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from app.tasks import Task
+from parts.nets import build
+{extra}
+
+class Mine(Task):
+    def build_model(self):
+        return build()
+
+    def train_data(self):
+        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        return TensorDataset(x, x.sum(1, keepdim=True))
+
+    def loss(self, model, batch):
+        import lazily
+        return {factor} * nn.functional.mse_loss(model(batch[0]), batch[1]) * lazily.ONE
+"""
+FILES = {
+    "my_task.py": TASK.format(factor=1, extra=""),
+    "parts/__init__.py": "",
+    "parts/nets.py": "from .layers import layer\nfrom torch import nn\n\ndef build():\n    return nn.Sequential(layer())",
+    "parts/layers.py": "from torch import nn\n\ndef layer():\n    return nn.Linear(4, 1)\n",
+    "lazily.py": "ONE = 1.0\n",
+    "unused.py": "TWO = 2.0\n",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return tmp_path
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """As a process finds them that starts in that folder."""
+    code = (
+        "import json; from app.tasks import load_task; from app.run.sources import task_sources;"
+        "print(json.dumps(task_sources(load_task('my_task:Mine', {}))))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_tasks_own_files_are_digested_and_no_others(folder: Path, tmp_path: Path) -> None:
+    before = digests(folder)
+    assert list(before) == ["lazily.py", "my_task.py", "parts/__init__.py", "parts/layers.py", "parts/nets.py"]
+    (folder / "unused.py").write_text("TWO = 3.0\n")
+    assert digests(folder) == before, "a file that the task does not import says nothing"
+    (folder / "parts" / "layers.py").write_text(FILES["parts/layers.py"].replace("Linear(4, 1)", "Linear(4, 1, False)"))
+    (folder / "my_task.py").write_text(TASK.format(factor=10, extra="import unused"))
+    (folder / "lazily.py").write_text("ONE = 1.0\n".replace("\n", "\r\n"))
+    found = digests(folder)
+    assert changes(before, found) == ["my_task.py", "parts/layers.py", "unused.py (new)"]
+    assert changes(found, before) == ["my_task.py", "parts/layers.py", "unused.py (no longer used)"]
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    for name in FILES:
+        (moved / name).parent.mkdir(exist_ok=True)
+        (moved / name).write_bytes((folder / name).read_bytes())
+    assert digests(moved) == found, "shipped to another folder, the files have the same names"
+
+
+def test_installed_code_and_built_in_tasks_are_nobodys_own(folder: Path) -> None:
+    assert task_sources(load_task("tabular", {"data": "diamonds", "target": "price"})) == {}
+    installed = folder / "site-packages"
+    installed.mkdir()
+    (folder / "parts").rename(installed / "parts")
+    (folder / "my_task.py").write_text("import sys; sys.path.append('site-packages')\n" + FILES["my_task.py"])
+    assert list(digests(folder)) == ["lazily.py", "my_task.py"]
+
+
+NOTEBOOK = """
+import math
+from torch import nn
+from app.tasks import Task
+
+FACTOR = 1.0
+
+def helper(x):
+    return FACTOR * math.exp(x)
+
+class Net(nn.Module):
+    def forward(self, x):
+        return [helper(v) for v in x]
+
+class Mine(Task):
+    width = 8
+
+    def __init__(self, depth=2):
+        self.depth = depth
+
+    def build_model(self):
+        return Net()
+
+def unused():
+    return 3
+"""
+
+
+def in_a_notebook(text: str) -> Any:
+    """The class that cells define, as `__main__` has it."""
+    cells: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(textwrap.dedent(text), "<cell>", "exec"), cells)
+    return cells["Mine"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("math.exp(x)", "10 * math.exp(x)", ["__main__.helper"]),
+        ("FACTOR = 1.0", "FACTOR = 10.0", ["__main__.helper"]),
+        ("width = 8", "width = 9", ["__main__.Mine"]),
+        ("helper(v) for", "helper(v) + 1 for", ["__main__.Net"]),
+        ("depth=2", "depth=3", ["__main__.Mine", "__main__.Mine.__dict__"]),
+        ("return 3", "return 4", []),
+        ("import math\n", "import math\n\n\n# another line\n", []),
+    ],
+)
+def test_definitions_of_a_notebook_are_digested_with_what_they_use(old: str, new: str, told: list[str]) -> None:
+    before, after = (task_sources(in_a_notebook(text)()) for text in (NOTEBOOK, NOTEBOOK.replace(old, new)))
+    assert set(before) == {"__main__.Mine", "__main__.Mine.__dict__", "__main__.Net", "__main__.helper"}
+    assert changes(before, after) == told
+
+
+def test_a_pickled_task_has_the_digest_of_the_one_that_was_defined() -> None:
+    kind = in_a_notebook(NOTEBOOK)
+    assert task_sources(cloudpickle.loads(cloudpickle.dumps(kind))()) == task_sources(kind())
+
+
+def test_the_note_names_files_and_step_and_is_silent_where_nothing_is_known() -> None:
+    said = change_note({"a.py": "1", "b.py": "2"}, {"a.py": "3", "b.py": "2"}, 1200)
+    assert said.startswith("the task's code has changed since step 1,200: a.py; ") and "b.py" not in said
+    assert change_note({"a.py": "1"}, {"a.py": "1"}, 5) == change_note(None, {"a.py": "1"}, 5) == ""
+
+
+def train(folder: Path, *more: str) -> str:
+    given = ["task=my_task:Mine", "launcher=local", "run.name=changing", "train.global_batch_size=8", *more]
+    given += [f"tracking.uri=sqlite:///{folder}/mlflow.db"]
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "app", "train", *given], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout + done.stderr
+
+
+def test_a_run_that_goes_on_with_other_code_says_so_and_mlflow_keeps_both(folder: Path) -> None:
+    assert "code has changed" not in train(folder, "train.steps=4")
+    manifest = json.loads((folder / "runs/changing/run.json").read_text())
+    old = manifest["sources"]["my_task.py"]
+    (folder / "my_task.py").write_text(TASK.format(factor=10, extra=""))
+    said = train(folder, "train.steps=8")
+    assert "note: the task's code has changed since step 4: my_task.py; " in said
+    assert "code has changed" not in train(folder, "train.steps=12"), "it was said, and all of it is the new code's"
+    manifest = json.loads((folder / "runs/changing/run.json").read_text())
+    new = manifest["sources"]["my_task.py"]
+    from mlflow.tracking import MlflowClient
+
+    data = MlflowClient(f"sqlite:///{folder}/mlflow.db").get_run(manifest["mlflow_run_id"]).data
+    assert new != old and data.params["code.my_task.py"] == old and data.tags["trireme.param.code.my_task.py"] == new
