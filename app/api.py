@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.cli.common import is_user_error, split
+from app.cli.common import is_machine_error, is_user_error, split
 from app.config import Config
 from app.console import Console
-from app.errors import UserError
+from app.errors import RunFailed, UserError
 from app.run.look import RunState, look, open_run
 from app.tasks.by_value import name_of
 
@@ -49,6 +49,8 @@ def _one_at_a_time() -> Iterator[None]:
         except Exception as error:
             if is_user_error(error) and not isinstance(error, UserError):
                 raise UserError(str(error)) from error
+            if is_machine_error(error):
+                raise RunFailed(str(error)) from error
             raise
 
 

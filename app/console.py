@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import json
 import os
-import signal
 import socket
 import sys
 import threading
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from app.job import Job
 
 SECONDS_BETWEEN_LINES = 5.0
+FIRST_SILENCE = 4.0
+NEXT_SILENCE = 20.0
+"""Seconds without a line, first and again, after which a person is told what is waited for."""
 
 
 class Console:
@@ -33,8 +36,10 @@ class Console:
         self.quiet = quiet  # for --json and for ranks other than 0: no progress, no remarks
         self._out: IO[str] = sys.stdout
         self._err: IO[str] = sys.stderr
+        self.unheard = False  # whether what it wrote went nowhere: `| head -1` has read enough, or the terminal is gone
         self._live = False
         self._last_line = 0.0
+        self._waits: Waits | None = None
         self._record: Any = None  # where what is said is kept as JSON lines
 
     @contextlib.contextmanager
@@ -46,6 +51,9 @@ class Console:
                 # line buffered, so that lines appear when they are said
                 opened = [os.fdopen(os.dup(fd), "w", buffering=1) for fd in originals]
                 self._out, self._err = opened
+            had_faults = faulthandler.is_enabled()
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                faulthandler.enable(self._err, all_threads=False)  # where this process itself trains, a person sees it
             try:
                 yield
             except BaseException:
@@ -54,8 +62,12 @@ class Console:
                 raise
             finally:
                 self._clear()
+                faulthandler.disable()
+                if had_faults:
+                    faulthandler.enable(sys.__stderr__ or 2)
                 for stream in opened:
-                    stream.close()
+                    with contextlib.suppress(OSError):  # nobody reads what was still to be written
+                        stream.close()
                 self._out, self._err = before
 
     def _keep(self, text: str) -> None:
@@ -67,42 +79,51 @@ class Console:
         self._clear()
         _flush()
         for fd, stream in enumerate((self._out, self._err), start=1):
-            stream.flush()
+            with contextlib.suppress(OSError):
+                stream.flush()
             os.dup2(stream.fileno(), fd)
 
     def say(self, text: str) -> None:
         """A remark worth keeping."""
         self._keep(text)
         if not self.quiet:
-            self._clear()
-            print(text, file=self._out, flush=True)
+            self._print(text)
 
     def error(self, text: str) -> None:
         """What went wrong; said even when quiet."""
         self._keep(text)
-        self._clear()
-        print(text, file=self._err, flush=True)
+        self._print(text, stream=self._err)
 
     def result(self, text: str) -> None:
         """The answer itself (JSON for machines); said even when quiet."""
-        self._clear()
-        print(text, file=self._out, flush=True)
+        self._print(text)
 
     def part(self, text: str) -> None:
         """A piece of a line."""
         if not self.quiet:
-            self._clear()
-            print(text, end="", file=self._out, flush=True)
+            self._print(text, end="")
 
     def status(self, text: str) -> None:
         """What is going on just now: on a terminal the live line, elsewhere nothing."""
         if not self.quiet and self._out.isatty():
             self._rewrite(text)
 
+    def waits_for(self, what: str) -> None:
+        """From now on, whenever nothing has been said for a while, says that this is waited for, and since when.
+
+        Args:
+            what: "Ray to start"; "" ends it.
+        """
+        if self._waits is not None:
+            self._waits.over.set()
+            self._waits = None
+        if what and not self.quiet:
+            self._waits = Waits(what, lambda text: self._print(text))
+
     @contextlib.contextmanager
     def if_slow(self, text: str) -> Iterator[None]:
         """Says what is going on, on the standard error stream, once it has taken a second."""
-        timer = threading.Timer(1.0, lambda: print(text, file=self._err, flush=True))
+        timer = threading.Timer(1.0, lambda: self._write(f"{text}\n", self._err))
         if not self.quiet:
             timer.start()
         try:
@@ -118,18 +139,64 @@ class Console:
             self._rewrite(progress_line(event))
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or event["step"] >= event["steps"]:
             self._last_line = time.monotonic()
-            print(progress_line(event), file=self._out, flush=True)
+            self._print(progress_line(event))
+
+    def _print(self, text: str, *, end: str = "\n", stream: IO[str] | None = None) -> None:
+        if self._waits is not None:
+            self._waits.said_at = time.monotonic()
+        self._clear()
+        self._write(text + end, stream or self._out)
+
+    def _write(self, text: str, stream: IO[str]) -> None:
+        """Work does not end because nobody reads about it any more: then it goes on, and says nothing."""
+        try:
+            stream.write(text)
+            stream.flush()
+        except UnicodeEncodeError:  # of a stream that knows ASCII only
+            encoding = getattr(stream, "encoding", None) or "ascii"
+            self._write(text.encode(encoding, "backslashreplace").decode(encoding), stream)
+        except (OSError, ValueError):
+            self.unheard = True
 
     def _rewrite(self, text: str) -> None:
-        width = (os.get_terminal_size(self._out.fileno()).columns or 80) - 1
-        self._out.write("\r\x1b[2K" + text[:width])
-        self._out.flush()
+        try:
+            width = (os.get_terminal_size(self._out.fileno()).columns or 80) - 1
+        except OSError:  # the terminal is gone
+            self.unheard = True
+            return
+        self._write("\r\x1b[2K" + text[:width], self._out)
         self._live = True
 
     def _clear(self) -> None:
         if self._live:
-            self._out.write("\r\x1b[2K")
+            self._write("\r\x1b[2K", self._out)
             self._live = False
+
+
+class Waits:
+    """A thread that says what is waited for, until `over` is set.
+
+    Args:
+        what: As in "waiting for …".
+        say: Prints a line.
+    """
+
+    def __init__(self, what: str, say: Callable[[str], None]) -> None:
+        self.what = what
+        self.say = say
+        self.began = time.monotonic()
+        self.said_at = self.began
+        self.over = threading.Event()
+        threading.Thread(target=self._run, daemon=True, name="waits").start()
+
+    def _run(self) -> None:
+        silence = FIRST_SILENCE
+        while not self.over.wait(0.2):
+            now = time.monotonic()
+            if now - self.said_at >= silence:
+                silence = NEXT_SILENCE
+                self.said_at = now
+                self.say(f"waiting for {self.what} ({duration(now - self.began)})")
 
 
 @contextlib.contextmanager
@@ -191,30 +258,6 @@ def json_output(labels: Mapping[str, Any] | None) -> Iterator[JsonLines | None]:
 
 
 @contextlib.contextmanager
-def stop_signals(ask: Callable[[], object]) -> Iterator[None]:
-    """The first Ctrl-C or SIGTERM calls `ask`; a second one ends everything at once, by KeyboardInterrupt. In a thread
-    other than the main one Python lets nobody handle signals: there they are the program's own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked = False
-
-    def on_signal(number: int, frame: object) -> None:
-        nonlocal asked
-        if asked:
-            raise KeyboardInterrupt
-        asked = True
-        ask()
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
 def worker_output(job: Job, rank: int) -> Iterator[None]:
     """Sends a worker's output, prints included, to logs/rank-N.log of the run, where that is on this machine."""
     from app.storage import Storage
@@ -226,6 +269,7 @@ def worker_output(job: Job, rank: int) -> Iterator[None]:
     streams = sys.stdout, sys.stderr
     with output_to(run.local_path / "logs" / f"rank-{rank}.log"):
         sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
+        faulthandler.enable(sys.stderr, all_threads=False)  # a signal that ends this process is named in the log
         try:
             with json_output(labels):
                 try:

@@ -44,7 +44,7 @@ def train(
     Raises:
         UserError: nothing was started, or what was started cannot continue with these inputs.
         RunFailed: training failed; its last good checkpoint is intact.
-        Interrupted: stopped by Ctrl-C or SIGTERM, after saving.
+        Interrupted: stopped by Ctrl-C, SIGTERM or SIGHUP, after saving.
     """
     check_trainable(config)
     if again:
@@ -84,8 +84,10 @@ def _in_a_run(config: Config, console: Console, verbose: bool, take_over: bool, 
         else:
             run.lease.refuse_if_held(seconds=0.0)  # one on this machine is known at once, before anything starts
         with contextlib.nullcontext() if verbose else console.capture(log, labels):
+            console.waits_for("the data to be read and the run to be laid out")
             return launch(run, config, console, settings)
     finally:
+        console.waits_for("")
         run.forget_if_never_opened()
 
 
@@ -169,7 +171,7 @@ def _under_torchrun(config: Config, console: Console, take_over: bool) -> Outcom
 def _in_ray(
     restart: Callable[[], object] | None, run: Run, config: Config, console: Console, settings: Settings
 ) -> Outcome:
-    from cluster.connect import connect, disconnect
+    from cluster.connect import address, connect, disconnect
 
     def read() -> Task:
         from app.run.prepare import read_task
@@ -178,9 +180,14 @@ def _in_ray(
 
     console.status("reading the data and starting Ray")
     reading = _in_background(read)  # imports torch, while Ray starts its processes
-    cluster = connect(PRELOAD, names.worker_setup())
+    cluster_address = address()
+    where = f"the Ray cluster at {cluster_address} to answer" if cluster_address else "Ray to start on this machine"
+    console.waits_for(where)
+    cluster = connect(PRELOAD, worker_setup=names.worker_setup(), say=console.say)
     try:
+        console.waits_for("the data to be read")
         task = reading.result()  # before more is imported: two threads in torch's circular imports can deadlock
+        console.waits_for("the run to be laid out and tried in small")
         from app.launchers.ray_launch import RayLaunch
 
         with contextlib.closing(RayLaunch(cluster, config, console)) as launch:

@@ -19,9 +19,15 @@ expandable_segments: the allocator grows segments in place of adding some of oth
 is lost between them. https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
 """
 
+import getpass
 import os
+import pwd
+import stat
+import tempfile
 from collections.abc import MutableMapping
+from pathlib import Path
 
+from cluster import ClusterError
 from cluster.ray_internals import raylet_pid
 
 NCCL = {
@@ -51,3 +57,72 @@ def shared(environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
     if THREADS in environ and not raylet_pid(environ):
         found[THREADS] = environ[THREADS]
     return found
+
+
+# --- the person ---------------------------------------------------------------------------------------------------
+
+
+def user_name() -> str:
+    """Who runs this process; one that no name is known of, as in many containers, by number: `uid-4242`."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError, ImportError):
+        return f"uid-{os.getuid()}"
+
+
+def home() -> Path | None:
+    """The person's home; None where there is none that can be written to: HOME names a folder that is not there, is
+    read-only, full or another user's (`/` in many containers), or nothing knows of one."""
+    folder = os.environ.get("HOME") or _home_of_user()
+    if not os.path.isabs(folder):
+        return None
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(4096))
+            file.flush()
+    except OSError:
+        return None
+    return Path(folder)
+
+
+def temporary_home() -> Path:
+    """A folder of this user's alone among the temporary ones, for what belongs into a home where there is none.
+
+    Raises:
+        ClusterError: another user has made it.
+    """
+    folder = Path(tempfile.gettempdir(), f"trireme-home-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+        raise ClusterError(
+            f"there is no home folder, and {folder} is not this user's alone: set HOME to a folder that can be written"
+        )
+    return folder
+
+
+def set_home(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Sets HOME where it is unset or empty, to the user's home or else to a temporary one: Ray's processes read
+    nothing else, and `~` would otherwise be taken for a folder's name."""
+    if not environ.get("HOME"):
+        environ["HOME"] = _home_of_user() or str(temporary_home())
+
+
+def below_home(variable: str, folder: str) -> Path:
+    """A folder of a kind that the XDG specification names: $XDG_CACHE_HOME, say, or `.cache` in the home; where there
+    is no home that can be written to, in a temporary one.
+
+    Args:
+        variable: The environment variable that names it, such as XDG_CACHE_HOME.
+        folder: Where it is in the home, such as `.cache`.
+    """
+    if chosen := os.environ.get(variable):
+        return Path(chosen)
+    return (home() or temporary_home()) / folder
+
+
+def _home_of_user() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return ""

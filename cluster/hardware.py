@@ -19,6 +19,7 @@ import yaml
 
 from cluster import ClusterError
 from cluster.document import load_yaml
+from cluster.environment import below_home
 
 CATALOGUE = Path(__file__).with_name("hardware.yaml")
 
@@ -139,8 +140,9 @@ def cheapest(name: str) -> Instance | None:
 
 def own_catalogue() -> Path:
     """The file of one's own beside the catalogue; it need not exist."""
-    config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return Path(os.environ.get("TRIREME_HARDWARE") or f"{config}/trireme/hardware.yaml").expanduser()
+    if written := os.environ.get("TRIREME_HARDWARE"):
+        return Path(written).expanduser()
+    return below_home("XDG_CONFIG_HOME", ".config") / "trireme" / "hardware.yaml"
 
 
 def add_gpu(name: str, entry: dict[str, Any]) -> Path:

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from cluster import ClusterError, ray_file, ray_rules
+from cluster.environment import below_home
 from cluster.files import read_cluster, read_ray_file
 from cluster.pending import autoscaler_report, ray_environment
 from cluster.remote import Result, is_open, last_line, login_of, probe, run, run_on_all, unfit
@@ -113,7 +114,7 @@ def _run(command: str | list[str], environment: dict[str, str], log: Path, timeo
 
 def _log(data: Mapping[str, Any], what: str) -> Path:
     """An empty file for what Ray's launcher prints."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "trireme" / "clusters"
+    folder = below_home("XDG_CACHE_HOME", ".cache") / "trireme" / "clusters"
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{data['cluster_name']}-{what}.log"
     log.write_text("")

@@ -7,6 +7,7 @@ continues, slower or with less information. tests/cluster/test_ray_internals.py 
 import contextlib
 import importlib
 import os
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -57,6 +58,11 @@ def draining_nodes() -> dict[str, float]:
         return {}
 
 
+START_SECONDS = 180
+"""How long a lean head may take to start, in place of Ray's 30 s, while its raylet lives. A raylet itself gives up when
+its agents have imported for 30 s."""
+
+
 def start_lean_head(object_store_bytes: int, setup_worker: str, folder: str) -> Any:
     """Starts a Ray head on this machine of a GCS server and a raylet with its agents only: no API server, no monitor of
     an autoscaler, no monitor of log files, and agents that look seldom. Returns an object with `gcs_address` and
@@ -94,7 +100,46 @@ def start_lean_head(object_store_bytes: int, setup_worker: str, folder: str) -> 
     )
     authentication.enable_token_auth_by_default()
     authentication.ensure_token_if_auth_enabled(settings, create_token_if_missing=True)
-    return LeanNode(params, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
+    with _patience():
+        return LeanNode(params, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
+
+
+@contextlib.contextmanager
+def _patience() -> Iterator[None]:
+    """While it lasts a node that has been started is waited for as long as its raylet lives and `START_SECONDS`; where
+    Ray has no such function, for the 30 s that stand in its code."""
+    services: Any = importlib.import_module("ray._private.services")
+    original = getattr(services, "get_node", None)
+    if original is None:
+        yield
+        return
+    until = time.monotonic() + START_SECONDS
+
+    def get_node(*arguments: Any, **named: Any) -> Any:
+        while True:
+            try:
+                return original(*arguments, **named)
+            except RuntimeError:
+                if time.monotonic() > until or not _raylet_lives():
+                    raise
+                time.sleep(0.1)
+
+    services.get_node = get_node
+    try:
+        yield
+    finally:
+        services.get_node = original
+
+
+def _raylet_lives() -> bool:
+    """Whether this process has a raylet that has not ended."""
+    import psutil
+
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if child.name() == "raylet" and child.status() != psutil.STATUS_ZOMBIE:
+                return True
+    return False
 
 
 @contextlib.contextmanager

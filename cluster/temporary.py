@@ -14,7 +14,13 @@ import tempfile
 import time
 from pathlib import Path
 
-PREFIX = "tr-ray-"  # short: Ray's sockets lie in it, and a socket's path has 107 bytes at most
+from cluster import ClusterError
+
+PREFIX = "tr-ray-"  # short: Ray's sockets lie in it
+SOCKET_BYTES = 107
+"""Of a socket's path, at most (unix(7))."""
+LONGEST = "/tr-ray-12345678/session_2026-11-26_17-19-52_611822_4194304/sockets/plasma_store"
+"""Where Ray puts one, below the folder in which this command makes its own."""
 TRIES = 20
 
 
@@ -31,6 +37,27 @@ class TemporaryFolder:
     def remove(self) -> None:
         remove(self.path)
         os.close(self._lock)
+
+
+def private_folder() -> TemporaryFolder:
+    """A new folder for a Ray of this command's own.
+
+    Raises:
+        ClusterError: There is no place for one.
+    """
+    base = _base()
+    written = f"RAY_TMPDIR={base}" if os.environ.get("RAY_TMPDIR") else str(base)
+    advice = "set RAY_TMPDIR to a folder that can be written and has a short name, or unset it for /tmp"
+    if len(os.fsencode(base)) + len(LONGEST) > SOCKET_BYTES:
+        most = SOCKET_BYTES - len(LONGEST)
+        raise ClusterError(
+            f"{written} is too long a name for Ray's sockets to lie below it ({len(os.fsencode(base))} bytes, at most "
+            f"{most}): {advice}"
+        )
+    try:
+        return TemporaryFolder()
+    except OSError as error:
+        raise ClusterError(f"Ray's files cannot be kept in {written} ({error.strerror or error}): {advice}") from error
 
 
 def sweep() -> None:

@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from cluster.addresses import join_address, split_address
+
 LOOK_SECONDS = 0.5
 SAY_SECONDS = 10.0  # without an answer, until a person is told
 GONE_SECONDS = 45.0  # until it is given up; Ray ends the process after 60 (RAY_gcs_rpc_server_reconnect_timeout_s)
@@ -23,8 +25,8 @@ def addresses() -> dict[str, Address]:
     import ray
 
     context = ray.get_runtime_context()
-    host, _, port = context.gcs_address.rpartition(":")
-    found = {"Ray's head": (host.strip("[]"), int(port))}
+    head = split_address(context.gcs_address)
+    found = {"Ray's head": head} if head else {}
     for node in ray.nodes():
         if node["NodeID"] == context.get_node_id():
             found[HERE] = (node["NodeManagerAddress"], node["NodeManagerPort"])
@@ -61,7 +63,7 @@ class RayWatch:
         said: set[str] = set()
         while not self.over.wait(LOOK_SECONDS):
             for name, address in self.at.items():
-                now, where = time.monotonic(), f"{name} ({address[0]}:{address[1]})"
+                now, where = time.monotonic(), f"{name} ({join_address(*address)})"
                 if answers(address) and not (self.left and name == HERE):
                     if name in said:
                         self.say(f"{where} answers again")

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from app.launchers import PRELOAD
+from app.stopping import SIGNALS
 from cluster.connect import SETTINGS
 from cluster.environment import set_defaults
 
@@ -56,8 +57,13 @@ def here(patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str], *words:
     from app.cli import main  # not above: the first 30 minutes on a GPU run tests where there is no Click
 
     patch.setattr(sys, "argv", ["trireme", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        with pytest.raises(SystemExit) as ended:
+            main()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return Ended(int(ended.value.code or 0), *capture.readouterr())
 
 

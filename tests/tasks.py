@@ -1,6 +1,8 @@
 """Tasks that tests train: small, and slow or faulty on purpose. Named as `tests.tasks:Slow` in experiments."""
 
+import ctypes
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -189,3 +191,27 @@ class Gan(Task):
 
     def stop_early(self, evaluations: Any) -> bool:
         return self.ends_at is not None and len(evaluations) >= self.ends_at
+
+
+class Crashes(Points):
+    """Its process dies by a signal at a step of its own, on rank 1 (or the only rank), each time that it gets there.
+
+    Args:
+        at: After so many losses of training.
+        by: The signal's name; SIGSEGV is a true one.
+    """
+
+    def __init__(self, *, at: int = 5, by: str = "SIGSEGV") -> None:
+        super().__init__()
+        self.at = at
+        self.by = by
+        self.seen = 0
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.seen += model.training
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 1
+        if self.seen > self.at and rank == 1:
+            if self.by == "SIGSEGV":
+                ctypes.string_at(0)
+            os.kill(os.getpid(), signal.Signals[self.by])
+        return super().loss(model, batch)

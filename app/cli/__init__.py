@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import signal
 import sys
 from typing import Any
 
@@ -10,6 +9,7 @@ import click
 
 from app import names
 from app.errors import nearest
+from app.stopping import drop_streams, end_at_once, end_on_signals, nobody_reads, open_streams
 
 COMMANDS = {
     "train": ("runs", "Train an experiment, or continue one that was stopped."),
@@ -76,19 +76,27 @@ def group() -> None:
 
 def main() -> None:
     """The console script: exit code 0 for success, 1 for a failed run, 2 for wrong input, 130 for a stopped run."""
+    open_streams()
     if "RANK" not in os.environ:  # else temporary folders and processes would be left behind
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        end_on_signals()
     try:
+        _check_folder()
         code = _forked() if sys.argv[1:2] == ["train"] else None
         if code is None:
             program = [sys.executable, *sys.orig_argv[1:]]
             code = group.main(prog_name="trireme", standalone_mode=False, obj=program)
     except click.exceptions.Exit as exit_:
         code = exit_.exit_code
+    except SystemExit:
+        if not nobody_reads():
+            raise
+        code = 0  # Click ends with 1 where what it prints has nowhere to go
     except click.ClickException as error:
         print(f"trireme: {error.format_message()}", file=sys.stderr)
         code = 2
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt) as stop:  # in what no command's own code has been reached
+        reason = stop if isinstance(stop, KeyboardInterrupt) else stop.__cause__
+        print(f"trireme: {str(reason or '') or 'stopped by Ctrl-C'}", file=sys.stderr)
         code = 130
     if "torch" in sys.modules and "RANK" in os.environ:
         # One of torchrun's. gloo's threads sometimes abort an interpreter that shuts down around them, and torchrun
@@ -96,7 +104,18 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code or 0)
+    if "RANK" not in os.environ:
+        end_at_once(code or 0)
+    drop_streams()
     sys.exit(code or 0)
+
+
+def _check_folder() -> None:
+    """Raises click.UsageError where the current folder has been removed: relative paths mean nothing in it."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise click.UsageError("the current folder has been removed: go to another one (`cd`) first") from None
 
 
 def _forked() -> int | None:

@@ -14,6 +14,7 @@ from app.config import Config
 from app.console import Console
 from app.errors import Interrupted, RunFailed, UserError
 
+MACHINE_ERRORS = ("ClusterUnavailable",)
 USER_ERRORS = ("UserError", "LayoutError", "ClusterError", "HardwareError")  # by name, so that help imports no torch
 COMMON = {
     "--json": ("as_json", "Print only the result, as JSON."),
@@ -52,6 +53,9 @@ def verb(name: str, *, group: Any = click, verbose: bool = False) -> Callable[[C
                 function(cli, **given)
             except (click.ClickException, click.exceptions.Exit, click.Abort):
                 raise
+            except KeyboardInterrupt as stop:
+                sentence = f"{str(stop) or 'stopped by Ctrl-C'}: run the same command again"
+                raise click.exceptions.Exit(_explain(cli, Interrupted(sentence))) from None
             except Exception as error:
                 if traceback:
                     raise
@@ -80,7 +84,16 @@ class WithDefault(click.Group):
 
 
 def is_user_error(error: Exception) -> bool:
-    return any(kind.__name__ in USER_ERRORS for kind in type(error).__mro__)
+    return _is_one_of(error, USER_ERRORS)
+
+
+def is_machine_error(error: Exception) -> bool:
+    """Whether a machine did not do what it can do at other times: exit code 1, and nothing to write differently."""
+    return _is_one_of(error, MACHINE_ERRORS)
+
+
+def _is_one_of(error: Exception, names: tuple[str, ...]) -> bool:
+    return any(kind.__name__ in names for kind in type(error).__mro__)
 
 
 def _explain(cli: Invocation, error: Exception) -> int:
@@ -88,7 +101,7 @@ def _explain(cli: Invocation, error: Exception) -> int:
     known = is_user_error(error)
     code = 2 if known else 130 if isinstance(error, Interrupted) else 1
     text = str(error)
-    if not (known or isinstance(error, RunFailed | Interrupted)):
+    if not (known or isinstance(error, RunFailed | Interrupted) or is_machine_error(error)):
         text = f"{type(error).__name__}: {text.strip().partition(chr(10))[0]} (--traceback shows where)"
     cli.answer({"status": STATUS[code], "error": text})
     cli.console.error(f"trireme: {text}")

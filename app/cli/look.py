@@ -48,6 +48,8 @@ def watch(cli: Invocation, run: str) -> None:
         said = state.driver
         if state.progress and state.state == "running":
             cli.console.progress(state.progress)
+        if cli.console.unheard:
+            return
     ending = f"{state.name} {state.state} after step {state.step:,} of {state.steps:,}"
     if state.state == "stopped":
         raise Interrupted(f"{ending}: the command that started it continues it")

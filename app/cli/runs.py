@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import getpass
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import yaml
 
 from app.cli.common import Invocation, WithDefault, experiment_arguments, read, verb
 from app.errors import RunFailed, UserError
+from cluster.environment import user_name
 
 if TYPE_CHECKING:
     from app.submit.client import Server
@@ -189,7 +189,7 @@ def run(
     options = submission.cluster_options(config, server.cluster) if server.cluster else []
     job = submission.prepare("train", arguments, options, run=config.run.name, **shipped)
     if queued:
-        job = submission.queued(job, getpass.getuser(), priority)
+        job = submission.queued(job, user_name(), priority)
     if dry_run:
         return cli.answer({"status": "dry run", "runs": job.entrypoint}, "\n".join(job.lines()))
     with server:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import MissingData, UserError
+from cluster.environment import below_home
 
 
 def existing(path: str | Path, key: str) -> Path:
@@ -42,8 +43,7 @@ def package_file(package: str, relative: str, *, data: str, install: str) -> Pat
 
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/trireme or ~/.cache/trireme; where that cannot be written, one in the temporary folder."""
-    chosen = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(chosen) / "trireme"
+    folder = below_home("XDG_CACHE_HOME", ".cache") / "trireme"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):

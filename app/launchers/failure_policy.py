@@ -22,6 +22,7 @@ class Kind(Enum):
     NON_RETRYABLE = "not retryable"  # another attempt would end the same: wrong input, a loss that is not finite
     EXCEPTION = "exception"  # code raised something; it may or may not come again
     DIED = "died"  # a process is gone
+    CRASHED = "crashed"  # a process did what it must not, and died by SIGSEGV, say: its program will do it again
     OUT_OF_MEMORY = "out of memory"  # a process was ended because its node ran out of memory
     DEVICE_FAILED = "device failed"  # a GPU's hardware, by what CUDA says
     HUNG = "hung"  # a process makes no progress
@@ -38,6 +39,7 @@ class Failure:
     progressed: bool  # whether the attempt had taken a step of its own
     node: str = ""  # the id of the node it began at, where that is known
     at: float = 0.0  # seconds of a monotonic clock
+    signal: str = ""  # CRASHED: by which it died
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,11 @@ def _why_give_up(history: list[Failure], max_restarts: int) -> str:
         same = [f for f in history[:-1] if f.kind is Kind.EXCEPTION and f.sentence == newest.sentence]
         if any(f.step == newest.step for f in same):
             return f"{newest.sentence}, twice at the same step: trying again would not help"
+    if newest.kind is Kind.CRASHED:
+        # Once may be memory that failed or threads that met; the same again at the same step is the program.
+        same = [f for f in history[:-1] if (f.kind, f.signal, f.step) == (newest.kind, newest.signal, newest.step)]
+        if same:
+            return f"{newest.sentence}, twice at the same step: trying again would not help"
     if len(_counted(history)) > max_restarts:
         limit = f"fault.max_restarts={max_restarts} is used up" if max_restarts else "fault.max_restarts is 0"
         return f"{newest.sentence}; {limit}"
@@ -153,7 +160,7 @@ def _pause(history: list[Failure]) -> float:
 
 def _suspect_node(history: list[Failure]) -> str:
     """The node at which the newest failure and others began; "" if none stands out. A lost node needs no exclusion."""
-    if history[-1].kind not in (Kind.DIED, Kind.OUT_OF_MEMORY, Kind.DEVICE_FAILED, Kind.HUNG):
+    if history[-1].kind not in (Kind.DIED, Kind.CRASHED, Kind.OUT_OF_MEMORY, Kind.DEVICE_FAILED, Kind.HUNG):
         return ""
     began = Counter(f.node for f in _counted(history) if f.node)
     node = history[-1].node

@@ -5,13 +5,17 @@ only lost its peer is a consequence. What to do about it is decided by `failure_
 """
 
 import contextlib
+import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+import psutil
+
 from app.errors import NonFiniteError, RunFailed, UserError
+from app.launchers import crash
 from app.launchers.failure_policy import Failure, Kind
 from app.launchers.workers import Failures, WorkerInfo, WorkerLost
 from strategies.layout import LayoutError
@@ -52,6 +56,7 @@ class State:
     progressed: bool
     logs: Path  # folder of rank-N.log on this machine
     nodes: Nodes
+    log_sizes: Mapping[str, int] = field(default_factory=dict)  # of `crash.log_sizes`, before the attempt
 
     @property
     def when(self) -> str:
@@ -61,12 +66,31 @@ class State:
 def classify(failures: Failures, state: State, history: list[Failure]) -> Failure:
     """The failure that an attempt ended with."""
     rank, error = first_cause(failures)
+    if crashed := _crash(rank, error, state):
+        return crashed
     kind, sentence = _cause(rank, error, state)
     if kind is Kind.NO_CAPACITY and history:
         sentence = history[-1].sentence
     info = state.workers.get(rank) if rank is not None and not _lost_peer(error) else None
     node = info.node if info else ""
     return Failure(kind, sentence, state.step, state.progressed, node, time.monotonic())
+
+
+def _crash(rank: int | None, error: BaseException, state: State) -> Failure | None:
+    """The failure of a worker that died by a signal of its own making; of one whose peers have only lost it, too."""
+    if not (isinstance(error, WorkerLost) or _lost_peer(error)):
+        return None
+    known = set(state.workers) | ({rank} if rank is not None else set())
+    for each in sorted(known, key=lambda number: (number != rank, number)):
+        died = crash.fatal_signal(state.logs / f"rank-{each}.log", state.log_sizes)
+        if died is None:
+            continue
+        name, where = died
+        info = state.workers.get(each)
+        text = f"{_who(each, state)} died {state.when} {crash.sentence(name, where)}{_see_log(each, state)}"
+        node = info.node if info else ""
+        return Failure(Kind.CRASHED, text, state.step, state.progressed, node, time.monotonic(), name)
+    return None
 
 
 def _cause(rank: int | None, error: BaseException, state: State) -> tuple[Kind, str]:
@@ -84,6 +108,8 @@ def _cause(rank: int | None, error: BaseException, state: State) -> tuple[Kind, 
         gone = (info for _, info in sorted(state.workers.items()) if not state.nodes.is_alive(info.node))
         if lost := next(gone, None):
             return _lost_with_node(lost, state)
+        if dead := next((info for _, info in sorted(state.workers.items()) if _has_ended_here(info)), None):
+            return _death(dead.rank, WorkerLost(), state)
         return Kind.DIED, f"a worker that worker {rank} was connected to died {state.when}"
     where = f" on worker {rank}" if rank is not None else ""
     return Kind.EXCEPTION, f"{type(error).__name__}{where}: {_first_line(error)}{_see_log(rank, state)}"
@@ -98,8 +124,23 @@ def _death(rank: int | None, error: WorkerLost, state: State) -> tuple[Kind, str
     if "OUT_OF_MEMORY" in error.details or "OutOfMemory" in error.details:
         return Kind.OUT_OF_MEMORY, f"{who} died {state.when}, ended by Ray because its node ran out of memory"
     if info and (state.nodes.oom_kills(info.node) or 0) > info.oom_kills:
-        return Kind.OUT_OF_MEMORY, f"{who} died {state.when}, killed by the kernel for memory"
-    return Kind.DIED, f"{who} died {state.when}{_see_log(rank, state)}"
+        return Kind.OUT_OF_MEMORY, f"{who} died {state.when}, by SIGKILL: killed by the kernel for memory"
+    silent = info is not None and (state.logs / f"rank-{rank}.log").exists()
+    # A process that ends by a signal of its own making says so in its log (crash.py).
+    how = " without a word, as by SIGKILL (`kill -9`, a scheduler, or the kernel for memory)" if silent else ""
+    return Kind.DIED, f"{who} died {state.when}{how}{_see_log(rank, state)}"
+
+
+def _has_ended_here(info: WorkerInfo) -> bool:
+    """Whether the process of a worker without Ray, which has names in place of addresses, was here and is gone."""
+    if info.node or info.ip != socket.gethostname():
+        return False
+    try:
+        return bool(psutil.Process(info.pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.Error:
+        return False
 
 
 def _lost_with_node(info: WorkerInfo, state: State) -> tuple[Kind, str]:
@@ -139,7 +180,8 @@ def first_cause(failures: Failures) -> tuple[int | None, BaseException]:
 def error_to_raise(failures: Failures, reason: str, *, here: bool) -> BaseException:
     """What to raise when the run is given up. here: the worker is in this process, so its traceback tells."""
     error = first_cause(failures)[1]
-    own = isinstance(error, NON_RETRYABLE) or (here and not isinstance(error, WorkerLost | Hung))
+    consequence = isinstance(error, WorkerLost | Hung) or _lost_peer(error)
+    own = isinstance(error, NON_RETRYABLE) or (here and not consequence)
     return error if own else RunFailed(reason)
 
 

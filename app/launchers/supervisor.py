@@ -12,6 +12,7 @@ from typing import Any
 from app.errors import Interrupted
 from app.job import Job
 from app.launchers.blame import rank_behind
+from app.launchers.crash import log_sizes
 from app.launchers.elastic import Elastic, limits_of
 from app.launchers.failure_policy import Action, Decision, Failure, Kind, decide, mean_time_between_failures
 from app.launchers.heartbeats import COMPILED, Hang, HangDetector
@@ -74,6 +75,7 @@ class Supervisor:
         """From the start of the workers to their end, and what ended them."""
         driver, fault = self.driver, job.config.fault
         self.infos, self.more = {}, None
+        self.log_sizes = log_sizes(driver.run.local_folder / "logs")
         self.placed_at: float | None = None
         driver.progressed = False
         least = fault.hang_seconds * (COMPILED if job.config.train.compile else 1.0)
@@ -163,7 +165,7 @@ class Supervisor:
         while not self.nodes.reachable():  # what watches them (cluster/watch.py) says so, and ends or restarts the run
             self._pause(0.2)
         logs = driver.run.local_folder / "logs"
-        state = State(self.infos, driver.step, driver.progressed, logs, self.nodes)
+        state = State(self.infos, driver.step, driver.progressed, logs, self.nodes, self.log_sizes)
         self.history.append(classify(failures, state, self.history))
         capacity = elastic.capacity(job.layout.dims.world_size) if elastic else None
         limits = elastic.limits if elastic else limits_of(job.config)

@@ -32,6 +32,7 @@ from app.launchers.heartbeats import SILENT, SILENT_SECONDS, Beat, HeartbeatThre
 from app.launchers.local import LocalWorkers, TrainingThread
 from app.launchers.threads import take_share_of_node
 from app.launchers.workers import Event, Poll, Status, WorkerInfo, kill_process
+from app.stopping import SIGNALS
 from strategies import registry
 from strategies.one_process import home
 
@@ -110,7 +111,7 @@ def _own_store(rank: int) -> dist.Store:
     are dead. So its store only tells the port of another one, which rank 0 opens; a port of a start before answers no
     more, and then the next one is waited for.
     """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = _master()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return dist.TCPStore(host, port, is_master=rank == 0, multi_tenant=True, timeout=MEET)
     agents = dist.TCPStore(host, port, is_master=False, timeout=MEET)
@@ -128,6 +129,11 @@ def _own_store(rank: int) -> dist.Store:
             if time.monotonic() > until:
                 raise
             time.sleep(0.05)
+
+
+def _master() -> tuple[str, int]:
+    """Where torchrun's own store is, an IPv6 address without the brackets that some launchers write."""
+    return os.environ["MASTER_ADDR"].strip("[]"), int(os.environ["MASTER_PORT"])
 
 
 class StoreHeartbeat:
@@ -272,7 +278,9 @@ def train_as_other_rank(ranks: Ranks) -> dict[str, Any] | None:
     if job is None:
         return None
     channel = SilentChannel()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in SIGNALS:
+        if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+            continue  # as under nohup
         signal.signal(number, lambda *_: setattr(channel, "stopping", True))
     beats = StoreHeartbeat(job, ranks, channel.heartbeat)
     try:
@@ -288,7 +296,7 @@ def train_as_other_rank(ranks: Ranks) -> dict[str, Any] | None:
 def _watch_store(job: Job, ranks: Ranks) -> Any:
     """A new connection to torchrun's own store, in its agent's process; where there is none, to the group's."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store: Any = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store: Any = dist.TCPStore(*_master(), is_master=False)
     else:
         store = ranks.store.clone()
     return dist.PrefixStore(f"watch/{job.attempt}", store)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from app.errors import RunFailed
 from app.planner.device import Device, device, remember
 from app.planner.processes import in_processes
+from cluster.addresses import join_address
 from cluster.hardware import HardwareError, add_gpu, gpu
 from cluster.remote import free_port
 from cluster.shape import NodeState, living_nodes
@@ -61,7 +62,7 @@ def calibrate_cluster(workers: int | None = None) -> dict[str, Any]:
     (found,) = _on_nodes(lambda _: calibrate(count), nodes[:1], unit, count)
     if len(nodes) > 1:
         (port,) = _on_nodes(lambda _: free_port(), nodes[:1], unit, 1)
-        address = f"tcp://{nodes[0].address}:{port}"
+        address = f"tcp://{join_address(nodes[0].address, port)}"
         found |= _on_nodes(lambda rank: _link(rank, address), nodes, unit, 1)[0]
     return found
 

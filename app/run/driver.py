@@ -11,13 +11,14 @@ from typing import Any
 
 from app.config import Config
 from app.config_io import flatten, to_dict, to_yaml
-from app.console import Console, stop_signals
+from app.console import Console
 from app.errors import Interrupted, RunFailed
 from app.masking import mask_tree
 from app.run.cost import Meter
 from app.run.manifest import Run
 from app.run.metrics import RunMetrics
 from app.run.progress import ProgressFile
+from app.stopping import stop_signals
 from app.tracking.environment import environment_text
 from app.tracking.settings import Settings
 from app.tracking.tracker import Tracker
@@ -84,7 +85,7 @@ class Driver:
             raise Interrupted(f"stopped before training began{again}")
 
     def signals(self) -> AbstractContextManager[None]:
-        """While they last, Ctrl-C and SIGTERM ask the run to save and stop."""
+        """While they last, Ctrl-C, SIGTERM and SIGHUP ask the run to save and stop."""
         return stop_signals(self._ask_to_stop)
 
     def _ask_to_stop(self) -> None:
@@ -120,6 +121,7 @@ class Driver:
         getattr(self, f"_on_{event['type']}")(event)
 
     def _on_start(self, event: dict[str, Any]) -> None:
+        self.console.waits_for("the workers' first step")
         self.progressed = False
         self.metrics.furthest = max(self.metrics.furthest, event["resumed_from"] or 0)
         self.tracker.tags({"trireme.device": event["device"], "trireme.parameters": str(event["parameters"])})
@@ -133,6 +135,8 @@ class Driver:
     def _on_progress(self, event: dict[str, Any]) -> None:
         if self.first_step_at is None:
             self.first_step_at = time.time()
+        if not self.progressed:
+            self.console.waits_for("")
         self.step, self.progressed = event["step"], True
         self.run.lease.step = event["step"]
         self.seconds_per_step = event["seconds_per_step"]
@@ -206,6 +210,7 @@ class Driver:
     def lost(self) -> None:
         """Notes that training is interrupted until the next step."""
         self.lost_at = self.lost_at or time.monotonic()
+        self.console.waits_for("the workers to start again")
 
     # --- the run as a whole -------------------------------------------------------------------------------------
 

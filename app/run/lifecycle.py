@@ -49,6 +49,7 @@ def train_run(driver: Driver, prepared: Prepared, where: str, train: Callable[[J
         with _ending(driver):
             spot = provider_of(cluster_file(prepared.config.cluster.file))
             known = (run.folder, run.attempt, run.manifest.uid, prepared.steps, os.getcwd())
+            console.waits_for("the workers to start")
             train(
                 Job(
                     prepared.config,
@@ -79,6 +80,7 @@ def _ending(driver: Driver) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        driver.console.waits_for("")
         with contextlib.suppress(OSError):
             if driver.run.lease.is_superseded():
                 driver.tracker.leave()

@@ -26,6 +26,7 @@ from app.errors import UserError
 from app.lease import Holder
 from app.masking import mask_tree
 from app.storage import Storage
+from cluster.environment import below_home
 
 IDENTITY = ("task", "train.seed", "optimizer.name")  # what a run cannot change and remain itself; and task_args
 
@@ -71,8 +72,7 @@ def local_folder(storage: Storage, name: str, uid: str) -> Path:
     """Where this machine keeps what a run has beside its storage: there itself, else in the cache."""
     if storage.is_local:
         return storage.local_path
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    return cache / "trireme" / "runs" / f"{name}-{uid[:8]}"
+    return below_home("XDG_CACHE_HOME", ".cache") / "trireme" / "runs" / f"{name}-{uid[:8]}"
 
 
 class Run:

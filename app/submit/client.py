@@ -8,6 +8,7 @@ import os
 from typing import Any
 
 from app.errors import UserError
+from cluster.addresses import bracketed
 
 DEFAULT = "http://127.0.0.1:8265"
 
@@ -32,7 +33,9 @@ class Server:
         known = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
         found = address or (known if known.startswith("http") else DEFAULT)
         self.cluster = cluster or ""
-        self.address = "" if cluster else found if "://" in found else f"http://{found}"
+        if "://" not in found:
+            found = f"http://{bracketed(found)}"
+        self.address = "" if cluster else found
         self.client: Any = None
         self._tunnel = contextlib.ExitStack()
 

@@ -87,6 +87,7 @@ def inherited() -> dict[str, Any]:
             "limits": {name: resource.getrlimit(getattr(resource, name)) for name in limits},
             "cores": sorted(os.sched_getaffinity(0)),
             "oom": score.read(),
+            "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         }
 
 
@@ -164,7 +165,7 @@ def start(path: str, preload: str, owner: int, environment: Mapping[str, str]) -
             {**environment, **fixed},
             file_actions=[(os.POSIX_SPAWN_DUP2, null.fileno(), fd) for fd in (0, 1, 2)],
             setsid=True,
-            setsigmask=(),
+            setsigmask=(signal.SIGTERM, signal.SIGHUP),  # it ends with its owner, which may have something to save
             setsigdef=[number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)],
         )
 

@@ -173,6 +173,7 @@ def end_with(connection: socket.socket) -> None:
 
 def take_over(request: dict[str, Any], streams: list[int]) -> None:
     """Gives this process what it has from who asked, where it has its server's."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])  # the server does not heed some
     os.setsid()  # a raylet ends the whole process group of a worker that has ended
     for number, fd in enumerate(streams):
         os.dup2(fd, number)

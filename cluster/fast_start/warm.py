@@ -64,16 +64,21 @@ class PrivateRay:
             agents = [child.pid for raylet in raylets for child in raylet.children()]
             client.ask(self.path, {"adopt": agents}).close()
 
+    def end_head(self) -> None:
+        """Ends Ray, of which ray.shutdown has been called, and keeps the server."""
+        if self.head:
+            self.head.kill_all_processes(check_alive=False, allow_graceful=False)  # they block SIGTERM
+        self.head = None
+
     def end(self) -> None:
         """After ray.shutdown."""
-        if self.head:
-            self.head.kill_all_processes(check_alive=False, allow_graceful=True)
+        self.end_head()
         if self.path:
             with contextlib.suppress(OSError):
                 client.ask(self.path, {"end": True}).close()  # its forks too: an agent may outlive its raylet
             Path(self.path).unlink(missing_ok=True)  # upon which one that was still importing ends
             os.environ.pop(client.SOCKET, None)
-        self.path, self.head = "", None
+        self.path = ""
 
 
 PRIVATE = PrivateRay()

@@ -112,7 +112,7 @@ def _measure(
     """Measures what is missing, the repeats in alternating order, so that drift cancels."""
     console.status("starting Ray")
     save_head(folder, "study", head)
-    cluster = connect(PRELOAD, names.worker_setup())
+    cluster = connect(PRELOAD, worker_setup=names.worker_setup())
     try:
         most = max(plan.workers)
         each = dict(config.resources_per_worker) or ({"GPU": 1.0} if cluster.gpus >= most else {"CPU": 1.0})

@@ -57,7 +57,7 @@ def sweep(found: Sweep, console: Console, *, verbose: bool = False) -> Outcome:
         try:
             if left:
                 console.status("reading the data and starting Ray")
-                longest, cluster = found.longest(), connect(PRELOAD, names.worker_setup())
+                longest, cluster = found.longest(), connect(PRELOAD, worker_setup=names.worker_setup())
                 from experiments.sweep.tuning import prepare, run_trials  # imports Ray, which is to be connected first
 
                 tuning = prepare(found, store, cluster, longest)

@@ -13,8 +13,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from cluster import ClusterError, launch
+from app.submit.client import Server
+from cluster import ClusterError, ClusterUnavailable, launch
 from cluster import connect as connect_module
+from cluster.addresses import join_address, split_address
 from cluster.connect import connect, running_here
 from cluster.files import FOLDER, read_cluster
 from cluster.remote import HostFacts, Result, SshLogin, explain, free_port, is_open, read_probe, unfit
@@ -89,19 +91,84 @@ def test_this_machine_is_brought_up_and_down_and_no_other_ray_with_it(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "kind", "said"),
     [
-        ("127.0.0.1:9", "no Ray cluster answers at 127.0.0.1:9"),
-        ("ray://127.0.0.1:9", "no Ray cluster answers at ray://127.0.0.1:9"),
-        ("http://127.0.0.1:8265", "is a job server: `trireme submit` sends jobs there"),
-        ("", "does not start on this machine; try again when it is less busy: it timed out"),
+        ("127.0.0.1:9", ClusterUnavailable, r"no Ray cluster answers at 127.0.0.1:9 .*\(3 tries\)"),
+        ("[::1]:9", ClusterUnavailable, r"no Ray cluster answers at \[::1\]:9 "),
+        ("ray://127.0.0.1:9", ClusterUnavailable, "no Ray cluster answers at ray://127.0.0.1:9"),
+        ("", ClusterUnavailable, r"Ray did not start on this machine: it timed out \(5 tries\)"),
+        ("local", ClusterUnavailable, r"Ray did not start on this machine: it timed out \(5 tries\)"),
+        ("http://127.0.0.1:8265", ClusterError, "is a job server: `trireme submit` sends jobs there"),
+        ("auto", ClusterError, "RAY_ADDRESS=auto, but no Ray cluster of this user runs on this machine"),
+        ("nobody.invalid:6379", ClusterError, "RAY_ADDRESS=nobody.invalid:6379: no machine is called nobody.invalid"),
+        ("::1:6379", ClusterError, r"an IPv6 address without brackets: write \[::1\]:6379"),
+        ("fd00::2:6379", ClusterError, r"write \[fd00::2\]:6379"),
     ],
 )
-def test_an_address_where_no_cluster_is(address: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_address_where_no_cluster_is(
+    address: str, kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is wrong is said at once, exit code 2; what may come is tried again first, exit code 1."""
     monkeypatch.setattr("ray.init", Mock(side_effect=Exception("it timed out")))  # Ray raises no more precise one
-    monkeypatch.setattr("cluster.connect.running_here", str)
+    monkeypatch.setattr("cluster.connect.running_here", lambda: None)
+    monkeypatch.setattr("cluster.connect._runs_here", lambda: False)
+    monkeypatch.setattr("cluster.connect.PAUSE_SECONDS", 0.01)
     monkeypatch.setenv("RAY_ADDRESS", address)
-    with pytest.raises(ClusterError, match=said):
+    notes: list[str] = []
+    with pytest.raises(kind, match=said):
+        connect(say=notes.append)
+    assert len(notes) == (0 if kind is ClusterError else 2 if address not in ("", "local") else 4), notes
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "said"),
+    [
+        (ConnectionError("Failed to connect to GCS within 60 s"), ClusterUnavailable, "does not answer, though"),
+        (RuntimeError("The token is invalid"), ClusterError, "its token is missing here, wrong or expired"),
+        (RuntimeError("Version mismatch: the cluster was started with Ray 2.9"), ClusterError, "another version than"),
+        (RuntimeError("Can't find a node with IP address 10.0.0.9"), ClusterError, "this machine is not a node of"),
+    ],
+)
+def test_a_cluster_that_does_not_take_this_process(
+    raised: Exception, kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.init", Mock(side_effect=raised))
+    monkeypatch.setattr("cluster.connect.PAUSE_SECONDS", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(kind, match=said):
+            connect()
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "joined"),
+    [
+        ("127.0.0.1:6379", ("127.0.0.1", 6379), "127.0.0.1:6379"),
+        ("head:6379", ("head", 6379), "head:6379"),
+        ("[::1]:6379", ("::1", 6379), "[::1]:6379"),
+        ("[fd00::2]:6379", ("fd00::2", 6379), "[fd00::2]:6379"),
+        ("[fe80::1%eth0]:1", ("fe80::1%eth0", 1), "[fe80::1%eth0]:1"),
+        ("auto", None, ""),
+        ("head", None, ""),
+    ],
+)
+def test_addresses_are_taken_apart_and_put_together(text: str, where: tuple[str, int] | None, joined: str) -> None:
+    assert split_address(text) == where
+    assert where is None or join_address(*where) == joined
+
+
+@pytest.mark.parametrize("written", ["::1", "fd00::2", "[fd00::2]", "[fd00::2]:8265", "head:8265", "10.0.0.1:8265"])
+def test_the_job_server_of_an_address(written: str) -> None:
+    bare = written.count(":") > 1 and not written.startswith("[")
+    assert Server(written).address == f"http://{f'[{written}]' if bare else written}"
+
+
+@pytest.mark.parametrize("name", ["/nonexistent", "/proc", "/tmp/" + "x" * 90])
+def test_a_folder_that_ray_cannot_use_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.connect.running_here", lambda: None)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", name)
+    with pytest.raises(ClusterError, match=f"RAY_TMPDIR={name}.*: set RAY_TMPDIR to a folder that can be written"):
         connect()
 
 

@@ -21,6 +21,7 @@ from app.launchers.workers import Failures, Status, WorkerInfo, WorkerLost
 failure = partial(Failure, sentence="it broke", step=10, progressed=True)
 DIED, STILLBORN = failure(Kind.DIED), failure(Kind.DIED, progressed=False)
 ANNOUNCED, BUG = failure(Kind.PREEMPTED), failure(Kind.EXCEPTION)
+CRASH = failure(Kind.CRASHED, signal="SIGSEGV")
 ON_A, HUNG_ON_A, OOM_ON_A, GPU_ON_A = (
     failure(kind, node="a", progressed=False) for kind in (Kind.DIED, Kind.HUNG, Kind.OUT_OF_MEMORY, Kind.DEVICE_FAILED)
 )
@@ -40,6 +41,12 @@ ON_B = failure(Kind.DIED, node="b", progressed=False)
         ([failure(Kind.NON_RETRYABLE)], 3, Action.GIVE_UP, "it broke", 0),
         ([failure(Kind.EXCEPTION, progressed=False)], 3, Action.GIVE_UP, "it broke", 0),
         ([DIED, BUG, BUG], 9, Action.GIVE_UP, "twice at the same step: trying again would not help", 0),
+        # a crash may be memory that failed, once; the same again at the same step is the program
+        ([CRASH], 9, Action.RETRY, "it broke", 0),
+        ([CRASH, CRASH], 9, Action.GIVE_UP, "twice at the same step: trying again would not help", 0),
+        ([CRASH, DIED, CRASH], 9, Action.GIVE_UP, "twice at the same step: trying again would not help", 0),
+        ([CRASH, failure(Kind.CRASHED, signal="SIGSEGV", step=20)], 9, Action.RETRY, "it broke", 0),
+        ([CRASH, failure(Kind.CRASHED, signal="SIGBUS")], 9, Action.RETRY, "it broke", 0),
         ([BUG, failure(Kind.EXCEPTION, step=20)], 3, Action.RETRY, "it broke", 0),
         ([BUG, failure(Kind.EXCEPTION, sentence="another")], 3, Action.RETRY, "another", 0),
         ([DIED, BUG], 3, Action.RETRY, "it broke", 0),
@@ -119,6 +126,8 @@ SAVING = {1: CheckpointError(str(PEER[1]))}
 LOST, NO_MEMORY = PEER | {3: WorkerLost()}, PEER | {3: WorkerLost(details="OUT_OF_MEMORY")}
 NCCL = "NCCL error in: NCCLUtils.cpp:77, remote process exited or there was a network error, NCCL version 2.27.3"
 ABORTED = "NCCL communicator was aborted on rank 0. Original reason for failure was: NCCL error: ncclRemoteError"
+SILENT = "without a word, as by SIGKILL (`kill -9`, a scheduler, or the kernel for memory)"
+KERNEL = "killed by the kernel for memory"
 ECC, ASSERT = "CUDA error: uncorrectable ECC error encountered", "CUDA error: device-side assert triggered"
 SICK, WRONG = ({0: RuntimeError(NCCL), 3: RuntimeError(text)} for text in (f"{ECC}\nmore", ASSERT))
 
@@ -126,8 +135,8 @@ SICK, WRONG = ({0: RuntimeError(NCCL), 3: RuntimeError(text)} for text in (f"{EC
 @pytest.mark.parametrize(
     ("failures", "alive", "kills", "notice", "kind", "node", "sentence"),
     [
-        (LOST, True, 1, "spot", Kind.DIED, "n3", f"{WHO} died after step 812 (see {{}}/rank-3.log)"),
-        (LOST, True, 2, "", Kind.OUT_OF_MEMORY, "n3", f"{WHO} died after step 812, killed by the kernel for memory"),
+        (LOST, True, 1, "spot", Kind.DIED, "n3", f"{WHO} died after step 812 {SILENT} (see {{}}/rank-3.log)"),
+        (LOST, True, 2, "", Kind.OUT_OF_MEMORY, "n3", f"{WHO} died after step 812, by SIGKILL: {KERNEL}"),
         (NO_MEMORY, True, 1, "", Kind.OUT_OF_MEMORY, "n3", "ended by Ray because its node ran out of memory"),
         (LOST, False, 2, "", Kind.NODE_LOST, "n3", f"{WHO} died after step 812 with its node"),
         (LOST, False, 1, "spot", Kind.PREEMPTED, "n3", f"{WHO} went after step 812 with its node, as announced (spot)"),

@@ -1,0 +1,40 @@
+"""Host and port in one word, also where the host is an IPv6 address: `[fd00::2]:6379`."""
+
+import ipaddress
+
+from cluster import ClusterError
+
+
+def split_address(text: str) -> tuple[str, int] | None:
+    """Host and port of `HOST:PORT`, or of `[IPV6]:PORT`; None where it is neither.
+
+    Raises:
+        ClusterError: an IPv6 address without brackets, of which nobody knows where it ends.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit():
+        return None
+    if ":" in host and not (host.startswith("[") and host.endswith("]")):
+        raise ClusterError(f"{text} has an IPv6 address without brackets: write [{host}]:{port}")
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int | str) -> str:
+    """`HOST:PORT`, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def bracketed(text: str) -> str:
+    """What a person wrote as an address, an IPv6 address that stands by itself in brackets.
+
+    Raises:
+        ClusterError: an IPv6 address with a port behind it, but no brackets.
+    """
+    if text.startswith("[") or text.count(":") < 2:
+        return text
+    try:
+        ipaddress.IPv6Address(text.partition("%")[0])
+    except ValueError:
+        split_address(text)  # says how to write it
+        raise ClusterError(f"{text} is not an address: write HOST:PORT, or [IPV6]:PORT") from None
+    return f"[{text}]"

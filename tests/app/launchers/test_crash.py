@@ -1,0 +1,72 @@
+"""What a worker's log says of the signal that it died by. True processes die here, of each signal that has a name."""
+
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.launchers.crash import fatal_signal, log_sizes
+from app.launchers.failure_policy import Kind
+from app.launchers.recovery import Nodes, State, classify, error_to_raise
+from app.launchers.workers import WorkerInfo, WorkerLost
+from tests.running import ROOT, environment
+
+BY = ["SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"]
+DIE = """
+import faulthandler, os, signal
+faulthandler.enable(all_threads=False)
+def loss():
+    os.kill(os.getpid(), signal.{})
+loss()
+"""
+LOST_PEER = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:15779")
+
+
+def dies(log: Path, by: str) -> int:
+    """A process that writes to this log dies by that signal; its number."""
+    script = log.with_name("model.py")
+    script.write_text(DIE.format(by))
+    with log.open("a") as file:
+        process = subprocess.Popen([sys.executable, str(script)], stderr=file, env=environment(), cwd=ROOT)
+    assert process.wait() == -signal.Signals[by]
+    return process.pid
+
+
+@pytest.mark.parametrize("by", BY)
+def test_a_worker_that_crashed_says_by_which_signal_and_where(by: str, tmp_path: Path) -> None:
+    (tmp_path / "rank-1.log").write_text("epoch 1\n")
+    sizes = log_sizes(tmp_path)
+    dies(tmp_path / "rank-1.log", by)
+    infos = {rank: WorkerInfo(rank, 100 + rank, f"10.0.0.{rank}", "node") for rank in range(2)}
+    state = State(infos, 7, True, tmp_path, Nodes(), sizes)
+    for failures in ({1: WorkerLost(details="End of file")}, {0: LOST_PEER}):
+        failure = classify(failures, state, [])
+        assert (failure.kind, failure.signal) == (Kind.CRASHED, by)
+        assert f"worker 1, process 101 on 10.0.0.1, died after step 7 by {by} (" in failure.sentence
+        assert f"model.py:5 in loss (see {tmp_path}/rank-1.log)" in failure.sentence
+
+
+def test_what_an_earlier_attempt_died_by_is_not_said_of_a_later_one(tmp_path: Path) -> None:
+    dies(tmp_path / "rank-1.log", "SIGSEGV")
+    assert fatal_signal(tmp_path / "rank-1.log", {}) is not None
+    assert fatal_signal(tmp_path / "rank-1.log", log_sizes(tmp_path)) is None
+    assert fatal_signal(tmp_path / "rank-9.log", {}) is None, "a worker that wrote nothing"
+
+
+def test_ray_own_words_for_it_are_understood(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").write_text("*** SIGSEGV received at time=1764176567 on cpu 1 ***\nPC: @ 0x7f\n")
+    assert fatal_signal(tmp_path / "rank-0.log", {}) == ("SIGSEGV", "")
+
+
+def test_a_killed_rank_of_torchrun_is_named_by_the_rank_that_lost_it(tmp_path: Path) -> None:
+    log = tmp_path / "rank-1.log"
+    pid = dies(log, "SIGKILL")
+    infos = {0: WorkerInfo(0, 1, socket.gethostname(), ""), 1: WorkerInfo(1, pid, socket.gethostname(), "")}
+    failures = {0: LOST_PEER}
+    failure = classify(failures, State(infos, 4, True, tmp_path, Nodes(), {}), [])
+    assert failure.kind is Kind.DIED
+    assert f"worker 1, process {pid} on" in failure.sentence and "as by SIGKILL" in failure.sentence
+    assert str(error_to_raise(failures, failure.sentence, here=True)) == failure.sentence
