@@ -2,8 +2,8 @@
 WebDataset files, here or wherever fsspec reads (s3://, gs://, hf://, https://).
 
 Read whole they are memory-mapped from the library's cache and asked by number, each worker for its own rows (the texts
-of JSON are read line by line instead, see `documents`); as a
-stream they are read where they lie, with a state (stream.py). What they give is a dict by column.
+of JSON are read line by line instead, see `documents`); as a stream they are read where they lie, with a state
+(stream.py). What they give is a dict by column.
 """
 
 from __future__ import annotations
