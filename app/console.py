@@ -296,15 +296,16 @@ def _flush() -> None:
 
 
 def progress_line(event: dict[str, Any]) -> str:
-    """`step 120/500  loss 0.2314  1,204 samples/s  0:41 left  310 MB`; where a GPU's peak is known, after the rate also
-    `151 per GPU, MFU 41.2%`; after the first evaluation also `held out 0.2401`."""
+    """`step 120/500  loss 0.2314  mean 1,204 samples/s  0:41 left  310 MB`; where a GPU's peak is known, after the rate
+    also `151 per GPU, MFU 41.2%`; after the first evaluation also `held out 0.2401`. The speed is app/loop.py's Speed.
+    """
     parts = [f"step {event['step']:,}/{event['steps']:,}"]
     if event.get("loss") is not None:
         at = event.get("loss_step") or event["step"]
         parts.append(f"loss {event['loss']:.4f}" + (f" (step {at:,})" if at != event["step"] else ""))
     if "loss" in event.get("evaluated", ()):
         parts.append(f"held out {event['evaluated']['loss']:.4f}")
-    parts.append(f"{quantity(event['rate'])} {event['unit']}/s")
+    parts.append(f"mean {quantity(event['rate'])} {event['unit']}/s")
     if event.get("mfu") is not None:
         parts.append(f"{quantity(event['rate'] / event['gpus'])} per GPU, MFU {event['mfu']:.1%}")
     parts.append(f"{duration(event['seconds_left'])} left")

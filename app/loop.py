@@ -302,7 +302,13 @@ class Training:
         )
 
     def _metrics(self, step: int, values: dict[str, float], when: float | None = None) -> None:
-        event = {"type": "metrics", "step": step, "time": when or time.time(), "values": values}
+        event = {
+            "type": "metrics",
+            "step": step,
+            "time": when or time.time(),
+            "training_seconds": self.speed.seconds,  # of this start
+            "values": values,
+        }
         self.progress.remember(event, self.place.rank)
         self.channel.emit(event)
 

@@ -150,8 +150,8 @@ def _print_summary(driver: Driver, outcome: Outcome) -> None:
     starts = driver.run.manifest.starts
     whole = f"; {duration(driver.run.manifest.seconds)} in all {starts} starts" if starts > 1 else ""
     console.say(
-        f"  speed     {quantity(summary['rate'])} {summary['unit']}/s; {duration(summary['seconds'])} of training in "
-        f"{duration(summary['total_seconds'])} (first step after {summary['first_step_seconds']:.1f} s){whole}"
+        f"  speed     mean {quantity(summary['rate'])} {summary['unit']}/s; {duration(summary['seconds'])} of training "
+        f"in {duration(summary['total_seconds'])} (first step after {summary['first_step_seconds']:.1f} s){whole}"
     )
     if driver.meter and driver.meter.rate:
         console.say(f"  cost      {driver.meter.total()}")

@@ -131,9 +131,10 @@ def follow(storage: Storage, seconds: float, pause: Callable[[float], object] = 
 
 
 def table(runs: list[RunState]) -> str:
-    """Runs as lines for a person: name, state, steps, loss, held-out loss, speed, time left, age."""
+    """Runs as lines for a person: name, state, steps, loss and held-out loss, both the newest, mean speed, time left,
+    age."""
     now = time.time()
-    rows = [("RUN", "STATE", "STEP", "LOSS", "HELD OUT", "SPEED", "LEFT", "AGE")]
+    rows = [("RUN", "STATE", "STEP", "LOSS", "HELD OUT", "MEAN SPEED", "LEFT", "AGE")]
     for run in runs:
         event, held = run.progress, run.evaluated.get("loss")
         goes_on = run.state == "running" and bool(event)

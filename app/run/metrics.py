@@ -17,7 +17,7 @@ METRICS = {
     "step": "Newest optimizer step",
     "steps": "Optimizer steps that the run is to reach",
     "loss": "Training loss of the newest step that was logged",
-    "items_per_second": "Tokens, samples or what else the task counts, a second, over all workers",
+    "items_per_second": "Tokens, samples or what else the task counts, a second, over all workers: mean of this start",
     "mfu": "Model FLOP utilization, 0 to 1, where the peak of the GPUs is known",
     "memory_bytes": "Peak memory of a worker",
     "restarts": "Restarts from a checkpoint since this start of the run",

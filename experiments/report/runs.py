@@ -186,14 +186,12 @@ def _facts(record: RunRecord) -> list[tuple[str, str, str]]:
     metrics = {**summary.get("metrics", {}), **{k: c[-1][1] for k, c in record.curves.items() if c}}
     for name, value in metrics.items():
         if name.startswith("eval/"):
-            found.append((name.removeprefix("eval/"), number(float(value)), "on held-out data"))
+            found.append((name.removeprefix("eval/"), number(float(value)), "on held-out data, the newest"))
     if not found and "train/loss" in metrics:
         found.append(("loss", number(float(metrics["train/loss"])), "in training"))
     found.append(("steps", f"{summary.get('step', 0):,}", f"of {record.manifest['steps']:,}; {record.status.lower()}"))
-    for unit in ("tokens", "samples"):
-        if rate := metrics.get(f"train/{unit}_per_second"):
-            found.append(("speed", quantity(rate), f"{unit}/s"))
-            break
+    if speed := _mean_speed(record, metrics):
+        found.append(("mean speed", quantity(speed[0]), f"{speed[1]}/s in training"))
     if summary.get("seconds"):
         found.append(("training time", duration(summary["seconds"]), f"workers: {record.config['workers']}"))
     if summary.get("parameters"):
@@ -201,12 +199,25 @@ def _facts(record: RunRecord) -> list[tuple[str, str, str]]:
     return found
 
 
+def _mean_speed(record: RunRecord, metrics: dict[str, float]) -> tuple[float, str] | None:
+    """The speed that the terminal and `trireme runs` show, too: Speed of app/loop.py; and of what."""
+    summary = record.summary
+    if summary.get("rate"):
+        return summary["rate"], summary["unit"]
+    for name, value in metrics.items():  # of a run that has not ended
+        unit = name.removeprefix("train/mean_").removesuffix("_per_second")
+        if name == f"train/mean_{unit}_per_second":
+            return value, unit
+    return None
+
+
 def _beside(records: list[RunRecord]) -> list[dict[str, Any]]:
     rows = []
     for r in records:
         values = {name: r.last(name) for name in r.curves if name.startswith("eval/")}
         step, seconds = r.summary.get("step", 0), r.summary.get("seconds", "–")
-        rows.append({"run": r.name, "status": r.status.lower(), "steps": step, **values, "seconds": seconds})
+        row = {"run": r.name, "status": r.status.lower(), "steps": step, **values}
+        rows.append(row | {"seconds of training": seconds})
     return rows
 
 

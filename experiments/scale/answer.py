@@ -21,8 +21,10 @@ from experiments.report import figures
 
 Speeds = Mapping[int, Sequence[float]]
 """Workers → samples per second, repeated."""
-Law = dict[str, tuple[float, float, float]]
-""""sigma" and "kappa": value, and its 95 % interval by the bootstrap over repeats."""
+Law = dict[str, tuple[float, float | None, float | None]]
+""""sigma" and "kappa": value, and its 95 % interval by the bootstrap over repeats; None where there are too few."""
+LEAST_REPEATS = 3
+"""Of every number of workers, for an interval: fewer say nothing of how far one measurement is from the next."""
 PAYS = 1.5
 """Twice the workers are worth it, we say, if they do at least half as much again."""
 
@@ -31,12 +33,25 @@ def fit(speeds: Speeds, draws: int = 1000) -> Law | None:
     """None without a point of one worker and one of another number."""
     if 1 not in speeds or len(speeds) < 2:
         return None
+    if fewest_repeats(speeds) < LEAST_REPEATS:
+        sigma, kappa = _fit(speeds)
+        return {"sigma": (sigma, None, None), "kappa": (kappa, None, None)}
     source = random.Random(0)
     samples = [{n: [source.choice(list(s)) for _ in s] for n, s in speeds.items()} for _ in range(draws)]
     drawn = [sorted(column) for column in zip(*map(_fit, samples))]
     low, high = int(0.025 * draws), int(0.975 * draws)
-    sigma, kappa = ((value, found[low], found[high]) for value, found in zip(_fit(speeds), drawn))
-    return {"sigma": sigma, "kappa": kappa}
+    contention, coherence = ((value, found[low], found[high]) for value, found in zip(_fit(speeds), drawn))
+    return {"sigma": contention, "kappa": coherence}
+
+
+def fewest_repeats(speeds: Speeds) -> int:
+    """How often the number of workers was measured that was measured least often."""
+    return min(map(len, speeds.values()))
+
+
+def has_interval(law: Law) -> bool:
+    """Whether it is known how far off the law may be; else nothing is said of more workers than were measured."""
+    return all(low is not None and high is not None for _, low, high in law.values())
 
 
 def _fit(speeds: Speeds) -> tuple[float, float]:
@@ -53,15 +68,24 @@ def _fit(speeds: Speeds) -> tuple[float, float]:
     return float(solution[0]), float(solution[1]) if len(n) > 1 else 0.0
 
 
-def speedup(law: Law, n: float) -> float:
-    """Throughput of n workers relative to one."""
-    return n / (1 + law["sigma"][0] * (n - 1) + law["kappa"][0] * n * (n - 1))
+def speedup(law: Law, n: float, bound: int = 0) -> float:
+    """Throughput of n workers relative to one. bound: 0 by the law's values, 1 and 2 by the ends of its intervals."""
+    sigma, kappa = law["sigma"][bound], law["kappa"][bound]
+    assert sigma is not None and kappa is not None, "a law without an interval has no bounds"
+    return n / (1 + sigma * (n - 1) + kappa * n * (n - 1))
 
 
 def verdict(law: Law, largest: int) -> str:
-    """Whether twice the largest number of workers that was measured pays, in a sentence."""
-    gain = speedup(law, 2 * largest) / speedup(law, largest)
+    """Whether twice the largest number of workers that was measured pays, in a sentence; or that it is not known."""
+    if not has_interval(law):
+        return (
+            f"Whether more than {largest} workers pay is not known: some numbers of workers were measured fewer than "
+            f"{LEAST_REPEATS} times. Measure with --repeats {LEAST_REPEATS} or more."
+        )
+    gain, most, least = (speedup(law, 2 * largest, bound) / speedup(law, largest, bound) for bound in range(3))
     does = f"{2 * largest} workers would do {gain:.2f} times the work of {largest}"
+    if (least >= PAYS) != (most >= PAYS):
+        return f"Whether the next doubling pays is not known: {does} (95 %: {least:.2f} to {most:.2f})."
     does += f", at {2 / gain:.2f} times the cost per sample{'; more is slower' if gain <= 1 else ''}"
     return f"The next doubling {'pays' if gain >= PAYS else 'does not pay'}: {does}."
 
@@ -79,10 +103,12 @@ def recommend(speeds: Mapping[str, Speeds]) -> str:
         if best[n][0] / best[chosen][0] >= PAYS ** math.log2(n / chosen):
             chosen = n
     speed, strategy = best[chosen]
+    once = any(fewest_repeats(found) == 1 for found in speeds.values())
     gain = speed / best[least][0]
     more = f", {gain:.2f} times the throughput of {least}, at {gain / chosen * least:.0%} efficiency"
     what = f"{strategy} on {chosen} workers" if chosen > 1 else "1 worker"
-    return f"Use {what}: {speed:,.0f} samples/s{more if chosen > least else ''}."
+    doubt = " Some points were measured once only, so another measurement may say otherwise." if once else ""
+    return f"Use {what}: {speed:,.0f} samples/s{more if chosen > least else ''}.{doubt}"
 
 
 # --- the page -------------------------------------------------------------------------------------------------------
@@ -108,13 +134,13 @@ def content(head: dict[str, Any], folder: Path) -> dict[str, Any]:
     measured = [_row(own, gains[s][n], min(speeds[s])) for (s, n), own in points.items()]
     notes = [f"{p['strategy']} on {p['workers']}: {note}" for p in head["points"] for note in p["notes"]]
     fitted = [
-        {"strategy": s, "parameter": name, "value": round(value, 5), "95 %": f"{low:.4f} to {high:.4f}"}
+        {"strategy": s, "parameter": name, "value": round(value, 5), "95 %": _interval(low, high)}
         for s, law in laws.items()
         for name, (value, low, high) in (("contention σ", law["sigma"]), ("coherence κ", law["kappa"]))
         if name != "coherence κ" or len(speeds[s]) > 2  # two numbers of workers do not tell it
     ]
     ahead = []
-    for s, law in laws.items():
+    for s, law in ((s, law) for s, law in laws.items() if has_interval(law)):
         for n in (factor * max(speeds[s]) for factor in AHEAD):
             gain = speedup(law, n)
             seconds = head["points"][0]["samples"] / medians[s][1] / gain
@@ -136,6 +162,10 @@ def content(head: dict[str, Any], folder: Path) -> dict[str, Any]:
             {"title": "The experiment", "folded": {"configuration": json.dumps(head["about"], indent=1)}},
         ],
     }
+
+
+def _interval(low: float | None, high: float | None) -> str:
+    return "not known: too few repeats" if low is None or high is None else f"{low:.4f} to {high:.4f}"
 
 
 def _ms(own: list[dict[str, Any]], key: str) -> float:
@@ -161,7 +191,8 @@ def _speedups(speeds: dict[str, Speeds], laws: dict[str, Law]) -> tuple[str, str
         seen = [(n, speed / base) for n, repeats in found.items() for speed in repeats]
         axes.plot(*zip(*seen), figures.MARKS[i], color=figures.colour(i), markersize=5, alpha=0.75, label=strategy)
         if strategy in laws:
-            grid = [largest ** (j / 60) for j in range(61)]
+            end = largest if has_interval(laws[strategy]) else max(found)
+            grid = [end ** (j / 60) for j in range(61)]
             axes.plot(grid, [speedup(laws[strategy], n) for n in grid], color=figures.colour(i))
     axes.plot([1, largest], [1, largest], color="#8793a1", linewidth=1.2, linestyle=(0, (1, 1.5)), label="ideal")
     axes.set_xscale("log", base=2)

@@ -87,7 +87,8 @@ Way = dict[str, Any]
 class Answer:
     """Everything that was worked out; `answer.json` holds it."""
 
-    best: dict[str, Any]  # "trial", "values", "value"
+    best: dict[str, Any]
+    """"trial", "values", "value" (the best of its evaluations), "step" (of that one), "evaluations", "last" value."""
     target: float | None
     rates: list[BestRate]
     rule: ScalingRule | None
@@ -118,6 +119,18 @@ def best_value(trial: Trial, search: Search, samples: float = math.inf) -> float
     """The best value it reported, up to a number of samples; None: no finite one."""
     found = [v for at, v in trial.curve(search.metric, "samples") if math.isfinite(v) and at <= samples]
     return min(found, key=lambda value: search.sign * value) if found else None
+
+
+def best_report(trial: Trial, search: Search) -> tuple[int, float] | None:
+    """(step, value) of the evaluation whose value is the best; None: no finite one."""
+    found = [(step, value) for step, value in trial.curve(search.metric) if math.isfinite(value)]
+    return min(found, key=lambda pair: search.sign * pair[1]) if found else None  # type: ignore[return-value]
+
+
+def last_value(trial: Trial, search: Search) -> float | None:
+    """The value of the last evaluation, finite or not; None: there was none."""
+    curve = trial.curve(search.metric)
+    return curve[-1][1] if curve else None
 
 
 def ranked(trials: Iterable[Trial], search: Search) -> list[tuple[float, Trial]]:

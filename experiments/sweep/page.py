@@ -12,7 +12,7 @@ from experiments.report import figures
 from experiments.sweep import analysis
 from experiments.sweep.analysis import Answer
 from experiments.sweep.spec import Sweep
-from experiments.sweep.trials import BATCH, FAILURES, RATE, TrialStore
+from experiments.sweep.trials import BATCH, FAILURES, RATE, Trial, TrialStore
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,7 +28,7 @@ BY_WORKERS = (
 def content(sweep: Sweep, store: TrialStore, answer: Answer) -> dict[str, Any]:
     """What is on the page (experiments/report/page.py)."""
     best, trials = answer.best, list(store.trials.values())
-    facts = [(f"best {sweep.metric}", f"{best['value']:.4g}", best["trial"])]
+    facts = [(f"best {sweep.metric}", f"{best['value']:.4g}", f"{best['trial']}, at step {best['step']:,}")]
     facts += [("training time", duration(answer.spent["worker_seconds"]), f"worker-time, {len(trials)} trials")]
     if answer.rule:
         facts.append(("learning rate ∝", f"batch^{answer.rule.exponent:.2f}", answer.rule.name))
@@ -40,7 +40,7 @@ def content(sweep: Sweep, store: TrialStore, answer: Answer) -> dict[str, Any]:
     scored.sort(key=lambda pair: math.inf if pair[0] is None else sweep.sign * pair[0])
     rows = [
         {"trial": t.name, **{key.rsplit(".", 1)[-1]: value for key, value in t.values.items()}}
-        | {sweep.metric: "–" if value is None else value, "steps": t.last.get("step", 0)}
+        | _values(t, sweep)
         | {"seconds": round(t.last.get("seconds", 0.0), 1), "end": t.message or t.status}
         for value, t in scored
     ]
@@ -60,6 +60,17 @@ def content(sweep: Sweep, store: TrialStore, answer: Answer) -> dict[str, Any]:
             {"title": "Failures", "sentences": [f"{t.name}: {t.message}" for t in trials if t.status in FAILURES]},
             {"title": "The sweep", "folded": {"search and experiment": json.dumps(store.head["about"], indent=1)}},
         ],
+    }
+
+
+def _values(trial: Trial, sweep: Sweep) -> dict[str, Any]:
+    """The columns of a trial's value: the best of its evaluations, by which trials are compared, and the last one."""
+    best, last = analysis.best_report(trial, sweep), analysis.last_value(trial, sweep)
+    return {
+        f"best {sweep.metric}": "–" if best is None else best[1],
+        "at step": "–" if best is None else best[0],
+        f"last {sweep.metric}": "–" if last is None else last,
+        "steps": trial.last.get("step", 0),
     }
 
 

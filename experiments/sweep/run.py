@@ -34,7 +34,7 @@ class Outcome:
     status: str  # finished, or incomplete: some trials failed
     sweep: str
     folder: str
-    best: dict[str, Any]
+    best: dict[str, Any]  # trial, values, value (the best of its evaluations), step, evaluations, last
     trials: dict[str, int]  # how many ended in which way
     recommendation: dict[str, Any] | None
     page: str
@@ -114,7 +114,7 @@ def work_out(sweep: Sweep, store: TrialStore) -> Answer:
     rates = analysis.best_rates(trials, sweep)
     steps = analysis.fewest_steps(whole, sweep, target) if target is not None else {}
     answer = Answer(
-        {"trial": best.name, "values": best.values, "value": value},
+        {"trial": best.name, "values": best.values, "value": value, **_evaluations(best, sweep)},
         target,
         rates,
         analysis.scaling_rule(rates),
@@ -128,6 +128,13 @@ def work_out(sweep: Sweep, store: TrialStore) -> Answer:
     answer.by_workers = _by_workers(answer, whole)
     answer.sentences = _sentences(sweep, store, answer)
     return answer
+
+
+def _evaluations(trial: Trial, sweep: Sweep) -> dict[str, Any]:
+    """When a trial was at its best, of how many evaluations, and what the last of them gave."""
+    best, curve = analysis.best_report(trial, sweep), trial.curve(sweep.metric)
+    assert best is not None, "a ranked trial has a value"
+    return {"step": best[0], "evaluations": len(curve), "last": curve[-1][1]}
 
 
 def _by_workers(answer: Answer, trials: list[Trial]) -> list[dict[str, Any]]:
@@ -183,7 +190,10 @@ def _sentences(sweep: Sweep, store: TrialStore, answer: Answer) -> list[str]:
     ended = ", ".join(f"{counts[status]} {words.get(status, status)}" for status in ENDED if counts[status])
     best, target = answer.best, f"{sweep.metric} {answer.target:.4g}" if answer.target is not None else ""
     lines = [f"trials    {ended}"]
-    lines.append(f"best      {sweep.metric} {best['value']:.4g}: {_words(best['values'])} ({best['trial']})")
+    lines.append(
+        f"best      {sweep.metric} {best['value']:.4g}: {_words(best['values'])} ({best['trial']}, best of its "
+        f"{best['evaluations']} evaluations, at step {best['step']:,}; the last gave {best['last']:.4g})"
+    )
     if sweep.target is not None and not answer.soonest:
         missing = abs(best["value"] - sweep.target)
         lines.append(

@@ -142,7 +142,9 @@ class TrialDriver(Driver):
         values = event["values"]
         self.latest |= values
         if self.trial.sweep.metric in values or any(name.startswith("eval/") for name in values):
-            seconds = max(0.0, event["time"] - self.loop_began) if self.loop_began else 0.0
+            # A checkpoint brings events of the start before, whose seconds are counted already.
+            is_of_this_start = 0.0 < self.loop_began <= event["time"]
+            seconds = event.get("training_seconds", 0.0) if is_of_this_start else 0.0
             self.trial.report(event["step"], seconds, self.latest)
 
 

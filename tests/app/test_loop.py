@@ -306,7 +306,7 @@ def test_the_loop_logs_and_shows_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "per GPU, MFU " in progress_line(last) and "MFU" not in progress_line(last | {"mfu": None})
     shown = {"step": 120, "steps": 500, "loss": 0.2314, "rate": 1204.0, "unit": "tokens", "seconds_left": 41.0}
     shown |= {"memory_bytes": 310e6, "gpus": 8, "mfu": 0.4123}
-    line = "step 120/500  loss 0.2314  1,204 tokens/s  150 per GPU, MFU 41.2%  0:41 left  310 MB per worker"
+    line = "step 120/500  loss 0.2314  mean 1,204 tokens/s  150 per GPU, MFU 41.2%  0:41 left  310 MB per worker"
     assert progress_line(shown) == line
 
 

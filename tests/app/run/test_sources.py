@@ -38,9 +38,7 @@ class Mine(Task):
 FILES = {
     "my_task.py": TASK.format(factor=1, extra=""),
     "parts/__init__.py": "",
-    "parts/nets.py": (
-        "from .layers import layer\nfrom torch import nn\n\ndef build():\n    return nn.Sequential(layer())"
-    ),
+    "parts/nets.py": "from .layers import layer\nfrom torch import nn\n\nbuild = lambda: nn.Sequential(layer())\n",
     "parts/layers.py": "from torch import nn\n\ndef layer():\n    return nn.Linear(4, 1)\n",
     "lazily.py": "ONE = 1.0\n",
     "unused.py": "TWO = 2.0\n",

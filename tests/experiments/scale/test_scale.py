@@ -1,5 +1,6 @@
 """The scaling law against made-up machines that follow it, what a study refuses, and one study as a person runs it."""
 
+import json
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,8 @@ def test_the_law_finds_its_constants() -> None:
 
 
 def test_two_points_tell_contention_only() -> None:
-    law, good = answer.fit({1: [1.0, 1.02, 0.98], 2: [1 / 0.62, 1 / 0.63, 1 / 0.61]}), answer.fit({1: [1.0], 2: [1.96]})
+    law = answer.fit({1: [1.0, 1.005, 0.995], 2: [1 / 0.62, 1 / 0.623, 1 / 0.617]})
+    good = answer.fit({1: [1.0, 1.01, 0.99], 2: [1.96, 1.95, 1.97]})
     assert law is not None and law["kappa"] == (0, 0, 0) and answer.speedup(law, 2) == pytest.approx(1 / 0.62, rel=1e-6)
     assert law["sigma"][1] < 0.24 < law["sigma"][2]
     assert answer.verdict(law, 2).startswith("The next doubling does not pay: 4 workers would do 1.4")
@@ -39,11 +41,47 @@ def test_two_points_tell_contention_only() -> None:
     assert answer.fit({2: [1.0], 4: [1.6]}) is None, "without one worker there is nothing to compare with"
 
 
+@pytest.mark.parametrize(
+    "speeds",
+    [
+        {1: [100.0], 2: [165.0]},
+        {1: [100.0, 101.0], 2: [165.0, 166.0]},
+        {1: [100.0, 99.0, 101.0], 2: [165.0, 164.0, 166.0], 4: [230.0]},
+    ],
+)
+def test_too_few_repeats_give_neither_an_interval_nor_a_verdict(speeds: dict[int, list[float]], tmp_path: Path) -> None:
+    law = answer.fit(speeds)
+    assert law is not None and law["sigma"][0] > 0 and law["sigma"][1:] == law["kappa"][1:] == (None, None)
+    said = answer.verdict(law, max(speeds))
+    assert "is not known" in said and "pays" not in said and "--repeats 3" in said
+    assert ("measured once only" in answer.recommend({"ddp": speeds})) == (min(map(len, speeds.values())) == 1)
+    json.dumps(law, allow_nan=False)
+    measures = {"step": 1.0, "computing": 1.0, "bubble": 0.0, "communication": 0.0, "data": 0.0, "balance": 1.0}
+    points = [
+        {"strategy": "ddp", "workers": n, "batch": rate, "samples": 1000, "memory": 1, "notes": [], "layout": "ddp"}
+        | measures
+        for n, rates in speeds.items()
+        for rate in rates
+    ]
+    head = {"name": "s", "points": points, "speeds": {"ddp": speeds}, "laws": {"ddp": law}, "price": None, "created": 0}
+    head |= {"about": {"weak": False}, "recommended": answer.recommend({"ddp": speeds}), "verdicts": {"ddp": said}}
+    sections = {section["title"]: section for section in answer.content(head, tmp_path)["sections"]}
+    fitted = sections["The universal scalability law"]["tables"][0]["rows"]
+    assert all(row["95 %"] == "not known: too few repeats" for row in fitted)
+    assert sections["Further out, by that law"]["tables"][0]["rows"] == [], "nothing is said of what was not measured"
+
+
+def test_a_verdict_that_the_interval_does_not_support_is_not_given() -> None:
+    law = answer.fit({1: [100.0, 80.0, 120.0], 2: [160.0, 130.0, 190.0]})
+    assert law is not None and "is not known" in answer.verdict(law, 2) and "95 %" in answer.verdict(law, 2)
+
+
 def test_the_recommendation_is_the_fastest_as_far_as_doubling_pays() -> None:
-    speeds = {"ddp": {1: [100.0], 2: [190.0], 4: [200.0]}, "fsdp": {1: [100.0], 2: [150.0], 4: [340.0], 8: [400.0]}}
+    ddp = {1: [100.0] * 2, 2: [190.0] * 2, 4: [200.0] * 2}
+    speeds = {"ddp": ddp, "fsdp": {1: [100.0] * 2, 2: [150.0] * 2, 4: [340.0] * 2, 8: [400.0] * 2}}
     said = answer.recommend(speeds)
     assert said == "Use fsdp on 4 workers: 340 samples/s, 3.40 times the throughput of 1, at 85% efficiency."
-    assert answer.recommend({"ddp": {1: [100.0], 2: [120.0]}}) == "Use 1 worker: 100 samples/s."
+    assert answer.recommend({"ddp": {1: [100.0] * 2, 2: [120.0] * 2}}) == "Use 1 worker: 100 samples/s."
     assert "on 4 workers" in answer.recommend({"ddp": {1: [100.0], 4: [260.0]}}), "two doublings are asked for 1.5 ** 2"
 
 
@@ -97,9 +135,9 @@ def test_what_a_study_says_of_its_points(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(run, "rate_here", lambda *_: 3.6)
     monkeypatch.setattr("experiments.scale.point.run", points)
     more = ["train.steps=100", "run.name=p", f"run.storage={tmp_path}", "tracking.enabled=false"]
-    plan = Plan((1, 2), ("ddp",), False, 2, 1, 1)
+    plan = Plan((1, 2), ("ddp",), False, 3, 1, 1)
     outcome = run.scale(load_config([], [*POINTS, *more]), plan, Console(quiet=True))
-    assert asked == [1, 2, 2, 1], "in turns, so that drift cancels"
+    assert asked == [1, 2, 2, 1, 1, 2], "in turns, so that drift cancels"
     two = [p for p in outcome.points if p["workers"] == 2]
     assert all((p["computing"], p["communication"]) == pytest.approx((0.5, 0.05)) for p in two)
     assert outcome.verdicts["ddp"].startswith("The next doubling pays: 4 workers would do 1.69 times")
@@ -108,21 +146,21 @@ def test_what_a_study_says_of_its_points(tmp_path: Path, monkeypatch: pytest.Mon
     assert "exposed communication" in text and "the whole run" in text
     assert ">0:55<" in text and ">0.11<" in text, "55 s on two workers at 3.6 an hour"
     again = run.scale(load_config([], [*POINTS, *more]), plan, Console(quiet=True))
-    assert len(asked) == 4 and again.points == outcome.points, "what was measured is not measured again"
+    assert len(asked) == 6 and again.points == outcome.points, "what was measured is not measured again"
 
 
 @pytest.mark.slow
 def test_a_study(tmp_path: Path, ray_environment: dict[str, str]) -> None:
-    quick = ["--workers", "1,2", "--repeats", "2", "--blocks", "2", "--steps", "3"]
+    quick = ["--workers", "1,2", "--repeats", "3", "--blocks", "2", "--steps", "3"]
     arguments = ["scale", *POINTS, "train.steps=10", "run.name=p", f"run.storage={tmp_path}", *quick, "--json"]
     first = trireme(*arguments, env=ray_environment).expect()
     points = first.json["points"]
-    assert sorted((p["workers"], p["repeat"]) for p in points) == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert sorted((p["workers"], p["repeat"]) for p in points) == [(n, repeat) for n in (1, 2) for repeat in range(3)]
     for p in points:
         assert p["step"] > 0 and p["batch"] == 16
         assert p["step"] == pytest.approx(p["computing"] + p["bubble"] + p["communication"] + p["data"])
         assert p["workers"] == 2 or p["communication"] == 0
     assert any(p["communication"] > 0 for p in points), "two workers wait for each other"
-    assert "The next doubling" in first.json["verdicts"]["ddp"] and first.json["recommended"].startswith("Use ")
+    assert "next doubling" in first.json["verdicts"]["ddp"] and first.json["recommended"].startswith("Use ")
     kept = mlflow_run(tmp_path, "p-strong-scaling")
     assert kept.info.status == "FINISHED" and "trireme.verdict.ddp" in kept.data.tags

@@ -192,6 +192,36 @@ def test_what_to_use_by_workers(tmp_path: Path) -> None:
     assert all(any(w in c for c in captions) for w in ("best learning rate", "critical batch", "Samples per second"))
 
 
+def test_terminal_and_page_name_the_best_value_and_the_last_one(tmp_path: Path) -> None:
+    """A trial that overfits, and one that is still learning: each is at its best at another step."""
+    sweep = sweep_of(tmp_path, BASE)
+    store = TrialStore(tmp_path / "s", sweep.name, sweep.identity())
+    for index, losses in enumerate(([0.9, 0.3, 0.7], [0.9, 0.6, 0.5])):
+        reports = [
+            {
+                "step": 10 * at,
+                "samples": 160 * at,
+                "seconds": at,
+                "metrics": {"eval/loss": loss},
+                "workers": 1,
+                "steps": 30,
+            }
+            for at, loss in enumerate(losses, 1)
+        ]
+        values = {BATCH: 16, RATE: 0.01 * (index + 1)}
+        store.trials[f"t{index}"] = Trial(index, f"t{index}", values, "finished", reports=reports)
+    answer = work_out(sweep, store)
+    (line,) = [line for line in answer.sentences if line.startswith("best ")]
+    assert "loss 0.3: " in line and line.endswith("(t0, best of its 3 evaluations, at step 20; the last gave 0.7)")
+    page = content(sweep, store, answer)
+    assert page["facts"][0] == ("best eval/loss", "0.3", "t0, at step 20")
+    (trials,) = [section["tables"][0]["rows"] for section in page["sections"] if section["title"] == "Trials"]
+    shown = [
+        (row["trial"], row["best eval/loss"], row["at step"], row["last eval/loss"], row["steps"]) for row in trials
+    ]
+    assert shown == [("t0", 0.3, 20, 0.7, 30), ("t1", 0.5, 30, 0.5, 30)]
+
+
 def test_seeds_are_averaged_before_rates_are_compared() -> None:
     """One lucky seed at a bad rate does not make it the best."""
     tried = [(0.01, 0, 0.5), (0.01, 1, 0.5), (0.1, 0, 0.4), (0.1, 1, 0.42), (1.0, 0, 0.1), (1.0, 1, 9.0)]
