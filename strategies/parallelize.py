@@ -32,6 +32,7 @@ from strategies.pipeline.apply import Division, Example
 from strategies.pipeline.schedules import SPLIT
 from strategies.strategy import Setup
 from strategies.tensor import apply as tensor_parallel
+from strategies.tensor.randomness import SplitRandomness
 
 __all__ = ["Example", "Layout", "LayoutError", "Options", "Parallel", "ParallelDims", "check", "choose", "parallelize"]
 
@@ -94,6 +95,12 @@ def parallelize(
     first = split is not None or division is not None or layout.dims.cp > 1
     if options.compile and first:
         compile_blocks(module, names, options.compile_backend)
+    if split is not None:
+        randomness = SplitRandomness(split.plan, split.peers, arriving=division is not None)
+        if options.compile:
+            randomness.around_compiled(module, names, device)
+        else:
+            randomness.follow(module, names)
     context = None
     if layout.dims.cp > 1:
         places = _answer(context_plan, module)

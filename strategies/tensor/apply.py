@@ -19,7 +19,8 @@ a module *reads*, though, is plain: split layers compute on their own part with 
 other module reads whole parameters, and other code that reads a split layer's weight gets it gathered. So a model's
 own code runs unchanged. What each module does is in plan.py.
 
-- Dropout on replicated activations must be the same on all tp workers: seed it by data rank, not by rank.
+- Workers are seeded alike, by data rank: dropout on what all of them have is the same on all. On what is split each has
+  numbers of its own (randomness.py).
 - Gradients of parameters used on a part of the sequence are sums over workers: one all-reduce of all, once per step.
 - In the first step the replicated parameters' gradients are compared over the workers: a plan that splits activations
   where the model does not expect it ends there with a sentence, not with a worse model.
@@ -45,6 +46,7 @@ from strategies.tensor import experts, ops
 from strategies.tensor.layers import SplitLayers
 from strategies.tensor.loss import VocabularyLogits
 from strategies.tensor.plan import Plan, is_transposed_linear, make_plan, out_features
+from strategies.tensor.randomness import own_stream
 from strategies.torch_internals import rnn_reading_its_parameters
 from strategies.traits import CHANGING_OR_HOOKED, Trait
 
@@ -75,7 +77,7 @@ def _colwise(self: Any, x: Tensor) -> Tensor:
     weight, bias = _matrix(self), _own(self, "bias")
     if bias is not None and bias.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         bias = bias.to(weight.dtype)  # one that fsdp keeps whole, in float32
-    return self._split.columns(x, weight, bias, self._gathered, self._product)
+    return ops.mark(self._split.columns(x, weight, bias, self._gathered, self._product))
 
 
 def _colwise_gather(self: Any, x: Tensor) -> Tensor:
@@ -117,7 +119,12 @@ def _embedding(self: Any, tokens: Tensor) -> Tensor:
 
 def _experts(self: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     split = self._split
-    return split.leave(self.computed(split.enter(x), index, split.share(weights)))
+    entered, shares = split.enter(x), split.share(weights)
+    if not self.training or torch.compiler.is_compiling():
+        return split.leave(self.computed(entered, index, shares))
+    with own_stream(split.peers, x.device):  # whatever is drawn for as many tokens as are this worker's
+        y = self.computed(entered, index, shares)
+    return split.leave(y)
 
 
 _FORWARD: dict[str, Callable[..., Tensor]] = {

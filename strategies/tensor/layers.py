@@ -101,6 +101,7 @@ class SplitLayers:
         weight, bias = _as_computed(weight), None if bias is None else _as_computed(bias)
         again = None if self.keeps else functools.partial(self._gather_again, object())
         whole, y = overlap.columns(own, weight, bias, self.peers.group, product, again)
+        ops.unmark(whole)
         if again is not None:
             whole.gathered_from = own.detach(), again  # type: ignore[attr-defined]
         self._seen, self._entered = weakref.ref(x), whole
@@ -113,7 +114,7 @@ class SplitLayers:
     @torch.compiler.disable
     def _rows_beside(self, x: Tensor, weight: Tensor, product: type[Product]) -> Tensor:
         self.peers.require_divided(x.size(-2))
-        return overlap.rows(_as_computed(x), _as_computed(weight), self.peers.group, product)
+        return ops.mark(overlap.rows(_as_computed(x), _as_computed(weight), self.peers.group, product))
 
     def narrowed(self, layer: nn.Module, weight: Tensor) -> Tensor:
         """A layer's matrix as autocast computes with it. Of a parameter autocast itself remembers that; this is a part
@@ -166,7 +167,7 @@ class SplitLayers:
     def leave(self, x: Tensor, *, whole: bool = False) -> Tensor:
         """The sum over workers, or this worker's part of it along the sequence."""
         split = self.plan.sequence and not whole
-        return ops.Split.apply(x, self.peers, -2, True) if split else ops.Leave.apply(x, self.peers)
+        return ops.mark(ops.Split.apply(x, self.peers, -2, True)) if split else ops.Leave.apply(x, self.peers)
 
     def forget(self) -> None:
         self._seen = self._entered = self._again = None

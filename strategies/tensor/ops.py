@@ -28,6 +28,23 @@ from strategies.torch_internals import all_gather_into, functional_collectives
 
 _all_reduce, _all_gather, _reduce_scatter, _ = functional_collectives()
 
+MARK = "is_split_over_peers"
+"""The attribute of a tensor of which workers have different parts (randomness.py)."""
+
+
+def mark(x: Tensor) -> Tensor:
+    """The tensor, known as one of which workers have different parts."""
+    if not torch.compiler.is_compiling():
+        setattr(x, MARK, True)
+    return x
+
+
+def unmark(x: Tensor) -> Tensor:
+    """The tensor, known as one that all workers have alike."""
+    if not torch.compiler.is_compiling():
+        setattr(x, MARK, False)
+    return x
+
 
 class Peers:
     """The workers that one layer is split over, and this worker's place among them."""
@@ -145,7 +162,7 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
         ctx.peers = peers
-        return x.view_as(x)
+        return unmark(x.view_as(x))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -155,7 +172,7 @@ class Enter(torch.autograd.Function):
 class Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        return peers.all_reduce(x)
+        return unmark(peers.all_reduce(x))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -168,7 +185,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers, dim: int, length: int, summed: bool) -> Tensor:
         ctx.peers, ctx.dim, ctx.summed = peers, dim, summed
-        return peers.all_gather(x, dim, length)
+        return unmark(peers.all_gather(x, dim, length))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -196,7 +213,7 @@ def gather_features(x: Tensor, peers: Peers, length: int) -> Tensor:
 
 def split_sequence(x: Tensor, peers: Peers) -> Tensor:
     peers.require_divided(x.size(-2))
-    return Split.apply(x, peers, -2, False)
+    return mark(Split.apply(x, peers, -2, False))
 
 
 def gathered_from(x: Tensor, weight: Tensor) -> tuple[Tensor, Callable[[Tensor], Callable[[], Tensor]]] | None:
