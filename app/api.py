@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.cli.common import is_machine_error, is_user_error, split
 from app.config import Config
-from app.console import Console
+from app.console.terminal import Console
 from app.errors import RunFailed, UserError
 from app.run.look import RunState, look, open_run
 from app.tasks.by_value import name_of
@@ -77,7 +77,7 @@ class Run:
     @property
     def config(self) -> Config:
         """Of its latest start, without secrets."""
-        from app.trained import config_of
+        from app.results.trained import config_of
 
         return config_of(self.storage)
 
@@ -98,13 +98,13 @@ class Run:
 
     def checkpoint(self, step: int | None = None) -> str:
         """The folder of the newest good checkpoint, or of that of a step. Raises UserError where there is none."""
-        from app.trained import checkpoint_of
+        from app.results.trained import checkpoint_of
 
         return checkpoint_of(self.storage, step).path
 
     def model(self, step: int | None = None) -> nn.Module:
         """The trained model, on the CPU and for evaluation: of the newest good checkpoint, or that of a step."""
-        from app.trained import trained
+        from app.results.trained import trained
 
         return trained(self.storage, step).model
 
@@ -152,7 +152,7 @@ def train(*experiment: str | Path, again: bool = False, quiet: bool = False, **k
     Raises:
         UserError, RunFailed, Interrupted: see the module.
     """
-    from app.train import train as start
+    from app.run.train import train as start
 
     with _one_at_a_time():
         config = _read(experiment, keys)[0]
@@ -215,7 +215,7 @@ def load_run(run: str | Path) -> Run:
 
 def _read(experiment: tuple[str | Path, ...], keys: Mapping[str, Any]) -> tuple[Config, list[str]]:
     """The configuration, and what of it was given as key=value."""
-    from app.config_io import load_config
+    from app.config.io import load_config
 
     files, words = split(tuple(map(str, experiment)))
     words += _words(keys)

@@ -3,7 +3,8 @@
 In every process of Trireme's, a name under `app`, `strategies`, `cluster` or `experiments` is Trireme's where Trireme
 has it, and else the user's: `app.tasks` is Trireme's and `app.shop` is the user's, whatever comes first on sys.path.
 The same holds for what a module defines: where both have a module `app.config`, it is Trireme's, and what Trireme's
-lacks comes from the user's. What both define cannot be decided, and app/user_code.py refuses it before anything starts.
+lacks comes from the user's. What both define cannot be decided, and app/tasks/user_code.py refuses it before anything
+starts.
 
 `trireme` is Trireme's alone, and `trireme.tasks` is `app.tasks` by a name that no package of a user's can take.
 

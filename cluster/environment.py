@@ -1,7 +1,7 @@
 """What every worker's process has in its environment, where the user has set nothing, under every launcher.
 
-`cluster.connect` sets it before Ray starts, and passes it on to a cluster that runs already; `app.train` sets it in the
-processes of torchrun and in its own. Either is before the first process group and before CUDA is initialised.
+`cluster.connect` sets it before Ray starts, and passes it on to a cluster that runs already; `app.run.train` sets it in
+the processes of torchrun and in its own. Either is before the first process group and before CUDA is initialised.
 
 TORCH_NCCL_ASYNC_ERROR_HANDLING says what torch does once a collective has failed, because a peer is gone, say. By
 default (3), and by Ray Train's own default (1), its watchdog throws out of its thread, which ends the process: every

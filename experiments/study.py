@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from app.config import Config
-from app.config_io import flatten, to_dict, to_yaml
-from app.console import Console
+from app.config.io import flatten, to_dict, to_yaml
+from app.console.masking import mask_tree
+from app.console.terminal import Console
 from app.errors import Interrupted, UserError
-from app.masking import mask_tree
 from app.run.manifest import run_folder
-from app.storage import Storage
+from app.storage.storage import Storage
 from app.tracking.settings import resolve_tracking, ui_command
 from app.tracking.spool import take_lock
 from app.tracking.tracker import Tracker

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from app.config import Config
-from app.config_io import load_config
+from app.config.io import load_config
 from tests.tasks import Points
 
 

@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from app.launchers import PRELOAD
-from app.stopping import SIGNALS
+from app.run.stopping import SIGNALS
 from cluster.connect import SETTINGS
 from cluster.environment import set_defaults
 

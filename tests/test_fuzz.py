@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from app.config import Config, RunConfig
-from app.config_check import check_trainable
-from app.config_io import explain, load_config
+from app.config.check import check_trainable
+from app.config.io import explain, load_config
 from app.data.loader import fetch
 from app.errors import UserError
 from app.run.manifest import Run

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import setuptools
 
-from app.config_io import load_config, with_values
+from app.config.io import load_config, with_values
 from app.run.prepare import prepare, read_task
 from cluster.files import FOLDER
 from experiments.benchmarks.gpu_first.table import CHECKS
@@ -97,8 +97,8 @@ FIRST_ON_GPU = {check.function.rpartition(".")[0] for check in CHECKS}
 NOT_NEEDED = [
     (("app.cli",), {*RAY, "torch", "omegaconf", "yaml"}),
     (("app.tracking.tracker", "app.tracking.settings"), {*RAY, "torch"}),
-    (("strategies.parallelize", "app.loop"), RAY),
-    (("app.train", "app.run.lifecycle"), {"app.planner", "app.doctor"}),
+    (("strategies.parallelize", "app.training.loop"), RAY),
+    (("app.run.train", "app.run.lifecycle"), {"app.planner", "app.doctor"}),
     (("experiments.benchmarks.gpu_first.program",), {*NOT_THERE, "torch", "numpy"}),
     ((*FIRST_ON_GPU, "strategies.parallelize"), NOT_THERE),  # where there is little but torch
 ]

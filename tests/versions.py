@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from app.versions import TESTED
+from app.run.versions import TESTED
 
 ROOT = Path(__file__).parents[1]
 ROOMS = {

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from app.checkpoint.ranks import Ranks
 from app.errors import UserError
-from app.storage import Storage
+from app.storage.storage import Storage
 
 MARKER = "COMMIT.json"
 FROZEN = "frozen"

@@ -32,7 +32,7 @@ from torch.futures import Future
 from app.checkpoint.commit import File
 from app.checkpoint.host_buffer import HostBuffer
 from app.checkpoint.ranks import NotFinite, Ranks
-from app.storage import Storage
+from app.storage.storage import Storage
 
 _BUFFER_BYTES = 1 << 20
 Path = str | os.PathLike[str]

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from app.checkpoint.dcp import HashedFiles
 from app.errors import UserError
-from app.storage import Storage
+from app.storage.storage import Storage
 
 TABLE = {
     "torch": ("Size", "device"),

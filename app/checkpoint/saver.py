@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from app.checkpoint.commit import MARKER, Commit, File, Mode, encode, folder_name, remove, superfluous, survey
 from app.checkpoint.dcp import Staged, Stager, Writer
 from app.checkpoint.ranks import SUPERSEDED, CheckpointError, NotFinite, RankFailed, Ranks, Superseded, describe
-from app.storage import Storage
+from app.storage.storage import Storage
 
 _log = logging.getLogger(__name__)
 _Written = tuple[dict[str, File], list[WriteResult]]

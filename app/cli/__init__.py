@@ -9,7 +9,7 @@ import click
 
 from app import names
 from app.errors import nearest
-from app.stopping import drop_streams, end_at_once, end_on_signals, nobody_reads, open_streams
+from app.run.stopping import drop_streams, end_at_once, end_on_signals, nobody_reads, open_streams
 
 COMMANDS = {
     "train": ("runs", "Train an experiment, or continue one that was stopped."),

@@ -15,7 +15,7 @@ import click
 from app import names
 from app.cli.common import Invocation, experiment_arguments, is_user_error, read, verb
 from app.errors import RunFailed
-from app.versions import TESTED
+from app.run.versions import TESTED
 
 
 @click.group("cluster")
@@ -80,7 +80,7 @@ def validate(cli: Invocation, files: tuple[str, ...]) -> None:
 
 def _job_keys(file: str) -> Iterator[str]:
     """What is wrong with the keys that a RayJob gives `trireme train`; its experiment file is in its image."""
-    from app.config_io import load_config
+    from app.config.io import load_config
     from cluster.document import read_documents
     from cluster.files import find
     from cluster.kuberay_rules import own_words
@@ -178,7 +178,7 @@ def stop(cli: Invocation, every: bool) -> None:
 
 
 def _kept_line(server: dict[str, Any]) -> str:
-    from app.console import duration, size
+    from app.console.terminal import duration, size
 
     serves = f"serves {server['processes']} processes" if server["processes"] else "serves nothing"
     about = f"{duration(server['age'])} old, {size(server['memory'])}, {serves}"

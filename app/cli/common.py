@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from app.config import Config
-from app.console import Console
+from app.console.terminal import Console
 from app.errors import Interrupted, RunFailed, UserError
 
 MACHINE_ERRORS = ("ClusterUnavailable",)
@@ -114,8 +114,8 @@ class ExperimentArguments(click.ParamType):
     name = "YAML file or key=value"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from app.config_check import CHOICES
-        from app.config_io import documentation
+        from app.config.check import CHOICES
+        from app.config.io import documentation
 
         key, equals, value = incomplete.partition("=")
         if equals:
@@ -144,7 +144,7 @@ def split(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 
 def read(arguments: tuple[str, ...], *, needs_file: bool = True) -> Config:
-    from app.config_io import load_config
+    from app.config.io import load_config
 
     if needs_file and not arguments:
         raise UserError("no experiment is given: write for instance experiments/mnist.yaml")

@@ -35,9 +35,9 @@ def generate(
     """
     import torch
 
-    from app.generate import Sampling, continuation, text_input
+    from app.results.generate import Sampling, continuation, text_input
+    from app.results.trained import trained
     from app.run.look import open_run
-    from app.trained import trained
 
     if text is None and not interactive:
         raise UserError('no text is given: write one, such as "def main(", or --interactive')

@@ -38,7 +38,7 @@ def watch(cli: Invocation, run: str) -> None:
     RUN is the run's folder, which this machine must be able to read. Ctrl-C ends the watching, not the run. The exit
     code is the run's own: 0 finished, 1 failed or lost, 130 stopped.
     """
-    from app.console import evaluation_line
+    from app.console.terminal import evaluation_line
     from app.run.look import follow, open_run
 
     storage, said = open_run(run), ""
@@ -70,8 +70,8 @@ def profile(cli: Invocation, run: str) -> None:
     Per step: each operator without what it calls. Communication is exposed while nothing is computed. The traces
     beside the table open in https://ui.perfetto.dev.
     """
-    from app.profiler import read_profile, table
     from app.run.look import open_run
+    from app.training.profiler import read_profile, table
 
     storage = open_run(run)
     found, folder = read_profile(storage)

@@ -96,7 +96,7 @@ def _require_writable(option: str, path: str | None, suffixes: tuple[str, ...]) 
 
 def _fixed_by_file(config: Config) -> set[str]:
     """The keys by which a configuration says which layout is meant."""
-    from app.config_io import flatten, to_dict
+    from app.config.io import flatten, to_dict
     from strategies.dims import DEGREES
 
     values = flatten(to_dict(config))

@@ -36,7 +36,7 @@ def train(cli: Invocation, arguments: tuple[str, ...], again: bool, take_over: b
     """
     first = os.environ.get("RANK", "0") == "0"  # of several that torchrun started
     cli.console.quiet = cli.console.quiet or not first
-    from app.train import train as start
+    from app.run.train import train as start
 
     program = click.get_current_context().obj  # the words of this process, where it is a program of its own
     restart = functools.partial(os.execv, program[0], program) if program else None
@@ -55,7 +55,7 @@ def config(cli: Invocation, arguments: tuple[str, ...]) -> None:
     trireme config
     trireme config experiments/mnist.yaml train.steps=100
     """
-    from app.config_io import explain, to_dict
+    from app.config.io import explain, to_dict
 
     found = read(arguments, needs_file=False)
     cli.answer(to_dict(found), "\n\n".join([explain(found).rstrip(), *_arguments(found.task)]))
@@ -90,8 +90,8 @@ def export(cli: Invocation, run_folder: str, to: str, out: str | None, step: int
 
     Safetensors are written file by file (5 GB at most), so the model need not fit in memory.
     """
-    from app.console import size
-    from app.export import export_run
+    from app.console.terminal import size
+    from app.results.export import export_run
 
     cli.console.status("reading the checkpoint")
     done = export_run(run_folder, to=to, out=out, step=step, warn=cli.console.say)

@@ -40,9 +40,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from app.data.mixture import order_of
 from app.data.order import HELD_OUT_SEED, shares
+from app.data.randomness import host_state, seed_sample
 from app.data.stream import examples, is_stream, stream_steps
 from app.errors import UserError
-from app.randomness import host_state, seed_sample
 from strategies.tree import tree_leaves, tree_map
 
 Batch = Any

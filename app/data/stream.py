@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
+from app.data.randomness import seed_sample
 from app.data.sets import document, reason_of
 from app.errors import UserError
-from app.randomness import seed_sample
 from strategies.tree import tree_leaves
 
 TRIED = 3  # samples read before, and after, the state that is tried out

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from app.console import size
-from app.versions import newer
+from app.console.terminal import size
+from app.run.versions import newer
 
 WARNINGS = ("unused_gpus", "no_gpu_metrics", "other_driver", "newer_version", "all_reduce", "slow_all_reduce")
 Problem = tuple[str, str, str]

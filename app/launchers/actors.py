@@ -23,10 +23,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.config import Config
 from app.errors import UserError
-from app.job import Job, Place
 from app.launchers.ray_workers import POLL_SECONDS, RayChannel, RayWorkers, enter, error_of, surroundings
 from app.launchers.room import reserve
 from app.launchers.workers import Failures
+from app.training.job import Job, Place
 from cluster.connect import Cluster
 from cluster.pending import format_resources, place
 from cluster.shape import NodeState, living_nodes
@@ -45,7 +45,7 @@ class WorkerActor:
         import torch
         import torch.distributed as dist
 
-        from app import loop
+        from app.training import loop
 
         channel = RayChannel(queue, attempt, rank)
         info = enter(job, channel, label)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.config import Config
-from app.config_io import with_values
+from app.config.io import with_values
 from app.errors import UserError
-from app.job import Job
 from app.launchers.failure_policy import Capacity, Limits, fewer_workers, growth
 from app.run.prepare import Prepared
+from app.training.job import Job
 from strategies.dims import BESIDE_DATA
 from strategies.layout import LayoutError
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.job import Heartbeat
 from app.launchers.workers import Status
+from app.training.job import Heartbeat
 
 PERIOD_SECONDS = 1.0
 COLLECTIVE_FRAMES = 4

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from app import loop
 from app.errors import Interrupted
-from app.job import Job, Place, SilentChannel
 from app.launchers.workers import Event, Failures, Poll, WorkerInfo
 from app.tracking.environment import SystemSampler
+from app.training import loop
+from app.training.job import Job, Place, SilentChannel
 
 POLL_SECONDS = 0.1
 JOIN_SECONDS = 60.0

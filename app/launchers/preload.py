@@ -9,10 +9,10 @@ for _name in (
     "app.launchers.actors",
     "app.launchers.ray_launch",
     "app.launchers.ray_train",
-    "app.loop",
+    "app.training.loop",
     "app.run.lifecycle",
     "app.tracking.environment",
-    "app.train",
+    "app.run.train",
     "ray.train.torch",
 ):
     importlib.import_module(_name)

@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from app.config import Config
-from app.console import Console
+from app.console.terminal import Console
 from app.launchers.elastic import Elastic
 from app.launchers.ray_workers import RayWorkers
 from app.launchers.room import free_by_node, ray_nodes, reserve, why_pending

@@ -10,12 +10,12 @@ from typing import Any
 
 import ray
 
-from app.job import Job, Place
 from app.launchers.driver_actors import TrainerHost, start_here
 from app.launchers.ray_workers import POLL_SECONDS, RayChannel, RayWorkers, enter, error_of, surroundings
 from app.launchers.room import groups_of_this_job, node_selector, remove_groups_but
 from app.launchers.workers import Failures
-from app.storage import Storage
+from app.storage.storage import Storage
+from app.training.job import Job, Place
 
 
 def train_loop(given: dict[str, Any]) -> None:
@@ -23,7 +23,7 @@ def train_loop(given: dict[str, Any]) -> None:
     from ray.train import get_context
     from ray.train.torch import get_device
 
-    from app import loop
+    from app.training import loop
 
     job, context = ray.cloudpickle.loads(given["job"]), get_context()
     place = Place(context.get_world_rank(), context.get_world_size(), context.get_local_rank(), get_device())

@@ -16,14 +16,14 @@ from typing import Any
 import ray
 from ray import cloudpickle
 
-from app.console import worker_output
-from app.job import Job, Place, SilentChannel
+from app.console.terminal import worker_output
 from app.launchers.driver_actors import EventQueue, start_here
 from app.launchers.heartbeats import Beat, HeartbeatThread, Reply
 from app.launchers.recovery import oom_kills
 from app.launchers.room import is_placed, on_node
 from app.launchers.threads import set_by_user, share, take, usable_cores
 from app.launchers.workers import Event, Failures, Poll, Status, WorkerInfo, WorkerLost, Workers, kill_process
+from app.training.job import Job, Place, SilentChannel
 from cluster.environment import THREADS
 from cluster.ray_internals import raylet_pid
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from app.errors import Interrupted
-from app.job import Job
 from app.launchers.blame import rank_behind
 from app.launchers.crash import log_sizes
 from app.launchers.elastic import Elastic, limits_of
@@ -19,6 +18,7 @@ from app.launchers.heartbeats import COMPILED, Hang, HangDetector
 from app.launchers.recovery import Hung, NoCapacity, Nodes, State, classify, error_to_raise
 from app.launchers.workers import Failures, Poll, WorkerInfo, WorkerLost, Workers
 from app.run.driver import Driver
+from app.training.job import Job
 
 END_SECONDS = 10.0
 """For an attempt to end whose culprit was killed."""

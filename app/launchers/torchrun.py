@@ -23,16 +23,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app import loop
 from app.config import Config
-from app.console import worker_output
+from app.console.terminal import worker_output
 from app.errors import Interrupted, UserError
-from app.job import Heartbeat, Job, Place, SilentChannel
 from app.launchers.heartbeats import SILENT, SILENT_SECONDS, Beat, HeartbeatThread, Reply
 from app.launchers.local import LocalWorkers, TrainingThread
 from app.launchers.threads import take_share_of_node
 from app.launchers.workers import Event, Poll, Status, WorkerInfo, kill_process
-from app.stopping import SIGNALS
+from app.run.stopping import SIGNALS
+from app.training import loop
+from app.training.job import Heartbeat, Job, Place, SilentChannel
 from strategies import registry
 from strategies.one_process import home
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from app.job import Job
+from app.training.job import Job
 
 Failures = Mapping[int | None, BaseException]
 """What ended each worker, by rank; None is the launcher itself. Empty: all have finished."""

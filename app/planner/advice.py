@@ -7,7 +7,6 @@ from typing import Any
 
 from app.config import Config
 from app.errors import UserError
-from app.job import strategy_options
 from app.planner.device import device
 from app.planner.estimate import Estimate
 from app.planner.layouts import Candidate
@@ -15,6 +14,7 @@ from app.planner.machine import Machine, running
 from app.planner.plan import GIB, Plan, estimator_of, make_plan, ranked, reader_of
 from app.planner.read import Reader
 from app.tasks.base import Task
+from app.training.job import strategy_options
 from cluster.hardware import all_instances
 from strategies.dims import DEGREES, Layout, Options
 from strategies.layout import choose

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.console import quantity
+from app.console.terminal import quantity
 from app.planner.advice import settings_text
 from app.planner.estimate import Estimate
 from app.planner.output import distinct

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from app.config import Config
 from app.errors import UserError
-from app.job import strategy_options
+from app.training.job import strategy_options
 from strategies import registry
 from strategies.activation_checkpointing import checkpoint_every
 from strategies.context.apply import check_length

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from app.config_io import to_dict
-from app.console import quantity
+from app.config.io import to_dict
+from app.console.terminal import quantity
 from app.errors import UserError
 from app.planner.advice import PARTS, advice, figures, settings_text, shortage, smallest
 from app.planner.device import assumptions

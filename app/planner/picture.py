@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from app.console import quantity
+from app.console.terminal import quantity
 from app.planner.estimate import Estimate
 from app.planner.plan import GIB, Plan
 from app.planner.timing import Case

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.config import Config
-from app.job import strategy_options
 from app.planner.estimate import Estimate, Estimator
 from app.planner.layouts import Candidate, Fixed, Space, enumerate_layouts, fixed_by, refuse
 from app.planner.machine import Machine
@@ -14,6 +13,7 @@ from app.planner.part_costs import way_of
 from app.planner.read import Reader
 from app.planner.remember import identity
 from app.tasks.base import Task
+from app.training.job import strategy_options
 from strategies.dims import DEGREES, LayoutError
 from strategies.pipeline import partition
 

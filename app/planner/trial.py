@@ -17,15 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from app.config_io import from_dict
+from app.config.io import from_dict
 from app.errors import RunFailed
-from app.job import Job, Place, SilentChannel, memory_bytes
-from app.loop import Training
 from app.planner.estimate import Estimate
 from app.planner.layouts import schedules_of
 from app.planner.output import experiment
 from app.planner.plan import GIB, Plan
 from app.planner.processes import in_processes
+from app.training.job import Job, Place, SilentChannel, memory_bytes
+from app.training.loop import Training
 from strategies.dims import DEGREES
 from strategies.layout import choose
 

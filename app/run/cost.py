@@ -20,7 +20,7 @@ from cluster.shape import ClusterShape, NodeState, living_nodes
 
 if TYPE_CHECKING:
     from app.config import Config
-    from app.storage import Storage
+    from app.storage.storage import Storage
 
 RESERVE_SECONDS = 60.0  # kept for the last checkpoint and the end of the workers
 SAVE_SECONDS = 15.0

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from app.config import Config
-from app.config_io import flatten, to_dict, to_yaml
-from app.console import Console
+from app.config.io import flatten, to_dict, to_yaml
+from app.console.masking import mask_tree
+from app.console.terminal import Console
 from app.errors import Interrupted, RunFailed
-from app.masking import mask_tree
 from app.run.cost import Meter
 from app.run.manifest import Run
 from app.run.metrics import RunMetrics
 from app.run.progress import ProgressFile
-from app.stopping import stop_signals
+from app.run.stopping import stop_signals
 from app.tracking.environment import environment_text
 from app.tracking.settings import Settings
 from app.tracking.tracker import Tracker
@@ -181,7 +181,7 @@ class Driver:
 
     def _on_profile(self, event: dict[str, Any]) -> None:
         """Traces and tables that workers have written into the run's folder."""
-        from app.profiler import table
+        from app.training.profiler import table
 
         self._on_files(event)
         self.tracker.text(table(event["profile"]), f"{event['folder']}/profile.txt")

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from app.batch_gather import POINTER
 from app.config import Config
 from app.data.loader import Batch, fetch, length, map_tensors
+from app.data.randomness import seed_everything, seed_step
 from app.data.stream import is_stream
-from app.randomness import seed_everything, seed_step
 from app.run.items_remark import items_remark
 from app.tasks.base import Task
 from app.tasks.items import count_items
+from app.training.batch_gather import POINTER
 from strategies import registry
 from strategies.blocks import find_blocks
 from strategies.dims import Layout, LayoutError, Options

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.errors import UserError
 from app.run.manifest import local_folder
-from app.storage import Storage
+from app.storage.storage import Storage
 from app.tracking.settings import resolve_tracking
 from app.tracking.spool import read
 
@@ -59,7 +59,7 @@ def _events(spool: Path) -> Iterator[dict[str, Any]]:
 def _from_mlflow(storage: Storage, run_id: str) -> Curves:
     from mlflow.tracking import MlflowClient
 
-    from app.trained import config_of
+    from app.results.trained import config_of
 
     client = MlflowClient(resolve_tracking(config_of(storage).tracking, storage.url.rpartition("/")[0]).uri)
     names = [name for name in client.get_run(run_id).data.metrics if not name.startswith("system/")]

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from app.config import Config
+from app.console.masking import mask_text
 from app.data.loader import fetch, length
-from app.masking import mask_text
 from app.tasks.base import Task
 from strategies.tree import tree_leaves
 

@@ -7,16 +7,16 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
-from app.console import duration, evaluation_line, quantity
+from app.console.terminal import duration, evaluation_line, quantity
 from app.errors import Interrupted, RunFailed
-from app.job import Job
 from app.run.driver import Driver
 from app.run.manifest import Outcome
 from app.run.prepare import Prepared
+from app.run.versions import newer
 from app.tasks.by_value import write_task_file
 from app.tracking.settings import ui_command
 from app.tracking.tracker import Delivery
-from app.versions import newer
+from app.training.job import Job
 from cluster.files import cluster_file
 from cluster.preemption import provider_of
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.console import duration, quantity
+from app.console.terminal import duration, quantity
 from app.errors import UserError, nearest
-from app.lease import FILE as LEASE
-from app.lease import LEASE_SECONDS, is_alive, is_here, read_lease
 from app.run.progress import FILE as PROGRESS
-from app.storage import Storage
+from app.storage.lease import FILE as LEASE
+from app.storage.lease import LEASE_SECONDS, is_alive, is_here, read_lease
+from app.storage.storage import Storage
 from cluster.shape import aligned
 
 
@@ -108,7 +108,7 @@ def _progress(storage: Storage) -> dict[str, Any]:
 
 def _lives(storage: Storage, lease: dict[str, Any]) -> bool:
     """Of a driver elsewhere: whether it has renewed its lease within a minute, by the storage's clock and ours.
-    (To take a run over more is asked, see app/lease.py; here nothing depends on it.)"""
+    (To take a run over more is asked, see app/storage/lease.py; here nothing depends on it.)"""
     if is_here(lease):
         return is_alive(storage, lease)
     try:

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from app.config import Config
-from app.config_io import flatten, to_dict, to_yaml, with_values
+from app.config.io import flatten, to_dict, to_yaml, with_values
+from app.console.masking import mask_tree
 from app.errors import UserError
-from app.lease import Holder
-from app.masking import mask_tree
-from app.storage import Storage
+from app.storage.lease import Holder
+from app.storage.storage import Storage
 from cluster.environment import below_home
 
 IDENTITY = ("task", "train.seed", "optimizer.name")  # what a run cannot change and remain itself; and task_args

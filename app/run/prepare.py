@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from app import batch_gather, hooks
 from app.checkpoint import find
 from app.config import Config
-from app.config_io import with_values
+from app.config.io import with_values
 from app.data.loader import fetch, is_reproducible, length, micro_batch_slices, tensors
+from app.data.randomness import seed_everything
 from app.data.stream import continues_exactly, is_stream
 from app.errors import UserError
-from app.job import strategy_options
-from app.optimizer import optimizer_class
-from app.randomness import seed_everything
 from app.run.first_step import FirstStep, take_first_step
 from app.run.inputs import inputs
 from app.run.rehearse import rehearse, require_data, require_methods
 from app.run.sources import task_sources
 from app.tasks import load_task
 from app.tasks.base import Task
+from app.training import batch_gather, hooks
+from app.training.job import strategy_options
+from app.training.optimizer import optimizer_class
 from strategies import precision, registry
 from strategies.blocks import find_blocks
 from strategies.context.apply import check_length, choose_method, require_positions

@@ -8,7 +8,7 @@ import threading
 import time
 from typing import Any
 
-from app.storage import Storage
+from app.storage.storage import Storage
 
 FILE = "progress.json"
 SECONDS, REMOTE_SECONDS = 2.0, 10.0

@@ -24,8 +24,8 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from app import names
 from app.tasks.base import Task
-from app.user_code import OWN
 
 Sources = dict[str, str]
 """Name of a file or definition → its digest, 16 hexadecimal digits."""
@@ -156,7 +156,7 @@ def _is_own(path: Path) -> bool:
     known = sysconfig.get_paths()
     library = [known[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     root = Path(__file__).resolve().parents[2]
-    installed = [*library, site.getusersitepackages(), *(str(root / package) for package in OWN)]
+    installed = [*library, site.getusersitepackages(), *(str(root / package) for package in names.NAMES)]
     return not any(file.is_relative_to(Path(folder).resolve()) for folder in installed)
 
 

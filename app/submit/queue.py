@@ -14,7 +14,7 @@ from enum import Enum
 from typing import Any
 
 from app.errors import UserError
-from app.storage import Storage
+from app.storage.storage import Storage
 
 FOLDER, QUOTAS, FREE = ".queue", "quotas.json", "free.json"
 START_SECONDS = 180.0  # until a run that was let in takes its first step; meanwhile no other is let in

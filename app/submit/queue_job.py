@@ -16,9 +16,9 @@ from zipfile import ZipFile
 
 from app import names
 from app.config import Config
-from app.console import duration
+from app.console.terminal import duration
 from app.errors import RunFailed, UserError
-from app.lease import exclusive
+from app.storage.lease import exclusive
 from app.submit.queue import FREE, Book, Entry, Row, State, expected, first, is_over_quota, line, state_of, victims
 from app.submit.submission import command
 

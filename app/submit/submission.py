@@ -107,7 +107,7 @@ def _variables(names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
     Raises:
         UserError: a variable is asked for by value, or is not set here.
     """
-    from app.masking import is_secret, mask_tree
+    from app.console.masking import is_secret, mask_tree
 
     for name in names:
         if "=" in name:
@@ -126,8 +126,8 @@ def _variables(names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
 
 def refuse_written(config: Config) -> None:
     """Raises UserError if the configuration holds a secret: it would be shipped, and shown by Ray."""
-    from app.config_io import flatten, to_dict
-    from app.masking import mask_tree
+    from app.config.io import flatten, to_dict
+    from app.console.masking import mask_tree
 
     for key, value in flatten(to_dict(config)).items():
         if isinstance(value, str) and mask_tree({key: value})[key] != value:

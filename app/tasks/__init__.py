@@ -11,7 +11,7 @@ from app.errors import MissingData, UserError, nearest
 from app.tasks import by_value
 from app.tasks.base import Task
 from app.tasks.parts import require_known
-from app.user_code import user_module
+from app.tasks.user_code import user_module
 
 BUILT_IN = {
     "image_classification": "app.tasks.vision:ImageClassification",

@@ -40,7 +40,7 @@ from torch.utils.data import Dataset
 
 from app.data.loader import Batch, rows
 from app.errors import UserError
-from app.prediction import Preprocessor
+from app.models.prediction import Preprocessor
 from strategies.context.apply import ContextPlan
 
 
@@ -130,7 +130,7 @@ class Task:
 
     def on_evaluation(self, model: nn.Module, log: Any) -> None:
         """After each evaluation and without gradients, on all workers, which must call the model equally often.
-        `log(name, value)` takes text, a number, an image or a figure of matplotlib (app/hooks.py)."""
+        `log(name, value)` takes text, a number, an image or a figure of matplotlib (app/training/hooks.py)."""
 
     def stop_early(self, evaluations: Sequence[Mapping[str, float]]) -> bool:
         """Whether training is to end, after these figures of every evaluation so far, the newest last."""

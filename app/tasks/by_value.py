@@ -11,9 +11,9 @@ import sys
 from typing import Any
 
 from app.errors import UserError
-from app.storage import Storage
+from app.storage.storage import Storage
 from app.tasks.base import Task
-from app.user_code import prepare_imports
+from app.tasks.user_code import prepare_imports
 
 PREFIX, FILE = "python:", "task.pkl"
 KNOWN: dict[str, Any] = {}

@@ -35,7 +35,7 @@ from app.models.cross_entropy import LARGE_VOCABULARY, cross_entropy
 from app.models.gpt import GPT, TENSOR_PLAN
 from app.models.mixture import OPTIONS, MixtureGPT
 from app.models.mixture import TENSOR_PLAN as MIXTURE_PLAN
-from app.prediction import Preprocessor, called, logits_of, texts_of
+from app.models.prediction import Preprocessor, called, logits_of, texts_of
 from app.tasks.base import Batch
 from app.tasks.items import same_for_every_row
 from app.tasks.parts import InParts, checked_model, one_of, require_known, whole

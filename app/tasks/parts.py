@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from app.errors import UserError, nearest
-from app.prediction import Preprocessor
+from app.models.prediction import Preprocessor
 from app.tasks.base import Batch, Task
 
 

@@ -24,7 +24,7 @@ from app.data.tables import (
 )
 from app.errors import UserError
 from app.models.feedforward import MLP
-from app.prediction import Preprocessor, classes_table
+from app.models.prediction import Preprocessor, classes_table
 from app.tasks.base import Batch
 from app.tasks.parts import Classification, checked_model, one_of
 

@@ -16,7 +16,7 @@ from app.data.images import Array, ImageSet, read_images
 from app.data.order import held_out, hold_out, mix64
 from app.errors import UserError
 from app.models.feedforward import CNN, MLP, ResNet
-from app.prediction import Preprocessor, classes_table
+from app.models.prediction import Preprocessor, classes_table
 from app.tasks.parts import Classification, checked_model, one_of, whole
 
 DEFAULT_EVAL_FRACTION = 0.2

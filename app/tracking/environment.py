@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from app.masking import mask_text, mask_uri
+from app.console.masking import mask_text, mask_uri
 
 _log = logging.getLogger(__name__)
 GPU_DEVICES = "/dev/nvidia[0-9]*"

@@ -1,7 +1,7 @@
 """The trained model, so that `mlflow.pytorch.load_model` gives the module back in a process that has only mlflow and
 torch: pickled, with the Python sources that its classes come from, a signature, an input example and pinned versions.
 
-What a person gives it, and what it answers, is in app/prediction.py.
+What a person gives it, and what it answers, is in app/models/prediction.py.
 
 Through MlflowClient, step by step, rather than `mlflow.pytorch.log_model`: of that, a second call after a lost answer
 makes a second model.
@@ -26,10 +26,10 @@ from mlflow.types import ColSpec, DataType, Schema
 from mlflow.types.schema import AnyType
 
 from app import names as import_names
-from app import prediction
 from app.data.loader import fetch
-from app.prediction import Predictor, watched_arguments
-from app.storage import Storage
+from app.models import prediction
+from app.models.prediction import Predictor, watched_arguments
+from app.storage.storage import Storage
 from app.tasks import load_task
 from app.tasks.by_value import read_task_file
 from app.tracking.spool import Event

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from app.console.masking import mask_uri
 from app.errors import UserError
-from app.masking import mask_uri
 
 _DATABASES = ("postgresql", "mysql", "mssql")
 _SERVERS = ("http", "https")

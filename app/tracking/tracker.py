@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from app.masking import mask_text, mask_tree, mask_uri
+from app.console.masking import mask_text, mask_tree, mask_uri
 from app.tracking.environment import provenance_tags
 from app.tracking.settings import Settings, run_url
 from app.tracking.spool import Event, Spool, State, last_start, look_at_lock, take_lock, write_json

@@ -21,7 +21,7 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run,
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from app.masking import mask_text, mask_uri
+from app.console.masking import mask_text, mask_uri
 from app.tracking.settings import sqlite_path
 from app.tracking.spool import Event, State, last_start, look_at_lock, read, size
 

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from app.masking import mask_text
+from app.console.masking import mask_text
 from app.tracking.spool import State, look_at_lock, take_lock
 
 INTERVAL_SECONDS = 5.0

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from app.flops import transformer_flops
 from app.models.gpt import GPT
+from app.training.flops import transformer_flops
 
 
 @dataclass(frozen=True)

@@ -69,10 +69,10 @@ def _worker(rank: int, device: Any, model: str, strategy: str, blocks: int, keys
     """Seconds per step of both sides, in one of the processes."""
     import torch.distributed as dist
 
-    from app.config_io import load_config
-    from app.job import Job, Place, SilentChannel
-    from app.loop import Training
+    from app.config.io import load_config
     from app.run.prepare import prepare, read_task
+    from app.training.job import Job, Place, SilentChannel
+    from app.training.loop import Training
     from experiments.benchmarks.plain import MODELS
 
     each, world = BLOCK_STEPS[model], dist.get_world_size()

@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from app.config import OptimizerConfig
-from app.optimizer import build_optimizer
+from app.training.optimizer import build_optimizer
 from strategies.parallel import Parallel
 from strategies.parallelize import Blocks, Layout, LayoutError, Options, Places, Plan, check, parallelize
 from strategies.tree import tree_leaves, tree_map

@@ -9,15 +9,15 @@ from typing import Any
 import torch
 
 from app.config import Config
-from app.config_io import from_dict, to_dict
+from app.config.io import from_dict, to_dict
 from app.data.loader import fetch
 from app.data.mixture import order_of
+from app.data.randomness import seed_everything
 from app.data.stream import is_stream
 from app.errors import UserError
-from app.job import strategy_options
-from app.optimizer import build_optimizer
-from app.randomness import seed_everything
 from app.tasks import load_task
+from app.training.job import strategy_options
+from app.training.optimizer import build_optimizer
 from experiments.parity.curves import Trial
 from experiments.parity.matrix import Result, run
 from experiments.parity.rows import ALL_FIVE, DEEPSPEED, MIXTURES, ROWS, THREE, Row

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from app.config_io import flatten, from_dict, to_yaml
-from app.console import duration, quantity, size
+from app.config.io import flatten, from_dict, to_yaml
+from app.console.terminal import duration, quantity, size
 from app.errors import UserError
 from app.tracking.settings import resolve_tracking
 from app.tracking.spool import State, last_start
@@ -200,7 +200,7 @@ def _facts(record: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def _mean_speed(record: RunRecord, metrics: dict[str, float]) -> tuple[float, str] | None:
-    """The speed that the terminal and `trireme runs` show, too: Speed of app/loop.py; and of what."""
+    """The speed that the terminal and `trireme runs` show, too: Speed of app/training/loop.py; and of what."""
     summary = record.summary
     if summary.get("rate"):
         return summary["rate"], summary["unit"]

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from app.console import duration
+from app.console.terminal import duration
 from experiments.report import figures
 
 Speeds = Mapping[int, Sequence[float]]

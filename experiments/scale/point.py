@@ -1,7 +1,7 @@
 """One point of a study: some workers in a placement group of their own, and the loop's own steps timed in them.
 
 Whole steps are timed in blocks; then a few are profiled, which tells what of them is communication that nothing hides
-(app/profiler.py), and of a pipeline what its stages did.
+(app/training/profiler.py), and of a pipeline what its stages did.
 """
 
 import contextlib
@@ -20,10 +20,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from app.config import Config
 from app.errors import RunFailed
-from app.job import Job, Place, SilentChannel, memory_bytes
 from app.launchers.ray_workers import work_in
-from app.loop import Training
-from app.profiler import shares
+from app.training.job import Job, Place, SilentChannel, memory_bytes
+from app.training.loop import Training
+from app.training.profiler import shares
 from cluster.remote import free_port
 from strategies.pipeline.simulate import COMPUTE, Span, figures
 

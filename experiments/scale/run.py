@@ -8,14 +8,14 @@ from typing import Any
 
 from app import names
 from app.config import Config
-from app.config_io import flatten, to_dict, with_values
-from app.console import Console
+from app.config.io import flatten, to_dict, with_values
+from app.console.terminal import Console
 from app.errors import UserError
-from app.job import Job
 from app.launchers import PRELOAD
 from app.run.cost import rate_here
 from app.run.prepare import Prepared, prepare, read_task
 from app.tracking.tracker import Tracker
+from app.training.job import Job
 from cluster.connect import connect, disconnect
 from cluster.pending import check_feasible
 from experiments.report.page import write

@@ -2,7 +2,7 @@
 
 Steps to a target against batch size follow  S(B) = S_min · (1 + B_crit / B)  (McCandlish et al. 2018, eq. 5.1 with
 E = S·B): below the critical batch size B_crit twice the batch nearly halves the steps, far above it gains nothing. The
-gradient noise scale (app/noise_scale.py) predicts B_crit; both are shown, since they can differ.
+gradient noise scale (app/training/noise_scale.py) predicts B_crit; both are shown, since they can differ.
 """
 
 import math

@@ -7,7 +7,7 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from app.console import duration
+from app.console.terminal import duration
 from experiments.report import figures
 from experiments.sweep import analysis
 from experiments.sweep.analysis import Answer

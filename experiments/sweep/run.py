@@ -10,11 +10,11 @@ from typing import Any
 
 from app import names
 from app.config import Config
-from app.config_io import flatten, to_dict, to_yaml, with_values
-from app.console import Console
+from app.config.io import flatten, to_dict, to_yaml, with_values
+from app.console.masking import mask_tree
+from app.console.terminal import Console
 from app.errors import RunFailed
 from app.launchers import PRELOAD
-from app.masking import mask_tree
 from app.tracking.spool import State
 from app.tracking.tracker import Tracker
 from cluster.connect import connect, disconnect

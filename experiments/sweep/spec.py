@@ -16,8 +16,8 @@ import yaml
 from omegaconf import OmegaConf
 
 from app.config import Config
-from app.config_check import RUN_NAME
-from app.config_io import flatten, from_dict, load_config, read_yaml, to_dict
+from app.config.check import RUN_NAME
+from app.config.io import flatten, from_dict, load_config, read_yaml, to_dict
 from app.errors import UserError, nearest
 from app.run.prepare import prepare, read_task
 from experiments.sweep.search import SCHEDULERS, SEARCHERS, Search, number, read_space

@@ -22,20 +22,20 @@ from typing import Any
 import ray
 
 from app.config import Config
-from app.config_io import with_values
-from app.console import Console
+from app.config.io import with_values
+from app.console.terminal import Console
 from app.errors import Interrupted, NonFiniteError, RunFailed, UserError
 from app.launchers.actors import ActorWorkers
 from app.launchers.local import LocalWorkers
 from app.launchers.recovery import device_failure
 from app.launchers.room import ray_nodes
 from app.launchers.supervisor import Supervisor
-from app.lease import read_lease
 from app.run.cost import meter_for
 from app.run.driver import Driver
 from app.run.lifecycle import train_run
 from app.run.manifest import Run
 from app.run.prepare import prepare, read_task
+from app.storage.lease import read_lease
 from app.tracking.settings import Settings
 from app.tracking.tracker import Delivery, Tracker
 from cluster.connect import describe

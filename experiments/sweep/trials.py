@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.storage import Storage
+from app.storage.storage import Storage
 from experiments.study import open_head
 
 FILE = "trial.json"

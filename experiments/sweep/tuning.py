@@ -11,12 +11,12 @@ from typing import Any
 
 from ray import tune
 
-from app.console import Console, duration
+from app.console.masking import mask_uri
+from app.console.terminal import Console, duration
 from app.errors import Interrupted, RunFailed, UserError
 from app.launchers.ray_workers import work_in
-from app.masking import mask_uri
 from app.run.cost import check_budget, rate_here
-from app.stopping import stop_signals
+from app.run.stopping import stop_signals
 from app.tracking.settings import resolve_tracking
 from cluster.connect import Cluster
 from cluster.pending import check_feasible

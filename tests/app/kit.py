@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from app.config import Config
-from app.config_io import from_dict, to_yaml
-from app.job import Job, Place, SilentChannel
-from app.loop import Training
-from app.randomness import seed_everything
+from app.config.io import from_dict, to_yaml
+from app.data.randomness import seed_everything
 from app.tasks import load_task
+from app.training.job import Job, Place, SilentChannel
+from app.training.loop import Training
 from strategies.dims import DEGREES
 from strategies.layout import choose
 from tests.app.checkpoint.kit import save

@@ -12,7 +12,7 @@ import pytest
 
 from app.api import _words, load_run, train
 from app.errors import UserError
-from app.storage import Storage
+from app.storage.storage import Storage
 from app.tasks import load_task
 from app.tasks.by_value import name_of, read_task_file, write_task_file
 from tests.running import ROOT, environment, finish, mlflow_run, seed, start

@@ -21,11 +21,11 @@ import torch
 from app import checkpoint
 from app.checkpoint import Weights
 from app.checkpoint.commit import MARKER, File, encode
-from app.config_check import check_trainable
-from app.config_io import load_config
+from app.config.check import check_trainable
+from app.config.io import load_config
+from app.console.masking import is_secret, mask_text, mask_tree
 from app.data.files import cache_folder
 from app.errors import UserError
-from app.masking import is_secret, mask_text, mask_tree
 from app.run.manifest import run_folder
 from app.tasks import load_task
 from cluster.fast_start import client
@@ -78,13 +78,13 @@ def test_no_file_that_is_read_runs_code(tmp_path: Path) -> None:
 
 
 def test_what_reads_torchs_files_reads_data_alone() -> None:
-    """Parity reads its own processes' results, from a folder of its own; app/prediction.py is within an MLflow model,
-    which is a pickle as a whole."""
+    """Parity reads its own processes' results, from a folder of its own; app/models/prediction.py is within an MLflow
+    model, which is a pickle as a whole."""
     root = Path(__file__).parents[2]
     files = [file for part in ("app", "cluster", "strategies", "experiments") for file in (root / part).rglob("*.py")]
     unsafe = {str(f.relative_to(root)) for f in files if "weights_only=False" in f.read_text()}
     loads = {str(f.relative_to(root)) for f in files if "pickle.load" in f.read_text().replace("cloudpickle.load", "")}
-    assert unsafe == {"app/prediction.py", "experiments/parity/matrix.py"}
+    assert unsafe == {"app/models/prediction.py", "experiments/parity/matrix.py"}
     # Between the ranks of one run, which torch connects; and a run whose config.yaml says that its task is a pickle.
     assert loads == {"strategies/pipeline/p2p.py", "app/tasks/by_value.py"}
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from app.launchers.blame import rank_behind
-from app.step_sync import StepSync
+from app.training.step_sync import StepSync
 from strategies import torch_internals
 from tests.pool import run_distributed
 

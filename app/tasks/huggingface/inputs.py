@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.prediction import Preprocessor, classes_table, texts_of
+from app.models.prediction import Preprocessor, classes_table, texts_of
 from app.tasks.language import NEW_TOKENS, TextInput
 from app.tasks.vision import ImageInput
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from app.data.loader import tensors
 from app.errors import UserError
-from app.prediction import Preprocessor
+from app.models.prediction import Preprocessor
 from app.tasks.base import Batch
 from app.tasks.huggingface import balance, plan
 from app.tasks.huggingface import data as reading

@@ -59,7 +59,7 @@ def copy(here: Here) -> None:
 
 def fork(here: Here) -> None:
     """A worker is forked from a process that has imported everything: it must be able to use the GPU."""
-    for name in ("app.loop", "app.tracking.environment", "strategies.parallelize"):
+    for name in ("app.training.loop", "app.tracking.environment", "strategies.parallelize"):
         __import__(name)
     torch.optim.AdamW([torch.zeros(1)])  # imports torch.compile, as app/launchers/preload.py does
     here.expect("initialised_before", 0, 0, "importing must not start CUDA, which no fork survives (torch's notes)")

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from app.job import memory_bytes
 from app.models.cross_entropy import fusible, one_by_one
 from app.models.gpt import GPT
+from app.training.job import memory_bytes
 from experiments.benchmarks.gpt import OPTIONS, SHAPES, ByHand, Shape
 from experiments.benchmarks.gpu_first.check import Here, NotHere
 from experiments.benchmarks.gpu_first.training import config, planned, training
@@ -85,7 +85,7 @@ def speed(here: Here, options: str = "default", precision: str = "bf16") -> None
     here.expect_speed("over_by_hand", 0.7, 1.05, "the same products; our loss is in chunks, our loader runs beside")
     why = "scaled_dot_product_attention of causal bf16 heads of 64 chooses flash attention or cuDNN's"
     here.expect("attention_kernels", 1, None, why)
-    here.expect("fused_optimizer_kernels", 1, None, "AdamW is made with fused=True (app/optimizer.py)")
+    here.expect("fused_optimizer_kernels", 1, None, "AdamW is made with fused=True (app/training/optimizer.py)")
     if here.on_gpu and precision == "bf16":
         here.expect("bf16_share_of_products", 0.98, 1.0, "autocast: no product but small ones is in float32")
     rows = torch.randint(shape.vocab_size, (8 * shape.batch, shape.sequence_length + 1), device=here.device)

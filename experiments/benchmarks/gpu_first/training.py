@@ -1,7 +1,7 @@
 """Checks of training on one device: the numbers are the CPU's, nothing waits, and what is saved continues bit for bit.
 
-`training` is a run's own loop (app/loop.py) in this process; its configuration is made of the dataclasses, as reading a
-file or a command line would need OmegaConf.
+`training` is a run's own loop (app/training/loop.py) in this process; its configuration is made of the dataclasses, as
+reading a file or a command line would need OmegaConf.
 """
 
 import os
@@ -14,17 +14,17 @@ from typing import Any
 import torch
 
 from app.config import CheckpointConfig, Config, OptimizerConfig, RunConfig, TrainConfig
-from app.config_check import validate
-from app.job import Job, Place, SilentChannel
-from app.lease import write_lease
-from app.loop import Training
+from app.config.check import validate
 from app.models.gpt import GPT, TENSOR_PLAN
 from app.models.mixture import MixtureGPT
 from app.planner.advice import predict
 from app.planner.estimate import Estimate
 from app.planner.machine import Machine, running
-from app.storage import Storage
+from app.storage.lease import write_lease
+from app.storage.storage import Storage
 from app.tasks import load_task
+from app.training.job import Job, Place, SilentChannel
+from app.training.loop import Training
 from experiments.benchmarks.gpt import SHAPES, Shape
 from experiments.benchmarks.gpu_first.check import Here
 from experiments.parity.curves import Trial, difference, train
@@ -143,7 +143,7 @@ def one_device(here: Here, variant: str) -> None:
 def no_waits(here: Here, mixture: bool = False) -> None:
     """Steps of a run, with clipping and without a log line, in which nothing may wait for the device. mixture: of
     experts, all on one GPU."""
-    here.expect("waits", 0, 0, "the loop waits at boundaries only (app/loop.py)")
+    here.expect("waits", 0, 0, "the loop waits at boundaries only (app/training/loop.py)")
     here.expect("steps_under_error", 2, 2, 'torch.cuda.set_sync_debug_mode("error") raises where one waits')
     shape = SHAPES[here.model]
     options = {"mixture": {**MIXTURE, "d_expert": shape.d_model}} if mixture else None

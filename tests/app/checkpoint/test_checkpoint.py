@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from app import checkpoint
 from app.checkpoint import Checkpointer, CheckpointError, Commit, commit, export
 from app.errors import UserError
-from app.storage import Storage
+from app.storage.storage import Storage
 from tests.app.checkpoint.kit import plain, save, state_of, steps
 from tests.running import flip
 

@@ -13,7 +13,7 @@ import torch
 from ray.util import placement_group, placement_group_table
 from ray.util.placement_group import PlacementGroup
 
-from app.config_io import load_config
+from app.config.io import load_config
 from app.launchers.room import groups_of_this_job, remove_groups_but
 from app.tracking.tracker import Tracker
 from tests.app.kit import training_of

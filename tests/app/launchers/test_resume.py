@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from app.config_io import load_config
+from app.config.io import load_config
 from app.run.manifest import Run
 from cluster.remote import free_port
 from tests import running

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 
-from app.job import Job
 from app.launchers.elastic import Elastic, count_workers, limits_of
 from app.launchers.failure_policy import Limits
 from app.launchers.recovery import Nodes
@@ -17,6 +16,7 @@ from app.launchers.workers import Failures, Poll, Status, WorkerInfo, WorkerLost
 from app.run.driver import Driver
 from app.run.prepare import prepare, read_task
 from app.tracking.settings import resolve_tracking
+from app.training.job import Job
 from tests.chain import config
 
 Free = Callable[[Sequence[str]], Mapping[str, Mapping[str, float]]]

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.config_io import load_config, to_dict
+from app.config.io import load_config, to_dict
 from app.models import linear
 from app.models.cross_entropy import linear_cross_entropy
 from app.models.feedforward import CNN, MLP, ResNet

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.config_io import load_config
+from app.config.io import load_config
 from app.planner.machine import Machine, of_shape
 from app.planner.plan import Plan, make_plan
 from app.planner.read import Reader

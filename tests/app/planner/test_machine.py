@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from app.cli.plan import _fixed_by_file
-from app.config_io import load_config
+from app.config.io import load_config
 from app.errors import RunFailed, UserError
 from app.planner import calibrate, trial
 from app.planner.calibrate import keep

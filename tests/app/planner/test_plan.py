@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from app.config import Config
-from app.config_io import load_config, with_values
+from app.config.io import load_config, with_values
 from app.planner.advice import NoLayoutFits, advice, choose_layout, predict, settings_text
 from app.planner.chart import best_by_number, draw
 from app.planner.estimate import Estimate

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.data import Dataset, TensorDataset
 
-from app.config_io import load_config
+from app.config.io import load_config
 from app.data.loader import fetch
 from app.errors import UserError
 from app.planner import read as reading

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from app.config_io import load_config
+from app.config.io import load_config
 from app.errors import UserError
-from app.flops import multiplied
 from app.planner import read
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.machine import cpus
@@ -19,6 +18,7 @@ from app.planner.picture import content
 from app.planner.plan import Plan, make_plan
 from app.planner.stand_in import plan_experiment
 from app.tasks import load_task
+from app.training.flops import multiplied
 from experiments.report.page import render
 from strategies.expert.exchange import exchanged_bytes
 from tests.app.planner.conftest import TINY, gpus

@@ -12,11 +12,11 @@ import pytest
 
 from app.config import Config, RunConfig, TrackingConfig, TrainConfig
 from app.errors import UserError
-from app.lease import LEASE_SECONDS, is_current, write_lease
 from app.run.history import history
 from app.run.look import look
 from app.run.manifest import Run
 from app.run.progress import ProgressFile
+from app.storage.lease import LEASE_SECONDS, is_current, write_lease
 from app.tracking.settings import Settings
 from app.tracking.tracker import Tracker
 from tests.running import invoke

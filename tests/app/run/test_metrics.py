@@ -15,7 +15,7 @@ from app.errors import UserError
 from app.run import metrics
 from app.run.cost import Meter, check_budget, must_stop, rate_of
 from app.run.metrics import METRICS, RunMetrics
-from app.storage import Storage
+from app.storage.storage import Storage
 from cluster.remote import free_port
 from tests.cluster.test_pending import HEAD_NODE, SHAPE, node
 from tests.ray_heads import ray_head

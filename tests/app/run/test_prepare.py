@@ -6,9 +6,9 @@ import psutil
 import pytest
 
 from app.errors import UserError
-from app.job import strategy_options
 from app.run.prepare import Prepared, default_micro_batch_size, prepare, read_task
 from app.run.rehearse import PICK_BYTES
+from app.training.job import strategy_options
 from strategies.layout import LayoutError, check, choose
 from tests.chain import config
 

@@ -12,15 +12,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from app import loop, persistence
 from app.checkpoint import CheckpointError
 from app.checkpoint.dcp import HashedFiles, HashingStream
-from app.config_io import load_config
+from app.config.io import load_config
 from app.errors import UserError
-from app.job import Job, Place, SilentChannel
 from app.run.manifest import Run
 from app.run.prepare import prepare, read_task
-from app.storage import Storage
+from app.storage.storage import Storage
+from app.training import loop, persistence
+from app.training.job import Job, Place, SilentChannel
 from tests.app.checkpoint.kit import save
 from tests.running import committed, wait_until
 

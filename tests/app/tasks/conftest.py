@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from app.randomness import seed_everything
+from app.data.randomness import seed_everything
 from app.tasks import load_task
 
 

@@ -19,13 +19,13 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from app.data.loader import fetch
 from app.errors import UserError
-from app.export import export_run
+from app.models.prediction import Predictor
 from app.planner.read import Reader
-from app.prediction import Predictor
-from app.storage import Storage
+from app.results.export import export_run
+from app.results.trained import trained
+from app.storage.storage import Storage
 from app.tasks.huggingface.conversations import NOTHING, pack
 from app.tasks.huggingface.task import HuggingFace
-from app.trained import trained
 from tests.app.tasks.test_tasks import built, one_batch
 from tests.app.tasks.test_tasks_huggingface import READS, SMALL, arguments, made
 from tests.running import LONG, Lines, committed, end_tree, flip, invoke, same_bits, start, trireme, wait_until, weights

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from app.data.loader import fetch
-from app.evaluation import evaluate
-from app.job import Heartbeat
-from app.prediction import Predictor, watched_arguments
+from app.models.prediction import Predictor, watched_arguments
 from app.tasks import load_task
 from app.tasks.items import weighs_items
 from app.tasks.vision import shifted
+from app.training.evaluation import evaluate
+from app.training.job import Heartbeat
 from strategies.parallelize import choose, parallelize
 from tests.app.data.test_data_loader import begun
 from tests.app.planner.test_read import Values

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from app.config_io import load_config, to_dict
+from app.config.io import load_config, to_dict
 from app.errors import UserError
 from app.models.grouped_linear import grouped_linear
+from app.models.prediction import Predictor, called, logits_of
 from app.planner.read import CAST, PLAIN, Reader
-from app.prediction import Predictor, called, logits_of
 from app.tasks.huggingface.experts import group_experts
 from app.tasks.huggingface.plan import tensor_plan
 from app.tasks.huggingface.task import HuggingFace

@@ -14,7 +14,7 @@ import pytest
 import torch
 from mlflow import MlflowClient
 
-from app.lease import process_started
+from app.storage.lease import process_started
 from app.tasks import load_task
 from app.tracking import uploader
 from app.tracking.model import _origins

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from app.config_io import load_config
+from app.config.io import load_config
 from app.errors import UserError
 from experiments.parity import curves, matrix
 from experiments.parity import experiment as parity

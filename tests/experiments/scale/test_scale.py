@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from app.config import Config, ParallelConfig
-from app.config_io import load_config
-from app.console import Console
-from app.job import Job
+from app.config.io import load_config
+from app.console.terminal import Console
+from app.training.job import Job
 from experiments.scale import answer, run
 from experiments.scale.point import Told, measured
 from experiments.scale.run import Plan

@@ -13,7 +13,7 @@ import torch
 from app.checkpoint.dcp import Stager
 from app.checkpoint.ranks import Ranks
 from app.config import OptimizerConfig
-from app.optimizer import build_optimizer
+from app.training.optimizer import build_optimizer
 from experiments.parity.curves import Trial, begin, run_steps
 from experiments.parity.rows import ALL_FIVE, DEEPSPEED, MIXTURES, ROWS, SINGLE, THREE, Row
 from strategies import one_process, registry
@@ -173,7 +173,7 @@ def staging(rank: int) -> dict[str, Any]:
 
 # --- the loop and its parts ---------------------------------------------------------------------------------------
 
-FP16 = {"app/optimizer.py:accepts": "whether the gradient overflowed decides whether this step counts"}
+FP16 = {"app/training/optimizer.py:accepts": "whether the gradient overflowed decides whether this step counts"}
 LOOPS: dict[str, tuple[Row, dict[str, Any], dict[str, str]]] = {
     "bf16, noise scale": (SINGLE, {"precision": "bf16", "noise_scale_every": 2}, {}),
     "fp16": (SINGLE, {"precision": "fp16"}, FP16),

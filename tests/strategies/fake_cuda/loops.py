@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from app.checkpoint import latest_good
 from app.config import Config, OptimizerConfig, ParallelConfig, ProfileConfig, TrainConfig
-from app.job import Job, Place, SilentChannel
-from app.lease import write_lease
-from app.loop import Training
-from app.storage import Storage
+from app.storage.lease import write_lease
+from app.storage.storage import Storage
 from app.tasks.huggingface.task import HuggingFace
+from app.training.job import Job, Place, SilentChannel
+from app.training.loop import Training
 from experiments.parity.rows import Row
 from tests.strategies.fake_cuda import device as fake
 from tests.tasks import Plain

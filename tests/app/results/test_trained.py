@@ -1,0 +1,206 @@
+"""What a trained run is asked for: `trireme export`, for others to load, and `trireme generate`, to continue texts."""
+
+import copy
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from app.errors import UserError
+from app.models.prediction import called, logits_of
+from app.results.generate import Sampling, _PairsReader, _Reader, continuation, text_input
+from app.tasks import load_task
+from app.tasks.huggingface.inputs import PairsInput
+from app.tasks.language import TextInput
+from tests.app.kit import a_run
+from tests.app.tasks.test_tasks_huggingface import BART, GPT2, GROUPED, SMALL, T5
+from tests.running import flip, invoke, same_bits, weights
+
+POINTS = ("tests.tasks:Plain", {"width": 8})
+LOGITS = torch.log(torch.tensor([0.1, 0.6, 0.3]))
+OURS: dict[str, Any] = {"d_model": 16, "n_layers": 2, "n_heads": 2}
+
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def refused(*words: str | Path) -> str:
+    """The sentence that the command ends with."""
+    sentence = invoke(*words, code=2).stderr.strip()
+    assert sentence.startswith("trireme: ") and "\n" not in sentence and "Traceback" not in sentence
+    return sentence
+
+
+def test_transformers_load_the_model_with_its_tied_weights_once_and_its_tokenizer(tmp_path: Path, text: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    args = {"model": "gpt2", "config": GPT2, "data": text, "sequence_length": 8}
+    (trained,) = a_run(tmp_path / "gpt2", "huggingface", args, steps=(3,))
+    done = json.loads(invoke("export", tmp_path / "gpt2", "--to", "huggingface", "--json").stdout)
+    assert done["status"] == "complete" and done["step"] == 3
+    folder = Path(done["folder"])
+    assert folder == tmp_path / "gpt2" / "export" / "huggingface-step-00000003"
+    assert done["files"] == sorted(path.name for path in folder.iterdir())
+    assert set(load_file(folder / "model.safetensors")) == set(trained.state_dict()) - {"lm_head.weight"}
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(report.values()) and model.lm_head.weight is model.transformer.wte.weight, report
+    assert same_bits(model.state_dict(), trained.state_dict())
+    tokens = AutoTokenizer.from_pretrained(folder)("a pénny", return_tensors="pt")["input_ids"]
+    assert tokens.tolist() == [list("a pénny".encode())]
+    assert torch.equal(model(tokens).logits, trained(tokens).logits)
+
+
+def test_classifier_keeps_its_classes_and_its_padding(tmp_path: Path) -> None:
+    """The number of classes comes from the data; another number would make another model."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    table, out = tmp_path / "reviews.csv", tmp_path / "out"
+    table.write_text("text,label\n" + "good day,yes\nbad day,no\n" * 10)
+    (trained,) = a_run(tmp_path / "bert", "huggingface", {"model": "bert", "config": SMALL, "data": str(table)})
+    export = ("export", tmp_path / "bert", "--to", "huggingface", "--out")
+    invoke(*export, out)
+    model = AutoModelForSequenceClassification.from_pretrained(out)
+    assert model.config.id2label == {0: "no", 1: "yes"}
+    texts = AutoTokenizer.from_pretrained(out)(["good", "a bad day"], padding=True, return_tensors="pt")
+    assert texts["input_ids"][0].tolist() == [byte + 1 for byte in b"good"] + [0] * 5
+    ids, mask = texts["input_ids"], texts["attention_mask"]
+    assert mask[0].sum() == 4
+    theirs, ours = (each(input_ids=ids, attention_mask=mask).logits for each in (model, trained))
+    assert torch.allclose(theirs, ours, atol=1e-7)
+    table.write_text("text,label\n" + "good,yes\nbad,no\nso so,perhaps\n" * 9)
+    said = refused(*export, tmp_path / "other")
+    assert "classifier.weight is (2, 16) in the checkpoint and (3, 16) now" in said
+    assert not (tmp_path / "other").exists() and not list(tmp_path.glob(".*.tmp"))
+
+
+def test_of_any_task_the_newest_good_checkpoint_or_the_one_asked_for(tmp_path: Path) -> None:
+    run = tmp_path / "points"
+    first, second = a_run(run, *POINTS, steps=(1, 2))
+
+    def assert_exported(said: str, model: nn.Module, to: str, *more: str) -> None:
+        assert said in invoke("export", run, "--to", to, *more, "--out", tmp_path / said).stdout
+        (path,) = (tmp_path / said).iterdir()
+        got = load_file(path) if to == "safetensors" else torch.load(path, weights_only=True)
+        assert same_bits(got, model.state_dict())
+
+    assert_exported("step 2 of", second, "torch")
+    assert_exported("step 1 of", first, "safetensors", "--step", "1")
+    (file,) = run.glob("checkpoints/step-00000002*/__0_0.distcp")
+    flip(file)
+    assert "the checkpoint of step 2 is damaged" in refused("export", run, "--to", "torch", "--step", "2")
+    assert_exported("is skipped", first, "safetensors")
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
+    run, to, full = tmp_path / "points", ("--to", "torch"), tmp_path / "full"
+    a_run(run, *POINTS)
+    full.mkdir()
+    (full / "file").touch()
+    for said, words in (
+        ("did you mean 'huggingface'", (run, "--to", "hugging_face")),
+        ("it can be safetensors, huggingface, peft, torch", (run, "--to", "onnx")),
+        ("--to is not given; it can be", (run,)),
+        ("is not a run's folder", (tmp_path / "nowhere", *to)),
+        ("whose model transformers does not have", (run, "--to", "huggingface")),
+        ("no checkpoint of step 7", (run, *to, "--step", "7")),
+        ("holds something already", (run, *to, "--out", full)),
+        ("cannot be written", (run, *to, "--out", "/proc/nowhere/out")),
+    ):
+        assert said in refused("export", *words)
+    shutil.rmtree(run / "checkpoints")
+    assert "there is no good checkpoint" in refused("export", run, *to)
+    assert not (run / "export").exists() and not list(tmp_path.glob(".*.tmp"))
+
+
+def test_how_a_token_is_drawn() -> None:
+    def drawn(**how: Any) -> list[int]:
+        draw = torch.Generator().manual_seed(0)
+        return [Sampling(**how).draw(LOGITS, draw) for _ in range(1000)]
+
+    every = drawn(temperature=1.0)
+    assert set(every) == {0, 1, 2} and every.count(1) / 1000 == pytest.approx(0.6, abs=0.04)
+    assert set(drawn(temperature=0.0)) == set(drawn(top_k=1)) == set(drawn(top_p=0.5)) == {1}
+    assert set(drawn(temperature=1.0, top_k=2)) == set(drawn(temperature=1.0, top_p=0.7)) == {1, 2}
+    for wrong in ({"top_p": 0.0}, {"top_k": 0}, {"temperature": -1.0}, {"max_tokens": 0}):
+        with pytest.raises(UserError, match="it must be"):
+            Sampling(**wrong)  # type: ignore[arg-type]
+
+
+class Parrot(nn.Module):
+    """Says the bytes of a text one after another, whatever it reads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.said, self.longest = list(text.encode()), 0
+
+    def forward(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        self.longest = max(self.longest, tokens_BT.shape[1])
+        return nn.functional.one_hot(torch.tensor([[self.said.pop(0)]]), 256).float()
+
+
+def test_letters_of_several_bytes_come_whole_and_no_more_is_read_than_the_model_knows() -> None:
+    text = "für 1 € 🚀!"
+    model, sampling = Parrot(text), Sampling(max_tokens=len(text.encode()), temperature=0.0)
+    pieces = list(continuation(model, TextInput(None, longest=6), "abc", sampling, torch.Generator()))
+    assert "".join(pieces) == text and not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert model.longest == 6
+
+
+@pytest.mark.parametrize(
+    ("task", "args"),
+    [
+        ("language_modelling", OURS),
+        ("language_modelling", OURS | {"mixture": {"n_experts": 2, "top_k": 1}}),
+        ("huggingface", {"model": "llama", "config": GROUPED}),
+        ("huggingface", {"model": "gpt2", "config": GPT2}),
+    ],
+)
+def test_keys_and_values_that_are_kept_change_nothing(task: str, args: dict[str, Any], text: str) -> None:
+    made = load_task(task, {"data": text, "sequence_length": 8, **args})
+    network, given = made.build_model().eval(), text_input(made)
+    plain, tokens = copy.deepcopy(network), given.encode("a penny saved")  # longer than what it looks back
+    kept = _Reader(network, given)
+    for end in range(3, tokens.shape[1] + 1):
+        whole = logits_of(called(plain, given(tokens[:, :end])))[0, -1]
+        assert torch.allclose(kept.logits(tokens[:, :end]), whole, atol=1e-5)
+        assert kept.seen == min(end, 8)
+    found, whole = (logits_of(called(each, given(tokens))) for each in (network, plain))
+    assert torch.equal(found, whole), "nothing is kept any more"
+
+
+@pytest.mark.parametrize(("model", "config"), [("t5", T5), ("bart", BART | {"max_position_embeddings": 16})])
+def test_of_a_text_a_model_with_an_encoder_makes_another(model: str, config: dict[str, Any], tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.csv"
+    pairs.write_text("text,target\n" + "".join(f"word {n},drow {n}\n" for n in range(40)))
+    args = {"data": str(pairs), "tokenizer": "bytes", "sequence_length": 16, "model": model, "config": config}
+    task = load_task("huggingface", args)
+    network, given = task.build_model().eval(), text_input(task)
+    assert isinstance(given, PairsInput)
+    kept, tokens = _PairsReader(network, given, "word 3"), torch.tensor([[given.start, 5, 9, 60, 61]])
+    for end in range(1, 6):
+        plain = network(**given(["word 3"]) | {"decoder_input_ids": tokens[:, :end], "use_cache": False})
+        assert torch.allclose(kept.logits(tokens[:, :end]), plain.logits[0, -1], atol=1e-5)
+    said = "".join(continuation(network, given, "word 3", Sampling(50, 0.0), torch.Generator()))
+    assert said.startswith("\n") and "</s>" not in said
+
+
+def test_a_trained_run_continues_texts_and_others_say_why_not(tmp_path: Path, text: str) -> None:
+    known = ["launcher=local", "strategy=single", f"run.storage={tmp_path}", "tracking.enabled=false", "run.name=gpt"]
+    sizes = f"task_args={{data: {text}, sequence_length: 16, d_model: 32, n_layers: 1, n_heads: 2}}"
+    train = ["train.steps=100", "train.global_batch_size=16", "optimizer.lr=0.02"]
+    invoke("train", "task=language_modelling", sizes, *train, *known)
+    run, out = tmp_path / "gpt", tmp_path / "out"
+    said = invoke("generate", run, "saved is a penny ", "--max-tokens", "6", "--temperature", "0")
+    assert said.stdout == "saved is a penny earned\n", said.output
+    seeded = [invoke("generate", run, "a", "--seed", seed).stdout for seed in ("1", "1", "2")]
+    assert seeded[0] == seeded[1] != seeded[2]
+    invoke("export", run, "--to", "torch", "--out", out)
+    (file,) = out.iterdir()
+    assert same_bits(torch.load(file, weights_only=True), weights(run))
+    a_run(tmp_path / "points", *POINTS)
+    assert "does not continue texts" in refused("generate", tmp_path / "points", "a")

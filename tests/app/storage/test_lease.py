@@ -1,0 +1,41 @@
+"""Whether the driver that holds a run lives; no clock is believed."""
+
+import json
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from app.storage.storage import Storage, lease
+from tests.running import wait_until
+
+
+def test_a_driver_elsewhere_lives_while_it_renews_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(tmp_path)
+
+    def renew(seconds: float = 0.0, beat: int = 2) -> None:
+        held = {"attempt": "a", "host": "elsewhere", "pid": 7, "process_started": 1.0, "beat": beat}
+        storage.write_bytes(lease.FILE, json.dumps(held).encode())
+
+    renew(beat=1)
+    held = lease.read_lease(storage)
+    assert held and not lease.is_alive(storage, held, 0.2)
+    monkeypatch.setattr("app.storage.lease.time.sleep", renew)  # meanwhile
+    assert lease.is_alive(storage, held, 3.0)
+
+
+def test_on_this_machine_the_kernel_knows_whether_the_very_process_lives(tmp_path: Path) -> None:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        began = lease.process_started(process.pid)
+        ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        assert began == float(ticks) > 0, "since the machine started: setting the clock does not change it"
+        held = {"host": socket.gethostname(), "pid": process.pid, "process_started": began}
+        assert lease.is_alive(Storage(tmp_path), held, 0.0)
+        assert not lease.is_alive(Storage(tmp_path), held | {"process_started": began - 1}, 0.0)
+    finally:
+        process.kill()
+    wait_until(lambda: lease.process_started(process.pid) == 0.0)  # a zombie trains nothing
+    process.wait()
+    assert not lease.is_alive(Storage(tmp_path), held, 0.0)

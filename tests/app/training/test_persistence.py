@@ -1,0 +1,43 @@
+"""How often to save: the interval that loses least, and when a save is due by it."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from app.config.io import load_config, with_values
+from app.launchers.failure_policy import mean_time_between_failures
+from app.training import persistence
+from app.training.persistence import checkpoint_interval
+
+
+def test_the_interval_loses_least() -> None:
+    def lost(seconds: float, stall: float, mean: float) -> float:
+        """Share of the time that is lost, with failures at exponential distances and restarts that cost nothing."""
+        return 1 - seconds / (mean * math.expm1((seconds + stall) / mean))
+
+    for stall, mean in ((0.5, 60.0), (2.0, 3600.0), (30.0, 3600.0)):
+        best = checkpoint_interval(stall, 0.0, mean)
+        around = [lost(best * factor, stall, mean) for factor in (0.8, 0.9, 1.0, 1.1, 1.25)]
+        assert min(around) == around[2], (stall, mean, around)
+    assert checkpoint_interval(0.001, 5.0, 60.0) == 5.0, "no sooner than the one before is written"
+    assert checkpoint_interval(100.0, 1.0, 10.0) == 10.0, "saving costs more than failing"
+    assert mean_time_between_failures(0, 0.0, 1) == 30 * 86400 and mean_time_between_failures(0, 0.0, 30) == 86400
+    assert mean_time_between_failures(9, 3600.0, 2592000) == pytest.approx(360.1)
+
+
+def test_a_save_is_due_by_the_measured_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: Any = object.__new__(persistence.Persistence)
+    config = load_config([], ["task=tests.tasks:Points", "checkpoint.auto=true"])
+    kept.job = SimpleNamespace(config=config, mtbf_seconds=60.0)
+    kept.checkpointer = SimpleNamespace(last_total_seconds=0.1, last_stall_seconds=0.0)
+    kept.longest_stall, kept.saved_at = None, 100.0
+    monkeypatch.setattr(persistence.time, "monotonic", lambda: 107.0)
+    assert not kept.overdue(), "nothing is measured yet: a minute"
+    kept.longest_stall = 0.3
+    assert 7 > kept.interval() == pytest.approx(checkpoint_interval(0.3, 0.1, 60.0)) and kept.overdue()
+    kept.checkpointer.last_stall_seconds = 0.4  # a GPU's copying was known only after save() had returned
+    assert kept.interval() == pytest.approx(checkpoint_interval(0.4, 0.1, 60.0))
+    kept.job.config = with_values(config, {"checkpoint.auto": False})
+    assert kept.interval() == 300.0
