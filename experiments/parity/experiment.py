@@ -18,6 +18,7 @@ from app.job import strategy_options
 from app.optimizer import build_optimizer
 from app.randomness import seed_everything
 from app.tasks import load_task
+from app.tasks.build import build_model
 from experiments.parity.curves import Trial
 from experiments.parity.matrix import Result, run
 from experiments.parity.rows import ALL_FIVE, DEEPSPEED, MIXTURES, ROWS, THREE, Row
@@ -42,7 +43,7 @@ def make_trial(values: dict[str, Any], steps: int) -> Trial:
 
     def build() -> torch.nn.Module:
         seed_everything(config.train.seed)
-        return task.build_model()
+        return build_model(task)
 
     def batch(step: int) -> Any:
         start = step * size
