@@ -63,7 +63,8 @@ class GradNorm:
 
     def _norm(self, groups: Groups, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Of gradients that are split over the same groups."""
-        split = (g.reshape(-1).split(PIECE) if g.is_cpu and g.numel() > PIECE else (g,) for g in gradients)
+        real = (torch.view_as_real(g.resolve_conj()) if g.is_complex() else g for g in gradients)
+        split = (g.reshape(-1).split(PIECE) if g.is_cpu and g.numel() > PIECE else (g,) for g in real)
         norm = get_total_norm([piece.float() for pieces in split for piece in pieces] or [torch.zeros(())])
         return _over(norm.to(self.device), groups)
 

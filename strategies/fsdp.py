@@ -18,7 +18,8 @@ are freed and gradients reduced, and in the shape of the mesh.
 - *Units*: each repeating block; what is left (embeddings, the last norm, the head) is the root's, gathered for the
   whole step. A weight used in two places must be in one unit: blocks that share a weight stay with the root.
 - *Whole*: a parameter without dimensions (CLIP's temperature) cannot be cut; every worker keeps it, and its gradient
-  is averaged.
+  is averaged. So are parameters without elements, complex ones, and those of another type than the rest of their unit
+  (float32 norms in bfloat16 blocks), because a unit's gradients are reduced together.
 - *Padding*: each parameter is cut along dimension 0 as torch.chunk does, in slices of ⌈n/R⌉ rows, and a rank's memory
   holds a full slice even where fewer or no rows are left: a bias of 10 over 4 ranks is 3+3+3+1, stored as 12.
 - *Accumulation*: of several micro-batches only the last reduce-scatters, and unsharded gradients wait until then
@@ -33,6 +34,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -85,7 +87,10 @@ def apply(setup: Setup) -> Applied:
         size = _numel(p for p in module.parameters() if p.requires_grad) * (2 if options.reduce_dtype == "bf16" else 4)
         each = _on_any_rank(gradients_are_large(size, memory), device)
         notes += [SCATTERED] if each else []
-    root, whole = WholeStep(module), {name for name, _ in kept_whole(module, setup.mesh)}
+    root = WholeStep(module)
+    kept = kept_whole(module, setup.mesh) + of_other_types(module, setup.blocks, options)
+    whole = {name for name, _ in kept}
+    notes += _whole_note(kept, module)
     units = shard(root, setup.mesh, setup.blocks, options, reshard_after_forward=reshard, experts=setup.experts)
     setup.load()
     step = micro_step(units, reduce_scatter_each_microbatch=each, keep_gathered=not reshard)
@@ -111,7 +116,7 @@ def shard(
     precision.cast_calls(module, options.precision, options.float_output)
     units: list[Any] = [module.get_submodule(name) for name in separable(module, blocks)]
     units = [block for block in units if any(True for _ in block.parameters())]
-    whole = {p for _, p in kept_whole(module, mesh)}
+    whole = {p for _, p in kept_whole(module, mesh) + of_other_types(module, blocks, options)}
     how: dict[str, Any] = {"offload_policy": offload, "ignored_params": whole}
     cut: dict[str, Any] = {"mesh": mesh, "shard_placement_fn": placement(mesh)}
     inner: dict[Any, list[Any]] = {block: experts.modules_in(block) if experts else [] for block in [*units, module]}
@@ -164,9 +169,50 @@ def placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
 
 
 def kept_whole(module: nn.Module, mesh: DeviceMesh) -> Named:
-    """Before others are cut, the parameters that cannot be: every worker keeps them."""
+    """Before others are cut, the parameters that cannot be: every worker keeps them.
+
+    Those without dimensions or elements, and complex ones, whose gradients no backend reduce-scatters.
+    """
     place = placement(mesh)
-    return [(name, p) for name, p in module.named_parameters() if place(p) is None]
+    return [(name, p) for name, p in module.named_parameters() if place(p) is None or p.is_complex() or p.numel() == 0]
+
+
+def of_other_types(module: nn.Module, blocks: list[str], options: Options) -> Named:
+    """The trained parameters of another type than most of their unit: every worker keeps them whole.
+
+    `fully_shard` reduces the gradients of a unit in one collective, of one type. (They are cast to one by a precision
+    of 16 bits, so that then there are none.) They could be units of their own only where nothing but their module's
+    forward reads them.
+    """
+    if options.precision != "fp32":
+        return []
+    units = separable(module, blocks)
+    by_unit: dict[str, Named] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.numel() and not parameter.is_complex():
+            unit = next((block for block in units if name.startswith(f"{block}.")), "")
+            by_unit.setdefault(unit, []).append((name, parameter))
+    odd: Named = []
+    for named in by_unit.values():
+        numbers: Counter[torch.dtype] = Counter()
+        for _, parameter in named:
+            numbers[parameter.dtype] += parameter.numel()
+        usual = numbers.most_common(1)[0][0]
+        odd += [(name, parameter) for name, parameter in named if parameter.dtype != usual]
+    return odd
+
+
+def _whole_note(whole: Named, module: nn.Module) -> list[str]:
+    """A remark where what is not sharded is a large part of the model."""
+    size = sum(parameter.nbytes for _, parameter in whole)
+    total = sum(parameter.nbytes for parameter in module.parameters())
+    if size <= ROOM * total:
+        return []
+    others = f" and {len(whole) - 1} more" if len(whole) > 1 else ""
+    return [
+        f"{whole[0][0]}{others}, {size / total:.0%} of the parameters' bytes, are kept whole on every worker, because "
+        "they are complex or of another type than the rest of their block: parameters of one type are sharded"
+    ]
 
 
 def average_whole(parameters: list[nn.Parameter], group: dist.ProcessGroup, step: MicroStep) -> MicroStep:

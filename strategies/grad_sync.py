@@ -249,7 +249,8 @@ class ShardedGradients:
         self.unsharded = dict(self.module.named_parameters())
         for parameter in self.unsharded.values():  # of many micro-batches 16 bits would lose what is small
             if parameter.is_floating_point():
-                parameter.grad_dtype = self.dtype or torch.float32  # type: ignore[attr-defined]
+                summed_in = self.dtype or torch.promote_types(parameter.dtype, torch.float32)
+                parameter.grad_dtype = summed_in  # type: ignore[attr-defined]
 
     def free(self) -> None:
         """Frees what has been gathered."""

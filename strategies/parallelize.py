@@ -71,6 +71,8 @@ def parallelize(
     on_meta = dims.tp * dims.pp * dims.ep > 1 or strategy.is_sharded
     module, note = state.structure(build) if on_meta else (build(), "")
     state.require_parameters(module)
+    state.make_dense(module)
+    dense = state.make_gradients_dense(module)
     if device.type == "cuda":
         use_channels_last(module, with_weights=not on_meta)
     names = find_blocks(module, _answer(blocks, module))
@@ -124,7 +126,7 @@ def parallelize(
     setup = Setup(strategy, module, layout, options, device, names, load, data_mesh, group, experts)
     if split is not None and options.async_tp and not split.overlaps:
         note = f"{note}; " * bool(note) + f"parallel.async_tp does nothing in parallel.schedule={options.schedule}"
-    notes = (*([note] if note else []), *state.batch_norm_notes(module, layout))
+    notes = (*([note] if note else []), *dense, *state.batch_norm_notes(module, layout))
     if division is not None and mesh is not None:
         return division.connect(setup, mesh, split, notes, context)
     assert strategy.apply is not None, f"{strategy.name} is put on by its degree"

@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from strategies.dims import Layout, LayoutError
+from strategies.tree import tree_leaves
 
 Build = Callable[[], nn.Module]
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -42,13 +43,58 @@ CONFIGURED = frozenset(_HYPERPARAMETERS.split())
 
 
 def structure(build: Build) -> tuple[nn.Module, str]:
-    """The module on meta and ""; or, if it cannot be built there, the real one and why."""
+    """The module on meta and ""; or, if it cannot be built there, the real one and why. Its parameters lie in memory in
+    the order of their dimensions, as sharding needs it: a transposed one is copied."""
     try:
         with torch.device("meta"):
             module = build()
+        why = _kept_in_containers(module)
     except Exception as error:  # whatever a model's own code does with values; a mistake is one for real too
-        return build(), f"every worker builds the whole model first, because building it on meta fails: {error}"
-    return module, ""
+        why = f"building it on meta fails: {error}"
+    if why:
+        module = build()
+    for parameter in module.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+    return module, f"every worker builds the whole model first, because {why}" if why else ""
+
+
+def _kept_in_containers(module: nn.Module) -> str:
+    """Which tensors a module keeps where `fill` does not find them: in a list, a tuple or a dict of its own."""
+    known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    for path, owner in module.named_modules():
+        for name, value in vars(owner).items():
+            if name in ("_parameters", "_buffers", "_modules") or not isinstance(value, (list, tuple, dict)):
+                continue
+            if any(isinstance(leaf, torch.Tensor) and id(leaf) not in known for leaf in tree_leaves(value)):
+                return f"{f'{path}.{name}'.lstrip('.')} holds tensors that are neither parameters nor buffers"
+    return ""
+
+
+def make_dense(module: nn.Module) -> None:
+    """Copies parameters between whose elements other memory lies, such as every second row of a tensor: torch's fused
+    optimizers (2.13) would update them by state that lies in memory without gaps."""
+    for parameter in module.parameters():
+        if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
+            parameter.data = parameter.data.contiguous()
+
+
+def make_gradients_dense(module: nn.Module) -> tuple[str, ...]:
+    """Lets embeddings with sparse=True have dense gradients, the same numbers; a remark for the user if there are any.
+
+    Neither sharding nor DDP's buckets nor fused optimizers nor a gradient norm take sparse ones.
+    """
+    tables = [
+        (name, layer)
+        for name, layer in module.named_modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
+    ]
+    for _, layer in tables:
+        layer.sparse = False
+    if not tables:
+        return ()
+    others = f" and {len(tables) - 1} more" if len(tables) > 1 else ""
+    return (f"{tables[0][0]}{others} has sparse=True: its gradients are dense here, of the same numbers",)
 
 
 def require_parameters(module: nn.Module) -> None:

@@ -119,7 +119,9 @@ def _start(count: int) -> None:
 
 def _spawn(rank: int) -> _Worker:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.fsdp", "strategies.parallelize", "tests.strategies.models"])
+    context.set_forkserver_preload(
+        ["torch.distributed.fsdp", "strategies.parallelize", "tests.strategies.models", "app.training.loop"]
+    )
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(rank, theirs), name=f"pool-rank-{rank}")
     with mock.patch.dict(os.environ, _ENVIRONMENT):  # torch and gloo read these when they are loaded

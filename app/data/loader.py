@@ -203,6 +203,13 @@ def fetch(dataset: Dataset[Any], picks: Picks, seed: int | None = 0, drawn: bool
     return default_collate(samples)
 
 
+def pipeline_example(dataset: Dataset[Any], micro_batch_size: int | None) -> Batch:
+    """The micro-batch that a pipeline learns the model from: of two samples where micro-batches are larger than one,
+    because a layer such as BatchNorm1d does not train on one."""
+    rows = 1 if micro_batch_size == 1 else min(2, length(dataset) or 2)
+    return fetch(dataset, [(index, index) for index in range(rows)])
+
+
 def draws(dataset: Dataset[Any], seed: int) -> bool:
     """Whether making samples draws from the global generators; found by making some from all over the data, unless the
     data set says so."""

@@ -28,6 +28,7 @@ from app.planner.model_costs import ModelCosts, PartCosts, basis
 from app.planner.remember import remembered
 from app.planner.trace import AFTER, BEFORE, PartTrace, Trace, alike, watch
 from app.tasks.base import Task
+from app.tasks.build import build_model
 from strategies.blocks import find_blocks, separable
 from strategies.context.apply import require_positions
 from strategies.costs import ParameterSize, model_size
@@ -152,13 +153,13 @@ class Reader:
     def _structure(self) -> nn.Module:
         try:
             with torch.device("meta"):
-                return self.task.build_model()
+                return build_model(self.task)
         except UserError:
             raise
         except Exception as error:
             self._real = True
             self.note = f"the model cannot be built on the meta device ({_first_line(error)}): built and run for real"
-            return self.task.build_model()
+            return build_model(self.task)
 
     def _traces(self, way: str) -> dict[tuple[int, int], Trace]:
         """By (batch, tp)."""
@@ -202,7 +203,7 @@ class Reader:
     def _module(self, way: str, fake: Any) -> nn.Module:
         dtype = torch.bfloat16 if way == CAST else None
         if fake is None:
-            return self.task.build_model().to(dtype=dtype)
+            return build_model(self.task).to(dtype=dtype)
         module, made = copy.deepcopy(self._skeleton), dict[Tensor, Tensor]()
         for owner in module.modules():
             own = [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]

@@ -17,7 +17,7 @@ from torch import nn
 from app.checkpoint import find
 from app.config import Config
 from app.config.io import with_values
-from app.data.loader import fetch, is_reproducible, length, micro_batch_slices, tensors
+from app.data.loader import fetch, is_reproducible, length, micro_batch_slices, pipeline_example, tensors
 from app.data.randomness import seed_everything
 from app.data.stream import continues_exactly, is_stream
 from app.errors import UserError
@@ -27,6 +27,7 @@ from app.run.rehearse import rehearse, require_data, require_methods
 from app.run.sources import task_sources
 from app.tasks import load_task
 from app.tasks.base import Task
+from app.tasks.build import build_model
 from app.training import batch_gather, hooks
 from app.training.job import strategy_options
 from app.training.optimizer import optimizer_class
@@ -299,11 +300,11 @@ def looked_at(task: Task, layout: Layout) -> nn.Module | None:
     if layout.dims.world_size == 1:
         return None
     if layout.dims.pp > 1:
-        module = structure(task.build_model)[0]
+        module = structure(lambda: build_model(task))[0]
     else:
         try:
             with torch.device("meta"):
-                module = task.build_model()
+                module = build_model(task)
         except Exception:  # whatever a model's own code does with values; the workers build it for real
             return None
     require_parameters(module)
@@ -327,7 +328,7 @@ def check_model(config: Config, task: Task, layout: Layout, module: nn.Module | 
     if layout.dims.ep > 1:
         require_experts(module, layout.dims.ep)
     if layout.dims.pp > 1:
-        batch = fetch(task.train_data(), [(0, 0)])
+        batch = pipeline_example(task.train_data(), config.train.micro_batch_size)
         blocks, cpu = find_blocks(module, task.blocks(module)), torch.device("cpu")
         try:
             tracer, *_ = plan_stages(module, blocks, chosen, layout.dims.pp, (task.loss, batch), cpu)

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from app.data.loader import fetch, length, map_tensors, rows
 from app.tasks.base import Task
+from app.tasks.build import build_model
 from app.training.job import Place
 from strategies import registry
 from strategies.blocks import find_blocks
@@ -40,7 +41,7 @@ def sample_flops(task: Task) -> float | None:
     """FLOPs of one sample, forward and backward; None where the model's code cannot run without numbers."""
     with contextlib.suppress(Exception):  # whatever a model's own code does with values
         with torch.device("meta"):
-            model = task.build_model()
+            model = build_model(task)
         tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         length: int | None = getattr(task, "sequence_length", None)
         if task.heads() and length and tables:

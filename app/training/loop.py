@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from app.checkpoint.ranks import Ranks
-from app.data.loader import fetch, number_on, rows, train_batches
+from app.data.loader import number_on, pipeline_example, rows, train_batches
 from app.data.randomness import seed_everything, seed_step
 from app.storage.storage import Storage
 from app.tasks import load_task
+from app.tasks.build import build_model
 from app.tasks.by_value import read_task_file
 from app.tasks.items import CountedBatch, count_items, weighs_items
 from app.training import hooks
@@ -98,6 +99,9 @@ class Training:
         self.task = load_task(config.task, config.task_args)
         self.data = self.task.train_data()
         self.memory_before = memory_bytes(place.device)  # without a model
+        example = None
+        if job.layout.dims.pp > 1:
+            example = (self.task.loss, pipeline_example(self.data, config.train.micro_batch_size))
         self.dims = job.layout.dims
         self.data_rank = self.dims.data_rank(place.rank)
         self.parallel = parallelize(
@@ -108,7 +112,7 @@ class Training:
             blocks=self.task.blocks,
             tensor_plan=self.task.tensor_plan,
             context_plan=self.task.context_plan,
-            example=(self.task.loss, fetch(self.data, [(0, 0)])) if self.dims.pp > 1 else None,
+            example=example,
         )
         if hooks.overrides(self.task, "training_step"):
             hooks.gather_when_called(self.parallel)
@@ -141,7 +145,7 @@ class Training:
 
     def _build_model(self) -> torch.nn.Module:
         seed_everything(self.config.train.seed)
-        return self.task.build_model()
+        return build_model(self.task)
 
     # --- the loop -----------------------------------------------------------------------------------------------
 

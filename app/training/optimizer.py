@@ -43,14 +43,15 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
     The built-in ones run as one fused kernel over all parameters, on GPUs and CPUs alike.
     """
     trainable = [p for p in parameters if p.requires_grad]
-    groups = [
-        {
-            "params": [p for p in trainable if min(p.dim(), 2) == dim and isinstance(p, DTensor) is split],
-            "weight_decay": config.weight_decay if dim == 2 else 0.0,
-        }
-        for dim in (2, 1, 0)  # scalars, which are never sharded, apart from what is
-        for split in (False, True)  # a kernel takes one kind; a mixture under ddp has both
-    ]
+    groups = []
+    for dim in (2, 1, 0):  # scalars, which are never sharded, apart from what is
+        for split in (False, True):  # a kernel takes one kind; a mixture under ddp has both
+            for is_complex in (False, True):
+                group: dict[str, Any] = {
+                    "params": [p for p in trainable if _kind(p) == (dim, split, is_complex)],
+                    "weight_decay": config.weight_decay if dim == 2 else 0.0,
+                }
+                groups.append(group | _kernels(config.name, split=split, is_complex=is_complex))
     options: dict[str, Any] = {"lr": config.lr, **config.args}
     if config.name in ("adam", "adamw"):
         options |= {"betas": (config.betas[0], config.betas[1]), "eps": config.eps, "fused": True}
@@ -60,6 +61,21 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
         return optimizer_class(config.name)([group for group in groups if group["params"]], **options)
     except (TypeError, ValueError) as error:
         raise UserError(f"optimizer {config.name} does not take these arguments: {error}") from error
+
+
+def _kernels(name: str, *, split: bool, is_complex: bool) -> dict[str, Any]:
+    """What a group of a built-in optimizer says of its kernels, where the fused one does not take its parameters:
+    none takes complex ones, and torch 2.13 has no rule for the distributed ones of SGD."""
+    if name in BUILT_IN and is_complex:
+        return {"fused": False}
+    if name == "sgd" and split:
+        return {"fused": False, "foreach": True}
+    return {}
+
+
+def _kind(parameter: nn.Parameter) -> tuple[int, bool, bool]:
+    """Dimensions (at most 2), whether it is distributed, whether it is complex."""
+    return min(parameter.dim(), 2), isinstance(parameter, DTensor), parameter.is_complex()
 
 
 def learning_rate(

@@ -177,7 +177,7 @@ def difference(truth: Curve, curve: Curve) -> Difference:
     if truth.weights.keys() != curve.weights.keys():
         return Difference(float("inf"), float("inf"), float("inf"))
     filled = {name: tensor for name, tensor in truth.weights.items() if tensor.numel()}
-    usual = _rms([tensor for tensor in filled.values() if tensor.is_floating_point()])
+    usual = _rms([tensor for tensor in filled.values() if tensor.is_floating_point() or tensor.is_complex()])
     weights = max((_relative(tensor, curve.weights[name], usual) for name, tensor in filled.items()), default=0.0)
     return Difference(_largest(truth.losses, curve.losses), _largest(truth.norms, curve.norms), weights)
 
@@ -185,6 +185,8 @@ def difference(truth: Curve, curve: Curve) -> Difference:
 def _relative(a: torch.Tensor, b: torch.Tensor, usual: float) -> float:
     """rms(a - b) / rms(a), or over the `usual` size of the model's weights where that is more: not element by element
     nor tensor by tensor, where a bias that has just left zero would be compared with next to nothing."""
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
     if not a.is_floating_point():
         return 0.0 if torch.equal(a, b) else float("inf")
     value = _rms([a.double() - b.double()]) / max(_rms([a]), usual, 1e-12)
@@ -194,7 +196,7 @@ def _relative(a: torch.Tensor, b: torch.Tensor, usual: float) -> float:
 def _rms(tensors: list[torch.Tensor]) -> float:
     """The root of the mean square over all elements."""
     count = sum(tensor.numel() for tensor in tensors)
-    return (sum(float(tensor.double().square().sum()) for tensor in tensors) / max(1, count)) ** 0.5
+    return (sum(float(tensor.abs().double().square().sum()) for tensor in tensors) / max(1, count)) ** 0.5
 
 
 def _largest(a: list[float], b: list[float]) -> float:

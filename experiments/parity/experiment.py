@@ -16,6 +16,7 @@ from app.data.randomness import seed_everything
 from app.data.stream import is_stream
 from app.errors import UserError
 from app.tasks import load_task
+from app.tasks.build import build_model
 from app.training.job import strategy_options
 from app.training.optimizer import build_optimizer
 from experiments.parity.curves import Trial
@@ -42,7 +43,7 @@ def make_trial(values: dict[str, Any], steps: int) -> Trial:
 
     def build() -> torch.nn.Module:
         seed_everything(config.train.seed)
-        return task.build_model()
+        return build_model(task)
 
     def batch(step: int) -> Any:
         start = step * size

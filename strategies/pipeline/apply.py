@@ -31,6 +31,7 @@ from strategies.pipeline.parallel import PipelineParallel
 from strategies.pipeline.runtime import Runtime
 from strategies.pipeline.stage import Stage, StageAssignment, assign, keep_own, require_chain
 from strategies.pipeline.trace import Trace, Tracer, traced_modules
+from strategies.state import tensor_attributes
 from strategies.strategy import Setup, Strategy
 from strategies.tensor import apply as tensor_parallel
 from strategies.tensor.layers import SplitLayers
@@ -167,12 +168,17 @@ def plan_stages(
 
 
 def without_numbers(module: nn.Module) -> nn.Module:
-    """A copy whose parameters are on meta; tied ones stay tied."""
-    kept = {
+    """A copy whose parameters are on meta; tied ones stay tied. So are tensors that modules have computed from them
+    (the weight of torch.nn.utils.weight_norm), which Python cannot copy with their graph."""
+    kept: dict[int, torch.Tensor] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in module.parameters()
     }
-    return copy.deepcopy(module, dict(kept))
+    for owner in module.modules():
+        for _, value in tensor_attributes(owner):
+            if not value.is_leaf:
+                kept[id(value)] = torch.empty_like(value, device="meta", requires_grad=False)
+    return copy.deepcopy(module, kept)
 
 
 def _by_chunk(named: Named, assignment: StageAssignment, own: tuple[int, ...]) -> dict[int, Named]:

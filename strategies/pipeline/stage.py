@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from strategies.dims import LayoutError
 from strategies.parallel import Loss
 from strategies.pipeline.trace import (
+    LEFT,
     PlaceholderTensor,
     Trace,
     Tracer,
@@ -77,6 +78,8 @@ def assign(tracer: Tracer, trace: Trace, sizes: tuple[int, ...]) -> StageAssignm
         for source in uses:
             if source.startswith("="):
                 owners[source[1:]].add(part)
+            elif source.startswith(LEFT):
+                _require_one_part(source, part_of, part)
             else:
                 reach[source] = max(reach.get(source, 0), part)
     for call in trace.calls:
@@ -89,6 +92,16 @@ def assign(tracer: Tracer, trace: Trace, sizes: tuple[int, ...]) -> StageAssignm
     # What no forward uses has to be somewhere: with the first part.
     used = {name: frozenset(parts or {0}) for name, parts in owners.items()}
     return StageAssignment(sizes, part_of, tuple(last), sends, used)
+
+
+def _require_one_part(source: str, part_of: dict[str, int], part: int) -> None:
+    """Raises LayoutError if what a module has left in an attribute is read where the module is not."""
+    call, attribute = source.removeprefix(LEFT).split(" ")
+    if part_of[call] != part:
+        raise LayoutError(
+            f"{call} leaves the tensor {attribute} in an attribute, which is read on another stage of "
+            "the pipeline: let it return the tensor from forward, or write strategy=fsdp"
+        )
 
 
 def require_chain(trace: Trace, blocks: list[str]) -> None:

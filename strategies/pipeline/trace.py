@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
+from torch.utils.hooks import RemovableHandle
 
 from strategies.dims import LayoutError
 from strategies.state import tensor_attributes
@@ -32,8 +33,8 @@ from strategies.tree import tree_leaves, tree_map
 META = torch.device("meta")
 _VALUES = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 _DEVICES = {"cpu", "cuda"}
-_HOOKS = {"register_hook", "retain_grad", "register_post_accumulate_grad_hook"}
-"""What asks for a gradient, which a value of another stage does not get here: its own stage does it."""
+LEFT = "@"
+"""Begins the source of what a module leaves in an attribute: the call's name and the attribute's follow."""
 
 ELEMENT = 50.0
 """What reading or writing one number outside of matrix products counts, in floating-point operations: on two CPU cores
@@ -78,15 +79,17 @@ class PlaceholderTensor(Tensor):
             if (answer := known.get(func.__self__)) is not None:  # type: ignore[attr-defined]
                 return answer
         elif name in _VALUES:
-            source = min(found[0].sources, default="another stage")
+            source = min(found[0].sources, default="another stage").removeprefix(LEFT)
             raise LayoutError(
                 f"the model's code looks at numbers that come from {source}, which another stage of the pipeline "
                 "computes: let it decide by the batch alone, or write strategy=fsdp"
             )
         elif name in _DEVICES:
             return found[0]
-        elif name in _HOOKS:
-            return _NoHook()
+        elif name == "register_hook":
+            return RemovableHandle({})  # the stage that has the tensor's numbers, and its gradient, has the hook
+        elif name == "retain_grad":
+            return None
         sources = frozenset().union(*(leaf.sources for leaf in found))
         if cls._used is not None:
             cls._used |= sources
@@ -94,12 +97,6 @@ class PlaceholderTensor(Tensor):
         with torch.no_grad():
             output = func(*args, **kwargs)
         return tree_map(lambda o: PlaceholderTensor.make(o, sources, place) if isinstance(o, Tensor) else o, output)
-
-
-class _NoHook:
-    """The handle of a hook that was not registered."""
-
-    def remove(self) -> None: ...
 
 
 def _to_meta(value: Any) -> Any:
@@ -213,9 +210,11 @@ class Tracer:
                     f"the model calls its block {path} twice in one forward, or the task calls the model twice, so its "
                     "blocks do not form a chain: write strategy=fsdp"
                 )
-            before = self._count.take()  # the code between two calls counts with the first of them
-            (trace.calls[-1] if trace.calls else call).cost += before
+            between = self._count.take()  # the code between two calls counts with the first of them
+            (trace.calls[-1] if trace.calls else call).cost += between
+            kept = _kept_tensors(self.module.get_submodule(path))
             output = self._output(forward, call, args, kwargs)
+            self._mark_what_is_left(call, kept)
             self._used.clear()
             call.cost += self._count.take() + 2 * ELEMENT * sum(self.sizes[name] for name in self.held[path])
             if call.is_block:
@@ -230,6 +229,12 @@ class Tracer:
 
         return watched
 
+    def _mark_what_is_left(self, call: Call, kept: dict[tuple[nn.Module, str], Tensor]) -> None:
+        """Notes as a source of its own each tensor that the module has put into an attribute of itself."""
+        for (owner, name), value in _kept_tensors(self.module.get_submodule(call.path)).items():
+            if kept.get((owner, name)) is not value:
+                vars(owner)[name] = PlaceholderTensor.make(value, [f"{LEFT}{call.name} {name}"], self.place)
+
     def _output(self, forward: Callable[..., Any], call: Call, args: Any, kwargs: Any) -> Any:
         """What the module returns. A block is on one stage, so its code may look at numbers (a router of experts does),
         of which there are none here: it is then taken to return something like its input, until it is seen to."""
@@ -241,6 +246,16 @@ class Tracer:
                 raise
             call.assumed = (str(error).strip().splitlines() or [type(error).__name__])[0]
             return first
+
+
+def _kept_tensors(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
+    """Of it and what it holds, the tensors among plain attributes."""
+    return {
+        (owner, name): value
+        for owner in module.modules()
+        for name, value in vars(owner).items()
+        if isinstance(value, Tensor)
+    }
 
 
 def remember_in_evaluation(module: nn.Module) -> None:

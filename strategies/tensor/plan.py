@@ -172,6 +172,8 @@ def out_features(module: nn.Module) -> int:
 def _found(module: nn.Module) -> dict[str, str]:
     styles = {}
     for name, child in module.named_modules():
+        if "weight" not in dict(child.named_parameters(recurse=False)):
+            continue  # torch.nn.utils.weight_norm, for one, makes the weight of other parameters
         if (type(child) is nn.Linear or is_transposed_linear(child)) and out_features(child) > 1:
             styles[name] = "colwise_gather"
         elif type(child) is nn.Embedding and child.max_norm is None and not child.scale_grad_by_freq:

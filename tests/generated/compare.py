@@ -1,0 +1,451 @@
+"""Every strategy beside one device, on one model: equal, refused before start, or wrong.
+
+A rival is a strategy with some configuration. What a run does is done: `app.run.prepare.prepare` in this process, as
+in a driver, then the training loop's own `Training` (parallelize, the optimizer, forward and backward, clipping) for a
+few steps, in this process or on the warm ranks of tests/pool.py. A rival that ends in an error after `prepare` has let
+it through is as wrong as one with other numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import io
+import linecache
+import os
+import random
+import re
+import sys
+import tempfile
+import time
+import types
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from app.config import Config
+from app.config.io import with_values
+from app.errors import UserError
+from app.run.prepare import prepare
+from app.tasks.base import Task
+from experiments.parity.curves import Curve, Difference, bounds, difference
+from strategies.layout import LayoutError
+from tests.generated.grammar import Model
+from tests.pool import DistributedFailure, run_distributed
+
+STEPS = 3
+BATCH = 8
+MODULE = "generated_model"
+COARSE = 3e-3
+"""Tolerance where a part of the model has 16 bits."""
+TIMEOUT = 30.0
+"""Seconds for all that ranks train of one model, at most."""
+GRACE = 3.0
+"""Seconds in which other ranks must end, after one has failed."""
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A strategy that is compared with one device.
+
+    Args:
+        name: As it is written in tables.
+        strategy: As in the configuration.
+        workers: How many; one is trained in this process.
+        values: Further values of the configuration, by dotted key.
+        tolerance: On the relative difference of the loss, in float32.
+        splits_batch: Whether its numbers may depend on how a batch is split.
+        domains: Of models that it is for; empty: all.
+    """
+
+    name: str
+    strategy: str
+    workers: int = 2
+    values: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = 5e-6
+    splits_batch: bool = True
+    domains: tuple[str, ...] = ()
+
+
+def _pipeline(schedule: str, stages: int = 2, strategy: str = "pipeline", workers: int = 2, **more: Any) -> Rival:
+    values = {"parallel.pp": stages, "parallel.schedule": schedule, "train.micro_batch_size": 2, **more}
+    name = f"{strategy} {schedule}"
+    return Rival(name, strategy, workers, values)
+
+
+_MICRO = {"train.micro_batch_size": 2}
+_FULL = {"train.activation_checkpointing": "full"}
+RIVALS: tuple[Rival, ...] = (
+    Rival("ddp", "ddp"),
+    Rival("fsdp", "fsdp"),
+    Rival("zero1", "zero1"),
+    Rival("zero2", "zero2", values=_MICRO),
+    Rival("tensor", "tensor", tolerance=2e-5, splits_batch=False),
+    _pipeline("1f1b"),
+    _pipeline("zbv"),
+    _pipeline("gpipe"),
+    _pipeline("interleaved_1f1b", **{"parallel.chunks": 2}),
+    Rival("context", "context", domains=("tokens",), splits_batch=False),
+    Rival("fsdp offload", "fsdp", values={"parallel.offload": True, **_MICRO}),
+    Rival("ddp micro", "ddp", values=_MICRO),
+    Rival("ddp checkpointing", "ddp", values=_FULL),
+    Rival("fsdp checkpointing", "fsdp", values=_FULL),
+    Rival("ddp_model_parallel", "ddp_model_parallel"),
+    Rival("single micro", "single", 1, _MICRO),
+    Rival("single checkpointing", "single", 1, _FULL, splits_batch=False),
+    Rival("single selective", "single", 1, {"train.activation_checkpointing": "selective"}, splits_batch=False),
+    Rival("model_parallel", "model_parallel", 1, splits_batch=False),
+    Rival("dp", "dp", 1, splits_batch=False),
+)
+WIDE: tuple[Rival, ...] = (
+    Rival("ddp 4", "ddp", 4),
+    Rival("fsdp 4", "fsdp", 4),
+    Rival("hsdp 4", "hsdp", 4, {"parallel.dp_shard": 2}),
+    Rival("ddp+tensor", "ddp+tensor", 4, {"parallel.tp": 2}, tolerance=2e-5),
+    Rival("fsdp+tensor", "fsdp+tensor", 4, {"parallel.tp": 2}, tolerance=2e-5),
+    _pipeline("1f1b", strategy="ddp+pipeline", workers=4),
+    _pipeline("zb_h1", strategy="fsdp+pipeline", workers=4),
+    Rival(
+        "tensor+pipeline",
+        "tensor+pipeline",
+        4,
+        {"parallel.tp": 2, "parallel.pp": 2, "train.micro_batch_size": 2},
+        tolerance=2e-5,
+    ),
+    Rival("fsdp+context", "fsdp+context", 4, {"parallel.cp": 2}, domains=("tokens",)),
+)
+"""On four ranks."""
+ALWAYS = ("ddp", "fsdp", "tensor", "pipeline 1f1b")
+"""Every model meets these; of the others it meets some, drawn."""
+
+
+class Kind(enum.StrEnum):
+    EQUAL = "equal"
+    REFUSED = "refused"
+    NOTED = "noted"  # other numbers, as a note before training says: samples of a batch depend on one another
+    RANDOM = "random"  # trained; what it draws depends on how the batch is split
+    WRONG = "WRONG"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one rival. signature: two of the same are the same mistake, for all that is known."""
+
+    kind: Kind
+    text: str = ""
+    signature: str = ""
+
+
+class Invalid(Exception):
+    """One device does not train it: no model."""
+
+
+# --- one training -----------------------------------------------------------------------------------------------------
+
+
+class NothingKept:
+    """The keeper of a training that saves nothing."""
+
+    average = None
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def resume(self, progress: Any) -> None:
+        """There is nothing to continue from."""
+
+    def close(self) -> None: ...
+
+
+def _train(rank: int, job: Any, folder: str) -> None:
+    """A few steps as in a run; what they leave is written by rank 0."""
+    from app.training.job import Place, SilentChannel
+    from app.training.loop import Training
+
+    place = Place(rank, job.layout.dims.world_size, rank, torch.device("cpu"))
+    training = Training(job, place, SilentChannel(), keeper=NothingKept)
+    try:
+        batches = training.batches()
+        try:
+            for micro_batches in batches:
+                training.step(micro_batches)
+        finally:
+            batches.close()
+        agreed = training.sync.agree(STEPS, stop=False, save=False)
+        weights = training.parallel.full_model_state()
+        if rank == 0:
+            losses = [entry.loss for entry in agreed.logged]
+            norms = [float(entry.grad_norm) for entry in agreed.logged if entry.grad_norm is not None]
+            torch.save((losses, norms, weights, training.parallel.notes), f"{folder}.new")
+            os.replace(f"{folder}.new", f"{folder}/{job.attempt}.pt")
+    finally:
+        training.close()
+
+
+def _train_all(rank: int, source: str, jobs: Sequence[Any], folder: str, double: bool) -> str:
+    """Trains one after the other, up to the first that raises; that one's last words.
+
+    Where all ranks raise they end here in good order, and the processes serve again. One that waits in vain for the
+    others raises, which ends the processes.
+    """
+    with _module(source, double):
+        for job in jobs:
+            failure = ""
+            try:
+                with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+                    warnings.simplefilter("ignore")
+                    _train(rank, job, folder)
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+            mark = Path(folder, f"{job.attempt}.{rank}")
+            mark.with_suffix(f".{rank}-new").write_text(failure)
+            mark.with_suffix(f".{rank}-new").rename(mark)
+            failures = _marks(folder, job, failure)
+            if any(failures):
+                return next(filter(None, failures))
+    return ""
+
+
+def _marks(folder: str, job: Any, failure: str) -> list[str]:
+    """What each rank has to say of the job, when all have ended it."""
+    marks = [Path(folder, f"{job.attempt}.{rank}") for rank in range(job.layout.dims.world_size)]
+    deadline = time.monotonic() + (GRACE if failure else TIMEOUT)
+    while not all(mark.exists() for mark in marks):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{failure or 'nothing wrong here'} (and another rank has not ended)")
+        if not failure and any(mark.exists() and mark.read_text() for mark in marks):
+            deadline = min(deadline, time.monotonic() + GRACE)
+        time.sleep(0.002)
+    return [mark.read_text() for mark in marks]
+
+
+@contextlib.contextmanager
+def _module(source: str, double: bool = False) -> Iterator[types.ModuleType]:
+    """While it lasts the text is a module that can be imported."""
+    module = types.ModuleType(MODULE)
+    module.__file__ = f"<{MODULE}>"
+    linecache.cache[module.__file__] = (len(source), None, source.splitlines(keepends=True), module.__file__)
+    before = torch.get_default_dtype()
+    sys.modules[MODULE] = module
+    try:
+        if double:
+            torch.set_default_dtype(torch.float64)
+        exec(compile(source, module.__file__, "exec"), vars(module))
+        yield module
+    finally:
+        torch.set_default_dtype(before)
+        sys.modules.pop(MODULE, None)
+
+
+# --- beside one device ------------------------------------------------------------------------------------------------
+
+
+class Comparison:
+    """One model: what it is on one device, and what its rivals make of it.
+
+    Args:
+        model: Compared in float32, or in float64 to tell rounding from mistakes (`double`).
+
+    Raises:
+        Invalid: It does not train on one device.
+    """
+
+    def __init__(self, model: Model, double: bool = False) -> None:
+        self.model = model
+        self.double = double
+        self.source = model.source().replace("torch.bfloat16", "torch.float64") if double else model.source()
+        if double:
+            self.source = self.source.replace(".float()", ".double()").replace("cfloat", "cdouble")
+        config = dict(model.config())
+        self.coarse = bool(config.pop("coarse", False))
+        self.changes = config
+        self.random = any(feature.random for feature in model.features)
+        self.couples = any(feature.couples for feature in model.features)
+        outcome = self._prepared(Rival("single", "single", 1))
+        if isinstance(outcome, Verdict):
+            raise Invalid(outcome.text)
+        with tempfile.TemporaryDirectory(prefix="generated-") as folder:
+            try:
+                curve = self._here(outcome[0], folder)
+            except Exception as error:
+                raise Invalid(f"{type(error).__name__}: {error}") from error
+        self.truth = curve
+
+    def verdicts(self, rivals: Sequence[Rival]) -> dict[str, Verdict]:
+        """Of each rival, by name."""
+        found: dict[str, Verdict] = {}
+        waiting: dict[str, tuple[Rival, Any, tuple[str, ...]]] = {}
+        for rival in rivals:
+            if rival.domains and self.model.named["domain"] not in rival.domains:
+                continue
+            outcome = self._prepared(rival)
+            if isinstance(outcome, Verdict):
+                found[rival.name] = outcome
+            else:
+                waiting[rival.name] = (rival, *outcome)
+        for name, curve in self._trained({name: (rival.workers, job) for name, (rival, job, _) in waiting.items()}):
+            rival, _, notes = waiting[name]
+            found[name] = curve if isinstance(curve, Verdict) else self._judged(rival, curve, notes)
+        return {rival.name: found[rival.name] for rival in rivals if rival.name in found}
+
+    def _prepared(self, rival: Rival) -> tuple[Any, tuple[str, ...]] | Verdict:
+        """The job that workers would be given, and remarks for the user; or that it is refused."""
+        from app.training.job import Job
+
+        values = {
+            "task": f"{MODULE}:Model",
+            "strategy": rival.strategy,
+            "workers": str(rival.workers),
+            "train.steps": STEPS,
+            "train.global_batch_size": BATCH,
+            "train.log_every": 1,
+            "optimizer.lr": 1e-2,
+            "optimizer.eps": 1e-5,
+            **self.changes,
+            **rival.values,
+        }
+        config = with_values(Config(), values)
+        with _module(self.source, self.double) as module:
+            try:
+                task: Task = module.Model()
+                torch.manual_seed(0)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    per_node = rival.workers if rival.workers > 1 else None
+                    prepared = prepare(config, task, rival.workers, devices_per_node=per_node)
+            except (UserError, LayoutError) as error:
+                return Verdict(Kind.REFUSED, str(error))
+            except Exception as error:
+                text = f"prepare: {type(error).__name__}: {error}"
+                return Verdict(Kind.WRONG, text, _signature(text))
+        job = Job(prepared.config, prepared.layout, "/nowhere", _file(rival.name), "", STEPS, os.getcwd())
+        return job, prepared.notes
+
+    def _here(self, job: Any, folder: str) -> Curve:
+        with _module(self.source, self.double), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _train(0, job, folder)
+        return _read(folder, job)
+
+    def _trained(self, jobs: dict[str, tuple[int, Any]]) -> Iterator[tuple[str, Curve | Verdict]]:
+        """Trains each, those of several ranks together; what raises or dies is the one that has left nothing."""
+        with tempfile.TemporaryDirectory(prefix="generated-") as folder:
+            for name, (workers, job) in jobs.items():
+                if workers == 1:
+                    try:
+                        yield name, self._here(job, folder)
+                    except Exception as error:
+                        text = f"{type(error).__name__}: {error}"
+                        yield name, Verdict(Kind.WRONG, text, _signature(text))
+            for workers in sorted({workers for workers, _ in jobs.values() if workers > 1}):
+                left = [(name, job) for name, (wanted, job) in jobs.items() if wanted == workers]
+                while left:
+                    try:
+                        (failure, *_) = run_distributed(
+                            _train_all,
+                            workers,
+                            self.source,
+                            [job for _, job in left],
+                            folder,
+                            self.double,
+                            timeout=TIMEOUT,
+                        )
+                    except DistributedFailure as error:
+                        if "did not start" in str(error):
+                            raise
+                        failure = _last_words(str(error))
+                    done = [name for name, job in left if Path(folder, f"{job.attempt}.pt").exists()]
+                    for name, job in left:
+                        if name in done:
+                            yield name, _read(folder, job)
+                    left = [(name, job) for name, job in left if name not in done]
+                    if left:
+                        yield left.pop(0)[0], Verdict(Kind.WRONG, failure, _signature(failure))
+
+    def _judged(self, rival: Rival, curve: Curve, notes: tuple[str, ...]) -> Verdict:
+        is_coarse = self.coarse and not self.double
+        tolerance = max(rival.tolerance, COARSE) if is_coarse else rival.tolerance
+        apart = difference(self.truth, curve)
+        if apart.within(tolerance):
+            return Verdict(Kind.EQUAL)
+        if self.random:
+            return Verdict(Kind.RANDOM)
+        said = [note for note in (*notes, *curve.notes) if "batch" in note.lower() or "sample" in note.lower()]
+        if self.couples and rival.splits_batch and said:
+            return Verdict(Kind.NOTED, said[0])
+        if not self.double and self._is_rounding(rival, apart, tolerance):
+            return Verdict(Kind.EQUAL, "but for rounding: equal in float64")
+        return Verdict(Kind.WRONG, self._told(apart, curve), "other numbers")
+
+    def _is_rounding(self, rival: Rival, apart: Difference, tolerance: float) -> bool:
+        """Whether a difference that is not large is gone where all of the model computes in float64."""
+        if not apart.within((30 if self.coarse else 1000) * tolerance):
+            return False
+        try:
+            return Comparison(self.model, double=True).verdicts([rival])[rival.name].kind is Kind.EQUAL
+        except Invalid:
+            return False
+
+    def _told(self, apart: Difference, curve: Curve) -> str:
+        figures = ", ".join(f"{name} {value:.1e}" for name, value in vars(apart).items())
+        losses = [f"{a:.5f} for {b:.5f}" for a, b in zip(curve.losses, self.truth.losses)]
+        missing = sorted(self.truth.weights.keys() ^ curve.weights.keys())
+        names = f"; names differ: {', '.join(missing[:4])}" if missing else ""
+        return f"apart by {figures}; losses {', '.join(losses)}{names}"
+
+
+def _file(name: str) -> str:
+    return re.sub(r"\W+", "-", name)
+
+
+def _read(folder: str, job: Any) -> Curve:
+    losses, norms, weights, notes = torch.load(Path(folder, f"{job.attempt}.pt"), weights_only=False)
+    return Curve(losses, norms, weights, notes)
+
+
+def _last_words(text: str) -> str:
+    """Of a failure on ranks, its exception's own lines, of the first rank that raised."""
+    parts = text.split("--- rank ")[1:] or [text]
+    lines = [line for line in parts[0].splitlines() if line.strip()]
+    raised = [i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    start = max(raised, default=-1)
+    return " ".join(lines[start:] if start >= 0 else lines[-2:])
+
+
+def _signature(text: str) -> str:
+    """The text without what differs from model to model."""
+    return re.sub(r"0x[0-9a-f]+|[\d.]+|'[^']*'|\"[^\"]*\"|\[[^\]]*\]", "…", text)[:110]
+
+
+# --- many -------------------------------------------------------------------------------------------------------------
+
+
+def drawn(seed: int, rivals: Sequence[Rival] = RIVALS, more: int = 4) -> list[Rival]:
+    """The rivals that the model of this seed meets."""
+    generator = random.Random(~seed)
+    others = [rival for rival in rivals if rival.name not in ALWAYS]
+    chosen = {rival.name for rival in generator.sample(others, min(more, len(others)))}
+    return [rival for rival in rivals if rival.name in ALWAYS or rival.name in chosen]
+
+
+def shrunk(model: Model, rival: Rival, signature: str) -> tuple[Model, Verdict]:
+    """A model with as few unusual choices as can be that goes wrong in the same way, and what becomes of it."""
+    smallest = model, Verdict(Kind.WRONG, "", signature)
+    again = True
+    while again:
+        again = False
+        for smaller in smallest[0].smaller():
+            try:
+                verdict = Comparison(smaller).verdicts([rival]).get(rival.name)
+            except Invalid:
+                continue
+            if verdict is not None and verdict.kind is Kind.WRONG and verdict.signature == signature:
+                smallest, again = (smaller, verdict), True
+                break
+    return smallest
+
+
+__all__ = ["RIVALS", "WIDE", "Comparison", "Invalid", "Kind", "Rival", "Verdict", "bounds", "drawn", "shrunk"]

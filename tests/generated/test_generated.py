@@ -1,0 +1,162 @@
+"""Drawn models under every strategy: equal to one device, or refused before start (`run_distributed`'s ranks, pool.py).
+
+Longer: `python -m tests.generated --models 2000 --seed 1`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+
+import pytest
+import torch
+
+from tests.generated.__main__ import Survey
+from tests.generated.compare import ALWAYS, RIVALS, WIDE, Comparison, Invalid, Kind, Rival, Verdict, drawn, shrunk
+from tests.generated.grammar import AXES, PLAIN, Model
+
+pytestmark = pytest.mark.alone
+SECONDS = float(os.environ.get("TRIREME_GENERATED", "240"))
+"""Of a drawn survey."""
+RIGHT = (Kind.EQUAL, Kind.REFUSED, Kind.NOTED, Kind.RANDOM)
+BY_NAME = {rival.name: rival for rival in (*RIVALS, *WIDE)}
+CORE = [BY_NAME[name] for name in ALWAYS]
+
+
+def model(*names: str) -> Model:
+    """The plain model but for these choices, in the first domain that all of them know."""
+    axis_of = {name: axis for axis, features in AXES.items() for name in features}
+    choices = {axis_of[name]: name for name in names}
+    domains = [d for d in AXES["domain"] if all(d in AXES[axis][n].domains for axis, n in choices.items())]
+    return Model.of(**{"domain": domains[0], **choices})
+
+
+def wrong(verdicts: dict[str, Verdict]) -> dict[str, str]:
+    return {name: verdict.text for name, verdict in verdicts.items() if verdict.kind not in RIGHT}
+
+
+FIXED = (
+    "multihead answer_pair clipped",
+    "conv_group_norm pair_none",
+    "tied_ends nested skip",
+    "attributes scalar adam_decay",
+)
+"""Models that every `make test` compares: a few choices at once."""
+
+
+@pytest.mark.parametrize("names", FIXED)
+def test_a_model_is_equal_under_every_strategy_or_refused(names: str) -> None:
+    rivals = drawn(seed=len(names), more=2)
+    assert wrong(Comparison(model(*names.split())).verdicts(rivals)) == {}
+
+
+MENDED = {
+    "complex parameters": ("complex clipped", "complex_linear", "net_complex sgd", "complex module_dict own_groups"),
+    "sparse embeddings": ("sparse sgd", "sparse clipped", "sparse_bag sgd_plain", "sparse rmsprop"),
+    "parameters that are not contiguous": ("strided", "net_strided clipped", "expanded", "channels_last sgd"),
+    "several types in one unit": ("float32_norms", "float32_head dict", "net_double sgd", "net_half skip"),
+    "parameters without elements or dimensions": ("empty", "empty sgd clipped", "scalar nested", "net_scalar nesterov"),
+    "weights made of other parameters": ("old_weight_norm", "weight_norm_head", "weight_norm", "orthogonal attributes"),
+    "lazy layers": ("lazy", "lazy_head", "lazy module_dict", "lazy_head answer_dict sgd"),
+    "tensors in a list": ("listed_tensors", "in_a_list", "listed_tensors tied_blocks", "in_a_list layers dict"),
+    "stochastic gradient descent": ("sgd", "sgd_plain skip", "nesterov multihead", "sgd clipped frozen_block"),
+    "norms over a batch": ("batch_norm", "net_batch_norm", "conv_batch_norm", "batch_norm layers"),
+    "float64": ("float64", "float64 sgd", "float64 multihead", "float64 clipped tied_blocks"),
+}
+"""Kinds that once ended in torch's own words from a worker or in other numbers. The first is tried in `make test`."""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(names, id=f"{kind}: {names}", marks=[pytest.mark.slow] * (names != several[0]))
+        for kind, several in MENDED.items()
+        for names in several
+    ],
+)
+def test_a_kind_that_once_went_wrong(names: str) -> None:
+    verdicts = Comparison(model(*names.split())).verdicts(CORE)
+    assert wrong(verdicts) == {}
+    assert {verdicts[name].kind for name in ("ddp", "fsdp")} <= {Kind.EQUAL, Kind.NOTED}, "trained, not refused"
+
+
+@functools.cache
+def survey() -> Survey:
+    """Of a fresh seed, for some minutes: TRIREME_GENERATED seconds."""
+    found = Survey()
+    seed = time.time_ns() % 10**6 * 1000
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        found.look_at(seed, (*RIVALS, *WIDE), more=3)
+        seed += 1
+    return found
+
+
+@pytest.mark.slow
+def test_no_drawn_model_is_wrong() -> None:
+    assert not survey().mistakes, survey().findings()
+
+
+@pytest.mark.slow
+def test_one_device_trains_nearly_all_that_is_drawn() -> None:
+    """A grammar whose models do not train proves nothing."""
+    assert len(survey().invalid) <= 0.1 * survey().models, survey().invalid
+
+
+def test_a_mistake_is_seen_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a strategy's: on one device, with a model whose gradients depend on what else a model is."""
+    shifted = Rival("shifted", "single", 1)
+
+    def verdicts(self: Comparison, rivals: list[Rival]) -> dict[str, Verdict]:
+        is_wrong = {"clipped", "dict"} <= self.model.unusual
+        return {shifted.name: Verdict(Kind.WRONG if is_wrong else Kind.EQUAL, "", "other numbers")}
+
+    monkeypatch.setattr(Comparison, "verdicts", verdicts)
+    big = model("clipped", "dict", "skip", "scalar", "sgd", "answer_pair")
+    smallest, verdict = shrunk(big, shifted, "other numbers")
+    assert smallest.unusual - {"two_blocks"} == {"clipped", "dict"}
+    assert verdict.kind is Kind.WRONG
+
+
+@pytest.mark.parametrize("change", ["optimizer.lr", "optimizer.weight_decay", "train.clip_norm", "train.seed"])
+def test_other_numbers_are_told_from_rounding(change: str) -> None:
+    """One device with another learning rate, decay, bound or seed is no rounding."""
+    value = {"train.clip_norm": 0.1, "train.seed": 1}.get(change, 0.012)
+    other = Rival("other", "single", 1, {change: value})
+    assert Comparison(model("mlp")).verdicts([other])["other"].kind is Kind.WRONG
+
+
+def test_what_one_device_does_not_train_is_no_model() -> None:
+    with pytest.raises(Invalid, match="does not require grad"):
+        Comparison(model("all_detached", "functional_linear", "frozen_biases", "net_plain", "logged"))
+
+
+def test_a_seed_is_a_model_and_every_choice_is_drawn() -> None:
+    assert [Model.draw(seed) for seed in range(50)] == [Model.draw(seed) for seed in range(50)]
+    drawn_names = {name for seed in range(3000) for _, name in Model.draw(seed).choices}
+    assert drawn_names == {name for features in AXES.values() for name in features}
+
+
+def test_models_are_python() -> None:
+    for seed in range(300):
+        source = Model.draw(seed).source()
+        compile(source, f"seed {seed}", "exec")
+        assert not any(
+            word in source for word in ("BLOCKS", "CALL", "STEP", "ANSWER", "CRITERION", "PREDICTION", "AGAIN")
+        )
+
+
+def test_a_smaller_model_has_one_unusual_choice_less() -> None:
+    big = model("clipped", "dict", "skip")
+    assert {frozenset({"clipped", "dict", "skip"}) - small.unusual for small in big.smaller()} >= {
+        frozenset({"clipped"}),
+        frozenset({"dict"}),
+        frozenset({"skip"}),
+    }
+
+
+def test_the_plain_model_is_plain() -> None:
+    assert Model.of().unusual == frozenset()
+    assert set(PLAIN) == set(AXES)
+    assert torch.get_default_dtype() is torch.float32
