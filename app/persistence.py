@@ -20,8 +20,8 @@ from app.errors import NonFiniteError, UserError
 from app.job import Channel, Job, Place
 from app.lease import is_current, read_lease
 from app.optimizer import LossScale
-from app.run.sources import change_note
 from app.storage import Storage
+from app.tasks.sources import change_note
 from strategies.parallelize import Parallel
 
 if TYPE_CHECKING:

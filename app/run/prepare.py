@@ -26,9 +26,9 @@ from app.optimizer import optimizer_class
 from app.randomness import seed_everything
 from app.run.inputs import inputs
 from app.run.rehearse import rehearse, require_data, require_methods
-from app.run.sources import task_sources
 from app.tasks import load_task
 from app.tasks.base import Task
+from app.tasks.sources import task_sources
 from strategies import precision, registry
 from strategies.blocks import find_blocks
 from strategies.context.apply import check_length, choose_method, require_positions
