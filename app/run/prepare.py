@@ -24,10 +24,10 @@ from app.errors import UserError
 from app.run.first_step import FirstStep, take_first_step
 from app.run.inputs import inputs
 from app.run.rehearse import rehearse, require_data, require_methods
-from app.run.sources import task_sources
 from app.tasks import load_task
 from app.tasks.base import Task
 from app.tasks.build import build_model
+from app.tasks.sources import task_sources
 from app.training import batch_gather, hooks
 from app.training.job import strategy_options
 from app.training.optimizer import optimizer_class

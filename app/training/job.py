@@ -28,7 +28,7 @@ class Job:
     mtbf_seconds: float = 30 * 86400.0  # mean time between failures, as far as the driver knows
     leased: bool = False  # whether its driver keeps a lease in the folder: none there, and the storage is not reached
     spot_provider: str = ""  # the cloud whose preemption notices are watched, where its cluster has spot machines
-    sources: dict[str, str] = field(default_factory=dict)  # digests of the task's own code: see app/run/sources.py
+    sources: dict[str, str] = field(default_factory=dict)  # digests of the task's own code: see app/tasks/sources.py
 
     @property
     def checkpoints(self) -> str:

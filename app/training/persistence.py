@@ -17,9 +17,9 @@ from app.checkpoint import FROZEN, Checkpointer, CheckpointError
 from app.checkpoint.commit import Mode
 from app.checkpoint.ranks import Ranks
 from app.errors import NonFiniteError, UserError
-from app.run.sources import change_note
 from app.storage.lease import is_current, read_lease
 from app.storage.storage import Storage
+from app.tasks.sources import change_note
 from app.training.job import Channel, Job, Place
 from app.training.optimizer import LossScale
 from strategies.parallelize import Parallel

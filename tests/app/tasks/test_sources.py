@@ -10,8 +10,8 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from app.run.sources import change_note, changes, task_sources
 from app.tasks import load_task
+from app.tasks.sources import change_note, changes, task_sources
 from tests.running import ROOT
 
 TASK = """
@@ -57,7 +57,7 @@ def folder(tmp_path: Path) -> Path:
 def digests(folder: Path) -> dict[str, str]:
     """As a process finds them that starts in that folder."""
     code = (
-        "import json; from app.tasks import load_task; from app.run.sources import task_sources;"
+        "import json; from app.tasks import load_task; from app.tasks.sources import task_sources;"
         "print(json.dumps(task_sources(load_task('my_task:Mine', {}))))"
     )
     done = subprocess.run(
