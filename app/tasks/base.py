@@ -41,6 +41,7 @@ from torch.utils.data import Dataset
 from app.data.loader import Batch, rows
 from app.errors import UserError
 from app.models.prediction import Preprocessor
+from strategies.blocks import CONTAINERS
 from strategies.context.apply import ContextPlan
 
 
@@ -156,11 +157,13 @@ class Task:
     def blocks(self, model: nn.Module) -> list[str] | None:
         """Names of the model's repeating blocks in order: the unit of sharding, checkpointing and stages.
 
-        By default the children of the model's `blocks`, where it has them. None: they are looked for (the longest
-        run of children of the same class).
+        By default the children of the model's `blocks`, where it has them and they are no containers themselves, whose
+        own forward need not be called. None: they are looked for (the longest run of children of the same class).
         """
-        found = getattr(model, "blocks", None)
-        return [f"blocks.{name}" for name, _ in found.named_children()] if isinstance(found, nn.Module) else None
+        blocks = getattr(model, "blocks", None)
+        if not isinstance(blocks, nn.Module) or any(isinstance(child, CONTAINERS) for child in blocks.children()):
+            return None
+        return [f"blocks.{name}" for name, _ in blocks.named_children()]
 
     def tensor_plan(self, model: nn.Module) -> dict[str, str] | None:
         """How tensor parallelism may split the model, by module name (strategies/tensor/plan.py). None: it cannot."""

@@ -398,7 +398,9 @@ OUTPUT: Axis = {
             "loss": "loss = loss + 0.1 * aux",
         }
     ),
-    "in_place": Feature({"returns": "return x.add_(y)", "body_first": "kept, x = x, x.clone()\n", "step": "x = CALL"}),
+    "in_place": Feature(
+        {"returns": "return kept.add_(y)", "body_first": "kept, x = x, x.clone()\n", "step": "x = CALL"}
+    ),
     "in_place_input": Feature({"returns": "x.data.add_(0.1)\nreturn x + y"}),
     "state_passed": Feature(
         {
@@ -1105,6 +1107,8 @@ PLAIN = {axis: next(iter(features)) for axis, features in AXES.items()}
 PLAIN_SHARE = {"domain": 0.5, "block": 0.25, "container": 0.7, "output": 0.78, "gives": 0.82, "call": 0.7, "part": 0.7}
 PLAIN_SHARE |= {"type": 0.88, "hook": 0.78, "state": 0.85, "loss": 0.7, "optimizer": 0.6, "clip": 0.6}
 """How often an axis has its plain choice: a model has three or four unusual ones."""
+FEWEST = "two_blocks"
+"""The container that makes a plain one smaller, and is not to be made plain again."""
 
 
 @dataclass(frozen=True)
@@ -1161,15 +1165,15 @@ class Model:
         return values
 
     def smaller(self) -> Iterator[Model]:
-        """Models with one unusual choice less."""
+        """Models with one unusual choice less; then the same with fewer blocks."""
         for axis, name in self.choices:
-            if name != PLAIN[axis]:
+            if name not in (PLAIN[axis], FEWEST):
                 plain = "conv" if axis == "block" and self.named["domain"] == IMAGE else PLAIN[axis]
                 model = Model(tuple({**self.named, axis: plain}.items()))
                 if plain != name and model.makes_sense():
                     yield model
         if self.named["container"] == "blocks":
-            yield Model(tuple({**self.named, "container": "two_blocks"}.items()))
+            yield Model(tuple({**self.named, "container": FEWEST}.items()))
 
     def source(self) -> str:
         """The module that holds its task, `Model`."""

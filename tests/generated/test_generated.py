@@ -127,9 +127,11 @@ def test_other_numbers_are_told_from_rounding(change: str) -> None:
     assert Comparison(model("mlp")).verdicts([other])["other"].kind is Kind.WRONG
 
 
-def test_what_one_device_does_not_train_is_no_model() -> None:
-    with pytest.raises(Invalid, match="does not require grad"):
-        Comparison(model("all_detached", "functional_linear", "frozen_biases", "net_plain", "logged"))
+def test_what_one_device_does_not_train_is_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = Model.of().source().replace("return Net()", "raise RuntimeError('not built')")
+    monkeypatch.setattr(Model, "source", lambda self: broken)
+    with pytest.raises(Invalid, match="not built"):
+        Comparison(model("mlp"))
 
 
 def test_a_seed_is_a_model_and_every_choice_is_drawn() -> None:
