@@ -1,7 +1,7 @@
 """`make test-versions`: what matters most, with the oldest and the newest releases that Trireme says it works with.
 
 Each end has a virtual environment of its own under .venv-versions, kept for the next time. The table that it prints is
-the README's *Works with*.
+the README's *Works with*. Other Pythons that are on the PATH follow, each with the versions of constraints.txt.
 """
 
 import os
@@ -23,6 +23,41 @@ ROOMS = {
     "tracking in MLflow": "tests/app/tracking",
     "names that are not documented": "tests/strategies/test_torch_internals.py tests/cluster/test_ray_internals.py",
 }
+
+
+OTHER_PYTHONS = ("3.12", "3.13")
+
+
+def other_pythons() -> dict[str, str]:
+    """The interpreters of `OTHER_PYTHONS` that are on the PATH and run, by their versions."""
+    interpreters = {}
+    for release in OTHER_PYTHONS:
+        program = f"python{release}"
+        try:
+            done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):  # not there, or pyenv's stand-in for one that is not chosen
+            print(f"\nPython {release}: there is no {program} on the PATH that runs", flush=True)
+            continue
+        if done.stdout.startswith(f"Python {release}."):
+            interpreters[release] = program
+    return interpreters
+
+
+def pinned_environment(release: str, interpreter: str) -> Path:
+    """Python of an environment with the tested versions.
+
+    Args:
+        release: Of Python, such as 3.12.
+        interpreter: The program to make the environment with.
+    """
+    folder = ROOT / ".venv-versions" / f"python{release}"
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
+    install = [str(python), "-m", "pip", "install", "-qq", "--no-compile", "--disable-pip-version-check"]
+    pins = ["--constraint", str(ROOT / "constraints.txt")]
+    subprocess.run([*install, *pins, "--editable", f"{ROOT}[examples,dev]"], check=True)
+    return python
 
 
 def environment(name: str, release: int) -> Path:
@@ -59,13 +94,21 @@ def tested(python: Path, room: str) -> tuple[bool, str]:
 def main() -> None:
     passed = True
     for release, name in enumerate(("oldest", "newest")):
-        python = environment(name, release)
-        print(f"\n{name}: {installed(python)}", flush=True)
-        for what, room in ROOMS.items():
-            right, said = tested(python, room)
-            passed = passed and right
-            print(f"  {what:55} {said}", flush=True)
+        passed = all_tested(name, environment(name, release)) and passed
+    for version, interpreter in other_pythons().items():
+        passed = all_tested(f"Python {version}", pinned_environment(version, interpreter)) and passed
     sys.exit(not passed)
+
+
+def all_tested(name: str, python: Path) -> bool:
+    """Prints the part of the table for one environment; whether everything passes there."""
+    print(f"\n{name}: {installed(python)}", flush=True)
+    passed = True
+    for what, room in ROOMS.items():
+        right, said = tested(python, room)
+        passed = passed and right
+        print(f"  {what:55} {said}", flush=True)
+    return passed
 
 
 if __name__ == "__main__":
