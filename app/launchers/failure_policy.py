@@ -132,10 +132,10 @@ def _why_give_up(history: list[Failure], max_restarts: int) -> str:
         if any(f.step == newest.step for f in same):
             return f"{newest.sentence}, twice at the same step: trying again would not help"
     if newest.kind is Kind.CRASHED:
-        # Once may be memory that failed or threads that met; the same again at the same step is the program.
-        same = [f for f in history[:-1] if (f.kind, f.signal, f.step) == (newest.kind, newest.signal, newest.step)]
-        if same:
-            return f"{newest.sentence}, twice at the same step: trying again would not help"
+        # Once may be memory that failed or threads that met; the same again, no step further on, is the program.
+        same = [failure for failure in history[:-1] if failure.signal == newest.signal]
+        if any(failure.step >= newest.step for failure in same):
+            return f"{newest.sentence}, for the second time and no step further: trying again would not help"
     if len(_counted(history)) > max_restarts:
         limit = f"fault.max_restarts={max_restarts} is used up" if max_restarts else "fault.max_restarts is 0"
         return f"{newest.sentence}; {limit}"

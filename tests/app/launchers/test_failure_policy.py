@@ -41,10 +41,11 @@ ON_B = failure(Kind.DIED, node="b", progressed=False)
         ([failure(Kind.NON_RETRYABLE)], 3, Action.GIVE_UP, "it broke", 0),
         ([failure(Kind.EXCEPTION, progressed=False)], 3, Action.GIVE_UP, "it broke", 0),
         ([DIED, BUG, BUG], 9, Action.GIVE_UP, "twice at the same step: trying again would not help", 0),
-        # a crash may be memory that failed, once; the same again at the same step is the program
+        # a crash may be memory that failed, once; the same again, no step further on, is the program
         ([CRASH], 9, Action.RETRY, "it broke", 0),
-        ([CRASH, CRASH], 9, Action.GIVE_UP, "twice at the same step: trying again would not help", 0),
-        ([CRASH, DIED, CRASH], 9, Action.GIVE_UP, "twice at the same step: trying again would not help", 0),
+        ([CRASH, CRASH], 9, Action.GIVE_UP, "no step further: trying again would not help", 0),
+        ([failure(Kind.CRASHED, signal="SIGSEGV", step=20), CRASH], 9, Action.GIVE_UP, "would not help", 0),
+        ([CRASH, DIED, CRASH], 9, Action.GIVE_UP, "no step further: trying again would not help", 0),
         ([CRASH, failure(Kind.CRASHED, signal="SIGSEGV", step=20)], 9, Action.RETRY, "it broke", 0),
         ([CRASH, failure(Kind.CRASHED, signal="SIGBUS")], 9, Action.RETRY, "it broke", 0),
         ([BUG, failure(Kind.EXCEPTION, step=20)], 3, Action.RETRY, "it broke", 0),
