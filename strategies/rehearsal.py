@@ -290,7 +290,7 @@ class _Watch(TorchFunctionMode):
                     self._listed_parameters.add(id(parameter))
                 yield name, parameter
 
-        nn.Module.named_parameters = noted  # type: ignore[method-assign]
+        nn.Module.named_parameters = noted  # type: ignore[assignment, method-assign]
         try:
             yield
         finally:

@@ -1,39 +1,34 @@
 """What a task may add to training, called from one place, on all ranks alike:
 
-training_step, log, optimizer, schedule     in a step          (Update, build_optimizers, Average)
+training_step, log, optimizer, schedule     in a step          (Updates, build_optimizers)
 on_evaluation, stop_early                   after each one     (EvaluationLog, stops_early)
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from app.checkpoint.ranks import Ranks
 from app.config import Config
 from app.errors import UserError
 from app.storage.storage import Storage
 from app.tasks.base import Task
-from app.training.job import strategy_options
+from app.training.job import Heartbeat, strategy_options
 from app.training.optimizer import build_optimizer, learning_rate
 from strategies import registry
-from strategies.grad_sync import local
 from strategies.layout import Layout
 from strategies.parallelize import Options, Parallel
 from strategies.zero_weight import has_no_weight
 
-if TYPE_CHECKING:
-    from app.training.loop import Training
+LossFunction = Callable[[Any, Any], Tensor]
+"""(model, batch) → the mean loss, 0-dimensional."""
 
 
 def overrides(task: Task, name: str) -> bool:
@@ -67,15 +62,24 @@ def options(config: Config, task: Task) -> Options:
     return replace(found, find_unused_parameters=unused)
 
 
-def set_learning_rate(training: Training) -> dict[str, float]:
-    """Gives the optimizer this step's; returns what it has, see `learning_rates`."""
-    config, at, steps = training.config, training.steps_done, training.job.steps
-    rate = learning_rate(config.optimizer, config.schedule, at, steps, config.train.global_batch_size)
-    if (factor := training.task.schedule(at, steps)) is not None:
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, config: Config, task: Task, *, step: int, steps: int
+) -> dict[str, float]:
+    """Gives the optimizer the rate of a step; returns what it has, see `learning_rates`.
+
+    Args:
+        optimizer: of the run.
+        config: the schedule, which the task's own takes precedence over.
+        task: with a schedule of its own, or without.
+        step: steps that have been taken.
+        steps: of the whole run.
+    """
+    rate = learning_rate(config.optimizer, config.schedule, step, steps, config.train.global_batch_size)
+    if (factor := task.schedule(step, steps)) is not None:
         rate = config.optimizer.lr * factor
-    for group in training.optimizer.param_groups:  # initial_lr: of an optimizer of the task's own
+    for group in optimizer.param_groups:  # initial_lr: of an optimizer of the task's own
         group["lr"] = rate * group["initial_lr"] / (config.optimizer.lr or 1.0) if "initial_lr" in group else rate
-    return learning_rates(training.optimizer)
+    return learning_rates(optimizer)
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
@@ -92,57 +96,67 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     return rates | {name: rate for name, rate in differing.items() if rate != rates["lr"]}
 
 
-class Update:
-    """What a task's training_step is given: each call is one update of the weights from the whole global batch."""
+class Updates:
+    """What a task's training_step is given: each call is one update of the weights from the whole global batch.
 
-    def __init__(self, training: Training, micro_batches: list[Any], weights: list[Any], logged: bool) -> None:
-        self.training, self.micro_batches, self.weights, self.logged = training, micro_batches, weights, logged
-        self.loss: Any = 0.0  # of all updates, this worker's part
-        self.norm: Tensor | None = None  # of the first update's gradient
-        dims = training.dims
-        training.task.recorded = {} if logged and dims.pp * dims.cp == 1 else None
+    Args:
+        take: the loop's update: (loss, name of one of several optimizers or "") → this worker's part of the mean loss
+            over the global batch, and the gradient's norm where it is known.
+    """
 
-    def __call__(self, loss: Callable[[Any, Any], Tensor], optimizer: str = "") -> Tensor:
-        """loss: (model, batch) → its mean over the batch's items, 0-d. optimizer: the name of one of several, which
-        changes its own parameters alone. Returns this worker's part of the mean over the global batch, detached."""
-        training, parallel, scale = self.training, self.training.parallel, self.training.scale
-        step, clip = training.steps_done + 1, training.config.train.clip_norm
-        measured = training.noise is not None and training.noise.due(step)
-        passes: Any = training.noise if measured else parallel
-        factor = scale.scale if scale.enabled else 1.0
-        found = training.gathering.forward_backward(passes, self.micro_batches, self.weights, loss, factor)
-        chosen: torch.optim.Optimizer = training.optimizer
-        if optimizer:
-            chosen = training.optimizer.named[optimizer]  # type: ignore[attr-defined]
-            own = {id(p) for group in chosen.param_groups for p in group["params"]}
-            for parameter in parallel.parameters():
-                parameter.grad = parameter.grad if id(parameter) in own else None
-        scale.unscale_(parallel.parameters())
-        norm = parallel.grad_norm_(clip) if self.logged or clip is not None or scale.enabled else None
-        if scale.accepts(norm, step):
-            chosen.step()
-        training.optimizer.zero_grad(set_to_none=True)
-        self.loss = found if isinstance(self.loss, float) else self.loss + found
-        self.norm = norm if self.norm is None else self.norm
-        return found
+    def __init__(self, take: Callable[[LossFunction, str], tuple[Tensor, Tensor | None]]) -> None:
+        self._take = take
+        self.loss: Tensor | None = None
+        """Of all updates, this worker's part; None before the first."""
+        self.grad_norm: Tensor | None = None
+        """Of the first update's gradient."""
 
-    def losses(self) -> dict[str, Tensor]:
-        """This worker's part of what the task has logged, by name."""
-        recorded, self.training.task.recorded = self.training.task.recorded or {}, None
-        if any(len(values) != len(self.weights) for values in recorded.values()):
-            if self.training.noise is not None:  # which cuts micro-batches in two
-                return {}
-            name = next(name for name, values in recorded.items() if len(values) != len(self.weights))
-            raise UserError(f"the task logs {name!r} not once in each micro-batch: log it once whenever loss is called")
-        return {name: self._weighted(values) for name, values in recorded.items()}
+    def __call__(self, loss: LossFunction, optimizer: str = "") -> Tensor:
+        """Updates the weights.
 
-    def _weighted(self, values: list[Tensor]) -> Tensor:
-        """The values' sum, each times its micro-batch's weight; one of weight 0 may be nan, and has no part in it."""
-        total = torch.zeros_like(values[0])
-        for value, weight in zip(values, self.weights, strict=True):
-            if not has_no_weight(weight):
-                total = total + value * weight
-        return total
+        Args:
+            loss: (model, batch) → its mean over the batch's items, 0-dimensional.
+            optimizer: the name of one of several, which changes its own parameters alone.
+
+        Returns:
+            This worker's part of the mean over the global batch, detached.
+        """
+        value, grad_norm = self._take(loss, optimizer)
+        self.loss = value if self.loss is None else self.loss + value
+        self.grad_norm = grad_norm if self.grad_norm is None else self.grad_norm
+        return value
+
+
+def logged_losses(task: Task, weights: Sequence[Any], *, in_parts: bool) -> dict[str, Tensor]:
+    """This worker's part of what the task's loss has logged in a step, by name; nothing is kept of it.
+
+    Args:
+        task: its `recorded` has the values of each call.
+        weights: of the step's micro-batches.
+        in_parts: whether micro-batches may have been cut in two, as they are where the noise scale is measured.
+
+    Raises:
+        UserError: the loss did not log a name once in each micro-batch.
+    """
+    recorded = task.recorded or {}
+    task.recorded = None
+    uneven = [name for name, values in recorded.items() if len(values) != len(weights)]
+    if uneven and in_parts:
+        return {}
+    if uneven:
+        raise UserError(
+            f"the task logs {uneven[0]!r} not once in each micro-batch: log it once whenever loss is called"
+        )
+    return {name: _weighted(values, weights) for name, values in recorded.items()}
+
+
+def _weighted(values: Sequence[Tensor], weights: Sequence[Any]) -> Tensor:
+    """The values' sum, each times its micro-batch's weight; one of weight 0 may be nan, and has no part in it."""
+    total = torch.zeros_like(values[0])
+    for value, weight in zip(values, weights, strict=True):
+        if not has_no_weight(weight):
+            total = total + value * weight
+    return total
 
 
 class Optimizers(torch.optim.Optimizer):
@@ -166,6 +180,19 @@ class Optimizers(torch.optim.Optimizer):
             each.step()
 
 
+def one_of_several(optimizer: torch.optim.Optimizer, name: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """The optimizer of a name; gradients of parameters that are not its own are dropped."""
+    if not isinstance(optimizer, Optimizers) or name not in optimizer.named:
+        named = ", ".join(optimizer.named) if isinstance(optimizer, Optimizers) else "none by name"
+        raise UserError(f"training_step updates with the optimizer {name!r}, but the task's are: {named}")
+    chosen = optimizer.named[name]
+    its_own = {id(parameter) for group in chosen.param_groups for parameter in group["params"]}
+    for parameter in parameters:
+        if id(parameter) not in its_own:
+            parameter.grad = None
+    return chosen
+
+
 def gather_when_called(parallel: Parallel) -> None:
     """For steps that call parts of the model: a part that is gathered ahead, and then not called, would be used as it
     was before the update."""
@@ -186,43 +213,6 @@ def build_optimizers(config: Config, task: Task, parallel: Parallel) -> torch.op
     return made
 
 
-class Average:
-    """An exponential moving average of the weights, each worker's of its own part; in the first steps of fewer:
-    decay min(d, (1 + t) / (10 + t))."""
-
-    def __init__(self, parallel: Parallel, decay: float) -> None:
-        self.parallel, self.decay = parallel, decay
-        self.values = {n: p.detach().clone() for n, p in parallel.named_parameters() if p.requires_grad}
-        self._pairs = [(local(self.values[n]), p) for n, p in parallel.named_parameters() if n in self.values]
-
-    @torch.no_grad()
-    def update(self, step: int) -> None:
-        decay = min(self.decay, (1 + step) / (10 + step))
-        averages, weights = [a for a, _ in self._pairs], [local(p.detach()) for _, p in self._pairs]
-        get_ema_multi_avg_fn(decay)(averages, weights, step)
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """While it lasts the model has the average for weights."""
-        self._swap()
-        try:
-            yield
-        finally:
-            self._swap()
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for average, parameter in self._pairs:
-            weight = local(parameter.detach())
-            kept = weight.clone()
-            weight.copy_(average)
-            average.copy_(kept)
-        for module in self.parallel.module.modules():
-            if isinstance(module, FSDPModule):  # what was gathered, or is on its way, is the other's
-                module.unshard()
-                module.reshard()
-
-
 # --- after an evaluation ----------------------------------------------------------------------------------------------
 
 
@@ -237,25 +227,20 @@ def stops_early(config: Config, task: Task, evaluations: Sequence[Mapping[str, f
     return task.stop_early(evaluations)
 
 
-def evaluate(training: Training, figures: Callable[[], dict[str, float]]) -> dict[str, float]:
-    """The figures of the weights, of their average (ema_…), and what the task logs; notes whether training ends."""
-    values, average, progress = figures(), training.average, training.progress
-    with average.in_place() if average else contextlib.nullcontext():
-        if average is not None:
-            values |= {f"ema_{name}": value for name, value in figures().items()}
-        if overrides(training.task, "on_evaluation") and training.dims.pp * training.dims.cp == 1:
-            values |= on_evaluation(training)
-    progress.evaluations.append(values)
-    progress.ended = any(Ranks().all(stops_early(training.config, training.task, progress.evaluations)))
-    if progress.ended and training.place.rank == 0:
-        training.channel.emit({"type": "warning", "text": f"training ends early, after step {training.steps_done:,}"})
-    return values
+def call_on_evaluation(
+    task: Task, parallel: Parallel, heartbeat: Heartbeat, *, folder: str, step: int, is_first_rank: bool
+) -> EvaluationLog:
+    """Calls the task's `on_evaluation`; what it has logged.
 
-
-def on_evaluation(training: Training) -> dict[str, float]:
-    """Calls the task's; the numbers that it logs."""
-    task, parallel, heartbeat = training.task, training.parallel, training.heartbeat
-    log = EvaluationLog(training.job.folder, training.steps_done, training.place.rank == 0)
+    Args:
+        task: with an on_evaluation of its own.
+        parallel: the model, which every rank calls equally often.
+        heartbeat: is told of every call of the model, since it may take long.
+        folder: of the run; what is logged goes below it.
+        step: after which the evaluation is.
+        is_first_rank: whether this rank writes files.
+    """
+    log = EvaluationLog(folder, step, is_first_rank)
 
     def moves(*_: Any) -> None:
         heartbeat.ticks += 1
@@ -267,9 +252,7 @@ def on_evaluation(training: Training) -> dict[str, float]:
     finally:
         alive.remove()
         parallel.module.train()
-    if log.written:
-        training.channel.emit({"type": "files", "folder": log.folder})
-    return log.numbers
+    return log
 
 
 class EvaluationLog:

@@ -17,14 +17,16 @@ from typing import Any
 import torch
 
 from app.checkpoint.ranks import Ranks
-from app.data.loader import number_on, pipeline_example, rows, train_batches
+from app.data.loader import Batch, number_on, pipeline_example, rows, train_batches
 from app.data.randomness import seed_everything, seed_step
+from app.errors import UserError
 from app.storage.storage import Storage
 from app.tasks import load_task
 from app.tasks.build import build_model
 from app.tasks.by_value import read_task_file
 from app.tasks.items import CountedBatch, count_items, weighs_items
 from app.training import hooks
+from app.training.average import Average
 from app.training.batch_gather import Gathering
 from app.training.evaluation import evaluate
 from app.training.expert_load import expert_metrics
@@ -119,9 +121,10 @@ class Training:
         self.optimizer = self.parallel.prepare_optimizer(hooks.build_optimizers(config, self.task, self.parallel))
         self.scale = LossScale(config.train.precision == "fp16")
         self.persistence = keeper(job, place, channel, self.parallel, self.optimizer, self.scale)
-        self.average: hooks.Average | None = None
+        self.average: Average | None = None
         if config.train.ema_decay is not None:
-            self.average = self.persistence.average = hooks.Average(self.parallel, config.train.ema_decay)
+            self.average = Average(self.parallel, config.train.ema_decay)
+            self.persistence.average = self.average
         self.progress = Progress()
         self.weighs_items = weighs_items(self.task)
         self.speed = Speed()
@@ -137,7 +140,7 @@ class Training:
         )
         self.utilization = Utilization.of(self.task, job.layout, place, config.train.precision)
         self.monitor = PipelineMonitor.of(job, self.parallel, channel)
-        self.profiler = Profiler.around(self) if config.profile.steps else None
+        self.profiler = Profiler.of(job, place, channel, steps_done=self.steps_done)
 
     @property
     def steps_done(self) -> int:
@@ -175,31 +178,97 @@ class Training:
             self.heartbeat.phase = "training"
         else:
             micro_batches = next(batches)
-        if self.monitor is None:
-            self.step(micro_batches)
-        else:
-            self.monitor.take(self.steps_done + 1, partial(self.step, micro_batches), self._metrics)
+        step = self.steps_done + 1
+        with contextlib.nullcontext() if self.profiler is None else self.profiler.step(step):
+            if self.monitor is None:
+                self.step(micro_batches)
+            else:
+                self.monitor.take(step, partial(self.step, micro_batches), self._metrics)
+        if self.profiler is not None and self.profiler.is_last(step):
+            self._finish_profile(self.profiler)
         return self._is_boundary() and self._boundary()
 
     def step(self, micro_batches: list[CountedBatch]) -> None:
-        """One step: updates of the weights from the gradient's exact mean over the global batch, as the task's
-        training_step asks for them (one, of its loss)."""
+        """One step: the weights move by the gradient of the mean loss over the global batch, once, or as often as the
+        task's own training_step says."""
         config = self.config
         step = self.steps_done + 1
+        is_logged = step in (1, self.job.steps) or step % config.train.log_every == 0
         seed_step(config.train.seed, step, self.dims.seed_rank(self.place.rank), self.place.device)
-        batch = config.train.global_batch_size
-        rates = hooks.set_learning_rate(self)
-        logged = step in (1, self.job.steps) or step % config.train.log_every == 0
+        rates = hooks.set_learning_rate(self.optimizer, config, self.task, step=self.steps_done, steps=self.job.steps)
         batches = [micro_batch.batch for micro_batch in micro_batches]
-        update = hooks.Update(self, batches, self._weights(micro_batches), logged)
-        self.task.training_step(update)
+        weights = self._weights(micro_batches)
+        self.task.recorded = {} if is_logged and self.dims.pp * self.dims.cp == 1 else None
+
+        if hooks.overrides(self.task, "training_step"):
+            updates = hooks.Updates(partial(self._update, batches, weights, is_logged))
+            self.task.training_step(updates)
+            loss, grad_norm = updates.loss, updates.grad_norm
+        else:
+            loss, grad_norm = self._update(batches, weights, is_logged, self.task.loss)
+        if loss is None:
+            raise UserError("the task's training_step made no update: call update(loss) in it")
+
         if self.average is not None:
             self.average.update(step)
-        self.progress.step = self.heartbeat.step = step
-        self.progress.samples_seen += batch
-        self.sync.add(update.loss, sum(micro_batch.items for micro_batch in micro_batches))
-        if logged:
-            self.sync.log(step, rates, update.norm, update.losses())
+        self.progress.step = step
+        self.heartbeat.step = step
+        self.progress.samples_seen += config.train.global_batch_size
+        self.sync.add(loss, sum(micro_batch.items for micro_batch in micro_batches))
+        if is_logged:
+            losses = hooks.logged_losses(self.task, weights, in_parts=self.noise is not None)
+            self.sync.log(step, rates, grad_norm, losses)
+
+    def _update(
+        self,
+        batches: list[Batch],
+        weights: list[float | torch.Tensor],
+        is_logged: bool,
+        loss_function: hooks.LossFunction,
+        optimizer_name: str = "",
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One update of the weights: forward and backward of every micro-batch, whose gradients add up, then the
+        optimizer's step.
+
+        Args:
+            batches: the step's micro-batches, on the device.
+            weights: their parts of the global batch.
+            is_logged: whether the gradient's norm is asked for.
+            loss_function: (model, batch) → the mean loss.
+            optimizer_name: of several, the one that takes the step.
+
+        Returns:
+            This worker's part of the mean loss over the global batch, detached, and the gradient's norm before
+            clipping, where it is known.
+        """
+        step = self.steps_done + 1
+        clip_norm = self.config.train.clip_norm
+        measures_noise = self.noise is not None and self.noise.due(step)
+
+        loss = self.gathering.forward_backward(
+            self.noise if measures_noise else self.parallel,
+            batches,
+            weights,
+            loss_function,
+            self.scale.factor,
+        )
+        optimizer = self.optimizer
+        if optimizer_name:
+            optimizer = hooks.one_of_several(self.optimizer, optimizer_name, self.parallel.parameters())
+        self.scale.unscale_(self.parallel.parameters())
+        grad_norm = None
+        if is_logged or clip_norm is not None or self.scale.enabled:
+            grad_norm = self.parallel.grad_norm_(clip_norm)  # which also clips
+        if self.scale.accepts(grad_norm, step):
+            optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss, grad_norm
+
+    def _finish_profile(self, profiler: Profiler) -> None:
+        self.heartbeat.phase = "saving"  # a large trace takes a while to write
+        with self.sync.paused():
+            profiler.finish()
+        self.heartbeat.phase = "training"
 
     def _weights(self, counted: list[CountedBatch]) -> list[float | torch.Tensor]:
         """Each micro-batch's part of the global batch's items; they sum to 1 over micro-batches and data ranks.
@@ -317,9 +386,34 @@ class Training:
         self.channel.emit(event)
 
     def _evaluate(self) -> None:
+        """The figures of the weights, of their average (ema_…), and what the task logs; and whether training ends."""
         self.heartbeat.phase = "evaluating"
-        if values := hooks.evaluate(self, self._figures):
+        values = self._figures()
+        with contextlib.nullcontext() if self.average is None else self.average.in_place():
+            if self.average is not None:
+                values |= {f"ema_{name}": value for name, value in self._figures().items()}
+            if hooks.overrides(self.task, "on_evaluation") and self.dims.pp * self.dims.cp == 1:
+                values |= self._call_on_evaluation()
+        self.progress.evaluations.append(values)
+        ends = hooks.stops_early(self.config, self.task, self.progress.evaluations)
+        self.progress.ended = any(Ranks().all(ends))
+        if self.progress.ended and self.place.rank == 0:
+            self.channel.emit({"type": "warning", "text": f"training ends early, after step {self.steps_done:,}"})
+        if values:
             self._metrics(self.steps_done, {f"eval/{name}": value for name, value in values.items()})
+
+    def _call_on_evaluation(self) -> dict[str, float]:
+        log = hooks.call_on_evaluation(
+            self.task,
+            self.parallel,
+            self.heartbeat,
+            folder=self.job.folder,
+            step=self.steps_done,
+            is_first_rank=self.place.rank == 0,
+        )
+        if log.written:
+            self.channel.emit({"type": "files", "folder": log.folder})
+        return log.numbers
 
     def _figures(self) -> dict[str, float]:
         data, train = self.task.eval_data(), self.config.train

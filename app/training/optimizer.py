@@ -120,6 +120,11 @@ class LossScale:
         self.growth_interval = growth_interval
         self.good_steps = 0
 
+    @property
+    def factor(self) -> float:
+        """What the loss is multiplied by before backward."""
+        return self.scale if self.enabled else 1.0
+
     @torch.no_grad()
     def unscale_(self, parameters: Iterable[torch.Tensor]) -> None:
         """Divides the gradients by the scale, a power of two and therefore exactly."""

@@ -25,7 +25,7 @@ from app.training.optimizer import LossScale
 from strategies.parallelize import Parallel
 
 if TYPE_CHECKING:
-    from app.training.hooks import Average
+    from app.training.average import Average
 
 FIRST_SECONDS = 60.0  # until the first save, where the interval is measured
 RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # before the last checkpoint of a start is tried again

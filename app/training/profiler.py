@@ -1,7 +1,7 @@
 """torch.profiler over some steps of some ranks: a trace to look at, and a table of where the time went.
 
-`profile: {steps: [20, 25]}` puts a `Profiler` around the loop's step; without it the loop has none, and pays nothing.
-What every profiled rank found is in profile/steps-20-25 of the run's folder:
+`profile: {steps: [20, 25]}` gives the loop a `Profiler`, a context around each step; without it the loop has none, and
+pays nothing. What every profiled rank has seen is in profile/steps-20-25 of the run's folder:
 
     rank-0.trace.json.gz    for https://ui.perfetto.dev
     rank-0.memory.pickle    with profile.memory on a GPU: every allocation, for https://pytorch.org/memory_viz
@@ -13,15 +13,15 @@ is exposed where nothing is computed meanwhile; waiting for a peer that is late 
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import DeviceType
@@ -30,9 +30,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from app.checkpoint.ranks import Ranks
 from app.errors import UserError
 from app.storage.storage import Storage
-
-if TYPE_CHECKING:
-    from app.training.loop import Training
+from app.training.job import Channel, Job, Place
 
 FILE = "profile.json"
 LONGEST = 25  # operators in a table
@@ -44,38 +42,43 @@ Interval = tuple[float, float]
 
 
 class Profiler:
-    """Takes the place of the loop's step until its last step is taken. Every rank has one; those of `profile.ranks`
-    profile. It begins a step early, since the first profiled one is slow."""
+    """A context around each step of the loop, until its last step is taken. Every rank has one; those of
+    `profile.ranks` profile. It begins a step early, since the first profiled one is slow."""
 
-    def __init__(self, training: Training, first: int, last: int) -> None:
-        self.training, self.take, self.first, self.last = training, training.step, first, last
-        wanted, place = training.config.profile, training.place
-        self.mine, self.memory = place.rank in wanted.ranks, wanted.memory
+    def __init__(self, job: Job, place: Place, channel: Channel, *, first: int, last: int) -> None:
+        self.job = job
+        self.place = place
+        self.channel = channel
+        self.first = first
+        self.last = last
+        self.is_profiled = place.rank in job.config.profile.ranks
+        self.memory = job.config.profile.memory
         self.on_gpu = place.device.type == "cuda"
         self.folder = f"profile/steps-{first}-{last}"
         self.profile: profile | None = None
-        self.found: dict[str, Any] | None = None
+        self.figures: dict[str, Any] | None = None
+        """Of this rank, once its last step is taken."""
 
     @classmethod
-    def around(cls, training: Training) -> Profiler | None:
+    def of(cls, job: Job, place: Place, channel: Channel, *, steps_done: int) -> Profiler | None:
         """None where nothing is to be profiled, or those steps are taken already."""
-        steps = training.config.profile.steps
-        if not steps or steps[0] > training.job.steps or steps[1] <= training.steps_done:
+        steps = job.config.profile.steps
+        if not steps or steps[0] > job.steps or steps[1] <= steps_done:
             return None
-        found = cls(training, max(steps[0], training.steps_done + 1), min(steps[1], training.job.steps))
-        training.step = found.step  # type: ignore[method-assign]
-        return found
+        return cls(job, place, channel, first=max(steps[0], steps_done + 1), last=min(steps[1], job.steps))
 
-    def step(self, micro_batches: list[Any]) -> None:
-        """One step of the loop."""
-        step = self.training.steps_done + 1
-        if self.mine and self.profile is None and step >= self.first - 1:
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Around one step of the loop."""
+        if self.is_profiled and self.profile is None and self.first - 1 <= step <= self.last:
             self._start(warm_up=step < self.first)
-        self.take(micro_batches)
+        yield
         if self.profile is not None:
             self.profile.step()
-        if step == self.last:
-            self._finish()
+
+    def is_last(self, step: int) -> bool:
+        """Whether the step was the last to be profiled: `finish` is due."""
+        return step == self.last
 
     def close(self) -> None:
         """Ends a profile that the run's end has cut off."""
@@ -95,7 +98,8 @@ class Profiler:
 
     def _take(self, ended: profile) -> None:
         """Writes a rank's files, and adds up what is in them."""
-        place, storage = self.training.place, Storage(self.training.job.folder)
+        place = self.place
+        storage = Storage(self.job.folder)
         files: dict[str, Callable[[str], object]] = {f"rank-{place.rank}.trace.json.gz": partial(_export, ended)}
         if self.memory and self.on_gpu:
             files[f"rank-{place.rank}.memory.pickle"] = torch.cuda.memory._dump_snapshot
@@ -106,26 +110,21 @@ class Profiler:
         if self.memory and self.on_gpu:
             torch.cuda.memory._record_memory_history(enabled=None)
         steps = self.last - self.first + 1
-        self.found = {
+        self.figures = {
             "rank": place.rank,
             "device": str(place.device),
             **shares(ended.events(), steps, self.on_gpu),
             "operators": operators(ended.key_averages(), steps, self.on_gpu),
         }
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Brings the ranks' tables together, and tells the driver. Collective."""
-        training, began = self.training, time.perf_counter()
-        training.heartbeat.phase = "saving"  # a large trace takes a while to write
         self.close()
-        ranks = [found for found in Ranks().all(self.found) if found is not None]
-        if training.place.rank == 0 and ranks:
-            whole = {"steps": [self.first, self.last], "ranks": ranks}
-            Storage(training.job.folder).write_bytes(f"{self.folder}/{FILE}", json.dumps(whole, indent=1).encode())
-            training.channel.emit({"type": "profile", "step": self.last, "folder": self.folder, "profile": whole})
-        training.heartbeat.phase = "training"
-        training.sync.started += time.perf_counter() - began  # it is not the steps' time
-        training.step = self.take  # type: ignore[method-assign]
+        ranks = [figures for figures in Ranks().all(self.figures) if figures is not None]
+        if self.place.rank == 0 and ranks:
+            tables = {"steps": [self.first, self.last], "ranks": ranks}
+            Storage(self.job.folder).write_bytes(f"{self.folder}/{FILE}", json.dumps(tables, indent=1).encode())
+            self.channel.emit({"type": "profile", "step": self.last, "folder": self.folder, "profile": tables})
 
 
 def _export(ended: profile, path: str) -> None:

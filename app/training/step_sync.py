@@ -5,8 +5,10 @@ At one, the logged losses are summed over the ranks, and with them the flags "as
 was not finite". The distance to the next one follows from the agreed step time, so every rank computes the same.
 """
 
+import contextlib
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -89,6 +91,13 @@ class StepSync:
     def restart_clock(self) -> None:
         """The next step begins now: what came after the last agreement was no training."""
         self.started = time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done meanwhile is not the steps' time."""
+        began = time.perf_counter()
+        yield
+        self.started += time.perf_counter() - began
 
     def due(self, step: int) -> bool:
         return step >= self.next_step
