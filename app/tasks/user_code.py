@@ -156,7 +156,8 @@ def _refuse_taken(taken: Taken, who: str, parents: dict[str, list[str]], used: s
     if taken.attribute == "*":
         shared = {name for name in of_user if not name.startswith("_")}
     else:
-        shared = of_user & names.defined_names(ours) & wanted
+        modules = {name for name in of_user if names.file_of(f"{module}.{name}", [names.ROOT])}
+        shared = of_user & (names.defined_names(ours) | modules) & wanted
     if shared:
         top, _, rest = module.partition(".")
         safe = f"{names.FACE}.{rest if top == 'app' else module}".rstrip(".")

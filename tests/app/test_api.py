@@ -117,7 +117,7 @@ def test_an_installed_trireme_works_from_any_folder(tmp_path: Path) -> None:
     said = python("import app.mine, trireme; print(app.mine.WIDTH, trireme.train.__module__)", own)
     assert said.stdout.split() == ["3", "app.api"], said.stderr
     shutil.rmtree(empty / "app")
-    said = python("import trireme, app.errors; from app import run; print(run)", {"app.py": "run = 7"})
+    said = python("import trireme, app.errors; from app import serve; print(serve)", {"app.py": "serve = 7"})
     assert said.stdout.split() == ["7"], said.stderr
     (target / "app").mkdir()  # another distribution's, in the same site-packages
     (target / "app" / "__init__.py").write_text("WHOSE = 'theirs'")

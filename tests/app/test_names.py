@@ -184,6 +184,11 @@ REFUSED: dict[str, tuple[Files, str, str]] = {
         "mine",
         "write trireme.tasks where you mean Trireme's",
     ),
+    "a function that has the name of a module of Trireme's": (
+        {"app/__init__.py": "def run(): pass", "mine.py": "from app import run"},
+        "mine",
+        "mine.py, line 1, takes run from app",
+    ),
     "another package": (
         {"cluster.py": "class ClusterError: pass", "mine.py": "from cluster import ClusterError"},
         "mine",
