@@ -398,7 +398,9 @@ OUTPUT: Axis = {
             "loss": "loss = loss + 0.1 * aux",
         }
     ),
-    "in_place": Feature({"returns": "return kept.add_(y)", "body_first": "kept, x = x, x.clone()\n", "step": "x = CALL"}),
+    "in_place": Feature(
+        {"returns": "return kept.add_(y)", "body_first": "kept, x = x, x.clone()\n", "step": "x = CALL"}
+    ),
     "in_place_input": Feature({"returns": "x.data.add_(0.1)\nreturn x + y"}),
     "state_passed": Feature(
         {
