@@ -16,6 +16,7 @@ being told.
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -87,7 +88,9 @@ class PlaceholderTensor(Tensor):
         elif name in _DEVICES:
             return found[0]
         elif name == "register_hook":
-            return RemovableHandle({})  # the stage that has the tensor's numbers, and its gradient, has the hook
+            return RemovableHandle(
+                OrderedDict()
+            )  # the stage that has the tensor's numbers, and its gradient, has the hook
         elif name == "retain_grad":
             return None
         sources = frozenset().union(*(leaf.sources for leaf in found))

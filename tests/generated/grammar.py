@@ -932,29 +932,22 @@ def _mean_of(term: str) -> Feature:
     return Feature({"loss": f"loss = loss + 0.1 * {term}"})
 
 
+_MASKED = (
+    "y = torch.randint(0, 16, (32, 6), generator=g)\n"
+    "y[torch.rand(32, generator=g) < 0.5] = -100\n"
+    "return TensorDataset(torch.randint(0, 16, (32, 6), generator=g), y)"
+)
 LOSS: Axis = {
     "mean": Feature(),
     "masked": Feature(
         {
-            "data": (
-                "y = torch.randint(0, 16, (32, 6), generator=g)\n"
-                "y[torch.rand(32, generator=g) < 0.5] = -100\ny[:2, 0] = 1\n"
-                "return TensorDataset(torch.randint(0, 16, (32, 6), generator=g), y)"
-            ),
-            "task": ("items_vary = True\n\ndef items(self, batch):\n    return (batch[1] != -100).sum()"),
+            "data": _MASKED,
+            "task": "items_vary = True\n\ndef items(self, batch):\n    return (batch[1] != -100).sum()",
         },
         domains=(TOKENS,),
     ),
     "masked_items_only": Feature(
-        {
-            "data": (
-                "y = torch.randint(0, 16, (32, 6), generator=g)\n"
-                "y[torch.rand(32, 6, generator=g) < 0.5] = -100\ny[:, 0] = 1\n"
-                "return TensorDataset(torch.randint(0, 16, (32, 6), generator=g), y)"
-            ),
-            "task": "def items(self, batch):\n    return (batch[1] != -100).sum()",
-        },
-        domains=(TOKENS,),
+        {"data": _MASKED, "task": "def items(self, batch):\n    return (batch[1] != -100).sum()"}, domains=(TOKENS,)
     ),
     "penalty": _mean_of("sum(p.abs().square().sum() for p in model.parameters() if p.requires_grad)"),
     "penalty_trained_norm": _mean_of("torch.stack([p.abs().float().norm() for p in model.parameters()]).sum()"),

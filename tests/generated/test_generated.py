@@ -62,6 +62,9 @@ MENDED = {
     "tensors in a list": ("listed_tensors", "in_a_list", "listed_tensors tied_blocks", "in_a_list layers dict"),
     "stochastic gradient descent": ("sgd", "sgd_plain skip", "nesterov multihead", "sgd clipped frozen_block"),
     "norms over a batch": ("batch_norm", "net_batch_norm", "conv_batch_norm", "batch_norm layers"),
+    "hooks on tensors": ("tensor_hook", "retain_grad", "block_tensor_hook", "tensor_hook layers dict"),
+    "tensors that blocks keep": ("left_by_blocks", "cached", "left_by_net", "left_by_blocks layers pair"),
+    "blocks inside containers": ("sequences", "sequences dict", "sequences sgd", "sequences tensor_hook"),
     "float64": ("float64", "float64 sgd", "float64 multihead", "float64 clipped tied_blocks"),
 }
 """Kinds that once ended in torch's own words from a worker or in other numbers. The first is tried in `make test`."""
@@ -79,6 +82,35 @@ def test_a_kind_that_once_went_wrong(names: str) -> None:
     verdicts = Comparison(model(*names.split())).verdicts(CORE)
     assert wrong(verdicts) == {}
     assert {verdicts[name].kind for name in ("ddp", "fsdp")} <= {Kind.EQUAL, Kind.NOTED}, "trained, not refused"
+
+
+REPORTED = {
+    "a penalty on all weights in the loss": "penalty",
+    "a momentum encoder moved in forward": "momentum_copy",
+    "weights clamped in forward": "clamp",
+    "a hook on a parameter": "parameter_hook",
+    "a penalty on the gradient by the input": "gradient_penalty",
+    "a part of the loss that the model puts on its blocks": "set_on_blocks",
+    "a part of the loss that blocks keep": "left_by_blocks",
+    "samples without a target that counts": "masked_items_only",
+    "a table with sparse gradients": "sparse sgd",
+    "a table that keeps its rows short": "max_norm",
+    "float32 norms in a bfloat16 model": "float32_norms",
+    "a transposed parameter": "net_strided",
+    "the old weight_norm": "old_weight_norm",
+    "double precision": "float64",
+    "lazy layers": "lazy lazy_head",
+    "complex weights": "complex_linear",
+    "blocks that change their input": "in_place",
+    "negatives within the batch": "contrastive",
+}
+"""What people have reported of their models, as points of the grammar."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", REPORTED.values(), ids=REPORTED.keys())
+def test_what_people_reported(names: str) -> None:
+    assert wrong(Comparison(model(*names.split())).verdicts(RIVALS)) == {}
 
 
 @functools.cache
