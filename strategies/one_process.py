@@ -115,8 +115,18 @@ def apply_dp(setup: Setup) -> Applied:
     ids = [device.index for device in own] if setup.device.type == "cuda" else None
     if ids and len(ids) > 1:
         require_copies(setup.module)
-    wrapped = nn.DataParallel(setup.module, device_ids=ids)
+    wrapped = Replicas(setup.module, device_ids=ids)
     return Applied(wrapped, notes=remark(setup.strategy.name, own, len(own)))
+
+
+class Replicas(nn.DataParallel):
+    """DataParallel whose other attributes are those of the model, which a loss may read: its blocks, its methods."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
 
 
 def require_copies(module: nn.Module) -> None:

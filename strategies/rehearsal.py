@@ -144,6 +144,9 @@ class _Watch(TorchFunctionMode):
         self.listed: list[str] = []
         self.gradients_taken: list[str] = []
         self.changed_inputs: list[str] = []
+        self.changed_outputs: list[str] = []
+        self.without_graph: list[str] = []
+        """Blocks that have run without gradients."""
         self.changes: dict[str, Tensor] = {}
         """Parameters that forward has changed, as they are then."""
         self.buffers = dict(_buffers_of_others_than_batch_norm(module))
@@ -224,6 +227,8 @@ class _Watch(TorchFunctionMode):
             (Trait.BACKWARD_HOOK, [self.modules.get(id(part), "a module") for part, _ in self.backward_hooks]),
             (Trait.CUTS_GRAPH, self.without_gradient),
             (Trait.CHANGES_INPUT, self.changed_inputs),
+            (Trait.CHANGES_OUTPUT, self.changed_outputs),
+            (Trait.RUNS_WITHOUT_GRADIENT, [name for name in self.without_graph if self._is_trained(name)]),
             (Trait.GRADIENT_IN_LOSS, self.gradients_taken),
         ]
         by_hooks: dict[Trait, list[str]] = {}
@@ -262,6 +267,8 @@ class _Watch(TorchFunctionMode):
         self.running.append(name)
         if name in self.blocks:
             self.route.calls.append(name)
+            if not torch.is_grad_enabled():
+                self.without_graph.append(name)
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
             self._inputs.append([(t, t.detach().clone()) for t in tensors if t.requires_grad])
 
@@ -330,6 +337,12 @@ class _Watch(TorchFunctionMode):
             self.written.add(name)
         if any(tensor is given for inputs in self._inputs for given, _ in inputs):
             self._written_inputs.add(id(tensor))
+            return
+        self.changed_outputs += [name for name, output in self._outputs if output is tensor]
+
+    def _is_trained(self, block: str) -> bool:
+        """Whether a gradient has come to the block's parameters."""
+        return any(p.grad is not None for p in self.module.get_submodule(block).parameters())
 
     def _read(self, parameter: Tensor) -> None:
         name = self.names[id(parameter)]

@@ -40,6 +40,8 @@ class Trait(enum.Enum):
     BACKWARD_HOOK = "a module has a hook on its backward"
     CUTS_GRAPH = "no gradient comes back through the output of a block"
     CHANGES_INPUT = "a block changes its input in place"
+    CHANGES_OUTPUT = "the code after a block changes the block's output in place"
+    RUNS_WITHOUT_GRADIENT = "a block runs without gradients and once more in backward"
     GRADIENT_IN_LOSS = "the loss takes a gradient itself"
     CALLS_VARY = "another sample, or another random number, takes another way through the model's blocks"
     UNUSED_PARAMETERS = "parameters that are to be trained get no gradient"
@@ -115,6 +117,14 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
     Trait.CHANGES_INPUT: (
         "{where} changes its input in place",
         "write x = x + y instead of x += y, and inplace=False where a block begins with it",
+    ),
+    Trait.CHANGES_OUTPUT: (
+        "the code after {where} changes its output in place",
+        "write x = x + y instead of x += y",
+    ),
+    Trait.RUNS_WITHOUT_GRADIENT: (
+        "{where} is recomputed by a reentrant checkpoint",
+        "write checkpoint(…, use_reentrant=False), or train.activation_checkpointing=full and no checkpoint",
     ),
     Trait.GRADIENT_IN_LOSS: (
         "{where} takes a gradient inside of forward or of the loss (torch.autograd.grad, torch.func)",

@@ -20,7 +20,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from app.config import Config
 from app.data.loader import Batch, fetch, length, map_tensors
 from app.data.randomness import seed_everything, seed_step
-from app.data.stream import is_stream
 from app.run.items_remark import items_remark
 from app.tasks.base import Task
 from app.tasks.items import count_items
@@ -40,7 +39,7 @@ FEW_OPERATIONS = 2e8
 """Up to which gradients of parts are compared too, and more ways through the model: fourteen times as many in all."""
 PARAMETERS = 100_000_000
 """Up to which the step is taken on real numbers: 400 MB, and as much for gradients."""
-WAYS = 6
+WAYS = 9
 """How many batches are compared in the way that they take through the model."""
 TOLERANCE = 1e-3
 """Relative difference of two losses, which are the same to rounding, from which on they are not."""
@@ -215,16 +214,20 @@ def _watched(config: Config, task: Task, batches: list[Batch], device: torch.dev
 
 
 def _batches(task: Task) -> list[Batch]:
-    """A batch from all over the data, its two halves, and these again; of a stream its first samples."""
+    """A batch from all over the data, its two halves, and pairs of other samples; of a stream its first samples, and
+    their halves again."""
     data: Any = task.train_data()
-    samples = length(data) or SAMPLES
-    picks = [(index * (samples - 1) // max(1, SAMPLES - 1), position) for position, index in enumerate(range(SAMPLES))]
-    whole = fetch(data, picks)
-    if is_stream(data):
-        halves = [_rows(whole, 0), _rows(whole, 1)]
-    else:
-        halves = [fetch(data, picks[: SAMPLES // 2]), fetch(data, picks[SAMPLES // 2 :])]
-    return [whole, *halves * ((WAYS - 1) // 2)]
+    samples = length(data)
+    if samples is None:
+        whole = fetch(data, [(position, position) for position in range(SAMPLES)])
+        return [whole, *[_rows(whole, 0), _rows(whole, 1)] * ((WAYS - 1) // 2)]
+    wanted = 2 * SAMPLES + 2 * WAYS
+    picks = [(number * (samples - 1) // (wanted - 1), number) for number in range(wanted)]
+    whole = picks[:: wanted // SAMPLES][:SAMPLES]
+    others = [pick for pick in picks if pick not in whole]
+    pairs = [others[2 * number : 2 * number + 2] for number in range(WAYS - 3)]
+    halves = [whole[: SAMPLES // 2], whole[SAMPLES // 2 :]]
+    return [fetch(data, chosen) for chosen in (whole, *halves, *pairs)]
 
 
 def _rows(batch: Batch, half: int) -> Batch:

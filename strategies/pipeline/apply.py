@@ -243,6 +243,8 @@ STRATEGY = Strategy(
         Trait.LISTS_PARAMETERS,
         Trait.CUTS_GRAPH,
         Trait.CHANGES_INPUT,
+        Trait.CHANGES_OUTPUT,
+        Trait.RUNS_WITHOUT_GRADIENT,
         Trait.GRADIENT_IN_LOSS,
         Trait.CALLS_VARY,
         Trait.PARAMETERS_VARY,

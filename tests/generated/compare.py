@@ -373,9 +373,13 @@ class Comparison:
             return Verdict(Kind.EQUAL)
         if self.random:
             return Verdict(Kind.RANDOM)
-        said = [note for note in (*notes, *curve.notes) if "batch" in note.lower() or "sample" in note.lower()]
-        if self.couples and rival.splits_batch and said:
-            return Verdict(Kind.NOTED, said[0])
+        every_note = (*notes, *curve.notes)
+        on_batches = [note for note in every_note if "batch" in note.lower() or "sample" in note.lower()]
+        on_state = [note for note in every_note if "changes the buffer" in note or "how often it is called" in note]
+        if self.couples and rival.splits_batch and on_batches:
+            return Verdict(Kind.NOTED, on_batches[0])
+        if rival.splits_batch and on_state:
+            return Verdict(Kind.NOTED, on_state[0])
         if not self.double and self._is_rounding(rival, apart, tolerance):
             return Verdict(Kind.EQUAL, "but for rounding: equal in float64")
         return Verdict(Kind.WRONG, self._told(apart, curve), "other numbers")

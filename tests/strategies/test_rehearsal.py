@@ -446,6 +446,37 @@ def test_blocks_that_change_their_input_are_seen_and_not_recomputed() -> None:
         require_kept(layout, registry.records("ddp"), options, [observation], [])
 
 
+class AddsBetween(Net):
+    def between(self, number: int, x: Tensor) -> Tensor:
+        x = super().between(number, x)
+        x += 1
+        return x
+
+
+class ReentrantCheckpoint(Net):
+    def between(self, number: int, x: Tensor) -> Tensor:
+        return checkpoint(self.blocks[number], x, use_reentrant=True)
+
+
+class FrozenStart(Net):
+    """Blocks that are not trained may run without gradients."""
+
+    def between(self, number: int, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(number > 0 and torch.is_grad_enabled()):
+            return super().between(number, x)
+
+    def change(self) -> None:
+        self.inp.requires_grad_(False)
+        self.blocks[0].requires_grad_(False)
+
+
+def test_what_happens_to_outputs_between_blocks_is_seen() -> None:
+    assert seen(AddsBetween).keys() == {Trait.CHANGES_OUTPUT}
+    assert seen(ReentrantCheckpoint).keys() == {Trait.RUNS_WITHOUT_GRADIENT}
+    assert seen(FrozenStart) == {}
+    assert refusing(seen(AddsBetween)) == refusing(seen(ReentrantCheckpoint)) == {"pipeline"}
+
+
 class SkipsBySample(Net):
     def between(self, number: int, x: Tensor) -> Tensor:
         return super().between(number, x) if number != 2 or x.sum() > 0 else x
