@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +48,6 @@ START_TRIES = 5  # to start Ray here, which gives up after 30 s each time
 PAUSE_SECONDS = 2.0
 BUSY = "Timed out waiting for file"  # of the ports of a raylet's agents
 _FOLDERS: list[TemporaryFolder] = []  # of the Ray that this process has started
-_log = logging.getLogger(__name__)
 _made = False  # whether `connect` has made this process's connection; else it is a notebook's, say
 
 
@@ -87,7 +86,6 @@ class Cluster:
 
 
 def connect(
-    preload: str = "",
     *,
     worker_setup: str = "",
     say: Callable[[str], None] = lambda text: None,
@@ -96,8 +94,6 @@ def connect(
     this process' current folder too.
 
     Args:
-        preload: Module with what workers need, from processes with which they are forked where `cluster/fast_start`
-            can be used; "": workers start by themselves.
         worker_setup: "module.function" that each worker's process calls first, where something else on Ray's search
             path has the name of one of Trireme's packages; "": nothing has.
         say: Told, in a sentence, what did not work and is tried again.
@@ -117,12 +113,12 @@ def connect(
         try:
             with _signal_handlers_kept():
                 if cluster_address:
-                    _join(cluster_address, variables, preload, worker_setup)
+                    _join(cluster_address, variables, worker_setup)
                 else:
-                    _start_here(preload, worker_setup)
+                    _start_here(worker_setup)
             break
         except ClusterUnavailable as error:
-            _leave(forget=number == tries)
+            _leave()
             if number == tries:
                 raise ClusterUnavailable(f"{error} ({tries} tries)") from error
             pause = PAUSE_SECONDS * number
@@ -135,22 +131,15 @@ def connect(
     return describe(private=not cluster_address)
 
 
-def _join(cluster_address: str, variables: dict[str, str], preload: str, worker_setup: str) -> None:
+def _join(cluster_address: str, variables: dict[str, str], worker_setup: str) -> None:
     """Connects to a cluster that runs already.
 
     Raises: see `connect`; once, without trying again.
     """
     _check_reachable(cluster_address)
-    warm = _fast_start() if preload else None
-    if warm:  # others import, while this process does
-        warm.warm_up_node(cluster_address, preload)
     import ray
 
-    runtime_env = {
-        "env_vars": variables,
-        **(warm.runtime_env(preload) if warm else {}),
-        **_setup(worker_setup),
-    }
+    runtime_env = {"env_vars": variables, **_setup(worker_setup)}
     try:  # ray.init finds the address as `address` does, and its token
         ray.init(runtime_env=runtime_env, **OPTIONS)
     except Exception as error:
@@ -178,33 +167,24 @@ def _refused(cluster_address: str, error: Exception) -> Exception:
     return error
 
 
-def _start_here(preload: str, worker_setup: str) -> None:
+def _start_here(worker_setup: str) -> None:
     """Starts Ray on this machine, for this process alone.
 
     Raises: see `connect`; once, without trying again.
     """
-    warm = _fast_start() if preload else None
     _FOLDERS.append(private_folder())
     folder = _FOLDERS[-1].path
     _set_token()
-    if warm:  # others import, while this process does
-        warm.PRIVATE.warm_up(preload)
     import ray
+
+    from cluster import ray_internals
 
     # Its processes inherit the environment: without a runtime_env the workers that Ray starts ahead are used.
     options = dict(OPTIONS)
     if setup := _setup(worker_setup):
         options["runtime_env"] = setup
     try:
-        head = None
-        if warm:
-            with detached():
-                head = warm.PRIVATE.start(OBJECT_STORE_BYTES, str(folder))
-        if warm and head:
-            ray.init(address=head, **options)
-            warm.PRIVATE.guard()
-            return
-        with detached(blocked=()):  # Ray ends these by SIGTERM first, and waits for a second
+        with detached(), ray_internals.patience():
             ray.init(
                 "local",
                 _temp_dir=str(folder),
@@ -212,21 +192,28 @@ def _start_here(preload: str, worker_setup: str) -> None:
                 object_store_memory=OBJECT_STORE_BYTES,
                 **options,
             )
+        ray_internals.kill_at_shutdown()
     except Exception as error:  # where it does not start in time Ray raises just that
-        _end_processes()
+        _end_processes(folder)
         reason = _last_words(folder) or first_line(error)
         raise ClusterUnavailable(f"Ray did not start on this machine: {reason}") from error
 
 
-def _end_processes() -> None:
-    """Ends what a Ray that did not start has left: another try is not to wait for its processors."""
+def _end_processes(folder: Path) -> None:
+    """Ends the processes of a Ray that did not start, so that the next try has the processors to itself.
+
+    Args:
+        folder: Where that Ray keeps its files; each of its processes has it among its arguments.
+    """
     import psutil
 
-    left = [child for child in psutil.Process().children() if child.name() in ("gcs_server", "raylet")]
-    for process in left:
+    ended = []
+    for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            process.kill()
-    psutil.wait_procs(left, timeout=PAUSE_SECONDS)
+            if any(str(folder) in argument for argument in process.cmdline()):
+                process.kill()
+                ended.append(process)
+    psutil.wait_procs(ended, timeout=PAUSE_SECONDS)
 
 
 def _last_words(folder: Path) -> str:
@@ -259,22 +246,12 @@ def _set_token() -> None:
     os.environ[TOKEN_PATH] = str(path)
 
 
-def _leave(*, forget: bool = True) -> None:
-    """Ends what `connect` has started, or its connection.
-
-    Args:
-        forget: False keeps the fork server, for another try: it has imported by then what it needs, and no longer takes
-            the processors from Ray's own processes, which give up after 30 s.
-    """
+def _leave() -> None:
+    """Ends what `connect` has started, or its connection."""
     ray = sys.modules.get("ray")
     if ray is not None:
         with contextlib.suppress(Exception):  # of a Ray that did not start
             ray.shutdown()
-    if warm := _fast_start():
-        if forget:
-            warm.PRIVATE.end()
-        else:
-            warm.PRIVATE.end_head()
     while _FOLDERS:
         _FOLDERS.pop().remove()
 
@@ -306,51 +283,8 @@ def disconnect() -> None:
     _leave()
 
 
-# --- cluster/fast_start: this is the only place that knows of it -----------------------------------------------------
-
-
-def _fast_start() -> Any:
-    """The accelerator where its folder is there and was tested with what is installed, else None."""
-    try:
-        from cluster.fast_start import warm
-    except ImportError:
-        return None
-    reason = warm.why_not()
-    if reason:
-        _log.info("Ray starts without cluster/fast_start: %s", reason)
-    return None if reason else warm
-
-
-def run_forked(words: Sequence[str], preload: str, worker_setup: str = "") -> int | None:
-    """Runs `trireme WORDS` in a process that has everything imported, where it will use a cluster of which this machine
-    is a node; its exit code, None where there is no such process and the command must run by itself. worker_setup: as
-    `connect` has it."""
-    found = address()
-    warm = _fast_start() if found else None
-    if warm is None:
-        return None
-    _share_environment(first=bool(worker_setup))
-    return warm.run_forked(words, found, preload)
-
-
-def kept_warm() -> list[dict[str, Any]]:
-    """What is kept alive on this machine between commands, for this user: see `warm.kept`."""
-    try:
-        from cluster.fast_start import warm
-    except ImportError:
-        return []
-    return warm.kept()
-
-
-def end_warm(server: dict[str, Any]) -> bool:
-    """Ends one of `kept_warm`, with workers that were forked from it; whether it is gone."""
-    from cluster.fast_start import warm
-
-    return warm.end(server)
-
-
 def _share_environment(*, first: bool) -> dict[str, str]:
-    """Sets what all processes of a job are to have (one fork server serves all); what Ray is to pass on.
+    """Sets what all processes of a job are to have; what Ray is to pass on.
 
     Args:
         first: Whether Trireme's own folder comes before the current one, which has packages of the same names.

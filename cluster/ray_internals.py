@@ -59,55 +59,18 @@ def draining_nodes() -> dict[str, float]:
 
 
 START_SECONDS = 180
-"""How long a lean head may take to start, in place of Ray's 30 s, while its raylet lives. A raylet itself gives up when
-its agents have imported for 30 s."""
+"""How long a Ray of one command may take to start, in place of Ray's 30 s, while its raylet lives.
 
-
-def start_lean_head(object_store_bytes: int, setup_worker: str, folder: str) -> Any:
-    """Starts a Ray head on this machine of a GCS server and a raylet with its agents only: no API server, no monitor of
-    an autoscaler, no monitor of log files, and agents that look seldom. Returns an object with `gcs_address` and
-    `kill_all_processes()`; the processes end with this one, however it ends. To be called in the main thread.
-
-    Why: `ray.init` and `ray start` start all of them, and wait a second and a half for the API server first. Missing:
-    raises ImportError or AttributeError, and `cluster/fast_start` leaves it to `ray.init`.
-
-    setup_worker: the Python file that the raylet starts for each worker, in place of Ray's own. folder: for its files.
-    """
-    from ray._private.authentication import authentication_token_setup as authentication
-    from ray._private.node import Node
-    from ray._private.parameter import RayParams
-
-    class LeanNode(Node):
-        def start_api_server(self, **options: Any) -> None:
-            self._webui_url = ""
-
-    settings: dict[str, Any] = {
-        # By default a process per core is kept ready for ever, and looks for signals a hundred times a second.
-        "num_workers_soft_limit": 0,
-        "idle_worker_killing_time_threshold_ms": 10_000,
-        "event_stats": False,
-        "metrics_report_interval_ms": 60_000,
-    }
-    parts: dict[str, Any] = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
-    params = RayParams(
-        object_store_memory=object_store_bytes,
-        dashboard_agent_listen_port=0,  # any: the usual one may be another Ray's
-        env_vars={"REPORTER_UPDATE_INTERVAL_MS": "60000"},
-        setup_worker_path=setup_worker,
-        temp_dir=folder,
-        _system_config=settings,
-        **parts,
-    )
-    authentication.enable_token_auth_by_default()
-    authentication.ensure_token_if_auth_enabled(settings, create_token_if_missing=True)
-    with _patience():
-        return LeanNode(params, head=True, shutdown_at_exit=False, spawn_reaper=True, ray_init_cluster=True)
+A raylet itself gives up when its agents have imported for 30 s.
+"""
 
 
 @contextlib.contextmanager
-def _patience() -> Iterator[None]:
-    """While it lasts a node that has been started is waited for as long as its raylet lives and `START_SECONDS`; where
-    Ray has no such function, for the 30 s that stand in its code."""
+def patience() -> Iterator[None]:
+    """While it lasts, ray.init waits for the node that it starts as long as the raylet lives, up to `START_SECONDS`.
+
+    Why: ray.init gives up after 30 s, which stand in its code. Missing: it gives up after 30 s.
+    """
     services: Any = importlib.import_module("ray._private.services")
     original = getattr(services, "get_node", None)
     if original is None:
@@ -142,28 +105,21 @@ def _raylet_lives() -> bool:
     return False
 
 
-@contextlib.contextmanager
-def actor_ids_from_system() -> Iterator[None]:
-    """While it lasts Ray draws the id of each class that is declared an actor's from the operating system, not from its
-    own generator: once that was used, its state, and what is drawn next, is the same in all forks of the process.
+def kill_at_shutdown() -> None:
+    """Has ray.shutdown end the Ray that this process has started by SIGKILL at once.
 
-    Why: Ray has no way to seed its generator. Missing: nothing is done, and forks of a process that imported classes of
-    actors draw the same ids; `cluster/fast_start` forks with versions only that have the name.
+    Why: ray.shutdown sends SIGTERM and waits for a second, for one process after the other, and these block SIGTERM
+    (`cluster/detached.py`). Missing: it waits, and then sends SIGKILL.
     """
     try:
-        actor: Any = importlib.import_module("ray.actor")
-        kind = actor.ActorClassID
+        from ray._private import worker
+
+        node: Any = worker._global_node
+        kill_all_processes = node.kill_all_processes
     except (ImportError, AttributeError):
-        yield
         return
 
-    class FromSystem:
-        @staticmethod
-        def from_random() -> Any:
-            return kind(os.urandom(kind.size()))
+    def kill_at_once(*arguments: Any, **named: Any) -> None:
+        kill_all_processes(check_alive=False, allow_graceful=False)
 
-    actor.ActorClassID = FromSystem
-    try:
-        yield
-    finally:
-        actor.ActorClassID = kind
+    node.kill_all_processes = kill_at_once

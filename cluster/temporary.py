@@ -1,7 +1,7 @@
 """Where a Ray that one command starts keeps its files: a folder of the user's alone, gone with the command.
 
-Its maker holds a lock in it. What a killed command has left is removed by its fork server (`fast_start`), else by the
-next command that starts a Ray.
+Its maker holds a lock in it. What a killed command has left is removed by the next
+command that starts a Ray.
 """
 
 from __future__ import annotations
