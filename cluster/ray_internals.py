@@ -1,7 +1,9 @@
-"""What Trireme needs of Ray's internals, because Ray documents no way to it. No other file touches them.
+"""What Trireme needs of Ray's internals, because Ray documents no way to it.
 
-Each entry says why there is no public way and what happens where the name is missing (another Ray version): the program
-continues, slower or with less information. tests/cluster/test_ray_internals.py takes each name away.
+No other file touches them. Each function says why there is no public way, and what happens where
+the name is missing (in another version of Ray): the program continues, slower or with less
+information.
+tests/cluster/test_ray_internals.py takes each name away.
 """
 
 import contextlib
@@ -15,9 +17,10 @@ from typing import Any
 def available_resources_per_node() -> dict[str, dict[str, float]]:
     """Free resources of each living node by its id, in Ray's units.
 
-    Why: `ray.available_resources()` is the sum over all nodes, from which it does not follow whether any one node can
-    hold a bundle. Missing: each node's total less what placement groups hold there, so that actors and tasks outside
-    of a group are not seen.
+    Why: `ray.available_resources()` is the sum over all nodes, which does not tell whether any one
+    node has room for a bundle.
+    Missing: each node's total less what placement groups reserve there; actors and tasks outside of
+    a group are not seen.
     """
     import ray
 
@@ -26,34 +29,44 @@ def available_resources_per_node() -> dict[str, dict[str, float]]:
 
         return available_resources_per_node()
     except (ImportError, AttributeError):
-        free: dict[str, dict[str, float]] = {n["NodeID"]: dict(n["Resources"]) for n in ray.nodes() if n["Alive"]}
+        pass
+    free: dict[str, dict[str, float]] = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            free[node["NodeID"]] = dict(node["Resources"])
     for group in ray.util.placement_group_table().values():
-        for number, bundle in group["bundles"].items() if group["state"] == "CREATED" else ():
-            room = free.get(group["bundles_to_node_id"][number], {})
+        if group["state"] != "CREATED":
+            continue
+        for number, bundle in group["bundles"].items():
+            node_id = group["bundles_to_node_id"][number]
+            room = free.get(node_id, {})
             for name, amount in bundle.items():
                 room[name] = room.get(name, 0.0) - amount
     return free
 
 
 def raylet_pid(environ: Mapping[str, str] = os.environ) -> int:
-    """Of the raylet that started this process or, for the command of a submitted job, the worker that runs it; else 0.
+    """The process id of the raylet that started this process; 0 where none has.
 
-    Why: Ray has no call that tells it, and none before a job has connected. Missing: 0: the number of threads in the
-    environment counts as the user's, though it may be Ray's.
+    For the command of a submitted job it is the raylet that started the worker which runs the job.
+    Why: Ray has no call that tells it, and none before a job has connected.
+    Missing: 0; the number of threads in the environment then counts as the user's, not as Ray's.
     """
     return int(environ.get("RAY_RAYLET_PID", "0"))
 
 
 def draining_nodes() -> dict[str, float]:
-    """Ids of the nodes that Ray drains, each with the Unix time at which it ends; 0 where no time was given.
+    """Ids of the nodes that Ray drains, each with the Unix time of its end; 0 where it has none.
 
-    Why: no documented call says that a node is drained before it is dead. Missing: none is known to be drained; a
-    machine that its cloud takes back is still announced by the cloud (`cluster/preemption.py`).
+    Why: no documented call says that a node is drained before it is dead.
+    Missing: no node is known to be drained; a machine that its cloud takes back is still announced
+    by the cloud (`cluster/preemption.py`).
     """
     try:
         from ray._private.state import state
 
-        return {node: deadline / 1000 for node, deadline in state.get_draining_nodes().items()}
+        deadlines_ms = state.get_draining_nodes()
+        return {node_id: deadline / 1000 for node_id, deadline in deadlines_ms.items()}
     except (ImportError, AttributeError):
         return {}
 
@@ -67,9 +80,10 @@ A raylet itself gives up when its agents have imported for 30 s.
 
 @contextlib.contextmanager
 def patience() -> Iterator[None]:
-    """While it lasts, ray.init waits for the node that it starts as long as the raylet lives, up to `START_SECONDS`.
+    """Has ray.init wait for the node that it starts while the raylet lives, up to `START_SECONDS`.
 
-    Why: ray.init gives up after 30 s, which stand in its code. Missing: it gives up after 30 s.
+    Why: ray.init gives up after 30 s, which cannot be set.
+    Missing: it gives up after 30 s.
     """
     services: Any = importlib.import_module("ray._private.services")
     original = getattr(services, "get_node", None)
@@ -108,8 +122,9 @@ def _raylet_lives() -> bool:
 def kill_at_shutdown() -> None:
     """Has ray.shutdown end the Ray that this process has started by SIGKILL at once.
 
-    Why: ray.shutdown sends SIGTERM and waits for a second, for one process after the other, and these block SIGTERM
-    (`cluster/detached.py`). Missing: it waits, and then sends SIGKILL.
+    Why: ray.shutdown sends SIGTERM to one process after the other and waits for a second each, and
+    these processes block SIGTERM (`cluster/detached.py`).
+    Missing: it waits, and then sends SIGKILL.
     """
     try:
         from ray._private import worker
