@@ -2,10 +2,15 @@
 
 
 class ClusterError(ValueError):
-    """The cluster cannot be reached, can never give what is asked, or its file is wrong; one sentence."""
+    """The cluster cannot be reached, can never give what is asked, or its file is wrong.
+
+    The message is one sentence.
+    """
 
 
 class ClusterUnavailable(RuntimeError):
-    """A cluster, or Ray on this machine, did not answer in time though it was tried again; one sentence with the cause.
+    """A cluster, or Ray on this machine, did not answer in time after several tries.
 
-    Nothing that was written is wrong, so the command line ends with exit code 1 and not 2."""
+    The message is one sentence with the cause. The user's input is not wrong, so the command line
+    ends with exit code 1 and not 2.
+    """

@@ -6,10 +6,10 @@ from cluster import ClusterError
 
 
 def split_address(text: str) -> tuple[str, int] | None:
-    """Host and port of `HOST:PORT`, or of `[IPV6]:PORT`; None where it is neither.
+    """Host and port of `HOST:PORT` or `[IPV6]:PORT`; None where the text is neither.
 
     Raises:
-        ClusterError: an IPv6 address without brackets, of which nobody knows where it ends.
+        ClusterError: It is an IPv6 address without brackets, so that its end is not known.
     """
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit():
@@ -20,15 +20,15 @@ def split_address(text: str) -> tuple[str, int] | None:
 
 
 def join_address(host: str, port: int | str) -> str:
-    """`HOST:PORT`, an IPv6 address in brackets."""
+    """`HOST:PORT`; an IPv6 address is put in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def bracketed(text: str) -> str:
-    """What a person wrote as an address, an IPv6 address that stands by itself in brackets.
+    """An address as a user wrote it, with brackets around an IPv6 address without a port.
 
     Raises:
-        ClusterError: an IPv6 address with a port behind it, but no brackets.
+        ClusterError: It is an IPv6 address with a port, but without brackets.
     """
     if text.startswith("[") or text.count(":") < 2:
         return text

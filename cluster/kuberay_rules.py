@@ -34,7 +34,7 @@ from cluster.ray_rules import plain
 from cluster.shape import check_fact
 
 VERBS = ["train", "sweep", "scale", "runs", "watch", "profile", "report", "config", "parity", "export", "generate"]
-VERBS += ["sync", "submit", "queue", "doctor", "warm", "plan", "calibrate", "cluster"]
+VERBS += ["sync", "submit", "queue", "doctor", "plan", "calibrate", "cluster"]
 COMMANDS = ("trireme", "python", "python3", "torchrun", "bash", "sh", "ray")
 LIMITS = {"cpu": (1e-3, 4096), "memory": (2**20, 2**46), "sizeLimit": (2**20, 2**46)}
 """Between which amounts a quantity makes sense; below 1 MiB a unit was forgotten, or `m` (thousandths) written."""

@@ -1,4 +1,4 @@
-"""Why is it pending? From what is asked, what there is and what may come, the sentence that says what is in the way."""
+"""Says why workers are pending, from the demand, the living nodes and the nodes that may come."""
 
 import os
 import re
@@ -12,54 +12,78 @@ from cluster import ClusterError
 from cluster.shape import ClusterShape, NodeState, NodeType, Resources
 
 Usage = Mapping[str, Resources]
-"""What each job holds, by words for it: "job 02000000"."""
+"""What each job uses, by the job's name in messages, such as "job 02000000"."""
 
 
 @dataclass(frozen=True)
 class AutoscalerReport:
-    """What the autoscaler reports, each a line with the node type's name. All empty where there is none."""
+    """What the autoscaler reports; inactive and empty where there is none.
+
+    Attributes:
+        active: Whether there is an autoscaler.
+        starting: A line for each node that starts, such as "10.0.0.7: a100, setting-up".
+        failed: A line for each failure, such as
+            "a100: InsufficientInstanceCapacity (latest_attempt: 14:02:11) - …".
+    """
 
     active: bool = False
-    starting: tuple[str, ...] = ()  # "10.0.0.7: a100, setting-up"
-    failed: tuple[str, ...] = ()  # "a100: InsufficientInstanceCapacity (latest_attempt: 14:02:11) - …"
+    starting: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
 
 
 def autoscaler_now() -> AutoscalerReport:
-    """What the autoscaler of the connected cluster reports, as far as it answers. Takes a second or two."""
+    """What the autoscaler of the connected cluster reports; takes a second or two."""
     import ray
 
     command = ["ray", "status", "-v", f"--address={ray.get_runtime_context().gcs_address}"]
     try:
-        done = subprocess.run(command, env=ray_environment(), capture_output=True, text=True, timeout=30)
-        return autoscaler_report(done.stdout)
+        status = subprocess.run(
+            command,
+            env=ray_environment(),
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        return autoscaler_report(status.stdout)
     except (OSError, subprocess.TimeoutExpired):
         return AutoscalerReport(True)
 
 
 def ray_environment() -> dict[str, str]:
-    """This environment with the Python of ours first, so that `ray` is its Ray."""
-    return os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
+    """This environment with this Python's folder first on PATH, so that `ray` is its command."""
+    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    return os.environ | {"PATH": os.pathsep.join(folders)}
 
 
 def autoscaler_report(text: str) -> AutoscalerReport:
-    """The same from what `ray status -v` prints of an autoscaler of either version. Pure."""
-    found: dict[str, list[str]] = {"Pending:": [], "Recent failures:": []}
+    """The report in the output of `ray status -v`, for both versions of the autoscaler. Pure."""
+    sections: dict[str, list[str]] = {"Pending:": [], "Recent failures:": []}
     section = ""
     for line in text.splitlines():
         if not line.startswith(" "):
             section = line.strip()
-        elif section in found and not line.strip().startswith("(no "):
-            found[section].append(line.strip())
-    return AutoscalerReport(True, tuple(found["Pending:"]), tuple(found["Recent failures:"]))
+        elif section in sections and not line.strip().startswith("(no "):
+            sections[section].append(line.strip())
+    return AutoscalerReport(
+        active=True,
+        starting=tuple(sections["Pending:"]),
+        failed=tuple(sections["Recent failures:"]),
+    )
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why a group of bundles is not placed."""
+    """Why a group of bundles is not placed.
+
+    Attributes:
+        sentence: The reason, for the user.
+        placed: How many bundles could be placed now.
+        ever: Whether waiting can help.
+    """
 
     sentence: str
-    placed: int  # bundles that could be placed now
-    ever: bool  # whether waiting can help
+    placed: int
+    ever: bool
 
 
 def diagnose(
@@ -69,9 +93,20 @@ def diagnose(
     shape: ClusterShape | None,
     autoscaler: AutoscalerReport,
 ) -> Diagnosis | None:
-    """What keeps `demand` (one mapping per bundle) from being placed on `nodes`; None if nothing does. Pure.
+    """What keeps bundles from being placed on nodes. Pure.
 
-    Bundles are placed greedily, each on the fullest node that holds it, as a packing scheduler does.
+    Bundles are placed greedily, each on the fullest node with room for it, as a packing scheduler
+    does.
+
+    Args:
+        demand: The resources of each bundle.
+        nodes: The living nodes.
+        usage: What each job uses.
+        shape: The cluster with the limits of its file; None where they are not known.
+        autoscaler: What the autoscaler reports.
+
+    Returns:
+        None if all bundles can be placed.
     """
     placed, missing = place(demand, nodes)
     if missing is None:
@@ -80,31 +115,42 @@ def diagnose(
     kinds = tuple(kind.name for kind in shape.types if _per_node(kind, bundle)) if shape else ()
     living = [node for node in nodes if _covers(node.total, bundle)]
     what = f"bundle {missing + 1} of {len(demand)} ({format_resources(bundle)}) cannot be placed"
-    unknown = shape is None and autoscaler.active  # what may come is not known here
-    if not kinds and not living and not unknown:
+    may_grow_unknown = shape is None and autoscaler.active
+    if not kinds and not living and not may_grow_unknown:
         name = "GPU" if "GPU" in bundle else next(iter(bundle))
         most = max((node.total.get(name, 0.0) for node in nodes), default=0.0)
-        return Diagnosis(f"{what}: no node has it, the most is {name} {most:g}", placed, False)
+        sentence = f"{what}: no node has it, the most is {name} {most:g}"
+        return Diagnosis(sentence, placed, ever=False)
     fitting = " or ".join(dict.fromkeys(kinds or [node.address for node in living]))
     where = f"it could be on {fitting}" if fitting else "no node has it"
-    reason, ever = _obstacle(bundle, nodes, living, kinds, usage, shape, autoscaler)
+    reason, ever = _obstacle(
+        bundle,
+        nodes=nodes,
+        living=living,
+        kinds=kinds,
+        usage=usage,
+        shape=shape,
+        autoscaler=autoscaler,
+    )
     return Diagnosis(f"{what}; {where}, but {reason}", placed, ever)
 
 
 def place(demand: Sequence[Resources], nodes: Sequence[NodeState]) -> tuple[int, int | None]:
-    """How many bundles find room, and the first that does not."""
+    """How many bundles find room, and the number of the first that does not."""
     free = [dict(node.available) for node in nodes]
-    placed, first = 0, None
+    placed = 0
+    first_missing = None
     for number, bundle in enumerate(demand):
         fitting = [room for room in free if _covers(room, bundle)]
         if not fitting:
-            first = number if first is None else first
+            if first_missing is None:
+                first_missing = number
             continue
         room = min(fitting, key=lambda r: sum(r.get(name, 0.0) for name in bundle))
         for name, amount in bundle.items():
             room[name] = room.get(name, 0.0) - amount
         placed += 1
-    return placed, first
+    return placed, first_missing
 
 
 def _covers(room: Resources, bundle: Resources) -> bool:
@@ -112,11 +158,13 @@ def _covers(room: Resources, bundle: Resources) -> bool:
 
 
 def format_resources(bundle: Resources) -> str:
+    """Resources in words, such as "GPU 1, CPU 8"."""
     return ", ".join(f"{name} {amount:g}" for name, amount in bundle.items() if amount) or "nothing"
 
 
 def _obstacle(
     bundle: Resources,
+    *,
     nodes: Sequence[NodeState],
     living: Sequence[NodeState],
     kinds: tuple[str, ...],
@@ -124,48 +172,69 @@ def _obstacle(
     shape: ClusterShape | None,
     autoscaler: AutoscalerReport,
 ) -> tuple[str, bool]:
-    """What stands in the way of one bundle, the most telling first, and whether it can go away by itself."""
-    starting, failed = _of_kinds(autoscaler.starting, kinds), _of_kinds(autoscaler.failed, kinds)
+    """What keeps one bundle from being placed, the most telling reason first.
+
+    Args:
+        bundle: Its resources.
+        nodes: The living nodes.
+        living: The living nodes that could have room for it if they were empty.
+        kinds: The names of the node types that could.
+        usage: See `diagnose`.
+        shape: See `diagnose`.
+        autoscaler: See `diagnose`.
+
+    Returns:
+        The reason, and whether it can go away by itself.
+    """
+    starting = _of_kinds(autoscaler.starting, kinds)
+    failed = _of_kinds(autoscaler.failed, kinds)
     if starting:
         return f"the node is still starting: {starting[0]}", True
     if failed:
         return f"the cloud did not provide such a node ({failed[0]})", True
     limit = _limit(nodes, kinds, shape)
-    held = _held(bundle, living, usage)
-    if limit and held:
-        return f"{limit}, and {held}", True
-    if held and not autoscaler.active:
-        return held, True
+    in_use = _in_use(bundle, living, usage)
+    if limit and in_use:
+        return f"{limit}, and {in_use}", True
+    if in_use and not autoscaler.active:
+        return in_use, True
     if limit:
         return limit, False
     if autoscaler.active:
         return "the autoscaler has not asked for one yet", True
-    left = [(node.address, {name: node.available.get(name, 0.0) for name in bundle}) for node in living[:3]]
-    free = "; ".join(f"{name} has {format_resources(room)} free" for name, room in left)
-    return f"what is free lies on different nodes ({free})" if free else "no such node is up", bool(living)
+    if not living:
+        return "no such node is up", False
+    rooms = []
+    for node in living[:3]:
+        room = {name: node.available.get(name, 0.0) for name in bundle}
+        rooms.append(f"{node.address} has {format_resources(room)} free")
+    return f"what is free lies on different nodes ({'; '.join(rooms)})", True
 
 
 def _of_kinds(lines: Iterable[str], kinds: tuple[str, ...]) -> list[str]:
+    """The lines that name one of the node types; all lines where there are no node types."""
     return [line for line in lines if not kinds or set(kinds) & set(re.split(r"[ :,]+", line))]
 
 
 def _limit(nodes: Sequence[NodeState], kinds: tuple[str, ...], shape: ClusterShape | None) -> str:
-    """The limit of the file that keeps another node of the fitting types from coming; empty if none does."""
+    """The limit of the cluster's file that allows no further node of these types, or ""."""
     if not shape or not kinds or not shape.path:
         return ""
     alive = {kind: sum(node.kind == kind for node in nodes) for kind in kinds}
     types = [kind for kind in shape.workers if kind.name in kinds]
     if types and all(alive[kind.name] >= kind.max_nodes for kind in types):
-        limits = " and ".join(f"{kind.name} is at its limit of {kind.max_nodes} nodes" for kind in types)
-        return f"{limits} ({shape.path})"
-    workers = sum(node.kind in {kind.name for kind in shape.workers} for node in nodes)
+        limits = [f"{kind.name} is at its limit of {kind.max_nodes} nodes" for kind in types]
+        return f"{' and '.join(limits)} ({shape.path})"
+    worker_types = {kind.name for kind in shape.workers}
+    workers = sum(node.kind in worker_types for node in nodes)
     if shape.max_workers is not None and workers >= shape.max_workers:
-        return f"the cluster is at its limit of {shape.max_workers} workers (max_workers in {shape.path})"
+        limit = f"its limit of {shape.max_workers} workers"
+        return f"the cluster is at {limit} (max_workers in {shape.path})"
     return ""
 
 
-def _held(bundle: Resources, living: Sequence[NodeState], usage: Usage) -> str:
-    """Which jobs hold the scarce resource of nodes that could take the bundle; empty if none of it is held."""
+def _in_use(bundle: Resources, living: Sequence[NodeState], usage: Usage) -> str:
+    """Which jobs use the scarce resource of nodes that could have room, or "" if none do."""
     for name in sorted(bundle, key=lambda key: key != "GPU"):
         total = sum(node.total.get(name, 0.0) for node in living)
         used = total - sum(node.available.get(name, 0.0) for node in living)
@@ -177,31 +246,46 @@ def _held(bundle: Resources, living: Sequence[NodeState], usage: Usage) -> str:
 
 
 def check_feasible(shape: ClusterShape, workers: str | int, per_worker: Resources) -> None:
-    """Raises ClusterError if the cluster, empty and grown as far as its file allows, could never hold the workers.
+    """Checks that the cluster, empty and grown as far as its file allows, has room for the workers.
 
-    workers: a number, or "auto". per_worker: as the experiment writes it; where it is empty, whatever the cluster has
-    will do. Resources other than CPUs and GPUs are taken for granted: `diagnose` finds them missing.
+    Resources other than CPUs and GPUs are taken for granted; `diagnose` reports those that are
+    missing.
+
+    Args:
+        shape: The cluster.
+        workers: Their number, or "auto".
+        per_worker: Resources of a worker as the experiment writes them; where they are empty,
+            whatever the cluster has will do.
+
+    Raises:
+        ClusterError: The cluster can never have room for them.
     """
     known = [kind for kind in shape.types if kind.cpus or kind.gpus]
     if workers == "auto" or not per_worker or not known:
         return
-    room = _per_node(shape.head, per_worker) + int(shape.max_on_workers(lambda kind: _per_node(kind, per_worker)))
+    on_head = _per_node(shape.head, per_worker)
+    on_workers = shape.max_on_workers(lambda kind: _per_node(kind, per_worker))
+    room = on_head + int(on_workers)
     where = shape.path or "this cluster"
+    each = format_resources(per_worker)
     if not room:
         largest = max(known, key=lambda kind: (kind.gpus, kind.cpus))
-        raise ClusterError(
-            f"no machine of {where} can ever hold a worker of {format_resources(per_worker)}: the largest has "
-            f"{largest.gpus} GPUs and {largest.cpus:g} CPUs"
-        )
+        problem = f"no machine of {where} can ever hold a worker of {each}"
+        has = f"{largest.gpus} GPUs and {largest.cpus:g} CPUs"
+        raise ClusterError(f"{problem}: the largest has {has}")
     if room < int(workers):
         raise ClusterError(
-            f"{workers} workers of {format_resources(per_worker)} each do not fit on {where}, which has room for "
-            f"{room} at most: write workers={room}, a smaller resources_per_worker, or raise the cluster's limits"
+            f"{workers} workers of {each} each do not fit on {where}, which has room for {room} at "
+            f"most: write workers={room}, a smaller resources_per_worker, or raise the cluster's "
+            "limits"
         )
 
 
 def _per_node(kind: NodeType, bundle: Resources) -> int:
-    """How many bundles one node of this type holds; resources the file does not know are taken for granted."""
+    """How many bundles a node of this type has room for; the file tells of CPUs and GPUs only."""
     known = {"GPU": float(kind.gpus), "CPU": kind.cpus}
-    rooms = [int(known[name] / amount + 1e-9) for name, amount in bundle.items() if name in known and amount > 0]
-    return min(rooms, default=10**6)
+    counts = []
+    for name, amount in bundle.items():
+        if name in known and amount > 0:
+            counts.append(int(known[name] / amount + 1e-9))
+    return min(counts, default=10**6)

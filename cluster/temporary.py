@@ -1,7 +1,7 @@
-"""Where a Ray that one command starts keeps its files: a folder of the user's alone, gone with the command.
+"""Where a Ray that one command starts keeps its files: a folder that is removed with the command.
 
-Its maker holds a lock in it. What a killed command has left is removed by its fork server (`fast_start`), else by the
-next command that starts a Ray.
+The folder is the user's alone, and the command holds a lock in it. What a killed command has left
+behind is removed by the next command that starts a Ray.
 """
 
 from __future__ import annotations
@@ -16,23 +16,29 @@ from pathlib import Path
 
 from cluster import ClusterError
 
-PREFIX = "tr-ray-"  # short: Ray's sockets lie in it
+PREFIX = "tr-ray-"
+"""Short, since Ray's sockets lie below the folder."""
 SOCKET_BYTES = 107
-"""Of a socket's path, at most (unix(7))."""
+"""The longest path of a socket (unix(7))."""
 LONGEST = "/tr-ray-12345678/session_2026-11-26_17-19-52_611822_4194304/sockets/plasma_store"
-"""Where Ray puts one, below the folder in which this command makes its own."""
+"""The longest path at which Ray puts one, below the folder in which a command makes its own."""
 TRIES = 20
 
 
 class TemporaryFolder:
-    """A new one, until `remove`; in RAY_TMPDIR, else /tmp. Raises OSError."""
+    """A new folder, until `remove`, in RAY_TMPDIR or else in /tmp.
+
+    Raises:
+        OSError: It cannot be made.
+    """
 
     def __init__(self) -> None:
         sweep()
-        made = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=_base()))
-        self._lock = os.open(made / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=_base()))
+        self._lock = os.open(hidden / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.path = made.rename(made.with_name(made.name[1:]))  # under its name it has always been locked
+        # Renamed once it is locked, so that no other command sweeps it away in between.
+        self.path = hidden.rename(hidden.with_name(hidden.name.removeprefix(".")))
 
     def remove(self) -> None:
         remove(self.path)
@@ -40,32 +46,36 @@ class TemporaryFolder:
 
 
 def private_folder() -> TemporaryFolder:
-    """A new folder for a Ray of this command's own.
+    """A new folder for a Ray that this command starts.
 
     Raises:
         ClusterError: There is no place for one.
     """
     base = _base()
-    written = f"RAY_TMPDIR={base}" if os.environ.get("RAY_TMPDIR") else str(base)
-    advice = "set RAY_TMPDIR to a folder that can be written and has a short name, or unset it for /tmp"
-    if len(os.fsencode(base)) + len(LONGEST) > SOCKET_BYTES:
-        most = SOCKET_BYTES - len(LONGEST)
+    place = f"RAY_TMPDIR={base}" if os.environ.get("RAY_TMPDIR") else str(base)
+    suitable = "a folder that can be written and has a short name"
+    advice = f"set RAY_TMPDIR to {suitable}, or unset it for /tmp"
+    base_bytes = len(os.fsencode(base))
+    most_bytes = SOCKET_BYTES - len(LONGEST)
+    if base_bytes > most_bytes:
         raise ClusterError(
-            f"{written} is too long a name for Ray's sockets to lie below it ({len(os.fsencode(base))} bytes, at most "
-            f"{most}): {advice}"
+            f"{place} is too long a name for Ray's sockets to lie below it ({base_bytes} bytes, "
+            f"at most {most_bytes}): {advice}"
         )
     try:
         return TemporaryFolder()
     except OSError as error:
-        raise ClusterError(f"Ray's files cannot be kept in {written} ({error.strerror or error}): {advice}") from error
+        cause = error.strerror or error
+        raise ClusterError(f"Ray's files cannot be kept in {place} ({cause}): {advice}") from error
 
 
 def sweep() -> None:
-    """Removes the folders of commands that are gone."""
+    """Removes the folders of commands that have ended."""
     for folder in _base().glob(f"{PREFIX}*"):
         try:
             lock = os.open(folder / "lock", os.O_RDWR)
-        except FileNotFoundError:  # a process of Ray that was ending made it again after it was removed
+        except FileNotFoundError:
+            # A process of Ray that was ending has made the folder again after it was removed.
             with contextlib.suppress(FileNotFoundError):
                 if folder.stat().st_uid == os.getuid():
                     remove(folder)
@@ -76,13 +86,13 @@ def sweep() -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove(folder)
         except BlockingIOError:
-            pass
+            pass  # its command still runs
         finally:
             os.close(lock)
 
 
 def remove(folder: Path) -> None:
-    """A process of Ray that is just ending may still write there."""
+    """Removes a folder in which a process of Ray that is just ending may still write."""
     for _ in range(TRIES):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():

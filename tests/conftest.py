@@ -12,7 +12,6 @@ from typing import Any
 import hypothesis
 import pytest
 
-from app.launchers import PRELOAD
 from cluster.connect import connect, disconnect
 from tests.pool import restore
 from tests.ray_heads import ray_head
@@ -120,10 +119,10 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 @pytest.fixture
 def connected(ray_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process is connected to the session's Ray head; workers are forks of a process that has torch."""
+    """This process is connected to the session's Ray head."""
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_TMPDIR", "PYTHONPATH"):
         monkeypatch.setenv(name, ray_environment[name])
-    connect(PRELOAD)
+    connect()
     yield
     disconnect()
 

@@ -20,15 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from app.launchers import PRELOAD
 from app.run.stopping import SIGNALS
-from cluster.connect import SETTINGS
-from cluster.environment import set_defaults
-
-try:
-    from cluster.fast_start import client, warm
-except ImportError:  # it can be deleted
-    client = None  # type: ignore[assignment]
 
 ROOT = Path(__file__).parents[1]
 LONG = 300.0
@@ -124,59 +116,8 @@ def start(arguments: list[str], *, env: dict[str, str] | None = None, program: l
 
 
 def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float = LONG) -> Ended:
-    """Runs the command to its end, in a fork of a process that has imported everything, which saves it seconds; where
-    there can be none, as `start` does."""
-    if client is None:
-        return finish(start(list(arguments), env=env), timeout)
-    with tempfile.NamedTemporaryFile() as out, tempfile.NamedTemporaryFile() as err:
-        connection, pid = _fork(list(arguments), env, out.fileno(), err.fileno())
-        with connection:
-            ended = client.answer(connection, timeout)
-            if ended is None:
-                end_tree(pid)
-        said = [Path(file.name).read_text() for file in (out, err)]
-    assert ended is not None, f"did not end within {timeout} s:\n" + "\n".join(said)
-    return Ended(ended["exit"], said[0], said[1])
-
-
-def _fork(arguments: list[str], env: dict[str, str] | None, out: int, err: int) -> tuple[Any, int]:
-    """The connection over which its exit code will come, and its pid. The server is that of the Ray node which the
-    environment names, so that it serves the command and its workers, and ends with it; else it ends with this process.
-    """
-    seed(arguments)
-    env = env or environment()
-    more = client.inherited() | {"cwd": str(ROOT), "env": env, "wait": True}
-    with open(os.devnull) as nothing:
-        as_command = {**SETTINGS, **env}  # what it sets for its workers, before it looks for their server
-        set_defaults(as_command)
-        server = client.ensure(PRELOAD, warm.raylet_of(env.get("RAY_ADDRESS", "")) or os.getpid(), as_command)
-        connection = client.ask(server, {"argv": ["-m", "app", *arguments], **more}, (nothing.fileno(), out, err))
-    begun = client.answer(connection, LONG)
-    assert begun is not None, "the code has changed while the tests ran"
-    return connection, begun["pid"]
-
-
-class Forked:
-    """The command, in such a fork: what tests need of a Popen. A fork that is killed ends with no exit code."""
-
-    def __init__(self, arguments: list[str], env: dict[str, str] | None = None) -> None:
-        pipes = [os.pipe() for _ in range(2)]
-        self._connection, self.pid = _fork(arguments, env, *(write for _, write in pipes))
-        for _, write in pipes:
-            os.close(write)
-        self.stdout, self.stderr = (os.fdopen(read) for read, _ in pipes)
-
-    def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
-
-    def wait(self, timeout: float = LONG) -> int:
-        ended = client.answer(self._connection, timeout)
-        return ended["exit"] if ended else -signal.SIGKILL
-
-
-def start_soon(arguments: list[str], *, env: dict[str, str] | None = None) -> Any:
-    """As `start`, but in a fork where there can be one."""
-    return start(arguments, env=env) if client is None else Forked(arguments, env)
+    """Runs the command to its end."""
+    return finish(start(list(arguments), env=env), timeout)
 
 
 def torchrun(*arguments: str) -> Ended:

@@ -66,12 +66,6 @@ def test_imports_run_one_way() -> None:
     assert not wrong
 
 
-def test_fast_start_is_touched_from_one_place() -> None:
-    outside = {name: imported(nodes) for name, nodes in trees().items() if "fast_start" not in name}
-    found = {name for name, others in outside.items() if any("fast_start" in other for other in others)}
-    assert found == {"cluster/connect.py"}
-
-
 def executed(tree: ast.AST, functions: bool = False) -> Iterable[ast.AST]:
     """What runs when a module is imported, or when its functions do, too: not what is for types alone."""
     for node in ast.iter_child_nodes(tree):

@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from app import names
 from app.errors import nearest
 from app.run.stopping import drop_streams, end_at_once, end_on_signals, nobody_reads, open_streams
 
@@ -27,7 +26,6 @@ COMMANDS = {
     "submit": ("runs", "Send an experiment to a cluster, follow it, stop it."),
     "queue": ("queue", "Show the queue of a cluster, and set quotas."),
     "doctor": ("cluster", "Check every node and GPU; say what is wrong and what to do."),
-    "warm": ("cluster", "List and end what is kept alive between commands to start faster."),
     "plan": ("plan", "Predict which layouts fit, how fast they train and at what cost, before anything starts."),
     "calibrate": ("plan", "Measure what devices and links reach, for better plans."),
     "cluster": ("cluster", "Define, check, start and stop clusters."),
@@ -81,10 +79,8 @@ def main() -> None:
         end_on_signals()
     try:
         _check_folder()
-        code = _forked() if sys.argv[1:2] == ["train"] else None
-        if code is None:
-            program = [sys.executable, *sys.orig_argv[1:]]
-            code = group.main(prog_name="trireme", standalone_mode=False, obj=program)
+        program = [sys.executable, *sys.orig_argv[1:]]
+        code = group.main(prog_name="trireme", standalone_mode=False, obj=program)
     except click.exceptions.Exit as exit_:
         code = exit_.exit_code
     except SystemExit:
@@ -116,17 +112,3 @@ def _check_folder() -> None:
         os.getcwd()
     except FileNotFoundError:
         raise click.UsageError("the current folder has been removed: go to another one (`cd`) first") from None
-
-
-def _forked() -> int | None:
-    """The exit code of a training that ran in a process forked from one that is warm; None where there is none."""
-    from app.launchers import PRELOAD
-    from cluster.connect import run_forked
-
-    words = sys.argv[1:]
-    files = [word for word in words[1:] if "=" not in word and not word.startswith("-")]
-    without_ray = "RANK" in os.environ or {"launcher=local", "launcher=torchrun"} & set(words)
-    # What is wrong with a file's name is said sooner without.
-    if not files or not all(map(os.path.isfile, files)) or without_ray:
-        return None
-    return run_forked(words, PRELOAD, names.worker_setup())

@@ -140,51 +140,6 @@ def status(cli: Invocation, file: str) -> None:
         raise click.exceptions.Exit(1)
 
 
-# --- what is kept alive
-
-
-@click.group("warm")
-def warm() -> None:
-    """List and end the processes that are kept alive between commands, so that workers start sooner.
-
-    \b
-    trireme warm list
-    trireme warm stop
-    """
-
-
-@verb("list", group=warm)
-def kept(cli: Invocation) -> None:
-    """List them with their age and memory."""
-    from cluster.connect import kept_warm
-
-    found = kept_warm()
-    cli.answer(found, "\n".join(map(_kept_line, found)) or "nothing is kept alive")
-
-
-@verb("stop", group=warm)
-@click.option("--all", "every", is_flag=True, help="Also those that serve a command now: their workers end too.")
-def stop(cli: Invocation, every: bool) -> None:
-    """End those that nothing uses."""
-    from cluster.connect import end_warm, kept_warm
-
-    found = kept_warm()
-    chosen = [server for server in found if every or not server["processes"]]
-    left = [server for server in chosen if not end_warm(server)]
-    used = f"; {len(found) - len(chosen)} in use (--all ends those too)" if len(chosen) < len(found) else ""
-    cli.answer({"ended": len(chosen) - len(left), "left": left}, f"{len(chosen) - len(left)} ended{used}")
-    if left:
-        raise RunFailed(f"process {left[0]['pid']} does not end: `kill -9 {left[0]['pid']}` does it")
-
-
-def _kept_line(server: dict[str, Any]) -> str:
-    from app.console.terminal import duration, size
-
-    serves = f"serves {server['processes']} processes" if server["processes"] else "serves nothing"
-    about = f"{duration(server['age'])} old, {size(server['memory'])}, {serves}"
-    return f"process {server['pid']} is kept to start workers sooner: {about}; `trireme warm stop` ends it"
-
-
 # --- doctor
 
 
@@ -267,9 +222,7 @@ def _excluded(facts: Any, findings: list[Any]) -> str:
 
 
 def report(facts: Any, findings: list[Any]) -> list[str]:
-    """The nodes, the links, what is wrong, and what is kept alive on this machine; for a person."""
-    from cluster.connect import kept_warm
-
+    """The nodes, the links, and what is wrong; for a person."""
     lines = []
     for node in facts.nodes:
         kinds = Counter(gpu.name for gpu in node.gpus)
@@ -281,7 +234,6 @@ def report(facts: Any, findings: list[Any]) -> list[str]:
         lines.append(f"all-reduce {where}, {ring.ranks} workers: {ring.rate / 1e9:.3g} GB/s{exchange}")
     for finding in findings:
         lines += [f"{'✗' if finding.critical else '!'} {finding.sentence}", f"    {finding.remedy}"]
-    lines += map(_kept_line, kept_warm())
     count = f"{len(findings)} finding{'s' if len(findings) != 1 else ''}" if findings else "nothing is wrong"
     nodes = f"{len(facts.nodes)} node{'s' if len(facts.nodes) != 1 else ''}"
     tested = ", ".join(f"{name} {oldest} to {newest}" for name, (oldest, newest) in TESTED.items())

@@ -159,7 +159,7 @@ def ray_is_gone(driver: Driver, why: str, *, private: bool) -> None:
         driver.console.say(f"{why}: starting Ray and the run again, from the last checkpoint")
         os.environ[RESTARTS] = str(again + 1)
         driver.run.lease.release()
-        children = psutil.Process().children(recursive=True)  # Ray's, and its fork server's
+        children = psutil.Process().children(recursive=True)  # Ray's
         for child in children:
             with contextlib.suppress(psutil.Error):
                 child.kill()

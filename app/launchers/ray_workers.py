@@ -221,7 +221,7 @@ def enter(job: Job, channel: RayChannel, label: str = "") -> WorkerInfo:
 def work_in(folder: str) -> None:
     """Goes to the driver's folder, and takes the number of threads that Ray has set for this process; one with GPUs its
     share of the node's cores."""
-    import torch  # which a forked process had imported before
+    import torch
 
     if os.path.isdir(folder):  # Ray puts workers in folders of their own, where relative paths mean nothing
         os.chdir(folder)

@@ -16,7 +16,6 @@ from app.config.check import check_trainable
 from app.config.io import with_values
 from app.console.terminal import Console, log_labels
 from app.errors import UserError
-from app.launchers import PRELOAD
 from app.run.manifest import Outcome, Run, free_name
 from app.tracking.settings import Settings, resolve_tracking
 from cluster.environment import set_defaults
@@ -183,7 +182,7 @@ def _in_ray(
     cluster_address = address()
     where = f"the Ray cluster at {cluster_address} to answer" if cluster_address else "Ray to start on this machine"
     console.waits_for(where)
-    cluster = connect(PRELOAD, worker_setup=names.worker_setup(), say=console.say)
+    cluster = connect(worker_setup=names.worker_setup(), say=console.say)
     try:
         console.waits_for("the data to be read")
         task = reading.result()  # before more is imported: two threads in torch's circular imports can deadlock

@@ -69,7 +69,7 @@ class Session:
     def raylet_of(self, worker: int) -> int | None:
         """The raylet of a worker's node, if that is one of ours; None for the head's."""
         with contextlib.suppress(psutil.Error, KeyError):
-            raylet = int(psutil.Process(worker).environ()["RAY_RAYLET_PID"])  # its parent may be a fork server
+            raylet = int(psutil.Process(worker).environ()["RAY_RAYLET_PID"])
             living = [psutil.Process(node.pid) for node in self.nodes if node.poll() is None]
             return raylet if raylet in {child.pid for node in living for child in node.children(True)} else None
         return None

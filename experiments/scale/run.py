@@ -11,7 +11,6 @@ from app.config import Config
 from app.config.io import flatten, to_dict, with_values
 from app.console.terminal import Console
 from app.errors import UserError
-from app.launchers import PRELOAD
 from app.run.cost import rate_here
 from app.run.prepare import Prepared, prepare, read_task
 from app.tracking.tracker import Tracker
@@ -112,7 +111,7 @@ def _measure(
     """Measures what is missing, the repeats in alternating order, so that drift cancels."""
     console.status("starting Ray")
     save_head(folder, "study", head)
-    cluster = connect(PRELOAD, worker_setup=names.worker_setup())
+    cluster = connect(worker_setup=names.worker_setup())
     try:
         most = max(plan.workers)
         each = dict(config.resources_per_worker) or ({"GPU": 1.0} if cluster.gpus >= most else {"CPU": 1.0})

@@ -14,7 +14,6 @@ from app.config.io import flatten, to_dict, to_yaml, with_values
 from app.console.masking import mask_tree
 from app.console.terminal import Console
 from app.errors import RunFailed
-from app.launchers import PRELOAD
 from app.tracking.spool import State
 from app.tracking.tracker import Tracker
 from cluster.connect import connect, disconnect
@@ -57,7 +56,7 @@ def sweep(found: Sweep, console: Console, *, verbose: bool = False) -> Outcome:
         try:
             if left:
                 console.status("reading the data and starting Ray")
-                longest, cluster = found.longest(), connect(PRELOAD, worker_setup=names.worker_setup())
+                longest, cluster = found.longest(), connect(worker_setup=names.worker_setup())
                 from experiments.sweep.tuning import prepare, run_trials  # imports Ray, which is to be connected first
 
                 tuning = prepare(found, store, cluster, longest)

@@ -278,13 +278,13 @@ def test_a_task_of_ones_own_trains_beside_packages_of_ones_own(tmp_path: Path) -
 def test_the_same_on_workers_in_ray(layout: tuple[str, ...], tmp_path: Path, ray_environment: dict[str, str]) -> None:
     write(tmp_path, SHOP)
     known = {name: ray_environment[name] for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_TMPDIR")}
-    assert "2 steps" in train(tmp_path, "task=mine:Mine", *layout, **known, TRIREME_FAST_START="0")
+    assert "2 steps" in train(tmp_path, "task=mine:Mine", *layout, **known)
 
 
 @pytest.mark.slow
 def test_the_same_in_a_ray_of_its_own_and_under_torchrun(tmp_path: Path) -> None:
     write(tmp_path, SHOP)
-    assert "2 steps" in train(tmp_path, "task=mine:Mine", "workers=2", TRIREME_FAST_START="0")
+    assert "2 steps" in train(tmp_path, "task=mine:Mine", "workers=2")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trireme")
     assert "2 steps" in train(tmp_path, "task=mine:Mine", "strategy=ddp", "seed=1", program=torchrun)
 

@@ -11,7 +11,7 @@ from cluster import ray_internals, watch
 from tests.running import wait_until
 
 NAMES = ["ray._private.state.available_resources_per_node", "ray._private.state.state"]
-NAMES += ["ray._private.node.Node", "ray.actor.ActorClassID"]
+NAMES += ["ray._private.services.get_node", "ray._private.worker._global_node"]
 NODES = [
     {"NodeID": "a", "Alive": True, "Resources": {"GPU": 4.0, "CPU": 8.0}},
     {"NodeID": "b", "Alive": True, "Resources": {"GPU": 2.0, "CPU": 8.0}},
@@ -48,10 +48,45 @@ def test_each_entry_where_ray_has_none_of_the_names(monkeypatch: pytest.MonkeyPa
     expected = {"a": {"GPU": 1.0, "CPU": 8.0}, "b": {"GPU": 1.0, "CPU": 8.0}}
     assert ray_internals.available_resources_per_node() == expected
     assert ray_internals.draining_nodes() == {}
-    with pytest.raises((ImportError, AttributeError)):
-        ray_internals.start_lean_head(100_000_000, "", "")
-    with ray_internals.actor_ids_from_system():
-        assert not hasattr(ray.actor, "ActorClassID")
+    with ray_internals.patience():
+        assert not hasattr(ray._private.services, "get_node")
+    ray_internals.kill_at_shutdown()
+
+
+@pytest.mark.parametrize(("raylet_lives", "attempts"), [(True, 4), (False, 1)])
+def test_a_node_is_waited_for_while_its_raylet_lives(
+    raylet_lives: bool, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is known to Ray's head at the fourth attempt; a raylet that has ended never gets there."""
+    get_node = Mock(side_effect=[RuntimeError("no such node")] * 3 + [{"node_id": "a"}])
+    monkeypatch.setattr("ray._private.services.get_node", get_node)
+    monkeypatch.setattr(ray_internals, "_raylet_lives", lambda: raylet_lives)
+    with ray_internals.patience():
+        if raylet_lives:
+            assert ray._private.services.get_node("address", "a") == {"node_id": "a"}
+        else:
+            with pytest.raises(RuntimeError, match="no such node"):
+                ray._private.services.get_node("address", "a")
+    assert get_node.call_count == attempts
+    assert ray._private.services.get_node is get_node, "afterwards as before"
+
+
+def test_patience_with_a_node_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray._private.services.get_node", Mock(side_effect=RuntimeError("no such node")))
+    monkeypatch.setattr(ray_internals, "_raylet_lives", lambda: True)
+    monkeypatch.setattr(ray_internals, "START_SECONDS", 0.3)
+    with ray_internals.patience(), pytest.raises(RuntimeError, match="no such node"):
+        ray._private.services.get_node("address", "a")
+
+
+def test_a_ray_of_this_command_is_ended_without_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes block SIGTERM, for which ray.shutdown would wait a second each."""
+    node = Mock()
+    kill_all_processes = node.kill_all_processes
+    monkeypatch.setattr("ray._private.worker._global_node", node)
+    ray_internals.kill_at_shutdown()
+    node.kill_all_processes(check_alive=False, allow_graceful=True, wait=False)
+    kill_all_processes.assert_called_once_with(check_alive=False, allow_graceful=False)
 
 
 def test_what_does_not_answer_is_said_and_after_a_while_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

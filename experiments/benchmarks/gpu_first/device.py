@@ -58,10 +58,10 @@ def copy(here: Here) -> None:
 
 
 def fork(here: Here) -> None:
-    """A worker is forked from a process that has imported everything: it must be able to use the GPU."""
+    """A process forked from one that has imported everything, as parity's are, must be able to use the GPU."""
     for name in ("app.training.loop", "app.tracking.environment", "strategies.parallelize"):
         __import__(name)
-    torch.optim.AdamW([torch.zeros(1)])  # imports torch.compile, as app/launchers/preload.py does
+    torch.optim.AdamW([torch.zeros(1)])  # imports torch.compile
     here.expect("initialised_before", 0, 0, "importing must not start CUDA, which no fork survives (torch's notes)")
     here.expect("exit_code", 0, 0, "CUDA starts in the child")
     here.found(initialised_before=int(torch.cuda.is_initialized()))

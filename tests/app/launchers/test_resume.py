@@ -51,7 +51,7 @@ def test_one_process_is_killed_and_goes_on_in_mlflow(tmp_path: Path, ray_environ
     slow, folder = tmp_path / "slow", tmp_path / "run"
     arguments = command(tmp_path, *LOCAL, f"task_args.slow_while={slow}", "tracking.log_model=true")
     slow.touch()
-    process = running.start_soon(arguments, env=ray_environment)
+    process = start(arguments, env=ray_environment)
     wait_until(lambda: committed(folder))
     process.send_signal(signal.SIGKILL)
     process.wait(LONG)
@@ -93,7 +93,7 @@ def test_a_worker_is_killed_then_the_command_and_run_again(
     slow, folder = tmp_path / "slow", tmp_path / "run"
     arguments = command(tmp_path, *more, f"task_args.slow_while={slow}")
     slow.touch()
-    process = start(arguments) if more is OWN_RAY else running.start_soon(arguments, env=ray_environment)
+    process = start(arguments, env=None if more is OWN_RAY else ray_environment)
     lines = Lines(process)
     wait_until(lambda: committed(folder))
     if kill_worker:
