@@ -107,7 +107,7 @@ def parallelize(
     if layout.dims.cp > 1:
         places = _answer(context_plan, module)
         require_positions(module, places)
-        context = Context(layout.dims, options, places, device.type)
+        context = Context(layout.dims, options, places)
         context.install(module, names)
     activation_checkpointing.apply(module, names, options.activation_checkpointing)
     if options.compile and not first:

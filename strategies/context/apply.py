@@ -136,11 +136,11 @@ def require_positions(module: nn.Module, plan: ContextPlan | None) -> None:
 class Context:
     """This worker's part of every sequence. Collective over all workers."""
 
-    def __init__(self, dims: ParallelDims, options: Options, plan: ContextPlan | None, device_type: str) -> None:
+    def __init__(self, dims: ParallelDims, options: Options, plan: ContextPlan | None) -> None:
         group = own_group(dims.peers("cp"))
         assert group is not None
         self.group, self.ways, self.plan = group, dims.cp, plan or ContextPlan()
-        self.number = number_of(group, device_type)
+        self.number = number_of(group)
         self.name = "ring" if options.context == "auto" else options.context
         self.method = METHODS[self.name]
         self.length = 0
