@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from strategies import grad_sync
 from strategies.costs import Collective, Cost, RankSize, StepShape, UnitSize, replicated
-from strategies.dims import Options
+from strategies.options import Options
 from strategies.parallel import WholeStep
 from strategies.strategy import Applied, MicroStep, Setup, Strategy
 from strategies.traits import Trait

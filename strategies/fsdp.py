@@ -59,9 +59,9 @@ from strategies.costs import (
     fsdp_dim,
     optimizer_bytes,
 )
-from strategies.dims import Options
 from strategies.grad_sync import Named, local
 from strategies.mixtures import SplitExperts
+from strategies.options import Options
 from strategies.parallel import WholeStep
 from strategies.strategy import Applied, MicroStep, Setup, Strategy
 from strategies.traits import CHANGING_OR_HOOKED, Trait
