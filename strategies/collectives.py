@@ -1,75 +1,53 @@
-"""The one way to the accelerator for CPUs (cpu_collectives/), which may be deleted: then everything goes over gloo.
+"""Collectives of torch.distributed that several strategies send in the same way."""
 
-Between GPUs NCCL does all of this, and none of it is used. It is off with a torch it was not tested with.
-"""
-
-import importlib
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
-from torch.profiler import record_function
+from torch import Tensor
 
 from strategies.torch_internals import reduce_scatter_into
 
-AllToAll = Callable[[torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]], None]
-TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
-"""Versions of torch."""
 
+def all_to_all(
+    rows: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    gives: Sequence[int] | None = None,
+    takes: Sequence[int] | None = None,
+) -> Tensor:
+    """Exchanges rows between the workers of a group. Collective over `group`.
 
-def shared_memory(group: dist.ProcessGroup | None, device: torch.device) -> Any | None:
-    """What averages and exchanges among the processes of one machine's CPUs, in memory that they share; None where
-    `group` is not such a group, on every rank, and the caller uses torch.distributed. Collective over `group`.
+    Args:
+        rows: (rows, …) of this worker, those for the first worker first.
+        group: The workers.
+        gives: How many consecutive rows go to each worker. None: as many to each.
+        takes: How many rows come from each worker, in `gives` of that worker. None: as many from each.
 
-    It has average_(tensor), which writes into a one-dimensional CPU tensor, and what `all_to_all` here gives.
+    Returns:
+        The rows that have arrived, those from the first worker first.
     """
-    found = _accelerator("shared_memory")
-    return found.shared_memory(group, device) if found else None
+    arriving = len(rows) if takes is None else sum(takes)
+    arrived = torch.empty((arriving, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
+    dist.all_to_all_single(
+        arrived,
+        rows.contiguous(),
+        output_split_sizes=None if takes is None else list(takes),
+        input_split_sizes=None if gives is None else list(gives),
+        group=group,
+    )
+    return arrived
 
 
-def all_to_all(group: dist.ProcessGroup, device_type: str) -> AllToAll:
-    """Sends rows of contiguous tensors as `torch.distributed.all_to_all_single` does: (arrived, given, how many come
-    from each rank, how many go to each). Collective over `group`."""
-    shared = shared_memory(group, torch.device(device_type))
+def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """Starts to sum a tensor over the workers of a group, of which each gets its part. Collective over `group`.
 
-    if shared is None:
-        return lambda arrived, given, takes, gives: dist.all_to_all_single(arrived, given, takes, gives, group=group)
+    Args:
+        output: (n / workers,), where this worker's part of the sum is written.
+        input: (n,) of this worker.
+        group: The workers.
 
-    @torch.compiler.disable
-    def send(arrived: torch.Tensor, given: torch.Tensor, takes: Sequence[int], gives: Sequence[int]) -> None:
-        with record_function("shared_memory:all_to_all"):  # as torch's own collectives are named in a profile
-            shared.all_to_all(arrived, given, takes, gives)
-
-    return send
-
-
-def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    """output (n/k,) = the rank's shard of the sum of all ranks' input (n,); what to wait for, None if it is done."""
-    if input.device.type == "cpu" and (found := _accelerator("reduce_scatter")):
-        return found.DirectReduceScatter()(output, input, group, dist.ReduceOp.SUM)
+    Returns:
+        What to wait for; None where this worker is not in the group.
+    """
     return reduce_scatter_into(output, input, group=group, async_op=True)
-
-
-def use_direct_reduce_scatter(units: Sequence[FSDPModule], device_type: str) -> None:
-    """Lets sharded modules on CPUs reduce their gradients by direct exchange; gloo itself all-reduces all of them."""
-    found = _accelerator("reduce_scatter") if device_type == "cpu" else None
-    for unit in units if found else ():
-        unit.set_custom_reduce_scatter(found.DirectReduceScatter())  # type: ignore[union-attr]
-
-
-def keep_freed_memory() -> bool:
-    """Lets this process keep memory that it frees, for the next step; whether it does."""
-    found = _accelerator("allocator")
-    return found.keep_freed_memory() if found else False
-
-
-def _accelerator(name: str) -> Any | None:
-    """The module of cpu_collectives/, where it is there and torch is one it was tested with."""
-    if not torch.__version__.startswith(tuple(f"{version}." for version in TESTED)):
-        return None
-    try:
-        return importlib.import_module(f"strategies.cpu_collectives.{name}")
-    except ModuleNotFoundError:
-        return None

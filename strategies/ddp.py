@@ -13,8 +13,6 @@ Choose it whenever the whole training state fits on a device: nothing is faster.
 - *Unused parameters*: DDP waits for every parameter's gradient, so one that the loss does not depend on is an error,
   found after the first step. `find_unused_parameters` lets a step leave some out: DDP looks for them after every
   forward, which takes time, and averages the others.
-- *Shared memory*: where all workers are processes on the CPUs of one machine, buckets are averaged in memory that they
-  share, several times faster than gloo's sockets do (collectives.py); for two workers with the same bits.
 - *BatchNorm* normalises with the statistics of one worker's micro-batch, so it is not the same training on another
   number of workers; running statistics are those of rank 0, broadcast before each forward. GroupNorm or SyncBatchNorm
   do not depend on the split.
@@ -24,19 +22,16 @@ Choose it whenever the whole training state fits on a device: nothing is faster.
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import record_function
 
 from strategies import grad_sync
-from strategies.collectives import shared_memory
 from strategies.costs import Collective, Cost, RankSize, StepShape, UnitSize, replicated
-from strategies.dims import Options
+from strategies.options import Options
 from strategies.parallel import WholeStep
 from strategies.strategy import Applied, MicroStep, Setup, Strategy
 from strategies.traits import Trait
@@ -93,24 +88,10 @@ def wrap(
         find_unused_parameters=options.find_unused_parameters,
         init_sync=init_sync,
     )
-    # What averages a bucket, where it is not DDP's own all-reduce. (Lambdas, because DDP refuses torch's bfloat16 hook
-    # by its name anywhere but on NCCL.)
+    # A lambda, because DDP refuses torch's bfloat16 hook by its name anywhere but on NCCL.
     if options.reduce_dtype == "bf16":
         wrapped.register_comm_hook(group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
-    elif (shared := shared_memory(group, device)) is not None:
-        wrapped.register_comm_hook(shared, lambda shared, bucket: _done(_average_(shared, bucket)))
     return Applied(wrapped, micro_step(wrapped, options.find_unused_parameters), whole=True)
-
-
-def _average_(shared: Any, bucket: dist.GradBucket) -> torch.Tensor:
-    with record_function("shared_memory:all_reduce"):  # as torch's own collectives are named in a profile
-        return shared.average_(bucket.buffer())
-
-
-def _done(average: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(average)
-    return future
 
 
 def micro_step(wrapped: DistributedDataParallel, may_leave_out: bool) -> MicroStep:

@@ -1,4 +1,4 @@
-"""The only description of a layout: how many ways each kind of parallelism splits the workers, and its options.
+"""The only description of a layout: how many ways each kind of parallelism splits the workers.
 
 Workers form a mesh with five named dimensions, written from the outside in, so that the one that communicates most is
 innermost and lands on the fastest links:
@@ -28,6 +28,8 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from strategies.options import Options as Options  # for traits.py, which imports it from here
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -221,59 +223,6 @@ class Layout:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.dims})"
-
-
-# --- what is orthogonal to the layout ---------------------------------------------------------------------------
-
-PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
-REDUCE_DTYPES = ("fp32", "bf16")
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a layout behaves; the defaults train exactly as one device in float32 does."""
-
-    activation_checkpointing: str = "none"
-    """none, full (every block), every_N (every N-th block), or selective (every block, matrix products kept)."""
-    precision: str = "fp32"
-    """Type of the arithmetic: fp32, bf16, fp16 or fp8 (precision.py). Parameters, optimizer and loss stay float32."""
-    reduce_dtype: str = "fp32"
-    """Type that gradients are averaged over data-parallel workers in: fp32 or bf16."""
-    compile: bool = False
-    """torch.compile every block."""
-    compile_backend: str = "inductor"
-    offload: bool = False
-    """With dp_shard: parameters, gradients and optimizer state in host memory."""
-    sequence_parallel: bool = True
-    """With tp and a plan: activations between the split layers are split along the sequence."""
-    async_tp: bool = False
-    """With tp and sequence_parallel: what linear layers send travels in pieces beside their products. Where a schedule
-    does backward in halves (zb_h1, zb_h2, zbv) it does not."""
-    loss_parallel: bool = True
-    """With tp and a plan: logits stay split over the vocabulary."""
-    reshard_after_forward: bool | None = None
-    """With dp_shard: free gathered parameters after forward. None: zero1 and zero2 no; zero3 yes, but on a GPU of whose
-    free memory they take less than an eighth."""
-    accumulate_sharded: bool | None = None
-    """With dp_shard and several micro-batches: reduce-scatter each micro-batch's gradients instead of keeping whole
-    ones until the last (less memory, more communication). None: zero2 yes, zero1 no, zero3 on a GPU of which whole
-    ones would take an eighth or more."""
-    float_output: bool = True
-    """With dp_shard and 16 bits: the module's output comes back as float32. False: as it was computed."""
-    bucket_mb: float = 25.0
-    """With ddp: size of a gradient bucket, MiB."""
-    deepspeed: dict[str, Any] | None = None
-    """With deepspeed: the contents of a DeepSpeed JSON. None: ZeRO stage 2."""
-    find_unused_parameters: bool = False
-    """With ddp: a step may leave parameters out; they are looked for in each."""
-    context: str = "auto"
-    """With cp: how tokens of different workers attend: ring, allgather, ulysses, or auto (ring)."""
-    schedule: str = "1f1b"
-    """With pp: in which order stages work: gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2 or zbv."""
-    chunks: int = 1
-    """With pp and interleaved_1f1b: pieces of the model per stage."""
-    stages: tuple[int, ...] | None = None
-    """With pp: blocks per part, first to last (pp · chunks numbers). None: so that all take as long."""
 
 
 def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:

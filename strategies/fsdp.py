@@ -49,7 +49,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from strategies import precision
 from strategies.blocks import separable
-from strategies.collectives import use_direct_reduce_scatter
 from strategies.costs import (
     Collective,
     Cost,
@@ -60,9 +59,9 @@ from strategies.costs import (
     fsdp_dim,
     optimizer_bytes,
 )
-from strategies.dims import Options
 from strategies.grad_sync import Named, local
 from strategies.mixtures import SplitExperts
+from strategies.options import Options
 from strategies.parallel import WholeStep
 from strategies.strategy import Applied, MicroStep, Setup, Strategy
 from strategies.traits import CHANGING_OR_HOOKED, Trait
@@ -130,9 +129,7 @@ def shard(
     for before, after in itertools.pairwise(units):  # each gathers its neighbour's parameters while it computes
         before.set_modules_to_forward_prefetch([after, *inner[after]])
         after.set_modules_to_backward_prefetch([before, *inner[before]])
-    units = [root, *units, *inner[module]]
-    use_direct_reduce_scatter(units, mesh.device_type)
-    return units
+    return [root, *units, *inner[module]]
 
 
 def micro_step(units: list[FSDPModule], *, reduce_scatter_each_microbatch: bool, keep_gathered: bool) -> MicroStep:

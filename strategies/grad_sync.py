@@ -35,8 +35,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from strategies.collectives import reduce_scatter
-from strategies.dims import LayoutError, Options, submesh
+from strategies.dims import LayoutError, submesh
 from strategies.mixtures import SplitExperts
+from strategies.options import Options
 
 Named = list[tuple[str, nn.Parameter]]
 

@@ -11,18 +11,15 @@ import math
 
 from strategies import registry
 from strategies.activation_checkpointing import checkpoint_every
-from strategies.context.apply import METHODS
 from strategies.dims import (
     BESIDE_DATA,
     DEGREES,
-    PRECISIONS,
-    REDUCE_DTYPES,
     Layout,
     LayoutError,
-    Options,
     ParallelDims,
     one_of,
 )
+from strategies.options import CONTEXT_METHODS, PIPELINE_SCHEDULES, PRECISIONS, REDUCE_DTYPES, Options
 from strategies.pipeline import partition, schedules
 from strategies.strategy import Strategy
 
@@ -155,7 +152,7 @@ def check(
 
 def _check_pipeline(layout: Layout, options: Options, blocks: int | None, micro_batches: int | None) -> None:
     stages = layout.dims.pp
-    one_of("parallel.schedule", options.schedule, tuple(schedules.SCHEDULES))
+    one_of("parallel.schedule", options.schedule, PIPELINE_SCHEDULES)
     schedules.require(options.schedule, stages, micro_batches, options.chunks)
     chunks = schedules.chunks_of(options.schedule, options.chunks)
     if blocks is not None:
@@ -177,7 +174,7 @@ def require_pieces(options: Options) -> None:
 
 def _check_options(layout: Layout, found: list[Strategy], options: Options) -> None:
     one_of("train.precision", options.precision, PRECISIONS)
-    one_of("parallel.context", options.context, ("auto", *METHODS))
+    one_of("parallel.context", options.context, ("auto", *CONTEXT_METHODS))
     one_of("parallel.reduce_dtype", options.reduce_dtype, REDUCE_DTYPES)
     checkpoint_every(options.activation_checkpointing)
     if any(options.precision not in record.precisions for record in found):

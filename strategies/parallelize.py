@@ -24,9 +24,10 @@ from strategies import activation_checkpointing, precision, registry, state
 from strategies.blocks import compile_blocks, find_blocks
 from strategies.channels_last import use_channels_last
 from strategies.context.apply import Context, ContextPlan, require_positions
-from strategies.dims import Layout, LayoutError, Options, ParallelDims, submesh
+from strategies.dims import Layout, LayoutError, ParallelDims, submesh
 from strategies.expert import apply as expert_parallel
 from strategies.layout import check, choose
+from strategies.options import Options
 from strategies.parallel import Parallel
 from strategies.pipeline.apply import Division, Example
 from strategies.pipeline.schedules import SPLIT
@@ -107,7 +108,7 @@ def parallelize(
     if layout.dims.cp > 1:
         places = _answer(context_plan, module)
         require_positions(module, places)
-        context = Context(layout.dims, options, places, device.type)
+        context = Context(layout.dims, options, places)
         context.install(module, names)
     activation_checkpointing.apply(module, names, options.activation_checkpointing)
     if options.compile and not first:

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from strategies.costs import Collective, Cost, Number, RankSize, StepShape, UnitSize, replicated
-from strategies.dims import BESIDE_DATA, PRECISIONS, Layout, Options
+from strategies.dims import BESIDE_DATA, Layout
+from strategies.options import PRECISIONS, Options
 from strategies.traits import Trait
 
 if TYPE_CHECKING:

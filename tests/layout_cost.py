@@ -4,8 +4,8 @@ from collections import defaultdict
 
 from strategies import registry
 from strategies.costs import Cost, ParameterSize, StepShape, part_of, rank_size, unit_size
-from strategies.dims import Options
 from strategies.layout import Layout
+from strategies.options import Options
 
 RING = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 """Times n·(k-1)/k bytes that one of k ranks sends of a tensor of n."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from app.config import Config
 from app.errors import UserError, nearest
+from strategies.options import CONTEXT_METHODS, PIPELINE_SCHEDULES, PRECISIONS, REDUCE_DTYPES
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _POSITIVE = (
@@ -27,11 +28,11 @@ _NOT_NEGATIVE = (
 CHOICES = {
     "run.log_format": ("text", "json"),
     "launcher": ("auto", "ray", "actors", "local", "torchrun"),
-    "train.precision": ("fp32", "bf16", "fp16", "fp8"),
+    "train.precision": PRECISIONS,
     "train.matmul_precision": ("highest", "high", "medium"),
-    "parallel.reduce_dtype": ("fp32", "bf16"),
-    "parallel.context": ("auto", "ring", "allgather", "ulysses"),
-    "parallel.schedule": ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv"),
+    "parallel.reduce_dtype": REDUCE_DTYPES,
+    "parallel.context": ("auto", *CONTEXT_METHODS),
+    "parallel.schedule": PIPELINE_SCHEDULES,
     "optimizer.lr_scaling": ("none", "linear", "sqrt"),
     "schedule.name": ("constant", "linear", "cosine"),
     "checkpoint.mode": ("min", "max"),

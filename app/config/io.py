@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import difflib
 import inspect
-import itertools
 import textwrap
 import typing
 from collections.abc import Iterable, Mapping
@@ -16,10 +15,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
-from app.config import Config, schema
+from app.config import Config
 from app.config.check import validate
 from app.errors import UserError, nearest
 from cluster.document import read_document
+from strategies.options import Options
 
 
 def load_config(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> Config:
@@ -108,17 +108,22 @@ def documentation() -> dict[str, str]:
 
 
 def _field_docs(cls: type) -> dict[str, str]:
-    module = ast.parse(inspect.getsource(schema))
-    body = next(node.body for node in module.body if isinstance(node, ast.ClassDef) and node.name == cls.__name__)
-    return {
-        field.target.id: " ".join(text.value.value.split())
-        for field, text in itertools.pairwise(body)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-        and isinstance(text.value.value, str)
-    }
+    """The string under each field of a dataclass; under that of `Options` where a field's default is `Options.NAME`."""
+    (definition,) = ast.parse(inspect.getsource(cls)).body
+    assert isinstance(definition, ast.ClassDef)
+    docs: dict[str, str] = {}
+    field = ""
+    for statement in definition.body:
+        match statement:
+            case ast.AnnAssign(target=ast.Name(id=name), value=default):
+                field = name
+                match default:
+                    case ast.Attribute(value=ast.Name(id="Options"), attr=option):
+                        docs[field] = _field_docs(Options)[option]
+            case ast.Expr(value=ast.Constant(value=str(text))) if field:
+                docs[field] = " ".join(text.split())
+    return docs
+    return docs
 
 
 def explain(config: Config) -> str:

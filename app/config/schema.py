@@ -3,13 +3,17 @@
     dataclass defaults  <  YAML file  <  key=value on the command line
 
 The string under a field is that field's documentation; `trireme config` prints it beside the
-resolved value. Unknown keys and wrong types fail with the key, what was expected, and the nearest
-valid key. Every field is annotated: an unannotated one would silently be no field at all.
+resolved value. A field whose default is `Options.NAME` is an option of parallelism, which has its
+default and its documentation in strategies/options.py. Unknown keys and wrong types fail with the
+key, what was expected, and the nearest valid key. Every field is annotated: an unannotated one
+would silently be no field at all.
 """
 
 import math
 from dataclasses import dataclass, field
 from typing import Any, Optional
+
+from strategies.options import Options
 
 
 @dataclass(frozen=True)
@@ -32,42 +36,24 @@ class ParallelConfig:
     """Workers that one copy's parameters, gradients and optimizer state are sharded over."""
     cp: Optional[int] = None
     """Workers that one sequence is split over (context parallelism)."""
-    context: str = "auto"
-    """With cp: how tokens of different workers attend: ring (keys pass round), allgather, ulysses (heads are exchanged
-    for tokens), or auto: ulysses within a node where cp divides the heads, else ring."""
+    context: str = Options.context
     tp: Optional[int] = None
     """Workers that each layer's matrix products are split over (tensor parallelism)."""
     pp: Optional[int] = None
     """Stages that the model's blocks are split over (pipeline parallelism)."""
     ep: Optional[int] = None
     """Data-parallel workers that a mixture's experts are split over (expert parallelism); no factor of the workers."""
-    sequence_parallel: bool = True
-    """With tp: also split activations between the split layers along the sequence."""
-    async_tp: bool = False
-    """With tp: what the split layers send travels in pieces while they multiply (asynchronous tensor parallelism); for
-    GPUs whose links take about as long as their products. Not in zb_h1, zb_h2 and zbv."""
-    loss_parallel: bool = True
-    """With tp: keep the logits split over the vocabulary and compute the loss on the parts."""
-    reshard_after_forward: Optional[bool] = None
-    """With dp_shard: free gathered parameters after forward (less memory, one more all-gather). null: zero1 and zero2
-    no; fsdp, zero3 and hsdp yes, but not on a GPU of whose free memory they take less than an eighth."""
-    offload: bool = False
-    """With dp_shard: keep parameters and optimizer state in host memory."""
-    reduce_dtype: str = "fp32"
-    """Type that gradients are reduced in: fp32 or bf16."""
-    bucket_mb: float = 25.0
-    """With ddp: size of a gradient bucket, in MiB; smaller starts communicating earlier."""
-    find_unused_parameters: bool = False
-    """With ddp: a step may leave parameters unused; each step then searches for them, which takes time."""
-    accumulate_sharded: Optional[bool] = None
-    """With dp_shard and several micro-batches: reduce-scatter each one's gradients instead of keeping whole ones
-    until the last (less memory, more communication). null: zero2 yes, zero1 no, fsdp on a GPU of which whole ones
-    would take an eighth or more."""
-    schedule: str = "1f1b"
-    """With pp: order of the micro-batches' forwards and backwards on each stage: gpipe, 1f1b, interleaved_1f1b,
-    zb_h1, zb_h2 or zbv."""
-    chunks: int = 1
-    """With pp: chunks of the model on each stage; 2 or more for interleaved_1f1b, 2 for zbv."""
+    sequence_parallel: bool = Options.sequence_parallel
+    async_tp: bool = Options.async_tp
+    loss_parallel: bool = Options.loss_parallel
+    reshard_after_forward: Optional[bool] = Options.reshard_after_forward
+    offload: bool = Options.offload
+    reduce_dtype: str = Options.reduce_dtype
+    bucket_mb: float = Options.bucket_mb
+    find_unused_parameters: bool = Options.find_unused_parameters
+    accumulate_sharded: Optional[bool] = Options.accumulate_sharded
+    schedule: str = Options.schedule
+    chunks: int = Options.chunks
     stages: Optional[list[int]] = None
     """With pp: blocks of each chunk, first to last (their sum is the model's). null: balanced by estimated cost."""
     stage_resources: list[dict[str, float]] = field(default_factory=list)
@@ -92,18 +78,12 @@ class TrainConfig:
     """Samples per optimizer step, over all workers together."""
     micro_batch_size: Optional[int] = None
     """Samples one worker computes at once; the rest of its share is accumulated. null: its whole share."""
-    precision: str = "fp32"
-    """fp32, bf16, fp16 (with loss scaling), or fp8: bf16 with the blocks' linear layers in float8 (on GPUs from Ada and
-    Hopper on)."""
+    precision: str = Options.precision
     clip_norm: Optional[float] = None
     """Scale the gradient down to this total norm when it is longer. null: never."""
-    compile: bool = False
-    """Compile each block with torch.compile."""
-    compile_backend: str = "inductor"
-    """Backend of torch.compile; aot_eager compiles nothing and starts quickly."""
-    activation_checkpointing: str = "none"
-    """Recompute activations in backward instead of keeping them: none, full (each block), every_2 (every second block;
-    any number), or selective (each block, but the results of matrix products are kept)."""
+    compile: bool = Options.compile
+    compile_backend: str = Options.compile_backend
+    activation_checkpointing: str = Options.activation_checkpointing
     seed: int = 0
     """Decides initial weights, data order and dropout; the same whatever the number of workers."""
     matmul_precision: str = "highest"

@@ -16,8 +16,9 @@ from app.planner.read import Reader
 from app.tasks.base import Task
 from app.training.job import strategy_options
 from cluster.hardware import all_instances
-from strategies.dims import DEGREES, Layout, Options
+from strategies.dims import DEGREES, Layout
 from strategies.layout import choose
+from strategies.options import Options
 from strategies.pipeline.schedules import chunks_of
 
 COMMUNICATION = ("tensor", "context", "expert", "shard", "replicate", "pipeline_send", "contention")

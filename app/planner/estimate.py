@@ -22,8 +22,9 @@ from app.planner.trace import AFTER, BEFORE
 from strategies.activation_checkpointing import recomputed_blocks
 from strategies.context.apply import choose_method
 from strategies.costs import RankSize, StepShape, UnitSize, part_of, rank_size, unit_size
-from strategies.dims import Options, ParallelDims
+from strategies.dims import ParallelDims
 from strategies.fsdp import gradients_are_large, parameters_are_large
+from strategies.options import Options
 from strategies.pipeline import partition
 from strategies.pipeline.schedules import Placement, Schedule
 from strategies.pipeline.simulate import alive_by_formula

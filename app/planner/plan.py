@@ -173,9 +173,13 @@ def _precisions(config: Config, machine: Machine, is_fixed: bool) -> tuple[str, 
 
 
 def reader_of(config: Config, task: Task, machine: Machine) -> Reader:
-    parallel, on_gpu = config.parallel, not machine.device.is_cpu
-    split = {"sequence_parallel": parallel.sequence_parallel, "loss_parallel": parallel.loss_parallel}
-    return Reader(task, on_gpu=on_gpu, identity=identity(config.task, config.task_args), **split)
+    return Reader(
+        task,
+        on_gpu=not machine.device.is_cpu,
+        identity=identity(config.task, config.task_args),
+        sequence_parallel=config.parallel.sequence_parallel,
+        loss_parallel=config.parallel.loss_parallel,
+    )
 
 
 def estimator_of(config: Config, reader: Reader, machine: Machine, given: frozenset[str] | None = None) -> Estimator:

@@ -23,7 +23,7 @@ from app.planner.machine import Machine
 from app.planner.part_costs import PartCost, Work
 from strategies.context.apply import METHODS
 from strategies.costs import STATES, Collective, StepShape, UnitSize
-from strategies.dims import Options
+from strategies.options import Options
 from strategies.pipeline.schedules import SPLIT
 from strategies.pipeline.simulate import Times, bubble_by_formula
 

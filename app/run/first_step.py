@@ -26,7 +26,8 @@ from app.tasks.items import count_items
 from app.training.batch_gather import POINTER
 from strategies import registry
 from strategies.blocks import find_blocks
-from strategies.dims import Layout, LayoutError, Options
+from strategies.dims import Layout, LayoutError
+from strategies.options import Options
 from strategies.rehearsal import observe
 from strategies.traits import Observation, Trait, broken_by, require_kept
 

@@ -2,7 +2,7 @@
 
 import json
 import resource
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,8 +10,8 @@ import torch
 
 from app.config import Config
 from app.errors import UserError
-from strategies.dims import Options
 from strategies.layout import Layout
+from strategies.options import Options
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,33 @@ class SilentChannel:
 
 
 def strategy_options(config: Config) -> Options:
-    """The part of the configuration that strategies take."""
-    known = vars(config.train) | vars(config.parallel)  # where they have the names that Options gives them
-    values = {field.name: known[field.name] for field in fields(Options) if field.name in known}
-    path = config.parallel.deepspeed
-    stages = tuple(config.parallel.stages or ()) or None
-    return replace(Options(**values), stages=stages, deepspeed=_deepspeed(path) if path else None)
+    """The part of the configuration that strategies take; `float_output` is the task's to say (hooks.options).
+
+    Raises:
+        UserError: the file of parallel.deepspeed cannot be read.
+    """
+    train = config.train
+    parallel = config.parallel
+    return Options(
+        precision=train.precision,
+        compile=train.compile,
+        compile_backend=train.compile_backend,
+        activation_checkpointing=train.activation_checkpointing,
+        reduce_dtype=parallel.reduce_dtype,
+        bucket_mb=parallel.bucket_mb,
+        find_unused_parameters=parallel.find_unused_parameters,
+        offload=parallel.offload,
+        reshard_after_forward=parallel.reshard_after_forward,
+        accumulate_sharded=parallel.accumulate_sharded,
+        deepspeed=_deepspeed(parallel.deepspeed) if parallel.deepspeed else None,
+        sequence_parallel=parallel.sequence_parallel,
+        async_tp=parallel.async_tp,
+        loss_parallel=parallel.loss_parallel,
+        context=parallel.context,
+        schedule=parallel.schedule,
+        chunks=parallel.chunks,
+        stages=tuple(parallel.stages) if parallel.stages else None,
+    )
 
 
 def _deepspeed(path: str) -> dict[str, Any]:

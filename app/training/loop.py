@@ -39,7 +39,6 @@ from app.training.pipeline_monitor import PipelineMonitor
 from app.training.process import collect_garbage, configure_torch, garbage_waits
 from app.training.profiler import Profiler
 from app.training.step_sync import Agreement, StepSync
-from strategies.collectives import keep_freed_memory
 from strategies.parallelize import parallelize
 
 Summary = dict[str, Any]
@@ -94,8 +93,6 @@ class Training:
         self.job, self.place, self.channel, self.heartbeat = job, place, channel, channel.heartbeat
         self.heartbeat.phase = "starting"
         configure_torch(config.train, place.device)
-        if place.device.type == "cpu":
-            keep_freed_memory()
         seed_everything(config.train.seed)  # all ranks, and all starts, make the same data
         read_task_file(config.task, Storage(job.folder))
         self.task = load_task(config.task, config.task_args)

@@ -34,8 +34,8 @@ from app.training.job import Channel, Job, Place
 
 FILE = "profile.json"
 LONGEST = 25  # operators in a table
-COMMUNICATION = ("nccl", "gloo:", "shared_memory:")
-"""How the names of what communicates begin: kernels between GPUs, torch's collectives on CPUs, and our own there."""
+COMMUNICATION = ("nccl", "gloo:")
+"""How the names of what communicates begin: kernels between GPUs, and torch's collectives on CPUs."""
 NOT_COMPUTING = (*COMMUNICATION, "c10d::", "_c10d_functional::", "autograd::")
 """What only asks for communication, or has operators inside."""
 Interval = tuple[float, float]

@@ -10,7 +10,8 @@ from cluster.shape import of_gpus
 from experiments.benchmarks import fit
 from experiments.benchmarks.published_runs import Run, reader_of
 from strategies import registry
-from strategies.dims import Layout, Options, ParallelDims
+from strategies.dims import Layout, ParallelDims
+from strategies.options import Options
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from experiments.parity.curves import Trial
-from strategies.dims import Options
 from strategies.layout import Layout, choose
+from strategies.options import Options
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ from torch import Tensor, nn
 
 from strategies.context import allgather, ring, ulysses
 from strategies.context.attention import ATTENTION, number_of
-from strategies.dims import LayoutError, Options, ParallelDims, own_group
+from strategies.dims import LayoutError, ParallelDims, own_group
+from strategies.options import Options
 from strategies.strategy import Strategy
 from strategies.traits import Trait
 from strategies.tree import tree_leaves, tree_map
@@ -92,7 +93,14 @@ class ContextPlan:
 
 
 def choose_method(asked: str, heads: int | None, dims: ParallelDims, per_node: int | None) -> str:
-    """What parallel.context=auto is: ulysses within a node where the heads divide, else ring."""
+    """What parallel.context=auto is: ulysses within a node where cp · tp divides the heads, else ring.
+
+    Args:
+        asked: parallel.context, which stays as it is unless it is auto.
+        heads: The model's. None: they are not known, so that it is ring.
+        dims: The degrees.
+        per_node: Workers on a node. None: it is not known, so that it is ring.
+    """
     if asked != "auto":
         return asked
     near = per_node is not None and dims.cp * dims.tp <= per_node
@@ -136,12 +144,12 @@ def require_positions(module: nn.Module, plan: ContextPlan | None) -> None:
 class Context:
     """This worker's part of every sequence. Collective over all workers."""
 
-    def __init__(self, dims: ParallelDims, options: Options, plan: ContextPlan | None, device_type: str) -> None:
+    def __init__(self, dims: ParallelDims, options: Options, plan: ContextPlan | None) -> None:
         group = own_group(dims.peers("cp"))
         assert group is not None
         self.group, self.ways, self.plan = group, dims.cp, plan or ContextPlan()
-        self.number = number_of(group, device_type)
-        self.name = "ring" if options.context == "auto" else options.context
+        self.number = number_of(group)
+        self.name = choose_method(options.context, heads=None, dims=dims, per_node=None)
         self.method = METHODS[self.name]
         self.length = 0
         self.seen = self.told = False

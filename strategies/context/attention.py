@@ -31,7 +31,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from strategies.collectives import AllToAll, all_to_all
 from strategies.costs import Number
 from strategies.torch_internals import flash_attention
 
@@ -145,14 +144,11 @@ def operator(name: str, forward: Callable[..., Any], backward: Callable[..., Any
 
 GROUPS: list[dist.ProcessGroup] = []
 """An operation's arguments are tensors and numbers: a group's is its place here."""
-SENDERS: list[AllToAll] = []
-"""What sends within each."""
 
 
-def number_of(group: dist.ProcessGroup, device_type: str) -> int:
-    """Collective over `group`."""
+def number_of(group: dist.ProcessGroup) -> int:
+    """Registers a group, and returns the number by which operations are told of it."""
     GROUPS.append(group)
-    SENDERS.append(all_to_all(group, device_type))
     return len(GROUPS) - 1
 
 

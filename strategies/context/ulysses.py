@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from strategies.context.attention import ATTENTION, GROUPS, SENDERS
+from strategies.collectives import all_to_all
+from strategies.context.attention import ATTENTION, GROUPS
 from strategies.costs import Number
 from strategies.dims import LayoutError
 
@@ -69,12 +70,7 @@ def _all_to_all(parts: Tensor, group: int) -> Tensor:
 
 
 def _send(parts: Tensor, group: int) -> Tensor:
-    parts = parts.contiguous()
-    arrived = torch.empty_like(parts)
-    ways = GROUPS[group].size()
-    even = [len(parts) // ways] * ways
-    SENDERS[group](arrived, parts, even, even)
-    return arrived
+    return all_to_all(parts, GROUPS[group])
 
 
 class _AllToAll(torch.autograd.Function):

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from strategies.collectives import all_to_all
 from strategies.dims import LayoutError, ParallelDims, named_mesh, submesh
 from strategies.expert.exchange import Exchange
 from strategies.mixtures import Mixture, SplitExperts, find_mixtures, may_leave_weights_out, rename_counts
@@ -46,9 +45,9 @@ def apply(module: nn.Module, dims: ParallelDims, sharded: bool, device_type: str
     sides = {"pp": left.pp, "dp_replicate": left.dp_replicate, "dp_shard": left.dp_shard, "ep": dims.ep, "tp": left.tp}
     whole = named_mesh(device_type, {name: ways for name, ways in sides.items() if ways > 1 or name == "dp_shard"})
     experts = submesh(whole, *("ep", "tp")[: 1 + (dims.tp > 1)])
-    send = all_to_all(submesh(whole, "ep").get_group(), device_type)
+    group = submesh(whole, "ep").get_group()
     for found in mixtures:
-        _split(found, experts, Exchange(send, dims.ep, found.count))
+        _split(found, experts, Exchange(group, found.count))
     names = ["dp_replicate"] * (left.dp_replicate > 1) + ["dp_shard"] * sharded
     return SplitExperts(mixtures, submesh(whole, *names) if names else None)
 

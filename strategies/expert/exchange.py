@@ -19,9 +19,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from strategies.collectives import AllToAll
+from strategies.collectives import all_to_all
 from strategies.mixtures import computed, sorted_by_expert, spread
 
 Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -29,11 +30,13 @@ Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Exchange:
-    """Computes with experts that are split over `size` workers, `count` in all; collective in every call. send: between
-    these workers. unweighted: their code can be called without weights."""
+    """Computes with experts that are split over the workers of `group`, `count` in all; collective in every call.
+    unweighted: their code can be called without weights."""
 
-    def __init__(self, send: AllToAll, size: int, count: int, unweighted: bool = False) -> None:
-        self.send, self.size, self.own = send, size, count // size
+    def __init__(self, group: dist.ProcessGroup, count: int, unweighted: bool = False) -> None:
+        self.group = group
+        self.size = group.size()
+        self.own = count // self.size
         self.unweighted = unweighted
 
     def __call__(self, compute: Compute, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -42,11 +45,10 @@ class Exchange:
         if torch.is_autocast_enabled(x.device.type):  # before it is sent, so that 16 bits are sent
             rows = rows.to(torch.get_autocast_dtype(x.device.type))
         order, place, counts = sorted_by_expert(chosen, self.size * self.own)
-        arriving = torch.empty_like(counts)
-        self.send(arriving, counts, even := [self.own] * self.size, even)
+        arriving = all_to_all(counts, self.group)
         sizes = torch.stack([counts, arriving]).view(2, self.size, self.own).sum(2).tolist()
-        arrived = _AllToAll.apply(spread(rows, order, place, index.size(-1)), *sizes, self.send)
-        results = _AllToAll.apply(self._computed(compute, arrived, arriving), *reversed(sizes), self.send)
+        arrived = _AllToAll.apply(spread(rows, order, place, index.size(-1)), *sizes, self.group)
+        results = _AllToAll.apply(self._computed(compute, arrived, arriving), *reversed(sizes), self.group)
         y = spread(results, place, order).view(*index.shape, -1)
         return (y * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
 
@@ -61,19 +63,15 @@ class _AllToAll(torch.autograd.Function):
     """Sends `gives[j]` consecutive rows to worker j, and gets `takes[j]` from it."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, gives: list[int], takes: list[int], send: AllToAll) -> Tensor:
-        ctx.way = takes, gives, send
-        return _all_to_all(rows, gives, takes, send)
+    def forward(ctx: Any, rows: Tensor, gives: list[int], takes: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.gives = gives
+        ctx.takes = takes
+        ctx.group = group
+        return all_to_all(rows, group, gives=gives, takes=takes)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _all_to_all(gradient, *ctx.way), None, None, None
-
-
-def _all_to_all(rows: Tensor, gives: list[int], takes: list[int], send: AllToAll) -> Tensor:
-    arrived = rows.new_empty(sum(takes), rows.size(1))
-    send(arrived, rows.contiguous(), takes, gives)
-    return arrived
+        return all_to_all(gradient, ctx.group, gives=ctx.takes, takes=ctx.gives), None, None, None
 
 
 def exchanged_bytes(tokens: int, top_k: int, width: int, itemsize: int) -> int:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from strategies import fsdp, precision
 from strategies.blocks import separable
 from strategies.context.apply import Context
-from strategies.dims import Layout, LayoutError, Options, ParallelDims, own_group, submesh
+from strategies.dims import Layout, LayoutError, ParallelDims, own_group, submesh
 from strategies.grad_sync import (
     GradientBuckets,
     GradSync,
@@ -24,6 +24,7 @@ from strategies.grad_sync import (
     experts_apart,
     shard_without_hooks,
 )
+from strategies.options import Options
 from strategies.parallel import Loss
 from strategies.pipeline import partition, schedules, weight_grad
 from strategies.pipeline.p2p import P2PComm

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from strategies import state
 from strategies.clip import GradNorm
 from strategies.context.apply import Context
-from strategies.dims import Layout, Options
+from strategies.dims import Layout
 from strategies.grad_sync import Named, add_over_stages
+from strategies.options import Options
 from strategies.parallel import Loss, Parallel
 from strategies.pipeline import schedules
 from strategies.pipeline.runtime import Runtime, Step

@@ -38,8 +38,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from strategies.dims import LayoutError, Options
+from strategies.dims import LayoutError
 from strategies.grad_sync import all_reduce_, local
+from strategies.options import Options
 from strategies.precision import Product
 from strategies.strategy import Strategy
 from strategies.tensor import experts, ops

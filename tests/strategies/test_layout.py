@@ -9,8 +9,11 @@ import torch
 
 from experiments.parity.rows import MIXTURES, ROWS
 from strategies import activation_checkpointing
+from strategies.context.apply import METHODS
 from strategies.one_process import home, remark, require_copies, share
+from strategies.options import CONTEXT_METHODS, PIPELINE_SCHEDULES
 from strategies.parallelize import Layout, Options, ParallelDims, check, choose
+from strategies.pipeline.schedules import SCHEDULES
 from strategies.registry import STRATEGIES
 from tests.strategies.models import PlainGPT, assert_refused, mixture
 
@@ -33,6 +36,11 @@ from tests.strategies.models import PlainGPT, assert_refused, mixture
 )
 def test_choose(name: str, workers: int, degrees: dict[str, Any], expected: str) -> None:
     assert str(choose(name, workers, **degrees)) == expected
+
+
+def test_what_may_be_written_for_context_and_schedule_is_what_there_is() -> None:
+    assert set(CONTEXT_METHODS) == set(METHODS)
+    assert set(PIPELINE_SCHEDULES) == set(SCHEDULES)
 
 
 NO_FP8 = (("dp", 1), ("deepspeed", 2))

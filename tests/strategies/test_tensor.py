@@ -11,8 +11,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from strategies.dims import Options
 from strategies.layout import choose
+from strategies.options import Options
 from strategies.parallelize import parallelize
 from strategies.passing import Passing
 from strategies.precision import Product

@@ -28,8 +28,8 @@ from app.training.loop import Training
 from experiments.benchmarks.gpt import SHAPES, Shape
 from experiments.benchmarks.gpu_first.check import Here
 from experiments.parity.curves import Trial, difference, train
-from strategies.dims import Options
 from strategies.layout import choose
+from strategies.options import Options
 
 SINGLE = choose("single", 1)
 STATE_BYTES = 12

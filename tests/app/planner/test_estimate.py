@@ -16,8 +16,9 @@ from app.planner.part_costs import PartCost
 from app.planner.plan import ranked
 from app.planner.read import Reader
 from strategies.costs import ModelSize, ParameterSize
-from strategies.dims import Layout, Options
+from strategies.dims import Layout
 from strategies.layout import choose
+from strategies.options import Options
 from strategies.pipeline.schedules import Placement, Schedule
 from strategies.pipeline.simulate import alive_by_formula
 from tests.app.planner.conftest import gpus, plan_of

@@ -26,8 +26,9 @@ from app.planner.read import Reader
 from app.tasks import load_task
 from experiments.report.page import render
 from strategies import registry
-from strategies.dims import NAMES, LayoutError, Options
+from strategies.dims import NAMES, LayoutError
 from strategies.layout import check, choose
+from strategies.options import Options
 from strategies.pipeline.schedules import SCHEDULES
 from tests.app.planner.conftest import EXPERIMENT, TINY, gpus, plan_of, with_memory
 from tests.running import invoke

@@ -11,8 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from app.config.io import load_config, to_dict
 from app.errors import UserError
@@ -24,13 +26,13 @@ from app.tasks.huggingface.plan import tensor_plan
 from app.tasks.huggingface.task import HuggingFace
 from experiments.parity.curves import Curve, difference, train
 from experiments.parity.experiment import make_trial
-from strategies import ddp
-from strategies.cpu_collectives.reduce_scatter import DirectReduceScatter
+from strategies import ddp, fsdp
 from strategies.dims import LayoutError
 from strategies.mixtures import find_mixtures
 from strategies.parallelize import Options, choose
 from strategies.tensor.apply import one_part
 from strategies.tensor.plan import make_plan
+from strategies.torch_internals import reduce_scatter_into
 from tests.app.tasks.test_tasks import CPU, built, one_batch
 from tests.pool import run_distributed
 from tests.running import same_bits
@@ -250,25 +252,58 @@ def test_half_a_pair_is_gathered() -> None:
     assert tensor_plan(model, parallel_head=False) == {"parts.0.up": "colwise_gather", "table": "embedding"}
 
 
+class Reductions:
+    """Counts the gradients that DDP and `fully_shard` reduce, as their documented hooks, and reduces them as they do.
+
+    https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html; `FSDPModule.set_custom_reduce_scatter`.
+    """
+
+    def __init__(self) -> None:
+        self.numbers = 0
+
+    def all_reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        self.numbers += bucket.buffer().numel()
+        return default_hooks.allreduce_hook(dist.group.WORLD, bucket)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self.numbers += input_tensor.numel()
+        return reduce_scatter_into(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
 def _trained(rank: int, rows: Any, strategy: str, workers: int, degrees: dict[str, int]) -> list[tuple[Curve, int]]:
     """Of each row the curve of two steps, and how many gradients ddp or fsdp reduced."""
-    average, scatter, sent = ddp._average_, DirectReduceScatter.__call__, list[int]()
+    wrap = ddp.wrap
+    shard = fsdp.shard
+    reductions = Reductions()
 
-    def averaged(shared: Any, bucket: Any) -> torch.Tensor:
-        sent.append(bucket.buffer().numel())
-        return average(shared, bucket)
+    def wrap_and_count(*args: Any, **options: Any) -> Any:
+        applied = wrap(*args, **options)
+        applied.module.register_comm_hook(reductions, Reductions.all_reduce)
+        return applied
 
-    def scattered(own: Any, **given: Any) -> Any:
-        sent.append(given["input_tensor"].numel())
-        return scatter(own, **given)
+    def shard_and_count(*args: Any, **options: Any) -> Any:
+        units = shard(*args, **options)
+        for unit in units:
+            unit.set_custom_reduce_scatter(reductions)
+        return units
 
-    found = []
-    with mock.patch.object(ddp, "_average_", averaged), mock.patch.object(DirectReduceScatter, "__call__", scattered):
+    trained = []
+    with mock.patch.object(ddp, "wrap", wrap_and_count), mock.patch.object(fsdp, "shard", shard_and_count):
         for values in rows:
+            reductions.numbers = 0
             curve = train(make_trial(values, steps=2), choose(strategy, workers, **degrees), Options(), CPU)
-            found.append((curve, sum(sent)))
-            sent.clear()
-    return found
+            trained.append((curve, reductions.numbers))
+    return trained
 
 
 ALONE: dict[str, Curve] = {}

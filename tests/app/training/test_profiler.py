@@ -38,7 +38,7 @@ def test_on_cpus_what_a_collective_computes_itself_is_communication() -> None:
         event("ProfilerStep*", 0, 10_000, is_user_annotation=True),
         event("autograd::engine::evaluate_function: MmBackward0", 0, 4_000),
         event("aten::mm", 0, 4_000),
-        event("shared_memory:all_reduce", 4_000, 6_000, is_user_annotation=True),
+        event("gloo:all_reduce", 4_000, 6_000, is_user_annotation=True),
         event("aten::add", 5_000, 6_000),
         event("gloo:recv", 6_000, 9_000, is_async=True),  # asked for in advance by the thread that computes
         event("aten::mm", 7_000, 8_000),

@@ -43,7 +43,7 @@ def _attention(rank: int, name: str, causal: bool, kernel: bool) -> float:
     (whole * upstream).sum().backward()
     own = [cut(x.detach()).clone().requires_grad_() for x in (q, *keys)]
     with saved() as kept:
-        found = method.attention(*own, causal, 0.3, number_of(dist.group.WORLD, "cpu"))
+        found = method.attention(*own, causal, 0.3, number_of(dist.group.WORLD))
     if kernel:
         keys_and_values = own[1].numel() + own[2].numel()
         assert models.stored(kept) == kept_bytes(own[0].numel(), keys_and_values, own[0].numel() // 6, 4)
@@ -61,7 +61,7 @@ def test_attention_across_workers_is_attention(name: str) -> None:
 
 def _operators(_: int) -> set[str]:
     """What torch's own check of operators says, for compiled code: shapes, layouts, gradients."""
-    number, ops = number_of(dist.group.WORLD, "cpu"), torch.ops.trireme
+    number, ops = number_of(dist.group.WORLD), torch.ops.trireme
     q, k, v = (torch.randn(2, 8, heads, 6, requires_grad=True).transpose(1, 2) for heads in (4, 2, 2))
     for name in ("ring_attention", "allgather_attention"):
         whole = (q, k, v, True, 0.3, number)

@@ -12,7 +12,6 @@ from experiments.parity import curves
 from experiments.parity.curves import Curve
 from experiments.parity.rows import SINGLE, Row
 from strategies.activation_checkpointing import is_kept
-from strategies.collectives import all_to_all
 from strategies.expert.exchange import Exchange, exchanged_bytes
 from strategies.layout import choose
 from strategies.mixtures import find_mixtures, shard_dim
@@ -48,7 +47,7 @@ def test_however_the_batch_is_divided_and_from_any_layouts_checkpoint_training_i
 def _all_choose_the_first(rank: int) -> tuple[list[float], float]:
     x, scale = torch.ones(3, 1, requires_grad=True), torch.tensor(2.0 + rank, requires_grad=True)
     index, weights = torch.zeros(3, 1, dtype=torch.long), torch.full((3, 1), 0.5)
-    y = Exchange(all_to_all(dist.group.WORLD, "cpu"), 2, 2)(lambda rows, *_: rows * scale, x, index, weights)  # type: ignore[arg-type]
+    y = Exchange(dist.group.WORLD, 2)(lambda rows, *_: rows * scale, x, index, weights)  # type: ignore[arg-type]
     y.sum().backward()
     return x.grad.flatten().tolist(), scale.grad.item()
 
@@ -59,8 +58,7 @@ def test_a_worker_whose_experts_nobody_chose_takes_part_in_backward() -> None:
 
 def _sent(_: int, row: Row, mode: str) -> list[int]:
     """Bytes of the rows that this rank gives into all-to-alls, and of the counts."""
-    with mock.patch("strategies.collectives.shared_memory", return_value=None):  # as between GPUs
-        parallel = parallelize(mixture_trial().build, row.layout, Options(activation_checkpointing=mode), device=CPU)
+    parallel = parallelize(mixture_trial().build, row.layout, Options(activation_checkpointing=mode), device=CPU)
     given, real = [0, 0], dist.all_to_all_single
 
     def noting(output: torch.Tensor, input: torch.Tensor, *args: Any, **named: Any) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from experiments.parity.curves import Trial
 from strategies.blocks import find_blocks
-from strategies.dims import Options
+from strategies.options import Options
 from strategies.parallel import Loss
 from strategies.pipeline.apply import plan_stages
 from strategies.pipeline.stage import Stage
