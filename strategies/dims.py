@@ -267,7 +267,10 @@ class Options:
     find_unused_parameters: bool = False
     """With ddp: a step may leave parameters out; they are looked for in each."""
     context: str = "auto"
-    """With cp: how tokens of different workers attend: ring, allgather, ulysses, or auto (ring)."""
+    """With cp: how tokens of different workers attend: ring, allgather, ulysses, or auto, which is ring here.
+
+    An application that knows the nodes and the model's heads chooses first, with `context.apply.choose_method`.
+    """
     schedule: str = "1f1b"
     """With pp: in which order stages work: gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_h2 or zbv."""
     chunks: int = 1
