@@ -1,7 +1,8 @@
-"""KubeRay manifests (RayCluster and RayJob) as a ClusterShape. What is wrong with one: kuberay_rules.py.
+"""KubeRay manifests (RayCluster and RayJob) as a ClusterShape.
 
-What Kubernetes does not say stands in annotations of a group's pod template: `trireme/gpu`, `trireme/link-within`,
-`trireme/link-across` and `trireme/price-per-hour` (of one node of the group).
+What Kubernetes does not say stands in annotations of a group's pod template: `trireme/gpu`,
+`trireme/link-within`, `trireme/link-across` and `trireme/price-per-hour` (of one node of the
+group). What is wrong with a manifest: kuberay_rules.py.
 """
 
 import re
@@ -23,34 +24,58 @@ GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
 
 
 def is_kubernetes(document: Document) -> bool:
-    return isinstance(document.data, dict) and "apiVersion" in document.data and "kind" in document.data
+    """Whether a document is an object of Kubernetes."""
+    return isinstance(document.data, dict) and {"apiVersion", "kind"} <= document.data.keys()
 
 
 def is_ray(document: Document) -> bool:
+    """Whether a document is a RayCluster or a RayJob."""
     return is_kubernetes(document) and document.data["kind"] in RAY_KINDS
 
 
 def shape(data: Mapping[str, Any], file: str) -> ClusterShape:
-    """The shape of a valid RayCluster or RayJob."""
-    spec = data["spec"] if data["kind"] == "RayCluster" else data["spec"].get("rayClusterSpec")
+    """The shape of a valid RayCluster or RayJob.
+
+    Raises:
+        ClusterError: It is a RayJob that selects a cluster by its labels.
+    """
+    spec = data["spec"]
+    if data["kind"] == "RayJob":
+        spec = spec.get("rayClusterSpec")
     if spec is None:
-        raise ClusterError(f"{file} runs its job on a cluster that exists already: name the file of that cluster")
-    head = node_type("head", _facts(spec["headGroupSpec"]), 1, 1)
+        problem = f"{file} runs its job on a cluster that exists already"
+        raise ClusterError(f"{problem}: name the file of that cluster")
     workers = []
     for group in spec.get("workerGroupSpecs") or []:
         hosts = group.get("numOfHosts", 1)  # a replica of the group is this many pods
-        least = most = group.get("replicas", group.get("minReplicas", 0))
+        replicas = group.get("replicas", group.get("minReplicas", 0))
+        least = most = replicas
         if spec.get("enableInTreeAutoscaling"):
-            least, most = group.get("minReplicas", least), group.get("maxReplicas", most)
+            least = group.get("minReplicas", replicas)
+            most = group.get("maxReplicas", replicas)
         workers.append(node_type(group["groupName"], _facts(group), least * hosts, most * hosts))
-    name = data["metadata"].get("name") or data["metadata"].get("generateName", "")
-    return ClusterShape(name, "kuberay", head, tuple(workers), file, sum(w.max_nodes for w in workers))
+    metadata = data["metadata"]
+    return ClusterShape(
+        name=metadata.get("name") or metadata.get("generateName", ""),
+        provider="kuberay",
+        head=node_type("head", _facts(spec["headGroupSpec"]), 1, 1),
+        workers=tuple(workers),
+        path=file,
+        max_workers=sum(kind.max_nodes for kind in workers),
+    )
 
 
 def _facts(group: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a group says of its machines: first what Ray is told to believe, then what its pods' first container has."""
-    told, template = group.get("rayStartParams") or {}, group["template"]
-    params = {fact: float(told[key]) for key, fact in (("num-cpus", "cpus"), ("num-gpus", "gpus")) if key in told}
+    """What a group says of its machines, the more important facts first.
+
+    What Ray is started with comes before what the first container of the pods has.
+    """
+    template = group["template"]
+    start_params = group.get("rayStartParams") or {}
+    started_with = {}
+    for key, fact in (("num-cpus", "cpus"), ("num-gpus", "gpus")):
+        if key in start_params:
+            started_with[fact] = float(start_params[key])
     resources = template["spec"]["containers"][0].get("resources") or {}
     amounts = (resources.get("requests") or {}) | (resources.get("limits") or {})
     annotations = (template.get("metadata") or {}).get("annotations") or {}
@@ -62,14 +87,16 @@ def _facts(group: Mapping[str, Any]) -> list[dict[str, Any]]:
     }
     if "price_per_hour" in facts:
         facts["price_per_hour"] = float(facts["price_per_hour"])
-    return [params, facts]
+    return [started_with, facts]
 
 
-_FACTORS = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_FACTORS = {"n": 1e-9, "u": 1e-6, "m": 1e-3}
+_FACTORS |= {prefix: 1000.0**power for power, prefix in enumerate("kMGTPE", start=1)}
 _FACTORS |= {f"{prefix}i": 1024.0**power for power, prefix in enumerate("KMGTPE", start=1)}
 
 
 def quantity(value: Any) -> float:
     """A valid Kubernetes quantity (`500m`, `64Gi`, `8`) as a number."""
-    number, suffix = re.fullmatch(r"(.*?)([numkMGTPE]?i?)", str(value)).groups()  # type: ignore[union-attr]
-    return float(number) * _FACTORS.get(suffix, 1.0)
+    match = re.fullmatch(r"(.*?)([numkMGTPE]?i?)", str(value))
+    assert match is not None, "the pattern matches every text of one line"
+    return float(match[1]) * _FACTORS.get(match[2], 1.0)

@@ -1,13 +1,13 @@
-"""Ray's own cluster files (`ray up FILE`): what they say, as a ClusterShape, and what is wrong with one.
+"""Ray's own cluster files (`ray up FILE`) as a ClusterShape. What is wrong with one: ray_rules.py.
 
-What a cloud's API or a machine room does not say stands in the file's `metadata`, which Ray hands on unread:
+What neither a cloud's API nor a machine room tells stands in the file's `metadata`, which Ray does
+not read:
 
     metadata:
       trireme:
         nodes:
-          NODE_TYPE: {gpu: H100-80GB, gpus: 8, cpus: 96, memory_gb: 1024, link_across: 400Gb, price_per_hour: 12.5}
-
-What is wrong with one: ray_rules.py.
+          NODE_TYPE: {gpu: H100-80GB, gpus: 8, cpus: 96, memory_gb: 1024, link_across: 400Gb,
+                      price_per_hour: 12.5}
 """
 
 import re
@@ -16,45 +16,74 @@ from typing import Any
 
 from cluster.shape import ClusterShape, NodeType, instance_facts, node_type
 
-ONPREM_HEAD, ONPREM_WORKER = "head", "worker"  # names of the two node types of an on-prem cluster in `metadata`
+ONPREM_HEAD = "head"
+"""The name of an on-prem cluster's head in `metadata`."""
+ONPREM_WORKER = "worker"
+"""The name of an on-prem cluster's workers in `metadata`."""
 
 
 def shape(data: Mapping[str, Any], file: str) -> ClusterShape:
     """The shape of a valid file."""
-    provider, name = data["provider"]["type"], data["cluster_name"]
-    if provider == "local":
-        count = len(hosts(data)) - 1
-        most = min(data.get("max_workers", count), count)
-        least = min(data.get("min_workers", most), most)
-        head = node_type(ONPREM_HEAD, [written_facts(data, ONPREM_HEAD)], 1, 1)
-        worker = node_type(ONPREM_WORKER, [written_facts(data, ONPREM_WORKER)], least, most)
-        return ClusterShape(name, provider, head, (worker,) if count else (), file, most)
-    types, head_name, total = data["available_node_types"], data["head_node_type"], data.get("max_workers", 2)
-    workers = [
-        _node_type(kind, data, spec.get("min_workers", 0), min(spec.get("max_workers", total), total))
-        for kind, spec in types.items()
-        if kind != head_name
-    ]
-    return ClusterShape(name, provider, _node_type(head_name, data, 1, 1), tuple(workers), file, total)
+    if data["provider"]["type"] == "local":
+        return _onprem_shape(data, file)
+    max_workers = data.get("max_workers", 2)
+    head_name = data["head_node_type"]
+    workers = []
+    for name, spec in data["available_node_types"].items():
+        if name != head_name:
+            least = spec.get("min_workers", 0)
+            most = min(spec.get("max_workers", max_workers), max_workers)
+            workers.append(_node_type(name, data, least, most))
+    return ClusterShape(
+        name=data["cluster_name"],
+        provider=data["provider"]["type"],
+        head=_node_type(head_name, data, 1, 1),
+        workers=tuple(workers),
+        path=file,
+        max_workers=max_workers,
+    )
+
+
+def _onprem_shape(data: Mapping[str, Any], file: str) -> ClusterShape:
+    count = len(hosts(data)) - 1
+    most = min(data.get("max_workers", count), count)
+    least = min(data.get("min_workers", most), most)
+    worker = node_type(ONPREM_WORKER, [written_facts(data, ONPREM_WORKER)], least, most)
+    return ClusterShape(
+        name=data["cluster_name"],
+        provider=data["provider"]["type"],
+        head=node_type(ONPREM_HEAD, [written_facts(data, ONPREM_HEAD)], 1, 1),
+        workers=(worker,) if count else (),
+        path=file,
+        max_workers=most,
+    )
 
 
 def _node_type(name: str, data: Mapping[str, Any], least: int, most: int) -> NodeType:
     spec = data["available_node_types"][name]
     resources = spec.get("resources") or {}
-    facts = {"cpus": resources.get("CPU"), "gpus": resources.get("GPU"), "spot": is_spot(spec) or None}
-    return node_type(name, [facts, written_facts(data, name), instance_facts(instance_type(spec))], least, most)
+    facts_for_ray = {
+        "cpus": resources.get("CPU"),
+        "gpus": resources.get("GPU"),
+        "spot": is_spot(spec) or None,
+    }
+    facts_of_instance = instance_facts(instance_type(spec))
+    sources = [facts_for_ray, written_facts(data, name), facts_of_instance]
+    return node_type(name, sources, least, most)
 
 
 def own_metadata(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What stands under `metadata.trireme`; empty where nothing does."""
     return ((data.get("metadata") or {}).get("trireme")) or {}
 
 
 def written_facts(data: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The facts of a node type under `metadata.trireme.nodes`; empty where there are none."""
     return (own_metadata(data).get("nodes") or {}).get(name) or {}
 
 
 def instance_type(spec: Mapping[str, Any]) -> str:
-    """What the cloud calls the machine; empty where the file does not say, or not as a text."""
+    """The cloud's name of the machine; "" where the file has none, or it is not a text."""
     config = spec.get("node_config") or {}
     arm = config.get("azureArmParameters")
     azure = arm.get("vmSize") if isinstance(arm, dict) else None
@@ -63,6 +92,7 @@ def instance_type(spec: Mapping[str, Any]) -> str:
 
 
 def is_spot(spec: Mapping[str, Any]) -> bool:
+    """Whether a node type is of spot machines, on AWS, GCP or Azure."""
     config = spec.get("node_config") or {}
     scheduling = config.get("scheduling") or {}
     if isinstance(scheduling, list):  # Ray's GCP examples write a list of one-key mappings
@@ -90,10 +120,12 @@ def is_this_machine(data: Mapping[str, Any]) -> bool:
 
 
 def gcs_port(data: Mapping[str, Any]) -> int:
+    """The port of Ray's head."""
     return _port(data, "--port", 6379)
 
 
 def dashboard_port(data: Mapping[str, Any]) -> int:
+    """The port of the dashboard and the job server."""
     return _port(data, "--dashboard-port", 8265)
 
 
