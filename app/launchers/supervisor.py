@@ -16,8 +16,9 @@ from app.launchers.elastic import Elastic, limits_of
 from app.launchers.failure_policy import Action, Decision, Failure, Kind, decide, mean_time_between_failures
 from app.launchers.heartbeats import COMPILED, Hang, HangDetector
 from app.launchers.recovery import Hung, NoCapacity, Nodes, State, classify, error_to_raise
-from app.launchers.workers import Failures, Poll, WorkerInfo, WorkerLost, Workers
+from app.launchers.workers import Failures, Poll, WorkerLost, Workers
 from app.run.driver import Driver
+from app.training.events import NodePreempted, WorkerDied, WorkerFailed, WorkerInfo, WorkerStarted
 from app.training.job import Job
 
 END_SECONDS = 10.0
@@ -106,13 +107,16 @@ class Supervisor:
 
     def _handle(self, found: Poll) -> None:
         for event in found.events:
-            if event["type"] == "worker":
-                self.infos[event["info"].rank] = event["info"]
-            elif event["type"] == "preemption":
-                self.nodes.preempted[event["node"]] = event["why"]
-                self.driver.note(event["text"])
-            else:
-                self.driver.handle(event)
+            match event:
+                case WorkerStarted(info=info):
+                    self.infos[info.rank] = info
+                case NodePreempted(node=node, reason=reason, message=message):
+                    self.nodes.preempted[node] = reason
+                    self.driver.note(message)
+                case WorkerFailed() | WorkerDied():
+                    pass  # the launcher counts these among what has ended
+                case _:
+                    self.driver.handle(event)
         if found.ended:
             self.driver.lost()
 

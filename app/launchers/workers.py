@@ -9,29 +9,13 @@ import os
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
+from app.training.events import Event, WorkerInfo
 from app.training.job import Job
 
 Failures = Mapping[int | None, BaseException]
 """What ended each worker, by rank; None is the launcher itself. Empty: all have finished."""
-Event = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class WorkerInfo:
-    """Where a rank runs, as it said itself when it began."""
-
-    rank: int
-    pid: int
-    ip: str
-    node: str  # Ray's id of the node; "" without Ray
-    label: str = ""  # "stage 2 of 4"
-    oom_kills: int = 0  # that the kernel of its node had counted then
-
-    def __str__(self) -> str:
-        label = f" ({self.label})" if self.label else ""
-        return f"worker {self.rank}{label}, process {self.pid} on {self.ip},"
 
 
 @dataclass(frozen=True)

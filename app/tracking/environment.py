@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from app.console.masking import mask_text, mask_uri
+from app.training.events import SystemSampled, WarningIssued
 
 _log = logging.getLogger(__name__)
 GPU_DEVICES = "/dev/nvidia[0-9]*"
@@ -83,12 +84,13 @@ def _installed() -> dict[str, str]:
 class SystemSampler:
     """A daemon thread, one per node, that takes a sample of the machine every so often.
 
-    emit: takes {"type": "system", "event": what the tracker's `emit` takes}; must be quick. The step that MLflow gets
-        is the whole seconds since the run began, so that the curves of a resumed run go on where they were.
-    node: names the machine in `system/NODE/...`. every: seconds between samples, at least 1; 0 samples nothing.
+    Args:
+        emit: Takes each sample, and must be quick.
+        node: Names the machine in `system/NODE/...`.
+        every: Seconds between samples, at least 1; 0 samples nothing.
     """
 
-    def __init__(self, emit: Callable[[dict[str, Any]], object], node: str, every: float) -> None:
+    def __init__(self, emit: Callable[[SystemSampled | WarningIssued], object], node: str, every: float) -> None:
         self._emit, self._prefix, self._every = emit, f"system/{node}/", max(1.0, every)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-sampler", daemon=True)
@@ -105,11 +107,10 @@ class SystemSampler:
         try:
             sample = Sample()
             if sample.blind:
-                self._emit({"type": "warning", "text": f"{self._prefix.split('/')[1]} {sample.blind}"})
+                self._emit(WarningIssued(message=f"{self._prefix.split('/')[1]} {sample.blind}"))
             while not self._stop.wait(self._every):
                 values = {self._prefix + key: round(value, 1) for key, value in sample.take().items()}
-                event = {"type": "metrics", "step": None, "time": time.time(), "values": values}
-                self._emit({"type": "system", "event": event})
+                self._emit(SystemSampled(time=time.time(), values=values))
         except Exception:  # a broken sensor (or a closed channel) must not end training
             _log.warning("system metrics end here", exc_info=True)
 

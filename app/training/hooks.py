@@ -24,6 +24,7 @@ from app.config import Config
 from app.errors import UserError
 from app.storage.storage import Storage
 from app.tasks.base import Task
+from app.training.events import FilesWritten, WarningIssued
 from app.training.job import strategy_options
 from app.training.optimizer import build_optimizer, learning_rate
 from strategies import registry
@@ -248,7 +249,8 @@ def evaluate(training: Training, figures: Callable[[], dict[str, float]]) -> dic
     progress.evaluations.append(values)
     progress.ended = any(Ranks().all(stops_early(training.config, training.task, progress.evaluations)))
     if progress.ended and training.place.rank == 0:
-        training.channel.emit({"type": "warning", "text": f"training ends early, after step {training.steps_done:,}"})
+        sentence = f"training ends early, after step {training.steps_done:,}"
+        training.channel.emit(WarningIssued(message=sentence))
     return values
 
 
@@ -268,7 +270,7 @@ def on_evaluation(training: Training) -> dict[str, float]:
         alive.remove()
         parallel.module.train()
     if log.written:
-        training.channel.emit({"type": "files", "folder": log.folder})
+        training.channel.emit(FilesWritten(folder=log.folder))
     return log.numbers
 
 

@@ -26,6 +26,7 @@ from app.tasks.items import CountedBatch, count_items, weighs_items
 from app.training import hooks
 from app.training.batch_gather import Gathering
 from app.training.evaluation import evaluate
+from app.training.events import MetricsLogged, StepsDone, TrainingStarted, WarningIssued
 from app.training.expert_load import expert_metrics
 from app.training.flops import Utilization
 from app.training.job import Channel, Job, Place, memory_bytes
@@ -285,30 +286,28 @@ class Training:
             self._metrics(entry.step, values, entry.time)
             self.logged_at = entry.step
         self.channel.emit(
-            {
-                "type": "progress",
-                "step": agreed.step,
-                "steps": self.job.steps,
-                "loss": self.progress.latest.get("train/loss"),
-                "loss_step": self.logged_at,
-                "rate": self.speed.items_per_second,
-                "unit": unit,
-                "gpus": used.gpus if used else 0,
-                "mfu": used.mfu(self.speed.samples_per_second) if used else None,
-                "seconds_left": (self.job.steps - agreed.step) * agreed.seconds_per_step,
-                "seconds_per_step": agreed.seconds_per_step,
-                "memory_bytes": memory_bytes(self.place.device),
-            }
+            StepsDone(
+                step=agreed.step,
+                steps=self.job.steps,
+                loss=self.progress.latest.get("train/loss"),
+                loss_step=self.logged_at,
+                rate=self.speed.items_per_second,
+                unit=unit,
+                gpus=used.gpus if used else 0,
+                mfu=used.mfu(self.speed.samples_per_second) if used else None,
+                seconds_left=(self.job.steps - agreed.step) * agreed.seconds_per_step,
+                seconds_per_step=agreed.seconds_per_step,
+                memory_bytes=memory_bytes(self.place.device),
+            )
         )
 
     def _metrics(self, step: int, values: dict[str, float], when: float | None = None) -> None:
-        event = {
-            "type": "metrics",
-            "step": step,
-            "time": when or time.time(),
-            "training_seconds": self.speed.seconds,  # of this start
-            "values": values,
-        }
+        event = MetricsLogged(
+            step=step,
+            time=when or time.time(),
+            training_seconds=self.speed.seconds,
+            values=values,
+        )
         self.progress.remember(event, self.place.rank)
         self.channel.emit(event)
 
@@ -335,17 +334,16 @@ class Training:
 
     def _announce(self) -> None:
         for note in self.parallel.notes if self.place.rank == 0 else ():
-            self.channel.emit({"type": "warning", "text": note})
+            self.channel.emit(WarningIssued(message=note))
         self.channel.emit(
-            {
-                "type": "start",
-                "time": time.time(),
-                "resumed_from": self.resumed_from,
-                "step": self.steps_done,
-                "steps": self.job.steps,
-                "device": str(self.place.device),
-                "parameters": self.parameters,
-            }
+            TrainingStarted(
+                time=time.time(),
+                resumed_from=self.resumed_from,
+                step=self.steps_done,
+                steps=self.job.steps,
+                device=str(self.place.device),
+                parameters=self.parameters,
+            )
         )
 
     def _summary(self, stopped: bool) -> Summary:

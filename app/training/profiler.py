@@ -18,7 +18,7 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from app.checkpoint.ranks import Ranks
 from app.errors import UserError
 from app.storage.storage import Storage
+from app.training.events import ProfileTaken
 
 if TYPE_CHECKING:
     from app.training.loop import Training
@@ -122,7 +123,7 @@ class Profiler:
         if training.place.rank == 0 and ranks:
             whole = {"steps": [self.first, self.last], "ranks": ranks}
             Storage(training.job.folder).write_bytes(f"{self.folder}/{FILE}", json.dumps(whole, indent=1).encode())
-            training.channel.emit({"type": "profile", "step": self.last, "folder": self.folder, "profile": whole})
+            training.channel.emit(ProfileTaken(step=self.last, folder=self.folder, profile=whole))
         training.heartbeat.phase = "training"
         training.sync.started += time.perf_counter() - began  # it is not the steps' time
         training.step = self.take  # type: ignore[method-assign]
@@ -217,7 +218,7 @@ def read_profile(storage: Storage) -> tuple[dict[str, Any], str]:
     return json.loads(storage.read_bytes(f"{folder}/{FILE}")), folder
 
 
-def table(found: dict[str, Any]) -> str:
+def table(found: Mapping[str, Any]) -> str:
     """A profile as lines of text."""
     lines: list[str] = []
     for rank in found["ranks"]:

@@ -38,6 +38,7 @@ from app.run.prepare import prepare, read_task
 from app.storage.lease import read_lease
 from app.tracking.settings import Settings
 from app.tracking.tracker import Delivery, Tracker
+from app.training.events import MetricsLogged, TrainingStarted
 from cluster.connect import describe
 from experiments.sweep.spec import Sweep
 from experiments.sweep.trials import Trial
@@ -133,19 +134,19 @@ class TrialDriver(Driver):
     def signals(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # they are the sweep's: this is not the main thread
 
-    def _on_start(self, event: dict[str, Any]) -> None:
-        super()._on_start(event)
-        self.loop_began = event["time"]
+    def training_started(self, event: TrainingStarted) -> None:
+        super().training_started(event)
+        self.loop_began = event.time
 
-    def _on_metrics(self, event: dict[str, Any]) -> None:
-        super()._on_metrics(event)
-        values = event["values"]
+    def metrics_logged(self, event: MetricsLogged) -> None:
+        super().metrics_logged(event)
+        values = event.values
         self.latest |= values
         if self.trial.sweep.metric in values or any(name.startswith("eval/") for name in values):
             # A checkpoint brings events of the start before, whose seconds are counted already.
-            is_of_this_start = 0.0 < self.loop_began <= event["time"]
-            seconds = event.get("training_seconds", 0.0) if is_of_this_start else 0.0
-            self.trial.report(event["step"], seconds, self.latest)
+            is_of_this_start = 0.0 < self.loop_began <= event.time
+            seconds = event.training_seconds if is_of_this_start else 0.0
+            self.trial.report(event.step, seconds, self.latest)
 
 
 class TrialRun:
