@@ -38,10 +38,35 @@ from app.training.events import (
 
 
 class Driver:
-    """One object for one start of a run."""
+    """One object for one start of a run. Others read its attributes, and change them by its methods alone.
 
-    def __init__(self, run: Run, config: Config, console: Console, settings: Settings) -> None:
-        self.run, self.config, self.console, self.settings = run, config, console, settings
+    Args:
+        run: What it drives.
+        config: The resolved configuration.
+        console: Where it tells a person what happens.
+        settings: Of tracking.
+        meter: Counts what the run costs; None where prices are not known.
+        restart: Begins this command anew in place of this process; None where that is not possible.
+        tracker: Where metrics and artifacts go; None makes the run's own.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        config: Config,
+        console: Console,
+        settings: Settings,
+        *,
+        meter: Meter | None = None,
+        restart: Callable[[], object] | None = None,
+        tracker: Tracker | None = None,
+    ) -> None:
+        self.run = run
+        self.config = config
+        self.console = console
+        self.settings = settings
+        self.meter = meter
+        self.restart = restart
         self.started, self.began = time.time(), time.monotonic()
         self.first_step_at: float | None = None
         self.step, self.fault_step = 0, 0  # the newest; the highest of a fault's metrics
@@ -52,12 +77,10 @@ class Driver:
         self.resized = False  # whether the run has continued with another number of workers
         self.evaluated: dict[str, float] = {}  # the newest figures on held-out data
         self.progress = ProgressFile(run.storage, run.attempt)
-        self.meter: Meter | None = None  # counts what the run costs, where prices are known
         self.failed = ""  # why the run cannot go on, as another thread has found
-        self.restart: Callable[[], object] | None = None  # begins this command anew in place of this process
         self.stopping = False  # whether it is to save and stop
         self.metrics = RunMetrics(run.manifest.name)  # for the cluster's operators
-        self.tracker = Tracker(
+        self.tracker = tracker or Tracker(
             run.local_folder / "tracking",
             settings,
             run_name=run.manifest.name,
@@ -105,6 +128,45 @@ class Driver:
         self.stopping = True
         how = "training has not begun" if self.starting else "saving a checkpoint first"
         self.console.say(f"stopping: {how} (once more to stop at once)")
+
+    def fail(self, reason: str) -> None:
+        """Ends the run at the next `check`. For other threads than the one that supervises."""
+        self.failed = reason
+
+    # --- attempts -----------------------------------------------------------------------------------------------
+
+    def begin_attempt(self) -> None:
+        """The workers are about to be started, for the first time or again."""
+        self.summary = {}
+        self.progressed = False
+
+    def lost(self) -> None:
+        """Notes that training is interrupted until the next step."""
+        self.lost_at = self.lost_at or time.monotonic()
+        self.console.waits_for("the workers to start again")
+
+    def count_restarts(self, count: int, last_failure: str) -> None:
+        """Shows how often the workers were started again, and why the last time."""
+        self.tracker.tags({"trireme.restarts": str(count), "trireme.last_failure": last_failure})
+        self.metrics.set(restarts=count)
+
+    def count_hangs(self, count: int) -> None:
+        """Shows how many workers were ended because they held up the others."""
+        self.metrics.set(hang_suspicions=count)
+
+    def resize(self, workers: int, excluded_nodes: str) -> None:
+        """The run continues with this many workers, on other nodes than these."""
+        self.fault("workers", workers)
+        self.tracker.tags({"trireme.workers": str(workers), "trireme.excluded_nodes": excluded_nodes})
+        self.resized = True
+        if self.meter is not None:
+            self._budget_is_spent()  # counts the cost at the rate until now
+            self.meter.resize(workers)
+
+    def fault(self, name: str, value: float) -> None:
+        """Logs what a fault did, above the steps of earlier faults: below them it would be a replay, and not sent."""
+        self.fault_step = max(self.step, self.fault_step + 1)
+        self.tracker.metrics(self.fault_step, {f"fault/{name}": float(value)})
 
     # --- cost ---------------------------------------------------------------------------------------------------
 
@@ -158,7 +220,7 @@ class Driver:
     def training_started(self, event: TrainingStarted) -> None:
         self.console.waits_for("the workers' first step")
         self.progressed = False
-        self.metrics.furthest = max(self.metrics.furthest, event.resumed_from or 0)
+        self.metrics.resumed(event.resumed_from or 0)
         self.tracker.tags({"trireme.device": event.device, "trireme.parameters": str(event.parameters)})
         if event.resumed_from is not None:
             self.console.say(f"continuing after step {event.resumed_from:,} of {event.steps:,}")
@@ -230,17 +292,11 @@ class Driver:
             (here / name).write_bytes(kept.read_bytes(name))
         self.tracker.artifact(here, folder.rpartition("/")[0])
 
-    def fault(self, name: str, value: float) -> None:
-        """Logs what a fault did, above the steps of earlier faults: below them it would be a replay, and not sent."""
-        self.fault_step = max(self.step, self.fault_step + 1)
-        self.tracker.metrics(self.fault_step, {f"fault/{name}": float(value)})
-
-    def lost(self) -> None:
-        """Notes that training is interrupted until the next step."""
-        self.lost_at = self.lost_at or time.monotonic()
-        self.console.waits_for("the workers to start again")
-
     # --- the run as a whole -------------------------------------------------------------------------------------
+
+    def add_to_summary(self, **values: Any) -> None:
+        """Adds what is known of the whole run to the summary that the workers have given."""
+        self.summary |= values
 
     def begin_tracking(self) -> None:
         self.tracker.start()

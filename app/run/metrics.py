@@ -71,6 +71,10 @@ class RunMetrics:
                 unit = {"unit": self.unit} if name == "items_per_second" else {}
                 self._gauges[name].set(value, {"run": self.run} | unit)
 
+    def resumed(self, step: int) -> None:
+        """Training continues after this step; what comes after it was not counted before."""
+        self.furthest = max(self.furthest, step)
+
     def steps_done(self, event: StepsDone) -> None:
         """How far the workers are, and how fast."""
         self.unit = event.unit

@@ -16,7 +16,7 @@ from app.launchers.workers import Failures, Poll, Status, WorkerLost
 from app.run.driver import Driver
 from app.run.prepare import prepare, read_task
 from app.tracking.settings import resolve_tracking
-from app.training.events import StepsDone, TrainingStarted, WorkerInfo, WorkerStarted
+from app.training.events import StepsDone, TrainingDone, TrainingStarted, WorkerInfo, WorkerStarted
 from app.training.job import Job
 from tests.chain import config
 
@@ -47,10 +47,10 @@ class Scene:
         self.said: list[str] = []
         self.tags: dict[str, str] = {}
         self.logged: list[tuple[int, dict[str, float]]] = []
-        self.driver = Driver(run, first.config, mock.Mock(say=self.said.append), settings)
+        tracker = mock.Mock(tags=self.tags.update)
+        tracker.metrics = lambda step, values, time=None: self.logged.append((step, values))
+        self.driver = Driver(run, first.config, mock.Mock(say=self.said.append), settings, tracker=tracker)
         self.driver.progress = mock.Mock()
-        self.driver.tracker = mock.Mock(tags=self.tags.update)
-        self.driver.tracker.metrics = lambda step, values, time=None: self.logged.append((step, values))
         nodes = Nodes(is_alive=lambda node: node in self.nodes, oom_kills=lambda node: 0)
         self.supervisor = Supervisor(self, self.driver, self.elastic, nodes=nodes)  # type: ignore[arg-type]
 
@@ -119,7 +119,7 @@ def finds_no_place(scene: Scene) -> Failures | None:
 
 
 def finishes(scene: Scene) -> Failures:
-    scene.driver.summary = {"stopped": False, "step": 5}
+    scene.driver.handle(TrainingDone(summary={"stopped": False, "step": 5}))
     return {}
 
 
@@ -135,7 +135,7 @@ def test_four_three_two_four_workers_of_the_same_run() -> None:
         """Nodes come back; once the supervisor has noticed them the workers pause."""
         scene.nodes |= {name: {"CPU": 1.0} for name in "cd"}
         scene.steps(30)
-        scene.driver.summary = {"stopped": True, "step": 30}
+        scene.driver.handle(TrainingDone(summary={"stopped": True, "step": 30}))
         return None if scene.supervisor.more is None else {}
 
     scene = Scene()

@@ -143,12 +143,11 @@ class NotAnEvent:
 def test_the_driver_handles_every_event_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     storage = mock.Mock(url=str(tmp_path), is_local=True)
     run = mock.Mock(local_folder=tmp_path, folder="runs/a", storage=storage, **{"lease.successor": None})
-    driver = Driver(run, config("task=tests.tasks:Points"), Console(), mock.Mock(uri="file:///nowhere"))
-    driver.tracker = mock.Mock()
+    tracker = mock.Mock()
+    driver = Driver(run, config("task=tests.tasks:Points"), Console(), mock.Mock(), tracker=tracker)
     driver.progress = mock.Mock()
     for event in FOR_DRIVER:
         driver.handle(event)
-    tracker = driver.tracker
     assert tracker.tags.call_args_list[0] == mock.call({"trireme.device": "cuda:0", "trireme.parameters": "7"})
     logged = [call.args for call in tracker.metrics.call_args_list]
     assert (10, {"train/loss": 0.5, "eval/loss": 0.75}, 2.5) in logged
