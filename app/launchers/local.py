@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from app.errors import Interrupted
-from app.launchers.workers import Failures, Poll
-from app.tracking.environment import SystemSampler
+from app.launchers.workers import Failures, Poll, start_system_sampler
 from app.training import loop
 from app.training.events import Event, TrainingDone, WorkerInfo
 from app.training.job import Job, Place, SilentChannel
@@ -55,7 +54,7 @@ class TrainingThread:
 
         def run() -> None:
             try:
-                sampler = SystemSampler(channel.emit, "node-0", job.config.tracking.system_metrics_every)
+                sampler = start_system_sampler(channel, "node-0", job.config.tracking.system_metrics_every)
                 try:
                     channel.emit(TrainingDone(summary=loop.train(job, place, channel)))
                 finally:

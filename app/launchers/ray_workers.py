@@ -22,7 +22,15 @@ from app.launchers.heartbeats import Beat, HeartbeatThread, Reply
 from app.launchers.recovery import oom_kills
 from app.launchers.room import is_placed, on_node
 from app.launchers.threads import set_by_user, share, take, usable_cores
-from app.launchers.workers import Failures, Poll, Status, WorkerLost, Workers, kill_process
+from app.launchers.workers import (
+    Failures,
+    Poll,
+    Status,
+    WorkerLost,
+    Workers,
+    kill_process,
+    start_system_sampler,
+)
 from app.training.events import (
     FROM_ANY_RANK,
     Event,
@@ -194,14 +202,12 @@ class RayChannel(SilentChannel):
 @contextlib.contextmanager
 def surroundings(job: Job, place: Place, channel: RayChannel, node_rank: int) -> Iterator[None]:
     """What every worker has around its training: output in a file, heartbeats, metrics of its node, news at the end."""
-    from app.tracking.environment import SystemSampler
-
     with worker_output(job, place.rank), contextlib.ExitStack() as stack:
         beats = HeartbeatThread(channel.heartbeat, channel.send_beat, channel.on_reply)
         stack.callback(beats.close)
         if place.local_rank == 0:
             every = job.config.tracking.system_metrics_every
-            sampler = SystemSampler(channel.emit, f"node-{node_rank}", every)
+            sampler = start_system_sampler(channel, f"node-{node_rank}", every)
             stack.callback(sampler.close)
             stack.callback(_watch_preemption(job, channel).close)
         try:

@@ -21,7 +21,6 @@ from typing import Any
 import psutil
 
 from app.console.masking import mask_text, mask_uri
-from app.training.events import SystemSampled, WarningIssued
 
 _log = logging.getLogger(__name__)
 GPU_DEVICES = "/dev/nvidia[0-9]*"
@@ -85,13 +84,24 @@ class SystemSampler:
     """A daemon thread, one per node, that takes a sample of the machine every so often.
 
     Args:
-        emit: Takes each sample, and must be quick.
         node: Names the machine in `system/NODE/...`.
         every: Seconds between samples, at least 1; 0 samples nothing.
+        sampled: Takes the Unix time of each sample and its values by name, and must be quick.
+        warn: Takes a sentence for a person, where something cannot be sampled.
     """
 
-    def __init__(self, emit: Callable[[SystemSampled | WarningIssued], object], node: str, every: float) -> None:
-        self._emit, self._prefix, self._every = emit, f"system/{node}/", max(1.0, every)
+    def __init__(
+        self,
+        node: str,
+        every: float,
+        *,
+        sampled: Callable[[float, dict[str, float]], object],
+        warn: Callable[[str], object],
+    ) -> None:
+        self._node = node
+        self._every = max(1.0, every)
+        self._sampled = sampled
+        self._warn = warn
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-sampler", daemon=True)
         if every > 0:
@@ -107,10 +117,10 @@ class SystemSampler:
         try:
             sample = Sample()
             if sample.blind:
-                self._emit(WarningIssued(message=f"{self._prefix.split('/')[1]} {sample.blind}"))
+                self._warn(f"{self._node} {sample.blind}")
             while not self._stop.wait(self._every):
-                values = {self._prefix + key: round(value, 1) for key, value in sample.take().items()}
-                self._emit(SystemSampled(time=time.time(), values=values))
+                values = {f"system/{self._node}/{key}": round(value, 1) for key, value in sample.take().items()}
+                self._sampled(time.time(), values)
         except Exception:  # a broken sensor (or a closed channel) must not end training
             _log.warning("system metrics end here", exc_info=True)
 
