@@ -123,6 +123,28 @@ def test_every_folder_has_a_readme_and_names_in_it_files_that_exist() -> None:
     assert not gone
 
 
+def assigned(node: ast.AST) -> Iterable[ast.expr]:
+    """What a statement assigns to, or adds to."""
+    if isinstance(node, ast.Assign):
+        for target in node.targets:
+            yield from target.elts if isinstance(target, ast.Tuple) else [target]
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign):
+        yield node.target
+
+
+def test_nobody_writes_into_the_driver_from_outside() -> None:
+    """Its attributes change by its own methods, and what it needs are arguments of its constructor."""
+    wrong = []
+    for name, nodes in trees().items():
+        for target in (target for node in nodes for target in assigned(node)):
+            inner: ast.expr = target
+            while isinstance(inner, ast.Attribute | ast.Subscript):
+                inner = inner.value
+                if re.fullmatch(r"(self\.)?driver", ast.unparse(inner)) and ast.unparse(target) != "self.driver":
+                    wrong.append(f"{name}: {ast.unparse(target)}")
+    assert not wrong
+
+
 STRATEGY_NAMES = {"ddp", "ddp_model_parallel", "deepspeed", "fsdp", "hsdp", "model_parallel", "zero1", "zero2", "zero3"}
 """Those that are no other word as well."""
 MAY_NAME_STRATEGIES = {f"strategies/{name}.py" for name in ("registry", "ddp", "deepspeed", "fsdp", "one_process")}

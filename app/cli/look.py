@@ -40,6 +40,7 @@ def watch(cli: Invocation, run: str) -> None:
     """
     from app.console.terminal import evaluation_line
     from app.run.look import follow, open_run
+    from app.training.events import StepsDone
 
     storage, said = open_run(run), ""
     for state in follow(storage, 1.0 if storage.is_local else 5.0):
@@ -47,7 +48,7 @@ def watch(cli: Invocation, run: str) -> None:
             cli.console.say(f"{state.name}: {state.state}, {state.driver}")
         said = state.driver
         if state.progress and state.state == "running":
-            cli.console.progress(state.progress)
+            cli.console.progress(StepsDone.from_record(state.progress), state.evaluated)
         if cli.console.unheard:
             return
     ending = f"{state.name} {state.state} after step {state.step:,} of {state.steps:,}"

@@ -21,6 +21,7 @@ from app.console.masking import mask_text
 
 if TYPE_CHECKING:
     from app.config import Config
+    from app.training.events import StepsDone
     from app.training.job import Job
 
 SECONDS_BETWEEN_LINES = 5.0
@@ -131,15 +132,20 @@ class Console:
         finally:
             timer.cancel()
 
-    def progress(self, event: dict[str, Any]) -> None:
-        """The state of training, from a worker's progress event."""
+    def progress(self, event: StepsDone, evaluated: Mapping[str, float]) -> None:
+        """The state of training.
+
+        Args:
+            event: How far the workers are.
+            evaluated: The newest figures on held-out data, by name; empty before the first evaluation.
+        """
         if self.quiet:
             return
         if self._out.isatty():
-            self._rewrite(progress_line(event))
-        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or event["step"] >= event["steps"]:
+            self._rewrite(progress_line(event, evaluated))
+        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or event.step >= event.steps:
             self._last_line = time.monotonic()
-            self._print(progress_line(event))
+            self._print(progress_line(event, evaluated))
 
     def _print(self, text: str, *, end: str = "\n", stream: IO[str] | None = None) -> None:
         if self._waits is not None:
@@ -295,22 +301,22 @@ def _flush() -> None:
             stream.flush()
 
 
-def progress_line(event: dict[str, Any]) -> str:
+def progress_line(event: StepsDone, evaluated: Mapping[str, float]) -> str:
     """`step 120/500  loss 0.2314  mean 1,204 samples/s  0:41 left  310 MB`; where a GPU's peak is known, after the rate
     also `151 per GPU, MFU 41.2%`; after the first evaluation also `held out 0.2401`. The speed is that of `Speed` in
     app/training/loop.py.
     """
-    parts = [f"step {event['step']:,}/{event['steps']:,}"]
-    if event.get("loss") is not None:
-        at = event.get("loss_step") or event["step"]
-        parts.append(f"loss {event['loss']:.4f}" + (f" (step {at:,})" if at != event["step"] else ""))
-    if "loss" in event.get("evaluated", ()):
-        parts.append(f"held out {event['evaluated']['loss']:.4f}")
-    parts.append(f"mean {quantity(event['rate'])} {event['unit']}/s")
-    if event.get("mfu") is not None:
-        parts.append(f"{quantity(event['rate'] / event['gpus'])} per GPU, MFU {event['mfu']:.1%}")
-    parts.append(f"{duration(event['seconds_left'])} left")
-    parts.append(f"{size(event['memory_bytes'])} per worker")
+    parts = [f"step {event.step:,}/{event.steps:,}"]
+    if event.loss is not None:
+        loss_step = event.loss_step or event.step
+        parts.append(f"loss {event.loss:.4f}" + (f" (step {loss_step:,})" if loss_step != event.step else ""))
+    if "loss" in evaluated:
+        parts.append(f"held out {evaluated['loss']:.4f}")
+    parts.append(f"mean {quantity(event.rate)} {event.unit}/s")
+    if event.mfu is not None:
+        parts.append(f"{quantity(event.rate / event.gpus)} per GPU, MFU {event.mfu:.1%}")
+    parts.append(f"{duration(event.seconds_left)} left")
+    parts.append(f"{size(event.memory_bytes)} per worker")
     return "  ".join(parts)
 
 

@@ -26,6 +26,7 @@ from app.errors import UserError
 from app.launchers.ray_workers import POLL_SECONDS, RayChannel, RayWorkers, enter, error_of, surroundings
 from app.launchers.room import reserve
 from app.launchers.workers import Failures
+from app.training.events import TrainingDone
 from app.training.job import Job, Place
 from cluster.connect import Cluster
 from cluster.pending import format_resources, place
@@ -65,7 +66,7 @@ class WorkerActor:
         )
         place = Place(rank, len(nodes), local_rank, device)
         with surroundings(job, place, channel, node_rank):
-            channel.emit({"type": "done", "summary": loop.train(job, place, channel)})
+            channel.emit(TrainingDone(summary=loop.train(job, place, channel)))
         dist.barrier()  # no rank closes its connections while another still uses them
 
 

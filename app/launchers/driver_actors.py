@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from app.training.events import WorkerDied
+
 if TYPE_CHECKING:
     from app.launchers.heartbeats import Beat
 
@@ -100,7 +102,7 @@ def lost_workers(queue: Any, attempt: int) -> Any:
 
     class LostWorkers(UserCallback):
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-            events = [{"type": "failed", "rank": rank, "lost": str(error)} for rank, error in worker_exceptions.items()]
+            events = [WorkerDied(rank=rank, details=str(error)) for rank, error in worker_exceptions.items()]
             ray.get(queue.put.remote(attempt, ray.cloudpickle.dumps(events)))
 
     return LostWorkers()

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from app.errors import Interrupted
-from app.launchers.workers import Event, Failures, Poll, WorkerInfo
-from app.tracking.environment import SystemSampler
+from app.launchers.workers import Failures, Poll, start_system_sampler
 from app.training import loop
+from app.training.events import Event, TrainingDone, WorkerInfo
 from app.training.job import Job, Place, SilentChannel
 
 POLL_SECONDS = 0.1
@@ -54,9 +54,9 @@ class TrainingThread:
 
         def run() -> None:
             try:
-                sampler = SystemSampler(channel.emit, "node-0", job.config.tracking.system_metrics_every)
+                sampler = start_system_sampler(channel, "node-0", job.config.tracking.system_metrics_every)
                 try:
-                    channel.emit({"type": "done", "summary": loop.train(job, place, channel)})
+                    channel.emit(TrainingDone(summary=loop.train(job, place, channel)))
                 finally:
                     sampler.close()
             except BaseException as error:

@@ -17,9 +17,10 @@ from app.launchers.elastic import Elastic
 from app.launchers.ray_workers import RayWorkers
 from app.launchers.room import free_by_node, ray_nodes, reserve, why_pending
 from app.launchers.supervisor import Supervisor
-from app.run.cost import meter_for
+from app.run.cost import Meter, meter_for
 from app.run.driver import Driver
 from app.run.prepare import Prepared, check_devices, prepare, with_idle_gpus
+from app.storage.storage import Storage
 from app.tasks.base import Task
 from cluster import ClusterError
 from cluster.connect import Cluster
@@ -120,6 +121,10 @@ class RayLaunch:
         prepared = prepare(config or self.config, task, workers, devices_per_node=per_node)
         return with_idle_gpus(prepared, workers, gpus, self.cluster.gpus, "the cluster")
 
+    def meter(self, storage: Storage) -> Meter | None:
+        """What counts the cost of a run in this storage; see `meter_for`."""
+        return meter_for(self.config, storage, self.workers, self.per_worker)
+
     def supervisor(self, driver: Driver, prepared: Prepared, task: Task) -> Supervisor:
         """What trains with workers of Ray Train, or with actors where there are stages or they are asked for."""
         elastic = None
@@ -132,7 +137,6 @@ class RayLaunch:
                 free=free_by_node,
                 autoscaling=bool(self.cluster.max_resources),
             )
-        driver.meter = meter_for(self.config, driver.run.storage, self.workers, self.per_worker)
         self.give_back()
         private = self.cluster.private
         lost = partial(ray_is_gone, driver, private=private)
@@ -166,7 +170,7 @@ def ray_is_gone(driver: Driver, why: str, *, private: bool) -> None:
         psutil.wait_procs(children, timeout=END_SECONDS)
         driver.console.restore()
         driver.restart()
-    driver.failed = f"{why}: when it is there again, run the same command again to continue"
+    driver.fail(f"{why}: when it is there again, run the same command again to continue")
     time.sleep(END_SECONDS)
     if driver.run.lease.taken and not driver.run.lease.released:
         driver.console.error(f"trireme: {driver.failed}")

@@ -15,6 +15,7 @@ from app.launchers.ray_workers import POLL_SECONDS, RayChannel, RayWorkers, ente
 from app.launchers.room import groups_of_this_job, node_selector, remove_groups_but
 from app.launchers.workers import Failures
 from app.storage.storage import Storage
+from app.training.events import TrainingDone
 from app.training.job import Job, Place
 
 
@@ -30,7 +31,7 @@ def train_loop(given: dict[str, Any]) -> None:
     channel = RayChannel(given["queue"], given["attempt"], place.rank)
     enter(job, channel)
     with surroundings(job, place, channel, context.get_node_rank()):
-        channel.emit({"type": "done", "summary": loop.train(job, place, channel)})
+        channel.emit(TrainingDone(summary=loop.train(job, place, channel)))
 
 
 class RayTrainWorkers(RayWorkers):

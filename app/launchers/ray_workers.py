@@ -22,7 +22,25 @@ from app.launchers.heartbeats import Beat, HeartbeatThread, Reply
 from app.launchers.recovery import oom_kills
 from app.launchers.room import is_placed, on_node
 from app.launchers.threads import set_by_user, share, take, usable_cores
-from app.launchers.workers import Event, Failures, Poll, Status, WorkerInfo, WorkerLost, Workers, kill_process
+from app.launchers.workers import (
+    Failures,
+    Poll,
+    Status,
+    WorkerLost,
+    Workers,
+    kill_process,
+    start_system_sampler,
+)
+from app.training.events import (
+    FROM_ANY_RANK,
+    Event,
+    MetricsLogged,
+    NodePreempted,
+    WorkerDied,
+    WorkerFailed,
+    WorkerInfo,
+    WorkerStarted,
+)
 from app.training.job import Job, Place, SilentChannel
 from cluster.environment import THREADS
 from cluster.ray_internals import raylet_pid
@@ -98,11 +116,15 @@ class RayWorkers(Workers):
 
     def _take(self, event: Event) -> bool:
         """Keeps what is this object's own; whether that is all of the event."""
-        if event["type"] == "worker":
-            self.infos[event["info"].rank] = event["info"]
-        elif event["type"] == "failed":
-            self.failures.setdefault(event["rank"], event.get("error") or WorkerLost(details=event["lost"]))
-            return True
+        match event:
+            case WorkerStarted(info=info):
+                self.infos[info.rank] = info
+            case WorkerFailed(rank=rank, error=error):
+                self.failures.setdefault(rank, error)
+                return True
+            case WorkerDied(rank=rank, details=details):
+                self.failures.setdefault(rank, WorkerLost(details=details))
+                return True
         return False
 
     def _ended(self) -> Failures | None:
@@ -136,9 +158,6 @@ def error_of(call: Any, who: str = "") -> BaseException | None:
 
 # --- in a worker ------------------------------------------------------------------------------------------------------
 
-FROM_ANY_RANK = ("warning", "worker", "preemption", "system", "failed")
-"""Events that are sent by ranks other than 0 too."""
-
 
 class RayChannel(SilentChannel):
     """A worker's Channel. Sending does not wait; metrics wait for the next other event, about a second."""
@@ -146,16 +165,16 @@ class RayChannel(SilentChannel):
     def __init__(self, queue: Any, attempt: int, rank: int) -> None:
         super().__init__()
         self.queue, self.attempt, self.rank = queue, attempt, rank
-        self._waiting: list[dict[str, Any]] = []
+        self._waiting: list[Event] = []
         self._newest: Any = None
         self._lock = threading.Lock()
 
-    def emit(self, event: dict[str, Any]) -> None:
-        if self.rank and event["type"] not in FROM_ANY_RANK:
+    def emit(self, event: Event) -> None:
+        if self.rank and not isinstance(event, FROM_ANY_RANK):
             return
         with self._lock:
             self._waiting.append(event)
-            if event["type"] != "metrics":
+            if not isinstance(event, MetricsLogged):
                 events, self._waiting = self._waiting, []
                 self._newest = self.queue.put.remote(self.attempt, cloudpickle.dumps(events))
 
@@ -171,7 +190,7 @@ class RayChannel(SilentChannel):
             cloudpickle.loads(cloudpickle.dumps(error))
         except Exception:  # an exception that cannot travel
             error = RuntimeError(f"{type(error).__name__}: {error}")
-        self.emit({"type": "failed", "rank": self.rank, "error": error})
+        self.emit(WorkerFailed(rank=self.rank, error=error))
         self.flush()
 
     def flush(self) -> None:
@@ -183,14 +202,12 @@ class RayChannel(SilentChannel):
 @contextlib.contextmanager
 def surroundings(job: Job, place: Place, channel: RayChannel, node_rank: int) -> Iterator[None]:
     """What every worker has around its training: output in a file, heartbeats, metrics of its node, news at the end."""
-    from app.tracking.environment import SystemSampler
-
     with worker_output(job, place.rank), contextlib.ExitStack() as stack:
         beats = HeartbeatThread(channel.heartbeat, channel.send_beat, channel.on_reply)
         stack.callback(beats.close)
         if place.local_rank == 0:
             every = job.config.tracking.system_metrics_every
-            sampler = SystemSampler(channel.emit, f"node-{node_rank}", every)
+            sampler = start_system_sampler(channel, f"node-{node_rank}", every)
             stack.callback(sampler.close)
             stack.callback(_watch_preemption(job, channel).close)
         try:
@@ -214,7 +231,7 @@ def enter(job: Job, channel: RayChannel, label: str = "") -> WorkerInfo:
         label,
         oom_kills(),
     )
-    channel.emit({"type": "worker", "info": info})
+    channel.emit(WorkerStarted(info=info))
     return info
 
 
@@ -254,6 +271,6 @@ def _watch_preemption(job: Job, channel: RayChannel) -> Any:
         channel.heartbeat.save_requested = True
         text = f"the node {ray.util.get_node_ip_address()} is about to go ({why}): saving a checkpoint"
         node = ray.get_runtime_context().get_node_id()
-        channel.emit({"type": "preemption", "node": node, "why": why, "text": text})
+        channel.emit(NodePreempted(node=node, reason=why, message=text))
 
     return PreemptionWatcher(job.spot_provider, on_notice)

@@ -17,7 +17,8 @@ import psutil
 from app.errors import NonFiniteError, RunFailed, UserError
 from app.launchers import crash
 from app.launchers.failure_policy import Failure, Kind
-from app.launchers.workers import Failures, WorkerInfo, WorkerLost
+from app.launchers.workers import Failures, WorkerLost
+from app.training.events import WorkerInfo
 from strategies.layout import LayoutError
 
 NON_RETRYABLE = (UserError, LayoutError, NonFiniteError)

@@ -7,7 +7,6 @@ so another attempt is new workers that find the newest commit by themselves.
 
 import time
 from dataclasses import replace
-from typing import Any
 
 from app.errors import Interrupted
 from app.launchers.blame import rank_behind
@@ -16,8 +15,9 @@ from app.launchers.elastic import Elastic, limits_of
 from app.launchers.failure_policy import Action, Decision, Failure, Kind, decide, mean_time_between_failures
 from app.launchers.heartbeats import COMPILED, Hang, HangDetector
 from app.launchers.recovery import Hung, NoCapacity, Nodes, State, classify, error_to_raise
-from app.launchers.workers import Failures, Poll, WorkerInfo, WorkerLost, Workers
+from app.launchers.workers import Failures, Poll, WorkerLost, Workers
 from app.run.driver import Driver
+from app.training.events import NodePreempted, WorkerDied, WorkerFailed, WorkerInfo, WorkerStarted
 from app.training.job import Job
 
 END_SECONDS = 10.0
@@ -47,7 +47,6 @@ class Supervisor:
         """
         driver = self.driver
         while True:
-            driver.summary = {}
             failures = self._attempt(self._next(job))
             if failures:
                 job = self._recover(job, failures)
@@ -77,7 +76,7 @@ class Supervisor:
         self.infos, self.more = {}, None
         self.log_sizes = log_sizes(driver.run.local_folder / "logs")
         self.placed_at: float | None = None
-        driver.progressed = False
+        driver.begin_attempt()
         least = fault.hang_seconds * (COMPILED if job.config.train.compile else 1.0)
         detector = HangDetector(least, time.monotonic())
         blamed: dict[int | None, BaseException] = {}
@@ -106,13 +105,16 @@ class Supervisor:
 
     def _handle(self, found: Poll) -> None:
         for event in found.events:
-            if event["type"] == "worker":
-                self.infos[event["info"].rank] = event["info"]
-            elif event["type"] == "preemption":
-                self.nodes.preempted[event["node"]] = event["why"]
-                self.driver.note(event["text"])
-            else:
-                self.driver.handle(event)
+            match event:
+                case WorkerStarted(info=info):
+                    self.infos[info.rank] = info
+                case NodePreempted(node=node, reason=reason, message=message):
+                    self.nodes.preempted[node] = reason
+                    self.driver.note(message)
+                case WorkerFailed() | WorkerDied():
+                    pass  # the launcher counts these among what has ended
+                case _:
+                    self.driver.handle(event)
         if found.ended:
             self.driver.lost()
 
@@ -135,7 +137,7 @@ class Supervisor:
         driver, infos = self.driver, self.infos
         driver.lost()
         self.hangs += 1
-        driver.metrics.set(hang_suspicions=self.hangs)
+        driver.count_hangs(self.hangs)
         stacks = self.workers.ask("stack")
         text = "\n".join(f"--- {info}\n{stacks.get(rank, 'does not answer')}\n" for rank, info in sorted(infos.items()))
         driver.tracker.text(text, f"hangs/step-{driver.step}.txt")
@@ -179,9 +181,7 @@ class Supervisor:
     def _carry_out(self, decision: Decision, job: Job) -> Job:
         driver, elastic = self.driver, self.elastic
         count = sum(failure.kind is not Kind.NO_CAPACITY for failure in self.history)
-        tags: dict[str, Any] = {"trireme.restarts": str(count), "trireme.last_failure": self.history[-1].sentence}
-        driver.tracker.tags(tags)
-        driver.metrics.set(restarts=count)
+        driver.count_restarts(count, self.history[-1].sentence)
         if elastic is not None:
             if decision.action is Action.EXCLUDE_NODE:
                 elastic.excluded = (*elastic.excluded, decision.node)
@@ -202,13 +202,7 @@ class Supervisor:
         driver.console.say(
             f"{reason}; continuing with {workers} of {elastic.wanted} workers{layout} after the last save"
         )
-        driver.fault("workers", workers)
-        excluded = ",".join(elastic.excluded_nodes)
-        driver.tracker.tags({"trireme.workers": str(workers), "trireme.excluded_nodes": excluded})
-        driver.resized = True
-        driver.stop_requested()  # counts the cost at the rate until now
-        if driver.meter is not None:
-            driver.meter.resize(workers)
+        driver.resize(workers, ",".join(elastic.excluded_nodes))
         return job
 
     def _pause(self, seconds: float) -> None:

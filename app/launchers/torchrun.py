@@ -29,9 +29,10 @@ from app.errors import Interrupted, UserError
 from app.launchers.heartbeats import SILENT, SILENT_SECONDS, Beat, HeartbeatThread, Reply
 from app.launchers.local import LocalWorkers, TrainingThread
 from app.launchers.threads import take_share_of_node
-from app.launchers.workers import Event, Poll, Status, WorkerInfo, kill_process
+from app.launchers.workers import Poll, Status, kill_process
 from app.run.stopping import SIGNALS
 from app.training import loop
+from app.training.events import Event, WorkerInfo, WorkerStarted
 from app.training.job import Heartbeat, Job, Place, SilentChannel
 from strategies import registry
 from strategies.one_process import home
@@ -224,7 +225,7 @@ class TorchrunWorkers(LocalWorkers):
         for rank in range(self.world_size):
             if rank not in self.infos and store.check([f"info/{rank}"]):
                 self.infos[rank] = WorkerInfo(**json.loads(store.get(f"info/{rank}")))
-                events.append({"type": "worker", "info": self.infos[rank]})
+                events.append(WorkerStarted(info=self.infos[rank]))
             if store.check([f"beat/{rank}"]):
                 raw = store.get(f"beat/{rank}")
                 if rank not in self.beats or self.beats[rank][0] != raw:

@@ -9,29 +9,14 @@ import os
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
-from app.training.job import Job
+from app.tracking.environment import SystemSampler
+from app.training.events import Event, SystemSampled, WarningIssued, WorkerInfo
+from app.training.job import Channel, Job
 
 Failures = Mapping[int | None, BaseException]
 """What ended each worker, by rank; None is the launcher itself. Empty: all have finished."""
-Event = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class WorkerInfo:
-    """Where a rank runs, as it said itself when it began."""
-
-    rank: int
-    pid: int
-    ip: str
-    node: str  # Ray's id of the node; "" without Ray
-    label: str = ""  # "stage 2 of 4"
-    oom_kills: int = 0  # that the kernel of its node had counted then
-
-    def __str__(self) -> str:
-        label = f" ({self.label})" if self.label else ""
-        return f"worker {self.rank}{label}, process {self.pid} on {self.ip},"
 
 
 @dataclass(frozen=True)
@@ -67,6 +52,24 @@ def kill_process(pid: int) -> None:
     """Ends a process of this machine at once, if there is one of this number."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def start_system_sampler(channel: Channel, node: str, every: float) -> SystemSampler:
+    """A thread that sends metrics of this machine to the driver, until it is closed.
+
+    Args:
+        channel: Of a worker on this machine.
+        node: Names the machine in `system/NODE/...`.
+        every: Seconds between samples; 0 samples nothing.
+    """
+
+    def sampled(time: float, values: dict[str, float]) -> None:
+        channel.emit(SystemSampled(time=time, values=values))
+
+    def warn(message: str) -> None:
+        channel.emit(WarningIssued(message=message))
+
+    return SystemSampler(node, every, sampled=sampled, warn=warn)
 
 
 class Workers(Protocol):

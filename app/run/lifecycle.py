@@ -70,8 +70,9 @@ def _compare_with_plan(driver: Driver, prepared: Prepared) -> None:
     if prepared.prediction is None or not seconds or driver.resized:  # resized: then no one layout was measured
         return
     memory = summary.get("memory_bytes", 0.0) - summary.get("memory_bytes_before", 0.0)
-    summary["plan"] = prepared.prediction.compare(seconds, memory)
-    driver.tracker.metrics(summary["step"], summary["plan"])
+    plan = prepared.prediction.compare(seconds, memory)
+    driver.add_to_summary(plan=plan)
+    driver.tracker.metrics(summary["step"], plan)
 
 
 @contextlib.contextmanager
@@ -105,8 +106,9 @@ def _end(driver: Driver, status: str, mlflow_status: str, message: str = "") -> 
     driver.settle_cost()
     delivery = driver.tracker.finish(mlflow_status, message=message, timeout=config.tracking.flush_timeout)
     driver.progress.close()
-    driver.run.manifest.mlflow_run_id = delivery.run_id or driver.run.manifest.mlflow_run_id
-    driver.run.manifest.seconds += time.monotonic() - driver.began
+    manifest = driver.run.manifest
+    manifest.mlflow_run_id = delivery.run_id or manifest.mlflow_run_id
+    manifest.seconds += time.monotonic() - driver.began
     driver.run.end(status, driver.summary or None)
     if not delivery.complete:
         driver.note(
@@ -119,12 +121,12 @@ def _end(driver: Driver, status: str, mlflow_status: str, message: str = "") -> 
 
 
 def _finished(driver: Driver) -> Outcome:
+    driver.add_to_summary(
+        first_step_at=driver.first_step_at,
+        first_step_seconds=(driver.first_step_at or driver.started) - driver.started,
+        total_seconds=time.monotonic() - driver.began,
+    )
     run, config, summary = driver.run, driver.config, driver.summary
-    summary |= {
-        "first_step_at": driver.first_step_at,
-        "first_step_seconds": (driver.first_step_at or driver.started) - driver.started,
-        "total_seconds": time.monotonic() - driver.began,
-    }
     weights = driver.weights() if config.tracking.log_model and config.tracking.enabled else None
     if weights:
         recipe = {"task": config.task, "task_args": config.task_args, "weights": str(weights), "folder": run.folder}

@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from app.training.events import CheckpointSaved, StepsDone
 
 REFRESH_SECONDS = 1.0
 PREFIX = "trireme_"  # and Ray puts ray_ before it
@@ -68,19 +71,30 @@ class RunMetrics:
                 unit = {"unit": self.unit} if name == "items_per_second" else {}
                 self._gauges[name].set(value, {"run": self.run} | unit)
 
-    def progress(self, event: dict[str, Any]) -> None:
-        """What a worker's progress event says."""
-        self.unit, new = event["unit"], max(0, event["step"] - self.furthest)
-        self.furthest += new
-        self.kept_seconds += new * event["seconds_per_step"]
-        names = ("step", "steps", "loss", "mfu", "memory_bytes")
-        self.set(**{name: event.get(name) for name in names}, items_per_second=event["rate"])
+    def resumed(self, step: int) -> None:
+        """Training continues after this step; what comes after it was not counted before."""
+        self.furthest = max(self.furthest, step)
 
-    def checkpoint(self, event: dict[str, Any]) -> None:
-        """What a worker's event of a checkpoint says."""
+    def steps_done(self, event: StepsDone) -> None:
+        """How far the workers are, and how fast."""
+        self.unit = event.unit
+        new = max(0, event.step - self.furthest)
+        self.furthest += new
+        self.kept_seconds += new * event.seconds_per_step
+        self.set(
+            step=event.step,
+            steps=event.steps,
+            loss=event.loss,
+            mfu=event.mfu,
+            memory_bytes=event.memory_bytes,
+            items_per_second=event.rate,
+        )
+
+    def checkpoint_saved(self, event: CheckpointSaved) -> None:
+        """Which checkpoint is the newest, and what it took."""
         self.set(
             checkpoint_timestamp_seconds=time.time(),
-            checkpoint_step=event["step"],
-            checkpoint_stall_seconds=event["stall"],
-            checkpoint_seconds=event["seconds"] or None,  # 0: there was none before
+            checkpoint_step=event.step,
+            checkpoint_stall_seconds=event.stall_seconds,
+            checkpoint_seconds=event.previous_seconds or None,  # 0: there was none before
         )

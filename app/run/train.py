@@ -196,8 +196,8 @@ def _in_ray(
             workers = launch.wait_for_room()
             gpus = launch.per_worker.get("GPU", 0)
             prepared = launch.prepare(task, workers)
-            driver = Driver(run, prepared.config, console, settings)
-            driver.restart = restart
+            meter = launch.meter(run.storage)
+            driver = Driver(run, prepared.config, console, settings, meter=meter, restart=restart)
             where = f"{workers} {'GPU' if gpus else 'CPU'} worker{'s' if workers > 1 else ''} in Ray"
             return train_run(driver, prepared, where, launch.supervisor(driver, prepared, task).run)
     finally:

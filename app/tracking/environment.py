@@ -83,13 +83,25 @@ def _installed() -> dict[str, str]:
 class SystemSampler:
     """A daemon thread, one per node, that takes a sample of the machine every so often.
 
-    emit: takes {"type": "system", "event": what the tracker's `emit` takes}; must be quick. The step that MLflow gets
-        is the whole seconds since the run began, so that the curves of a resumed run go on where they were.
-    node: names the machine in `system/NODE/...`. every: seconds between samples, at least 1; 0 samples nothing.
+    Args:
+        node: Names the machine in `system/NODE/...`.
+        every: Seconds between samples, at least 1; 0 samples nothing.
+        sampled: Takes the Unix time of each sample and its values by name, and must be quick.
+        warn: Takes a sentence for a person, where something cannot be sampled.
     """
 
-    def __init__(self, emit: Callable[[dict[str, Any]], object], node: str, every: float) -> None:
-        self._emit, self._prefix, self._every = emit, f"system/{node}/", max(1.0, every)
+    def __init__(
+        self,
+        node: str,
+        every: float,
+        *,
+        sampled: Callable[[float, dict[str, float]], object],
+        warn: Callable[[str], object],
+    ) -> None:
+        self._node = node
+        self._every = max(1.0, every)
+        self._sampled = sampled
+        self._warn = warn
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="system-sampler", daemon=True)
         if every > 0:
@@ -105,11 +117,10 @@ class SystemSampler:
         try:
             sample = Sample()
             if sample.blind:
-                self._emit({"type": "warning", "text": f"{self._prefix.split('/')[1]} {sample.blind}"})
+                self._warn(f"{self._node} {sample.blind}")
             while not self._stop.wait(self._every):
-                values = {self._prefix + key: round(value, 1) for key, value in sample.take().items()}
-                event = {"type": "metrics", "step": None, "time": time.time(), "values": values}
-                self._emit({"type": "system", "event": event})
+                values = {f"system/{self._node}/{key}": round(value, 1) for key, value in sample.take().items()}
+                self._sampled(time.time(), values)
         except Exception:  # a broken sensor (or a closed channel) must not end training
             _log.warning("system metrics end here", exc_info=True)
 

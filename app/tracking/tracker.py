@@ -89,7 +89,7 @@ class Tracker:
             self._writer.keep()
 
     def emit(self, event: Event) -> None:
-        """Append an event made elsewhere, such as a `SystemSampler`'s."""
+        """Append an event as it is."""
         if self._spool is not None:
             self._spool.append(event)
 
@@ -100,6 +100,11 @@ class Tracker:
         """Metrics of a step; time: Unix seconds. A step not above a metric's last one is a replay, not logged again."""
         own = {"time": time} if time else {}
         self._append("metrics", step=int(step), values={key: float(value) for key, value in values.items()}, **own)
+
+    def system_metrics(self, values: Mapping[str, float], time: float) -> None:
+        """Metrics of a machine at a moment, in Unix seconds. The step that MLflow gets is the whole seconds since the
+        run began, so that the curves of a resumed run go on where they were."""
+        self.emit({"type": "metrics", "step": None, "time": time, "values": dict(values)})
 
     def params(self, values: Mapping[str, object]) -> None:
         """One that changed since the run began is kept, and the new value becomes the tag `trireme.param.KEY`."""

@@ -10,6 +10,7 @@ import torch
 
 from app.config import Config
 from app.errors import UserError
+from app.training.events import Event
 from strategies.layout import Layout
 from strategies.options import Options
 
@@ -69,7 +70,7 @@ class Channel(Protocol):
 
     heartbeat: Heartbeat
 
-    def emit(self, event: dict[str, Any]) -> None:
+    def emit(self, event: Event) -> None:
         """Sends an event and returns at once."""
 
     def stop_requested(self) -> bool:
@@ -83,7 +84,7 @@ class SilentChannel:
         self.heartbeat = Heartbeat()
         self.stopping = False
 
-    def emit(self, event: dict[str, Any]) -> None: ...
+    def emit(self, event: Event) -> None: ...
 
     def stop_requested(self) -> bool:
         return self.stopping

@@ -29,6 +29,7 @@ from app.training import hooks
 from app.training.average import Average
 from app.training.batch_gather import Gathering
 from app.training.evaluation import evaluate
+from app.training.events import FilesWritten, MetricsLogged, StepsDone, TrainingStarted, WarningIssued
 from app.training.expert_load import expert_metrics
 from app.training.flops import Utilization
 from app.training.job import Channel, Job, Place, memory_bytes
@@ -355,30 +356,28 @@ class Training:
             self._metrics(entry.step, values, entry.time)
             self.logged_at = entry.step
         self.channel.emit(
-            {
-                "type": "progress",
-                "step": agreed.step,
-                "steps": self.job.steps,
-                "loss": self.progress.latest.get("train/loss"),
-                "loss_step": self.logged_at,
-                "rate": self.speed.items_per_second,
-                "unit": unit,
-                "gpus": used.gpus if used else 0,
-                "mfu": used.mfu(self.speed.samples_per_second) if used else None,
-                "seconds_left": (self.job.steps - agreed.step) * agreed.seconds_per_step,
-                "seconds_per_step": agreed.seconds_per_step,
-                "memory_bytes": memory_bytes(self.place.device),
-            }
+            StepsDone(
+                step=agreed.step,
+                steps=self.job.steps,
+                loss=self.progress.latest.get("train/loss"),
+                loss_step=self.logged_at,
+                rate=self.speed.items_per_second,
+                unit=unit,
+                gpus=used.gpus if used else 0,
+                mfu=used.mfu(self.speed.samples_per_second) if used else None,
+                seconds_left=(self.job.steps - agreed.step) * agreed.seconds_per_step,
+                seconds_per_step=agreed.seconds_per_step,
+                memory_bytes=memory_bytes(self.place.device),
+            )
         )
 
     def _metrics(self, step: int, values: dict[str, float], when: float | None = None) -> None:
-        event = {
-            "type": "metrics",
-            "step": step,
-            "time": when or time.time(),
-            "training_seconds": self.speed.seconds,  # of this start
-            "values": values,
-        }
+        event = MetricsLogged(
+            step=step,
+            time=when or time.time(),
+            training_seconds=self.speed.seconds,
+            values=values,
+        )
         self.progress.remember(event, self.place.rank)
         self.channel.emit(event)
 
@@ -395,7 +394,7 @@ class Training:
         ends = hooks.stops_early(self.config, self.task, self.progress.evaluations)
         self.progress.ended = any(Ranks().all(ends))
         if self.progress.ended and self.place.rank == 0:
-            self.channel.emit({"type": "warning", "text": f"training ends early, after step {self.steps_done:,}"})
+            self.channel.emit(WarningIssued(message=f"training ends early, after step {self.steps_done:,}"))
         if values:
             self._metrics(self.steps_done, {f"eval/{name}": value for name, value in values.items()})
 
@@ -409,7 +408,7 @@ class Training:
             is_first_rank=self.place.rank == 0,
         )
         if log.written:
-            self.channel.emit({"type": "files", "folder": log.folder})
+            self.channel.emit(FilesWritten(folder=log.folder))
         return log.numbers
 
     def _figures(self) -> dict[str, float]:
@@ -430,17 +429,16 @@ class Training:
 
     def _announce(self) -> None:
         for note in self.parallel.notes if self.place.rank == 0 else ():
-            self.channel.emit({"type": "warning", "text": note})
+            self.channel.emit(WarningIssued(message=note))
         self.channel.emit(
-            {
-                "type": "start",
-                "time": time.time(),
-                "resumed_from": self.resumed_from,
-                "step": self.steps_done,
-                "steps": self.job.steps,
-                "device": str(self.place.device),
-                "parameters": self.parameters,
-            }
+            TrainingStarted(
+                time=time.time(),
+                resumed_from=self.resumed_from,
+                step=self.steps_done,
+                steps=self.job.steps,
+                device=str(self.place.device),
+                parameters=self.parameters,
+            )
         )
 
     def _summary(self, stopped: bool) -> Summary:

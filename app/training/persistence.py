@@ -1,7 +1,6 @@
 """What a training process saves: checkpoints, how to continue from them, and the trained weights."""
 
 import io
-import json
 import math
 import time
 from collections.abc import Iterable
@@ -20,6 +19,7 @@ from app.errors import NonFiniteError, UserError
 from app.storage.lease import is_current, read_lease
 from app.storage.storage import Storage
 from app.tasks.sources import change_note
+from app.training.events import CheckpointSaved, MetricsLogged, WarningIssued
 from app.training.job import Channel, Job, Place
 from app.training.optimizer import LossScale
 from strategies.parallelize import Parallel
@@ -46,11 +46,11 @@ class Progress:
     latest: dict[str, float] = field(default_factory=dict)  # the newest value of every metric
     events: list[str] = field(default_factory=list)  # rank 0: metric events as JSON, newest last
 
-    def remember(self, event: dict[str, Any], rank: int) -> None:
-        self.latest |= event["values"]
+    def remember(self, event: MetricsLogged, rank: int) -> None:
+        self.latest |= event.values
         # As text: markers are written and read several times in a save, and objects take ten times as long there.
         if rank == 0:
-            self.events.append(json.dumps(event))
+            self.events.append(event.to_json())
             if len(self.events) > 2 * EVENTS:
                 del self.events[:-EVENTS]
 
@@ -146,10 +146,15 @@ class Persistence:
         self.saved, self.saved_at = progress.step, time.monotonic()
         stall = self.checkpointer.last_stall_seconds
         self.longest_stall = max(stall, self.longest_stall or 0.0)
-        # The total is of the save before: this one's goes on in the background.
-        event = {"type": "checkpoint", "step": progress.step, "stall": stall}
-        event["seconds"] = self.checkpointer.last_total_seconds
-        self.channel.emit(event | ({"interval": self.interval()} if self.job.config.checkpoint.auto else {}))
+        self.channel.emit(
+            CheckpointSaved(
+                step=progress.step,
+                stall_seconds=stall,
+                # This one goes on in the background, so only the save before has a total.
+                previous_seconds=self.checkpointer.last_total_seconds,
+                interval_seconds=self.interval() if self.job.config.checkpoint.auto else None,
+            )
+        )
 
     def _without_frozen(self, keeper: Checkpointer, model: dict[str, Any]) -> dict[str, Any]:
         """What is left for a checkpoint of the weights when those that are not trained have been saved, which happens
@@ -191,7 +196,7 @@ class Persistence:
             raise error
         sentence = f"{error}; training continues, and the next one is tried when it is due"
         if self.place.rank == 0 and sentence != self.last_warning:
-            self.channel.emit({"type": "warning", "text": sentence})
+            self.channel.emit(WarningIssued(message=sentence))
         self.last_warning = sentence
 
     def resume(self, progress: Progress) -> int | None:
@@ -205,7 +210,7 @@ class Persistence:
         if self.place.rank == 0:
             checkpoint.sweep(self.job.checkpoints)  # what a killed start left half written
             for sentence in damaged:
-                self.channel.emit({"type": "warning", "text": sentence})
+                self.channel.emit(WarningIssued(message=sentence))
         if commit is None:
             if damaged:
                 raise UserError(
@@ -223,12 +228,12 @@ class Persistence:
         progress.evaluations, progress.ended = meta.get("evaluations", []), meta.get("ended", False)
         changed = change_note(meta.get("sources"), self.job.sources, progress.step)
         if changed and self.place.rank == 0:
-            self.channel.emit({"type": "warning", "text": changed})
+            self.channel.emit(WarningIssued(message=changed))
         self.saved, self.frozen_saved = progress.step, bool(meta.get(FROZEN))
         self.scale.load_state(meta["loss_scale"])
         progress.latest = dict(meta["latest"])
         for text in meta["events"]:  # the tracker drops those it has; a killed driver may not have sent them
-            self.channel.emit(json.loads(text))
+            self.channel.emit(MetricsLogged.from_json(text))
         progress.events = meta["events"] if self.place.rank == 0 else []
         return progress.step
 
@@ -245,9 +250,8 @@ class Persistence:
                     f"the storage {self.job.folder} cannot be reached: run the same command again when it is back"
                 )
             if not warned:
-                self.channel.emit(
-                    {"type": "warning", "text": f"the storage {self.job.folder} cannot be reached: waiting for it"}
-                )
+                sentence = f"the storage {self.job.folder} cannot be reached: waiting for it"
+                self.channel.emit(WarningIssued(message=sentence))
             warned = True
             time.sleep(STORAGE_POLL_SECONDS)
 

@@ -10,6 +10,7 @@ from dataclasses import astuple
 from typing import TYPE_CHECKING, cast
 
 from app.checkpoint.ranks import Ranks
+from app.training.events import PipelineTraced
 from app.training.job import Channel, Job
 from strategies.parallel import Parallel
 from strategies.pipeline.simulate import Span, figures
@@ -53,4 +54,4 @@ class PipelineMonitor:
         if step == self.trace_step:
             replicas = self.job.layout.dims.world_size // self.job.layout.dims.pp
             first = [span for spans in ranks[::replicas] for span in spans]
-            self.channel.emit({"type": "spans", "step": step, "spans": first})
+            self.channel.emit(PipelineTraced(step=step, spans=first))

@@ -18,7 +18,7 @@ import gzip
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from app.checkpoint.ranks import Ranks
 from app.errors import UserError
 from app.storage.storage import Storage
+from app.training.events import ProfileTaken
 from app.training.job import Channel, Job, Place
 
 FILE = "profile.json"
@@ -124,7 +125,7 @@ class Profiler:
         if self.place.rank == 0 and ranks:
             tables = {"steps": [self.first, self.last], "ranks": ranks}
             Storage(self.job.folder).write_bytes(f"{self.folder}/{FILE}", json.dumps(tables, indent=1).encode())
-            self.channel.emit({"type": "profile", "step": self.last, "folder": self.folder, "profile": tables})
+            self.channel.emit(ProfileTaken(step=self.last, folder=self.folder, profile=tables))
 
 
 def _export(ended: profile, path: str) -> None:
@@ -216,7 +217,7 @@ def read_profile(storage: Storage) -> tuple[dict[str, Any], str]:
     return json.loads(storage.read_bytes(f"{folder}/{FILE}")), folder
 
 
-def table(found: dict[str, Any]) -> str:
+def table(found: Mapping[str, Any]) -> str:
     """A profile as lines of text."""
     lines: list[str] = []
     for rank in found["ranks"]:

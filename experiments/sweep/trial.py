@@ -30,7 +30,7 @@ from app.launchers.local import LocalWorkers
 from app.launchers.recovery import device_failure
 from app.launchers.room import ray_nodes
 from app.launchers.supervisor import Supervisor
-from app.run.cost import meter_for
+from app.run.cost import Meter, meter_for
 from app.run.driver import Driver
 from app.run.lifecycle import train_run
 from app.run.manifest import Run
@@ -38,6 +38,7 @@ from app.run.prepare import prepare, read_task
 from app.storage.lease import read_lease
 from app.tracking.settings import Settings
 from app.tracking.tracker import Delivery, Tracker
+from app.training.events import MetricsLogged, TrainingStarted
 from cluster.connect import describe
 from experiments.sweep.spec import Sweep
 from experiments.sweep.trials import Trial
@@ -107,12 +108,11 @@ class LogConsole(Console):
 class TrialDriver(Driver):
     """The driver of a run whose evaluations are a trial's reports; the sweep's writer delivers what it tracks."""
 
-    def __init__(self, run: Run, trial: TrialRun) -> None:
-        super().__init__(run, trial.config, trial.console, trial.setting.settings)
+    def __init__(self, run: Run, trial: TrialRun, meter: Meter | None) -> None:
         self.trial = trial
         self.loop_began = 0.0
         self.latest: dict[str, float] = {}
-        self.tracker: TrialTracker = TrialTracker(
+        self.trial_tracker = TrialTracker(
             run.local_folder / "tracking",
             trial.setting.settings,
             run_name=run.manifest.name,
@@ -122,30 +122,39 @@ class TrialDriver(Driver):
             parent=trial.setting.folder / "tracking",
             warn=self.note,
         )
+        super().__init__(
+            run,
+            trial.config,
+            trial.console,
+            trial.setting.settings,
+            meter=meter,
+            tracker=self.trial_tracker,
+        )
 
     def stop_requested(self) -> bool:
         if not self.trial.stopping and (self.trial.setting.folder / STOP_FILE).exists():
             self.trial.stopping = "the sweep was stopped"
         if self.trial.stopping:
-            self.tracker.why, self.stopping = self.trial.stopping, True
+            self.trial_tracker.why = self.trial.stopping
+            self.stopping = True
         return super().stop_requested()
 
     def signals(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # they are the sweep's: this is not the main thread
 
-    def _on_start(self, event: dict[str, Any]) -> None:
-        super()._on_start(event)
-        self.loop_began = event["time"]
+    def training_started(self, event: TrainingStarted) -> None:
+        super().training_started(event)
+        self.loop_began = event.time
 
-    def _on_metrics(self, event: dict[str, Any]) -> None:
-        super()._on_metrics(event)
-        values = event["values"]
+    def metrics_logged(self, event: MetricsLogged) -> None:
+        super().metrics_logged(event)
+        values = event.values
         self.latest |= values
         if self.trial.sweep.metric in values or any(name.startswith("eval/") for name in values):
             # A checkpoint brings events of the start before, whose seconds are counted already.
-            is_of_this_start = 0.0 < self.loop_began <= event["time"]
-            seconds = event.get("training_seconds", 0.0) if is_of_this_start else 0.0
-            self.trial.report(event["step"], seconds, self.latest)
+            is_of_this_start = 0.0 < self.loop_began <= event.time
+            seconds = event.training_seconds if is_of_this_start else 0.0
+            self.trial.report(event.step, seconds, self.latest)
 
 
 class TrialRun:
@@ -235,9 +244,9 @@ class TrialRun:
         self.config, self.steps = with_values(prepared.config, values), prepared.steps
         run = Run(self.config)
         _wait_for_lease(run)
-        driver, each = TrialDriver(run, self), resources(self.config, self.setting.gpus)[-1]
-        if ray.is_initialized():
-            driver.meter = meter_for(self.config, run.storage, workers, each)
+        each = resources(self.config, self.setting.gpus)[-1]
+        meter = meter_for(self.config, run.storage, workers, each) if ray.is_initialized() else None
+        driver = TrialDriver(run, self, meter)
         with _workers(self.config, each) as made:
             train = Supervisor(made, driver, nodes=ray_nodes()).run
             outcome = train_run(driver, replace(prepared, config=self.config), "Ray Tune", train)

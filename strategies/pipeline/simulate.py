@@ -176,7 +176,7 @@ def _mean(spans: list[Span], kind: str) -> float:
     return sum(found) / len(found) if found else 0.0
 
 
-def chrome_trace(spans: list[Span]) -> dict[str, Any]:
+def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     """For chrome://tracing or ui.perfetto.dev: a row per stage, what waits and is handed over in rows below it."""
     events: list[dict[str, Any]] = []
     for stage in sorted({span.stage for span in spans}):

@@ -1,6 +1,7 @@
 """What these tests share: a training in this process, and a run's folder as training leaves it."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from app.config import Config
 from app.config.io import from_dict, to_yaml
 from app.data.randomness import seed_everything
 from app.tasks import load_task
+from app.training.events import Event, MetricsLogged
 from app.training.job import Job, Place, SilentChannel
 from app.training.loop import Training
 from strategies.dims import DEGREES
@@ -25,15 +27,21 @@ def nothing_kept(*_: Any) -> Any:
 
 def training_of(
     config: Config, folder: str | Path, rank: int = 0, world: int = 1, strategy: str = "single"
-) -> tuple[Training, list[dict[str, Any]]]:
+) -> tuple[Training, list[Event]]:
     """A training that keeps nothing, and what it will tell its driver."""
-    channel, events = SilentChannel(), list[dict[str, Any]]()
+    channel, events = SilentChannel(), list[Event]()
     channel.emit = events.append  # type: ignore[method-assign]
     degrees = {name: getattr(config.parallel, name) for name in DEGREES}
     job = Job(
         config, choose(strategy, world, **degrees), str(folder), "attempt", "uid", config.train.steps, os.getcwd()
     )
     return Training(job, Place(rank, world, rank, torch.device("cpu")), channel, nothing_kept), events
+
+
+def logged(events: Iterable[Event], metric: str = "") -> list[MetricsLogged]:
+    """The events of metrics; with a metric's name, those that hold it."""
+    found = [event for event in events if isinstance(event, MetricsLogged)]
+    return [event for event in found if not metric or metric in event.values]
 
 
 def a_run(folder: Path, task: str, task_args: dict[str, Any], steps: tuple[int, ...] = (1,)) -> list[Any]:

@@ -11,7 +11,8 @@ import pytest
 from app.launchers.crash import fatal_signal, log_sizes
 from app.launchers.failure_policy import Kind
 from app.launchers.recovery import Nodes, State, classify, error_to_raise
-from app.launchers.workers import WorkerInfo, WorkerLost
+from app.launchers.workers import WorkerLost
+from app.training.events import WorkerInfo
 from tests.running import ROOT, environment
 
 BY = ["SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"]

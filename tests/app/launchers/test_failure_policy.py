@@ -16,7 +16,8 @@ from app.launchers.failure_policy import Action, Capacity, Failure, Kind, Limits
 from app.launchers.heartbeats import Hang, HangDetector
 from app.launchers.recovery import Device, Nodes, State, classify, device_failure
 from app.launchers.supervisor import Supervisor
-from app.launchers.workers import Failures, Status, WorkerInfo, WorkerLost
+from app.launchers.workers import Failures, Status, WorkerLost
+from app.training.events import WorkerInfo
 
 failure = partial(Failure, sentence="it broke", step=10, progressed=True)
 DIED, STILLBORN = failure(Kind.DIED), failure(Kind.DIED, progressed=False)

@@ -16,7 +16,7 @@ from ray.util.placement_group import PlacementGroup
 from app.config.io import load_config
 from app.launchers.room import groups_of_this_job, remove_groups_but
 from app.tracking.tracker import Tracker
-from tests.app.kit import training_of
+from tests.app.kit import logged, training_of
 from tests.running import POINTS, committed, curve, invoke, mlflow_run, mlflow_text, trireme, wait_until, weights
 
 GPT = ["experiments/gpt.yaml", "task_args.d_model=32", "task_args.n_layers=4", "task_args.sequence_length=32"]
@@ -55,7 +55,7 @@ def test_stages_train_as_one_device_and_what_they_leave(tmp_path: Path, ray_envi
     one, events = training_of(load_config(["experiments/gpt.yaml"], GPT[1:]), tmp_path / "one")
     one.run()
     for metric in ("train/loss", "train/grad_norm", "eval/loss", "eval/bits_per_byte"):
-        alone = {e["step"]: e["values"][metric] for e in events if metric in e.get("values", ())}
+        alone = {event.step: event.values[metric] for event in logged(events, metric)}
         assert len(alone) in (2, 12) and curve(tmp_path, "two", metric) == pytest.approx(alone, rel=2e-5, abs=0), metric
     ours, theirs = weights(tmp_path / "two"), one.parallel.full_model_state()
     assert ours.keys() == theirs.keys()

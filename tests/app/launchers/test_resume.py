@@ -15,7 +15,7 @@ from app.config.io import load_config
 from app.run.manifest import Run
 from cluster.remote import free_port
 from tests import running
-from tests.app.kit import training_of
+from tests.app.kit import logged, training_of
 from tests.running import LONG, Lines, assert_unbroken, committed, curve, mlflow_run, start, trireme, wait_until
 
 STEPS = 60
@@ -62,7 +62,7 @@ def test_one_process_is_killed_and_goes_on_in_mlflow(tmp_path: Path, ray_environ
     truth.run()
     assert running.same_bits(running.weights(folder), truth.parallel.full_model_state())
     for metric in ("train/loss", "eval/loss"):
-        alone = {e["step"]: e["values"][metric] for e in events if metric in e.get("values", ())}
+        alone = {event.step: event.values[metric] for event in logged(events, metric)}
         assert STEPS in alone and curve(tmp_path, "run", metric) == alone
     run, losses = mlflow_run(tmp_path, "run"), curve(tmp_path, "run")
     assert run.info.status == "FINISHED" and run.info.run_id == outcome["mlflow"]["run_id"]

@@ -12,10 +12,11 @@ from app.launchers.elastic import Elastic, count_workers, limits_of
 from app.launchers.failure_policy import Limits
 from app.launchers.recovery import Nodes
 from app.launchers.supervisor import Supervisor
-from app.launchers.workers import Failures, Poll, Status, WorkerInfo, WorkerLost
+from app.launchers.workers import Failures, Poll, Status, WorkerLost
 from app.run.driver import Driver
 from app.run.prepare import prepare, read_task
 from app.tracking.settings import resolve_tracking
+from app.training.events import StepsDone, TrainingDone, TrainingStarted, WorkerInfo, WorkerStarted
 from app.training.job import Job
 from tests.chain import config
 
@@ -46,10 +47,10 @@ class Scene:
         self.said: list[str] = []
         self.tags: dict[str, str] = {}
         self.logged: list[tuple[int, dict[str, float]]] = []
-        self.driver = Driver(run, first.config, mock.Mock(say=self.said.append), settings)
+        tracker = mock.Mock(tags=self.tags.update)
+        tracker.metrics = lambda step, values, time=None: self.logged.append((step, values))
+        self.driver = Driver(run, first.config, mock.Mock(say=self.said.append), settings, tracker=tracker)
         self.driver.progress = mock.Mock()
-        self.driver.tracker = mock.Mock(tags=self.tags.update)
-        self.driver.tracker.metrics = lambda step, values, time=None: self.logged.append((step, values))
         nodes = Nodes(is_alive=lambda node: node in self.nodes, oom_kills=lambda node: 0)
         self.supervisor = Supervisor(self, self.driver, self.elastic, nodes=nodes)  # type: ignore[arg-type]
 
@@ -63,7 +64,20 @@ class Scene:
         return {name: has for name, has in self.nodes.items() if name not in excluded}
 
     def steps(self, step: int) -> None:
-        self.driver.handle({"type": "progress", "seconds_per_step": 0.1, "rate": 1.0, "unit": "samples", "step": step})
+        done = StepsDone(
+            step=step,
+            steps=60,
+            loss=None,
+            loss_step=0,
+            rate=1.0,
+            unit="samples",
+            gpus=0,
+            mfu=None,
+            seconds_left=1.0,
+            seconds_per_step=0.1,
+            memory_bytes=0,
+        )
+        self.driver.handle(done)
 
     # --- Workers --------------------------------------------------------------------------------------------------
 
@@ -78,7 +92,7 @@ class Scene:
     def poll(self, stop: bool) -> Poll:
         if not self.statuses and self.attempt is not finds_no_place:
             self.statuses = {info.rank: Status("training", 0, 0, True, 0.0) for info in self.infos}
-            return Poll([{"type": "worker", "info": info} for info in self.infos], self.statuses, placed=True)
+            return Poll([WorkerStarted(info=info) for info in self.infos], self.statuses, placed=True)
         ended = self.attempt(self)
         return Poll([], self.statuses, ended, placed=bool(self.statuses))
 
@@ -105,7 +119,7 @@ def finds_no_place(scene: Scene) -> Failures | None:
 
 
 def finishes(scene: Scene) -> Failures:
-    scene.driver.summary = {"stopped": False, "step": 5}
+    scene.driver.handle(TrainingDone(summary={"stopped": False, "step": 5}))
     return {}
 
 
@@ -121,7 +135,7 @@ def test_four_three_two_four_workers_of_the_same_run() -> None:
         """Nodes come back; once the supervisor has noticed them the workers pause."""
         scene.nodes |= {name: {"CPU": 1.0} for name in "cd"}
         scene.steps(30)
-        scene.driver.summary = {"stopped": True, "step": 30}
+        scene.driver.handle(TrainingDone(summary={"stopped": True, "step": 30}))
         return None if scene.supervisor.more is None else {}
 
     scene = Scene()
@@ -168,8 +182,7 @@ def test_rewinds_are_marked() -> None:
     scene = Scene()
     scene.steps(17)
     for _ in range(2):
-        start = {"type": "start", "steps": 60, "device": "cpu", "parameters": 1}
-        scene.driver.handle(start | {"resumed_from": 15, "step": 15})
+        scene.driver.handle(TrainingStarted(time=1.0, resumed_from=15, step=15, steps=60, device="cpu", parameters=1))
     assert {"fault/rewind_steps": 2.0} in [values for step, values in scene.logged if step == 17]
 
 

@@ -139,7 +139,7 @@ def test_what_a_run_has_logged_is_a_frame_without_replays_and_machines(tmp_path:
     tracker.start()
     for at, loss in [(1, 3.0), (2, 2.0), (3, 1.5), (2, 9.0), (4, 1.0)]:  # after a resume step 2 comes again
         tracker.metrics(at, {"train/loss": loss} | ({"eval/loss": 2.5} if at == 4 else {}))
-    tracker.emit({"type": "metrics", "step": None, "time": 1.0, "values": {"system/node-0/cpu": 5.0}})
+    tracker.system_metrics({"system/node-0/cpu": 5.0}, 1.0)
     frame = history(run.storage)
     assert frame["train/loss"].to_dict() == {1: 3.0, 2: 2.0, 3: 1.5, 4: 1.0}
     assert frame["eval/loss"].dropna().to_dict() == {4: 2.5} and set(frame) == {"train/loss", "eval/loss"}

@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,6 +17,7 @@ from app.run import metrics
 from app.run.cost import Meter, check_budget, must_stop, rate_of
 from app.run.metrics import METRICS, RunMetrics
 from app.storage.storage import Storage
+from app.training.events import CheckpointSaved, StepsDone
 from cluster.remote import free_port
 from tests.cluster.test_pending import HEAD_NODE, SHAPE, node
 from tests.ray_heads import ray_head
@@ -92,7 +94,19 @@ def test_a_run_stops_when_its_budget_is_spent_with_a_checkpoint_if_it_has_begun(
 
 # --- Prometheus -------------------------------------------------------------------------------------------------------
 
-PROGRESS = {"steps": 100, "loss": 0.5, "rate": 8.0, "unit": "samples", "mfu": None, "memory_bytes": 1e6}
+PROGRESS = StepsDone(
+    step=0,
+    steps=100,
+    loss=0.5,
+    loss_step=0,
+    rate=8.0,
+    unit="samples",
+    gpus=0,
+    mfu=None,
+    seconds_left=10.0,
+    seconds_per_step=1.0,
+    memory_bytes=1_000_000,
+)
 
 
 def test_the_dashboard_asks_for_what_there_is() -> None:
@@ -114,7 +128,7 @@ def test_goodput_counts_only_steps_that_were_not_lost(monkeypatch: pytest.Monkey
     def goodput(seconds: float, number: int | None = None) -> float:
         now[0] += seconds
         if number is not None:
-            run.progress(PROGRESS | {"step": number, "seconds_per_step": 1.0})
+            run.steps_done(replace(PROGRESS, step=number))
         run.refresh()
         return run._gauges["goodput"].set.call_args.args[0]
 
@@ -124,7 +138,7 @@ def test_goodput_counts_only_steps_that_were_not_lost(monkeypatch: pytest.Monkey
     assert goodput(10, 15) == pytest.approx(15 / 40)
     assert goodput(20) == pytest.approx(15 / 60), "it falls while nothing moves"
     run.set(loss=float("nan"))
-    run.checkpoint({"step": 15, "stall": 0.25, "seconds": 0.0})
+    run.checkpoint_saved(CheckpointSaved(step=15, stall_seconds=0.25, previous_seconds=0.0, interval_seconds=None))
     goodput(metrics.REFRESH_SECONDS)
     run._gauges["loss"].set.assert_called_with(0.5, {"run": "a"})
     run._gauges["checkpoint_stall_seconds"].set.assert_called_with(0.25, {"run": "a"})

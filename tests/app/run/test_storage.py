@@ -20,6 +20,7 @@ from app.run.manifest import Run
 from app.run.prepare import prepare, read_task
 from app.storage.storage import Storage
 from app.training import loop, persistence
+from app.training.events import CheckpointSaved, Event, WarningIssued
 from app.training.job import Job, Place, SilentChannel
 from tests.app.checkpoint.kit import save
 from tests.running import committed, wait_until
@@ -114,15 +115,16 @@ def test_a_storage_that_is_away_fails_checkpoints_and_not_the_run_and_a_start_wa
         here.rename(elsewhere)
         here.mkdir()  # where it was mounted
 
-    def heed(event: dict[str, Any]) -> None:
-        if event["type"] == "checkpoint" and event["step"] == 10:
-            wait_until(lambda: 10 in committed(here / "run"))
-            take_away()
-        elif event["type"] == "warning":
-            warnings.append(event["text"])
-            assert not list(here.glob("run/checkpoints/*")), "nothing is written where the storage is not"
-            shutil.rmtree(here)
-            elsewhere.rename(here)
+    def heed(event: Event) -> None:
+        match event:
+            case CheckpointSaved(step=10):
+                wait_until(lambda: 10 in committed(here / "run"))
+                take_away()
+            case WarningIssued(message=message):
+                warnings.append(message)
+                assert not list(here.glob("run/checkpoints/*")), "nothing is written where the storage is not"
+                shutil.rmtree(here)
+                elsewhere.rename(here)
 
     assert train(here, heed=heed)["step"] == 20 and committed(here / "run")[-1] == 20
     summary = train(here, "train.steps=30", heed=heed, opened=take_away)

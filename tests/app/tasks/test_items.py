@@ -20,7 +20,8 @@ from app.tasks import load_task
 from app.tasks.base import Task
 from app.tasks.items import count_items, weighs_items
 from app.tasks.language import LanguageModelling
-from tests.app.kit import training_of
+from app.training.events import StepsDone
+from tests.app.kit import logged, training_of
 from tests.pool import run_distributed
 
 SAMPLES, LENGTH, CLASSES, WIDTH, IGNORED = 200, 6, 11, 8, -100
@@ -160,7 +161,7 @@ def curve(rank: int, world: int, kind: type[Task], strategy: str, folder: str, *
     """Losses and gradient norms by step, the task's logged part, and the trained weights."""
     training, events = training_of(settings(kind, *more), folder, rank, world, strategy)
     training.run()
-    metrics = [event["values"] for event in events if event["type"] == "metrics"]
+    metrics = [event.values for event in logged(events)]
     names = ("train/loss", "train/grad_norm", "train/part")
     found = {name: [values[name] for values in metrics if name in values] for name in names}
     return {**found, "weights": training.parallel.full_model_state()}
@@ -310,7 +311,7 @@ def shown(rank: int, world: int, strategy: str, folder: str, *more: str) -> tupl
     """Tokens of each step as the speed has them, as the data has them, and the summary."""
     training, events = training_of(settings(Tokens, "train.steps=6", *more), folder, rank, world, strategy)
     summary = training.run()
-    metrics = [e["values"] for e in events if e["type"] == "metrics" and "train/tokens_per_second" in e["values"]]
+    metrics = [event.values for event in logged(events, "train/tokens_per_second")]
     rates = [m["train/tokens_per_second"] / m["train/samples_per_second"] * 8 for m in metrics]
     return rates, [m["train/mean_tokens_per_second"] for m in metrics], summary
 
@@ -352,8 +353,8 @@ def test_evaluation_is_no_training_time_and_batches_without_items_have_no_part_i
         summary = training.run()
         slept = training.task.slept  # type: ignore[attr-defined]
         assert slept >= 6 * 0.05 and summary["seconds"] <= time.monotonic() - began - slept
-        *_, last = [event for event in events if event["type"] == "progress"]
-        assert last["rate"] == summary["rate"]
+        *_, last = [event for event in events if isinstance(event, StepsDone)]
+        assert last.rate == summary["rate"]
         figures.append(summary["metrics"]["eval/loss"])
     assert figures[0] == pytest.approx(figures[1], rel=1e-5) and math.isfinite(figures[0])
 
@@ -371,7 +372,7 @@ def test_a_step_without_an_item_changes_nothing_and_shows_no_loss(tmp_path: Path
     before = {name: p.detach().clone() for name, p in training.parallel.named_parameters()}
     training.run()
     assert all(torch.equal(before[name], p) for name, p in training.parallel.named_parameters())
-    assert not any("train/loss" in event["values"] for event in events if event["type"] == "metrics")
+    assert logged(events) and not logged(events, "train/loss")
 
 
 class Bad(Masked):

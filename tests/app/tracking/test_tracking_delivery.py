@@ -122,7 +122,7 @@ def test_a_run_goes_on_as_one_run(uri: str, tmp_path: Path, inline: None, caplog
     for step in range(1100):
         first.metrics(step, {"loss": 1 / (step + 1), "bad(key)": 2.0})
     first.metrics(1100, {"nan": math.nan, "up": math.inf, "down": -math.inf})
-    first.emit({"type": "metrics", "step": None, "time": begun + 7.4, "values": {"system/n/cpu": 5.0}})
+    first.system_metrics({"system/n/cpu": 5.0}, begun + 7.4)
     delivery = first.finish("FAILED", message="one sentence")
     assert delivery.complete and delivery.problem == ""
     assert delivery.run_id == State.load(folder).run_id == store.run() and delivery.run_id in delivery.url

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -14,11 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.errors import UserError
+from app.launchers.workers import start_system_sampler
 from app.tracking import environment
-from app.tracking.environment import Sample, SystemSampler, environment_text, provenance_tags
+from app.tracking.environment import Sample, environment_text, provenance_tags
 from app.tracking.settings import Settings, resolve_tracking, run_url, ui_command
 from app.tracking.spool import Spool, look_at_lock, read, take_lock
 from app.tracking.tracker import Tracker
+from app.training.events import Event, SystemSampled, WarningIssued
+from app.training.job import SilentChannel
 from tests.running import end_tree, start, wait_until
 
 
@@ -206,17 +208,18 @@ def test_a_sampler_tells_of_the_machine_and_of_blind_gpus(tmp_path: Path, monkey
     assert not Sample().blind, "there is no GPU"
     for number in range(2):
         (tmp_path / f"nvidia{number}").touch()
-    emitted: list[dict[str, Any]] = []
-    sampler = SystemSampler(emitted.append, "node-3", 0.01)
+    channel, emitted = SilentChannel(), list[Event]()
+    channel.emit = emitted.append  # type: ignore[method-assign]
+    sampler = start_system_sampler(channel, "node-3", 0.01)
     wait_until(lambda: len(emitted) > 1)
     sampler.close()
     assert not sampler._thread.is_alive()
     warning, sample, *_ = emitted
-    assert warning["type"] == "warning"
-    assert warning["text"].startswith("node-3 has 2 GPUs whose metrics cannot be recorded (")
-    assert warning["text"].endswith("pynvml halted; None in sys.modules): `pip install nvidia-ml-py` there")
-    assert sample["type"] == "system" and sample["event"]["type"] == "metrics" and sample["event"]["step"] is None
-    assert sample["event"]["values"]["system/node-3/cpu_utilization_percentage"] >= 0
-    idle = SystemSampler(emitted.append, "n", 0.0)
+    assert isinstance(warning, WarningIssued)
+    assert warning.message.startswith("node-3 has 2 GPUs whose metrics cannot be recorded (")
+    assert warning.message.endswith("pynvml halted; None in sys.modules): `pip install nvidia-ml-py` there")
+    assert isinstance(sample, SystemSampled)
+    assert sample.values["system/node-3/cpu_utilization_percentage"] >= 0
+    idle = start_system_sampler(channel, "n", 0.0)
     assert not idle._thread.is_alive()
     idle.close()

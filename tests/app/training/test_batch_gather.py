@@ -13,10 +13,11 @@ from app.errors import UserError
 from app.run.prepare import prepare, read_task
 from app.tasks.base import Task
 from app.training.batch_gather import POINTER, Gathering, may_gather
+from app.training.events import Event
 from app.training.job import Job, Place, SilentChannel
 from app.training.loop import Training
 from strategies.layout import LayoutError, choose
-from tests.app.kit import nothing_kept, training_of
+from tests.app.kit import logged, nothing_kept, training_of
 from tests.chain import config
 from tests.pool import run_distributed
 from tests.tasks import Points
@@ -150,12 +151,12 @@ def trained(rank: int, world: int, strategy: str, degrees: dict[str, int], kind:
     wanted = config(*given, "train.eval_every=null", "train.ema_decay=null", *more)
     layout = choose(strategy, world, **degrees)
     job = Job(wanted, layout, "/nowhere", "attempt", "uid", STEPS, os.getcwd())
-    events: list[dict[str, Any]] = []
+    events: list[Event] = []
     channel = SilentChannel()
     channel.emit = events.append  # type: ignore[method-assign]
     training = Training(job, Place(rank, world, rank, CPU), channel, nothing_kept)
     training.run()
-    found = {e["step"]: e["values"] for e in events if e["type"] == "metrics" and "train/loss" in e["values"]}
+    found = {event.step: event.values for event in logged(events, "train/loss")}
     values = {step: (v["train/loss"], v["train/grad_norm"], v.get("train/size")) for step, v in found.items()}
     return values, training.parallel.full_model_state()
 

@@ -22,7 +22,7 @@ from app.tasks import load_task
 from app.training.hooks import EvaluationLog, check, stops_early
 from strategies.layout import choose
 from tests import running
-from tests.app.kit import training_of
+from tests.app.kit import logged, training_of
 from tests.pool import run_distributed
 from tests.tasks import Gan, Points
 
@@ -39,9 +39,8 @@ def trained(rank: int, world: int, strategy: str, folder: str, *more: str) -> tu
     training, events = training_of(wanted, folder, rank, world, strategy)
     summary = training.run()
     metrics: dict[int, Any] = {}
-    for event in events:
-        if event["type"] == "metrics":
-            metrics.setdefault(event["step"], {}).update(event["values"])
+    for event in logged(events):
+        metrics.setdefault(event.step, {}).update(event.values)
     assert max(metrics) == summary["step"] == 6, "it ends at its third evaluation"
     weights = training.parallel.full_model_state()
     with training.average.in_place():

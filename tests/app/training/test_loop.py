@@ -4,6 +4,7 @@ import gc
 import math
 import os
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -18,6 +19,7 @@ from app.data.randomness import mix, seed_step
 from app.errors import NonFiniteError, UserError
 from app.tasks.language import LanguageModelling
 from app.training import flops, loop
+from app.training.events import StepsDone
 from app.training.flops import Utilization, multiplied, peak_flops, sample_flops, transformer_flops
 from app.training.job import Place
 from app.training.noise_scale import Estimate, NoiseScale
@@ -25,7 +27,7 @@ from app.training.optimizer import LossScale, build_optimizer, learning_rate
 from app.training.process import configure_torch, garbage_waits
 from app.training.step_sync import StepSync
 from strategies.parallelize import Options, choose, parallelize
-from tests.app.kit import training_of
+from tests.app.kit import logged, training_of
 from tests.chain import config
 from tests.pool import run_distributed
 from tests.tasks import Plain, Points
@@ -296,18 +298,32 @@ def test_the_loop_logs_and_shows_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(loop.Utilization, "of", lambda *_: Utilization(flops=2e6, peak=1e12, gpus=4))
     training, events = training_of(config("task=tests.tasks:Plain", "train.steps=3", "train.log_every=1"), tmp_path)
     training.run()
-    rates = [event["values"] for event in events if "train/samples_per_second" in event.get("values", ())]
+    rates = [event.values for event in logged(events, "train/samples_per_second")]
     assert rates
     for values in rates:
         rate = values["train/samples_per_second"]
         assert values["train/samples_per_second_per_gpu"] == rate / 4
         assert values["train/mfu"] == pytest.approx(rate * 2e6 / 4e12)
-    *_, last = [event for event in events if event["type"] == "progress"]
-    assert "per GPU, MFU " in progress_line(last) and "MFU" not in progress_line(last | {"mfu": None})
-    shown = {"step": 120, "steps": 500, "loss": 0.2314, "rate": 1204.0, "unit": "tokens", "seconds_left": 41.0}
-    shown |= {"memory_bytes": 310e6, "gpus": 8, "mfu": 0.4123}
+    *_, last = [event for event in events if isinstance(event, StepsDone)]
+    assert "per GPU, MFU " in progress_line(last, {}) and "MFU" not in progress_line(replace(last, mfu=None), {})
+    shown = StepsDone(
+        step=120,
+        steps=500,
+        loss=0.2314,
+        loss_step=120,
+        rate=1204.0,
+        unit="tokens",
+        gpus=8,
+        mfu=0.4123,
+        seconds_left=41.0,
+        seconds_per_step=0.1,
+        memory_bytes=310_000_000,
+    )
     line = "step 120/500  loss 0.2314  mean 1,204 tokens/s  150 per GPU, MFU 41.2%  0:41 left  310 MB per worker"
-    assert progress_line(shown) == line
+    assert progress_line(shown, {}) == line
+    assert progress_line(replace(shown, loss_step=100), {"loss": 0.25, "accuracy": 0.9}) == line.replace(
+        "loss 0.2314", "loss 0.2314 (step 100)  held out 0.2500"
+    )
 
 
 @pytest.mark.gpu
