@@ -92,7 +92,7 @@ class Run:
 
     def metrics(self) -> pandas.DataFrame:
         """Everything that was logged, by step: a column for each metric, such as `train/loss` and `eval/loss`."""
-        from app.run.history import history
+        from app.results.history import history
 
         return history(self.storage)
 
@@ -152,7 +152,7 @@ def train(*experiment: str | Path, again: bool = False, quiet: bool = False, **k
     Raises:
         UserError, RunFailed, Interrupted: see the module.
     """
-    from app.run.train import train as start
+    from app.launchers.train import train as start
 
     with _one_at_a_time():
         config = _read(experiment, keys)[0]

@@ -1,7 +1,7 @@
 """The environment of every worker's process under every launcher, where the user has set nothing.
 
 `cluster.connect` sets it before Ray starts, and passes it on to a cluster that runs already;
-`app.run.train` sets it in the processes of torchrun and in its own. Both happen before the first
+`app.launchers.train` sets it in the processes of torchrun and in its own. Both happen before the first
 process group is made and before CUDA is initialised.
 
 TORCH_NCCL_ASYNC_ERROR_HANDLING says what torch does once a collective has failed, for instance

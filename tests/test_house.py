@@ -92,7 +92,7 @@ NOT_NEEDED = [
     (("app.cli",), {*RAY, "torch", "omegaconf", "yaml"}),
     (("app.tracking.tracker", "app.tracking.settings"), {*RAY, "torch"}),
     (("strategies.parallelize", "app.training.loop"), RAY),
-    (("app.run.train", "app.run.lifecycle"), {"app.planner", "app.doctor"}),
+    (("app.launchers.train", "app.run.lifecycle"), {"app.planner", "app.doctor"}),
     (("experiments.benchmarks.gpu_first.program",), {*NOT_THERE, "torch", "numpy"}),
     ((*FIRST_ON_GPU, "strategies.parallelize"), NOT_THERE),  # where there is little but torch
 ]

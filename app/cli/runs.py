@@ -36,7 +36,7 @@ def train(cli: Invocation, arguments: tuple[str, ...], again: bool, take_over: b
     """
     first = os.environ.get("RANK", "0") == "0"  # of several that torchrun started
     cli.console.quiet = cli.console.quiet or not first
-    from app.run.train import train as start
+    from app.launchers.train import train as start
 
     program = click.get_current_context().obj  # the words of this process, where it is a program of its own
     restart = functools.partial(os.execv, program[0], program) if program else None

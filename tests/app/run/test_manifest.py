@@ -12,7 +12,7 @@ import pytest
 
 from app.config import Config, RunConfig, TrackingConfig, TrainConfig
 from app.errors import UserError
-from app.run.history import history
+from app.results.history import history
 from app.run.look import look
 from app.run.manifest import Run
 from app.run.progress import ProgressFile
