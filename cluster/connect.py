@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from cluster import ClusterError, ClusterUnavailable
 from cluster.addresses import split_address
-from cluster.detached import detached
+from cluster.detached import Guard, detached
 from cluster.environment import home, set_defaults, set_home, shared, temporary_home
 from cluster.temporary import TemporaryFolder, private_folder
 
@@ -58,6 +58,8 @@ BUSY = "Timed out waiting for file"
 """In the log of a raylet whose agents have not written their ports in time."""
 _FOLDERS: list[TemporaryFolder] = []
 """Of the Ray that this process has started."""
+_GUARDS: list[Guard] = []
+"""Of the agents of that Ray."""
 _made = False
 """Whether `connect` has made this process's connection; otherwise it is a notebook's, say."""
 
@@ -239,10 +241,23 @@ def _start_here(worker_setup: str) -> None:
                 **options,
             )
         ray_internals.kill_at_shutdown()
+        _GUARDS.append(Guard(_agents()))
     except Exception as error:  # Ray raises nothing more precise where it does not start in time
         _end_processes(folder)
         reason = _reason_in_logs(folder) or first_line(error)
         raise ClusterUnavailable(f"Ray did not start on this machine: {reason}") from error
+
+
+def _agents() -> list[int]:
+    """The process ids of what the raylet of this process's Ray has started."""
+    import psutil
+
+    pids = []
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if process.name() == "raylet":
+                pids += [child.pid for child in process.children()]
+    return pids
 
 
 def _end_processes(folder: Path) -> None:
@@ -301,6 +316,8 @@ def _leave() -> None:
     if ray is not None:
         with contextlib.suppress(Exception):  # Ray may not have started
             ray.shutdown()
+    while _GUARDS:
+        _GUARDS.pop().close()
     while _FOLDERS:
         _FOLDERS.pop().remove()
 

@@ -4,16 +4,36 @@ A scheduler signals the whole process group (`timeout`, a shell, CI) or all proc
 (systemd, Slurm). The command then saves a checkpoint, for which its Ray must still run. So Ray's
 processes leave the command's session and block the signals that ask to end; the command itself ends
 them by SIGKILL. When the command dies, however that happens, the kernel ends them too, by
-PR_SET_PDEATHSIG, which Ray sets.
+PR_SET_PDEATHSIG, which Ray sets. That does not reach the agents that Ray's raylet has started, and
+they wait for more than a minute for a head that is gone: a `Guard` ends those.
 """
 
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_GUARD = """
+import os, signal, sys
+
+processes = []
+for pid in sys.argv[1:]:
+    try:
+        processes.append(os.pidfd_open(int(pid)))
+    except ProcessLookupError:
+        pass
+sys.stdin.read()
+for process in processes:
+    try:
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+"""
+END_SECONDS = 5.0
 _thread = threading.local()
 
 
@@ -29,6 +49,31 @@ def detached() -> Iterator[None]:
         yield
     finally:
         _thread.detaches = False
+
+
+class Guard:
+    """A small process that ends other processes by SIGKILL at `close`, or when this process dies.
+
+    Args:
+        pids: The processes that it ends.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        command = [sys.executable, "-I", "-S", "-c", _GUARD, *map(str, pids)]
+        with detached():
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,  # at whose end the processes are ended
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                preexec_fn=lambda: None,  # without one `detached` does not reach it
+            )
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
 
 
 def _after_fork() -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from cluster import ClusterError, environment
 from cluster.connect import TOKEN_PATH, _set_token
-from cluster.detached import detached
+from cluster.detached import Guard, detached
+from tests.running import ROOT
 
 
 @pytest.fixture
@@ -83,3 +84,25 @@ def test_what_a_command_detaches_has_a_session_of_its_own_and_blocks_signals() -
         assert sessions() == (0, sorted([signal.SIGTERM, signal.SIGHUP]))
     offset, mask = sessions()
     assert offset and not mask, "afterwards as ever"
+
+
+GUARDS = (
+    "import sys, time; from cluster.detached import Guard; Guard(sys.argv[1:]); print(1, flush=True); time.sleep(600)"
+)
+
+
+def test_a_guard_ends_processes_with_the_one_that_made_it_and_when_it_is_closed() -> None:
+    """Processes that no death of a parent reaches, as the agents of Ray's raylet; one has ended before."""
+    ended, orphan, other = (subprocess.Popen(["sleep", "600"]) for _ in range(3))
+    ended.kill()
+    ended.wait()
+    pids = [str(ended.pid), str(orphan.pid)]
+    command = subprocess.Popen([sys.executable, "-c", GUARDS, *pids], cwd=ROOT, stdout=subprocess.PIPE)
+    assert command.stdout is not None and command.stdout.read(1) == b"1"
+    guard = Guard([other.pid])
+    assert orphan.poll() is None and other.poll() is None
+    command.kill()
+    command.wait()
+    assert orphan.wait(30) == -signal.SIGKILL and other.poll() is None
+    guard.close()
+    assert other.wait(30) == -signal.SIGKILL
