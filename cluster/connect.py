@@ -159,11 +159,13 @@ def _join(cluster_address: str, variables: dict[str, str], preload: str, worker_
 
 def _refused(cluster_address: str, error: Exception) -> Exception:
     """What it means that ray.init has failed at a port that is open: the error itself where it is none of Ray's."""
+    from ray.exceptions import AuthenticationError
+
     cause = first_line(error)
     where = f"the Ray cluster at {cluster_address}"
     if "version" in cause.lower() and "mismatch" in str(error).lower():
         return ClusterError(f"{where} is another version than what is installed here: {cause}")
-    if type(error).__name__ == "AuthenticationError" or "token" in str(error).lower():
+    if isinstance(error, AuthenticationError) or "token" in str(error).lower():
         return ClusterError(
             f"{where} does not let this process in ({cause}): its token is missing here, wrong or expired "
             "(~/.ray/auth_token, RAY_AUTH_MODE=token)"
