@@ -23,10 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.cli.common import is_machine_error, is_user_error, split
+from app.cli.common import split
 from app.config import Config
 from app.console.terminal import Console
 from app.errors import RunFailed, UserError
+from app.run.endings import MACHINE_ERRORS, USER_ERRORS
 from app.run.look import RunState, look, open_run
 from app.tasks.by_value import name_of
 
@@ -46,12 +47,12 @@ def _one_at_a_time() -> Iterator[None]:
     with _ONE:
         try:
             yield
-        except Exception as error:
-            if is_user_error(error) and not isinstance(error, UserError):
-                raise UserError(str(error)) from error
-            if is_machine_error(error):
-                raise RunFailed(str(error)) from error
+        except UserError:
             raise
+        except USER_ERRORS as error:
+            raise UserError(str(error)) from error
+        except MACHINE_ERRORS as error:
+            raise RunFailed(str(error)) from error
 
 
 class Run:

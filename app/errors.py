@@ -1,10 +1,18 @@
-"""Errors that are meant for a person: one sentence each, no traceback unless asked for."""
+"""Errors that are meant for a person: one sentence each, no traceback unless asked for.
+
+They are recognised by class everywhere. Those of app/ and experiments/ have the base `TriremeError`. strategies/ and
+cluster/ import nothing of app/ and raise errors of their own: app/run/endings.py says what all of them mean.
+"""
 
 from collections.abc import Iterable
 from typing import Any
 
 
-class UserError(Exception):
+class TriremeError(Exception):
+    """What ends a command with one sentence for a person."""
+
+
+class UserError(TriremeError):
     """Something the person wrote or provided is wrong.
 
     The message is one sentence: what was wrong, where, and what to write instead.
@@ -16,7 +24,7 @@ class MissingData(UserError):
     """What task_args.data names is not there, or it is not given."""
 
 
-class RunFailed(Exception):
+class RunFailed(TriremeError):
     """Training started and could not go on; the command line ends with exit code 1."""
 
 
@@ -24,7 +32,7 @@ class NonFiniteError(RunFailed):
     """The loss or the gradient stopped being a finite number; trying again would not help."""
 
 
-class Interrupted(Exception):
+class Interrupted(TriremeError):
     """The person (or a scheduler) asked the run to stop; exit code 130. Its checkpoint is intact."""
 
 

@@ -186,12 +186,14 @@ def _explained(cluster_address: str, error: Exception) -> Exception:
     Returns:
         An error with a sentence for the user, or the error itself where it is not one of Ray's.
     """
+    from ray.exceptions import AuthenticationError
+
     message = str(error)
     cause = first_line(error)
     where = f"the Ray cluster at {cluster_address}"
     if "version" in cause.lower() and "mismatch" in message.lower():
         return ClusterError(f"{where} is another version than what is installed here: {cause}")
-    if type(error).__name__ == "AuthenticationError" or "token" in message.lower():
+    if isinstance(error, AuthenticationError) or "token" in message.lower():
         return ClusterError(
             f"{where} does not let this process in ({cause}): its token is missing here, wrong or "
             "expired (~/.ray/auth_token, RAY_AUTH_MODE=token)"

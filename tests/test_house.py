@@ -145,6 +145,21 @@ def test_nobody_writes_into_the_driver_from_outside() -> None:
     assert not wrong
 
 
+BY_NAME = r"(type\(\w*(err|exc|raised|failure)\w*\)|\w*(err|exc|raised|failure)\w*\.__class__)\.__(name|qualname)__"
+
+
+def test_errors_are_recognised_by_class_and_not_by_its_name() -> None:
+    """A name may be said to a person, but is compared with nothing."""
+    wrong = []
+    for name, nodes in trees().items():
+        for node in nodes:
+            is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            compares = isinstance(node, ast.Compare) or (is_method and node.func.attr in ("startswith", "endswith"))
+            if compares and re.search(BY_NAME, ast.unparse(node)):
+                wrong.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+    assert not wrong
+
+
 STRATEGY_NAMES = {"ddp", "ddp_model_parallel", "deepspeed", "fsdp", "hsdp", "model_parallel", "zero1", "zero2", "zero3"}
 """Those that are no other word as well."""
 MAY_NAME_STRATEGIES = {f"strategies/{name}.py" for name in ("registry", "ddp", "deepspeed", "fsdp", "one_process")}

@@ -13,8 +13,9 @@ from typing import Any
 import click
 
 from app import names
-from app.cli.common import Invocation, experiment_arguments, is_user_error, read, verb
+from app.cli.common import Invocation, experiment_arguments, read, verb
 from app.errors import RunFailed
+from app.run.endings import USER_ERRORS
 from app.run.versions import TESTED
 
 
@@ -95,9 +96,7 @@ def _job_keys(file: str) -> Iterator[str]:
                     from strategies.registry import records
 
                     records(config.strategy)
-        except Exception as error:
-            if not is_user_error(error):
-                raise
+        except USER_ERRORS as error:
             yield str(document.problem(("spec", "entrypoint"), f"its entrypoint: {error}"))
 
 

@@ -13,9 +13,8 @@ from click.shell_completion import CompletionItem
 from app.config import Config
 from app.console.terminal import Console
 from app.errors import Interrupted, RunFailed, UserError
+from app.run.endings import MACHINE_ERRORS, USER_ERRORS
 
-MACHINE_ERRORS = ("ClusterUnavailable",)
-USER_ERRORS = ("UserError", "LayoutError", "ClusterError", "HardwareError")  # by name, so that help imports no torch
 COMMON = {
     "--json": ("as_json", "Print only the result, as JSON."),
     "--verbose": ("verbose", "Show the output of Ray and other libraries too."),
@@ -83,25 +82,11 @@ class WithDefault(click.Group):
         return super().parse_args(ctx, args)
 
 
-def is_user_error(error: Exception) -> bool:
-    return _is_one_of(error, USER_ERRORS)
-
-
-def is_machine_error(error: Exception) -> bool:
-    """Whether a machine did not do what it can do at other times: exit code 1, and nothing to write differently."""
-    return _is_one_of(error, MACHINE_ERRORS)
-
-
-def _is_one_of(error: Exception, names: tuple[str, ...]) -> bool:
-    return any(kind.__name__ in names for kind in type(error).__mro__)
-
-
 def _explain(cli: Invocation, error: Exception) -> int:
     """Says an error in one sentence; the exit code that it stands for."""
-    known = is_user_error(error)
-    code = 2 if known else 130 if isinstance(error, Interrupted) else 1
+    code = 2 if isinstance(error, USER_ERRORS) else 130 if isinstance(error, Interrupted) else 1
     text = str(error)
-    if not (known or isinstance(error, RunFailed | Interrupted) or is_machine_error(error)):
+    if not isinstance(error, (*USER_ERRORS, *MACHINE_ERRORS, RunFailed, Interrupted)):
         text = f"{type(error).__name__}: {text.strip().partition(chr(10))[0]} (--traceback shows where)"
     cli.answer({"status": STATUS[code], "error": text})
     cli.console.error(f"trireme: {text}")

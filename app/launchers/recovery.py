@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 
 import psutil
+from torch.distributed import DistError
 
 from app.errors import NonFiniteError, RunFailed, UserError
 from app.launchers import crash
@@ -189,7 +190,7 @@ def error_to_raise(failures: Failures, reason: str, *, here: bool) -> BaseExcept
 def is_consequence(error: BaseException) -> bool:
     """Whether this may be what a rank says whose peer is gone."""
     signs = (*LOST_PEER, "connectFullMesh", "NCCL", "gloo")
-    return type(error).__name__.startswith("Dist") or any(sign in str(error) for sign in signs)
+    return isinstance(error, DistError) or any(sign in str(error) for sign in signs)
 
 
 def _lost_peer(error: BaseException) -> bool:

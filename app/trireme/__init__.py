@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from app.api import Plan, Run, Sweep, load_run, plan, sweep, train
-    from app.errors import Interrupted, RunFailed, UserError
+    from app.errors import Interrupted, RunFailed, TriremeError, UserError
     from app.tasks.base import Task
 
 _HOMES = {
     "app.api": ("Plan", "Run", "Sweep", "load_run", "plan", "sweep", "train"),
-    "app.errors": ("Interrupted", "RunFailed", "UserError"),
+    "app.errors": ("Interrupted", "RunFailed", "TriremeError", "UserError"),
     "app.tasks.base": ("Task",),
 }
 
@@ -64,6 +64,7 @@ __all__ = [
     "RunFailed",
     "Sweep",
     "Task",
+    "TriremeError",
     "UserError",
     "load_run",
     "plan",

@@ -32,6 +32,7 @@ from app.launchers.room import ray_nodes
 from app.launchers.supervisor import Supervisor
 from app.run.cost import Meter, meter_for
 from app.run.driver import Driver
+from app.run.endings import USER_ERRORS
 from app.run.lifecycle import train_run
 from app.run.manifest import Run
 from app.run.prepare import prepare, read_task
@@ -225,7 +226,7 @@ class TrialRun:
             status, message = "stopped", self.stopping or str(error)
         except Exception as error:
             first = (str(error).strip().splitlines() or [""])[0]
-            known = isinstance(error, UserError | RunFailed) or type(error).__name__ in ("LayoutError", "ClusterError")
+            known = isinstance(error, (*USER_ERRORS, RunFailed))
             message = first if known else f"{type(error).__name__}: {first}"
             kinds = {WrongMetric: "wrong metric", NonFiniteError: "diverged"}
             status = next((name for kind, name in kinds.items() if isinstance(error, kind)), "failed")

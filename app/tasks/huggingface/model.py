@@ -128,17 +128,18 @@ def _from_hub(named: str, weights: bool) -> Path:
     """The folder in the hub's cache on this machine, fetched where that is not complete."""
     library()
     import huggingface_hub as hub
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
     wanted = [*HUB_FILES, "*.safetensors"] if weights else HUB_FILES
     try:
-        with contextlib.suppress(hub.errors.LocalEntryNotFoundError):
+        with contextlib.suppress(LocalEntryNotFoundError):
             folder = Path(hub.snapshot_download(named, allow_patterns=wanted, local_files_only=True))
             if (folder / "config.json").is_file() and (not weights or _has_weights(folder)):
                 return folder
         return Path(hub.snapshot_download(named, allow_patterns=wanted, etag_timeout=HUB_SECONDS))
     except Exception as error:
         away = f"it is not on this machine, and {hub.constants.ENDPOINT} does not answer"
-        unknown = type(error).__name__ in ("RepositoryNotFoundError", "GatedRepoError")
+        unknown = isinstance(error, RepositoryNotFoundError)  # also where it needs a login (gated)
         why = "there is no such model, or it needs a login (hf auth login)" if unknown else away
         raise UserError(
             f"task_args.model: {named!r} cannot be fetched from the hub ({why}); give the folder of a copy"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import huggingface_hub
+import huggingface_hub.errors
 import numpy as np
 import pytest
 
@@ -214,6 +214,11 @@ def test_without_the_hub_or_the_library(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     with pytest.raises(UserError, match=r"'somebody/else' cannot be fetched from the hub .* does not answer"):
         HuggingFace(**LLAMA | {"model": "somebody/else"})
+    response = mock.Mock(headers={}, request=None)
+    for kind in (huggingface_hub.errors.RepositoryNotFoundError, huggingface_hub.errors.GatedRepoError):
+        unreachable.side_effect = kind("401", response=response)
+        with pytest.raises(UserError, match="there is no such model, or it needs a login"):
+            HuggingFace(**LLAMA | {"model": "somebody/else"})
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match=r"pip install 'trireme\[huggingface\]'"):
         HuggingFace(**LLAMA)
