@@ -105,9 +105,9 @@ def source() -> str:
 
 def missing_files(prose: str, folder: Path) -> list[str]:
     """Files that are named, and are neither beside the document nor at that path of the repository, nor written by the
-    program, whose code has their names."""
+    program, whose code has their names. NAME stands for any name."""
     prose = re.sub(r"\]\([^)]*\)", "]", re.sub(r"\w+://\S+", "", prose))
-    named = set(FILE.findall(prose))
+    named = {name for name in FILE.findall(prose) if Path(name).stem != "NAME"}
     missing = {name for name in named if not any((at / name).exists() for at in (folder, ROOT))}
     return sorted(name for name in missing if "/" in name or not is_written(name))
 
