@@ -21,7 +21,7 @@ import click
 import pytest
 
 import experiments.benchmarks.__main__ as benchmarks
-from app.cli import group as trireme
+from app.cli import group as command_line
 from app.config import Config
 from app.config.io import load_config
 from app.errors import UserError
@@ -234,13 +234,13 @@ def targets() -> frozenset[str]:
 
 
 def mistakes_of_trireme(words: list[str]) -> list[str]:
-    command: click.Command = trireme
-    context = click.Context(trireme)
+    command: click.Command = command_line
+    context = click.Context(command_line)
     verb = ""
     while isinstance(command, click.Group) and words and is_word(words[0]):
         following = command.get_command(context, words[0])
         if following is None:
-            if command is trireme:
+            if command is command_line:
                 return [f"trireme has no command {words[0]}"]
             break
         verb = verb or words[0]
