@@ -146,7 +146,7 @@ class Weighted(Coupled):
 def trained(rank: int, world: int, strategy: str, degrees: dict[str, int], kind: str, more: list[str]) -> Any:
     """(losses by step, weights) of a training."""
     task = "Weighted" if kind == "weighted" else "Coupled"
-    given = [f"task=tests.app.test_batch_gather:{task}", f"task_args={{kind: {kind}}}", f"train.steps={STEPS}"]
+    given = [f"task=tests.app.training.test_batch_gather:{task}", f"task_args={{kind: {kind}}}", f"train.steps={STEPS}"]
     given += [f"train.global_batch_size={BATCH}", "train.clip_norm=0.7", "optimizer.lr=0.01", "train.log_every=1"]
     wanted = config(*given, "train.eval_every=null", "train.ema_decay=null", *more)
     layout = choose(strategy, world, **degrees)
@@ -285,7 +285,7 @@ class Alternating(Coupled):
 
 def alternated(rank: int, world: int, strategy: str, more: list[str]) -> Any:
     wanted = config(
-        "task=tests.app.test_batch_gather:Alternating",
+        "task=tests.app.training.test_batch_gather:Alternating",
         "task_args={kind: triplets}",
         "train.steps=3",
         "train.global_batch_size=12",
@@ -317,14 +317,18 @@ def test_dropout_is_repeated_and_nothing_is_logged_twice() -> None:
 
 
 def evaluated(rank: int, world: int, strategy: str) -> float:
-    wanted = config("task=tests.app.test_batch_gather:Coupled", "task_args={kind: info_nce}", "train.eval_batch_size=5")
+    wanted = config(
+        "task=tests.app.training.test_batch_gather:Coupled", "task_args={kind: info_nce}", "train.eval_batch_size=5"
+    )
     training, _ = training_of(wanted, "/nowhere", rank, world, strategy)
     return training._figures()["loss"]
 
 
 def test_an_evaluation_is_of_its_batches_as_they_are() -> None:
     task = Coupled(kind="info_nce")
-    training, _ = training_of(config("task=tests.app.test_batch_gather:Coupled", "task_args={kind: info_nce}"), "/no")
+    training, _ = training_of(
+        config("task=tests.app.training.test_batch_gather:Coupled", "task_args={kind: info_nce}"), "/no"
+    )
     model, data = training.parallel.inner.eval(), task.eval_data().tensors
     with torch.no_grad():
         losses = [task.loss(model, [t[i : i + 5] for t in data]).item() for i in range(0, 40, 5)]
@@ -333,7 +337,7 @@ def test_an_evaluation_is_of_its_batches_as_they_are() -> None:
     assert run_distributed(evaluated, 2, 2, "ddp") == pytest.approx([expected] * 2, rel=1e-6)
 
 
-COUPLED = ["task=tests.app.test_batch_gather:Coupled", "task_args={kind: info_nce}", "train.eval_batch_size=4"]
+COUPLED = ["task=tests.app.training.test_batch_gather:Coupled", "task_args={kind: info_nce}", "train.eval_batch_size=4"]
 
 
 @pytest.mark.parametrize(
@@ -380,7 +384,9 @@ class Hidden(Points):
 @pytest.mark.parametrize("task", ["Late", "Hidden"])
 def test_a_loss_that_gathers_where_nothing_said_so_ends_with_a_sentence(task: str) -> None:
     args = "{kind: info_nce}" if task == "Late" else "{}"
-    wanted = config(f"task=tests.app.test_batch_gather:{task}", f"task_args={args}", "train.micro_batch_size=8")
+    wanted = config(
+        f"task=tests.app.training.test_batch_gather:{task}", f"task_args={args}", "train.micro_batch_size=8"
+    )
     training, _ = training_of(wanted, "/nowhere")
     with pytest.raises(UserError, match="in some steps and not in its first one, or where its module does not show"):
         for batches in training.batches():
