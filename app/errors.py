@@ -1,7 +1,8 @@
 """Errors that are meant for a person: one sentence each, no traceback unless asked for.
 
-They are recognised by class everywhere. Those of app/ and experiments/ have the base `TriremeError`. strategies/ and
-cluster/ import nothing of app/ and raise errors of their own: app/run/endings.py says what all of them mean.
+They are recognised by class everywhere. Those of app/ and experiments/ have the base
+`TriremeError`. strategies/ and cluster/ import nothing of app/ and raise errors of their own: app/run/endings.py
+says what all of them mean.
 """
 
 from collections.abc import Iterable

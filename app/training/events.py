@@ -1,10 +1,11 @@
 """What a worker says to the driver: one frozen dataclass for each kind of message.
 
-A worker makes an event and gives it to its `Channel`; the launcher carries it, pickled as it is, and the supervisor
-and the driver handle it by `match`. This module stands low and imports little, since the small processes in between
-(app/launchers/driver_actors.py) need it too.
+A worker makes an event and gives it to its `Channel`; the launcher carries it, pickled as it is,
+and the supervisor and the driver handle it by `match`. This module stands low and imports little,
+since the small processes in between (app/launchers/driver_actors.py) need it too.
 
-Two kinds of event are also kept in files of a run. Both write and read their own record, here and nowhere else.
+Two kinds of event are also kept in files of a run. Both write and read their own record, here and
+nowhere else.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from strategies.pipeline.simulate import Span
 
-# --- for the launcher and the supervisor ------------------------------------------------------------------------------
+# --- for the launcher and the supervisor ----------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class NodePreempted:
     """For a person."""
 
 
-# --- for the driver ---------------------------------------------------------------------------------------------------
+# --- for the driver -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

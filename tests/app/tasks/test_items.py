@@ -352,7 +352,7 @@ def test_evaluation_is_no_training_time_and_batches_without_items_have_no_part_i
         began = time.monotonic()
         summary = training.run()
         slept = training.task.slept  # type: ignore[attr-defined]
-        assert slept >= 6 * 0.05 and summary["seconds"] <= time.monotonic() - began - slept
+        assert slept > 5.99 * 0.05 and summary["seconds"] <= time.monotonic() - began - slept
         *_, last = [event for event in events if isinstance(event, StepsDone)]
         assert last.rate == summary["rate"]
         figures.append(summary["metrics"]["eval/loss"])
