@@ -107,8 +107,20 @@ def shard(
     reshard_after_forward: bool,
     experts: SplitExperts | None = None,
 ) -> list[FSDPModule]:
-    """Shards the model in `root` in place over `mesh` and returns its units, the root first. Experts that are split
-    already are sharded over the workers that hold the same ones, as units inside their blocks."""
+    """Shards the model in `root` in place.
+
+    Args:
+        root: The whole model.
+        mesh: The data-parallel workers, (replicate ×) shard.
+        blocks: Names of the repeating blocks, each of which becomes a unit.
+        options: Precision and offloading.
+        reshard_after_forward: Whether blocks free their gathered parameters after forward.
+        experts: Experts that are split already: sharded over the workers that hold the same ones, as units inside
+            their blocks.
+
+    Returns:
+        The units: the root, the blocks, the experts.
+    """
     module = root.module
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if options.offload else OffloadPolicy()
     policy, root_policy = precision.shard_policies(options.precision, options.reduce_dtype)
@@ -116,16 +128,38 @@ def shard(
     units: list[Any] = [module.get_submodule(name) for name in separable(module, blocks)]
     units = [block for block in units if any(True for _ in block.parameters())]
     whole = {p for _, p in kept_whole(module, mesh) + of_other_types(module, blocks, options)}
-    how: dict[str, Any] = {"offload_policy": offload, "ignored_params": whole}
-    cut: dict[str, Any] = {"mesh": mesh, "shard_placement_fn": placement(mesh)}
     inner: dict[Any, list[Any]] = {block: experts.modules_in(block) if experts else [] for block in [*units, module]}
-    for held in inner[module]:
+    for expert_module in inner[module]:
         assert experts is not None
-        where: dict[str, Any] = {"mesh": experts.mesh, "shard_placement_fn": experts.placement}
-        fully_shard(held, reshard_after_forward=reshard_after_forward, mp_policy=policy, **where, **how)
+        fully_shard(
+            expert_module,
+            mesh=experts.mesh,
+            shard_placement_fn=experts.placement,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=whole,
+        )
+    place = placement(mesh)
     for block in units:
-        fully_shard(block, reshard_after_forward=reshard_after_forward, mp_policy=policy, **cut, **how)
-    fully_shard(root, reshard_after_forward=False, mp_policy=root_policy, **cut, **how)
+        fully_shard(
+            block,
+            mesh=mesh,
+            shard_placement_fn=place,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=policy,
+            offload_policy=offload,
+            ignored_params=whole,
+        )
+    fully_shard(
+        root,
+        mesh=mesh,
+        shard_placement_fn=place,
+        reshard_after_forward=False,
+        mp_policy=root_policy,
+        offload_policy=offload,
+        ignored_params=whole,
+    )
     for before, after in itertools.pairwise(units):  # each gathers its neighbour's parameters while it computes
         before.set_modules_to_forward_prefetch([after, *inner[after]])
         after.set_modules_to_backward_prefetch([before, *inner[before]])

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from strategies.collectives import reduce_scatter
 from strategies.dims import LayoutError, submesh
@@ -186,25 +186,41 @@ def buckets(named: Named, limit: float) -> list[Bucket]:
 def shard_without_hooks(
     owners: Sequence[nn.Module],
     mesh: DeviceMesh,
+    *,
+    placement: Callable[[nn.Parameter], Shard | None],
     but: Iterable[nn.Parameter] = (),
     compute: torch.dtype | None = None,
-    **how: Any,
 ) -> list[FSDPModule]:
-    """Shards parameters in place, in units that the caller gathers (`unshard`) and frees (`reshard`). Their hooks go to
-    a module that holds the owner and is never called: they would do nothing, in a tenth of a step's time here.
+    """Shards parameters in place, in units that the caller gathers (`unshard`) and frees (`reshard`).
 
-    but: what is sharded already or kept whole. compute: what matrices are gathered as; None: as they are. how: see
-    fully_shard."""
+    `fully_shard`'s hooks go to a module that holds the owner and is never called: they would do nothing, in a tenth of
+    a step's time here.
+
+    Args:
+        owners: The modules whose parameters are sharded; the last holds all others.
+        mesh: The workers that they are sharded over.
+        placement: Along which dimension a parameter is sharded; None: the first.
+        but: What is sharded already or kept whole.
+        compute: Type that matrices are gathered in. None: their own.
+
+    Returns:
+        The units.
+    """
     units: list[FSDPModule] = []
     done = set(but)
     # of norms and biases: autocast computes with those in float32
     vectors = {p for owner in owners for p in owner.parameters() if p.dim() < 2} - done
 
     def shard(owner: nn.Module, own: set[nn.Parameter], dtype: torch.dtype | None) -> None:
-        policy, others = MixedPrecisionPolicy(param_dtype=dtype), set(owner.parameters()) - own
         if own:
-            held = nn.Sequential(owner)
-            units.append(fully_shard(held, mesh=mesh, mp_policy=policy, ignored_params=others, **how))
+            unit = fully_shard(
+                nn.Sequential(owner),
+                mesh=mesh,
+                shard_placement_fn=placement,
+                mp_policy=MixedPrecisionPolicy(param_dtype=dtype),
+                ignored_params=set(owner.parameters()) - own,
+            )
+            units.append(unit)
 
     for owner in owners:
         shard(owner, set(owner.parameters()) - done - vectors, compute)

@@ -83,9 +83,15 @@ def parallelize(
     mesh = dims.build_mesh(device.type) if dims.world_size > 1 else None
     split = None
     if mesh is not None and dims.tp > 1:
-        halves, split_by = options.schedule in SPLIT, _answer(tensor_plan, module)
-        how = {"in_halves": halves, "in_flight": dims.pp > 1 and not strategy.is_sharded}
-        split = tensor_parallel.apply(module, submesh(mesh, "tp"), split_by, options, **how, ep=dims.ep)
+        split = tensor_parallel.apply(
+            module,
+            submesh(mesh, "tp"),
+            _answer(tensor_plan, module),
+            options,
+            in_halves=options.schedule in SPLIT,
+            in_flight=dims.pp > 1 and not strategy.is_sharded,
+            ep=dims.ep,
+        )
     if division is not None:
         names = division.keep_own(module, options)
     experts = expert_parallel.apply(module, dims, strategy.is_sharded, device.type) if dims.ep > 1 else None

@@ -122,13 +122,21 @@ class Division:
         compute = None if options.precision == "fp32" else precision.DTYPES[options.precision]
         if setup.mesh is not None and setup.strategy.is_sharded:
             if experts is not None and experts.mesh is not None:
-                held, where = [found.experts for found in experts.mixtures], experts.placement
-                split = shard_without_hooks(held, experts.mesh, compute=compute, shard_placement_fn=where)
+                split = shard_without_hooks(
+                    [found.experts for found in experts.mixtures],
+                    experts.mesh,
+                    placement=experts.placement,
+                    compute=compute,
+                )
             owners = [module.get_submodule(name) for name in separable(module, setup.blocks)]
-            kept, cut = dict(fsdp.kept_whole(module, setup.mesh)), fsdp.placement(setup.mesh)
+            kept = dict(fsdp.kept_whole(module, setup.mesh))
             whole, done = set(kept), set(kept.values()).union(*(unit.parameters() for unit in split))
             units = shard_without_hooks(
-                [*owners, module], setup.mesh, but=done, compute=compute, shard_placement_fn=cut
+                [*owners, module],
+                setup.mesh,
+                placement=fsdp.placement(setup.mesh),
+                but=done,
+                compute=compute,
             )
         setup.load()
         syncs: list[GradientBuckets | ShardedGradients] = []

@@ -176,10 +176,16 @@ def apply(
     """
     plan = make_plan(module, given, options.sequence_parallel, mesh.size(), ep)
     peers = ops.Peers(mesh.get_group())
-    keeps = options.activation_checkpointing != "none"  # recomputing a block gathers its inputs again anyway
-    how = {"keeps": keeps, "in_halves": in_halves, "in_flight": in_flight}
-    how["overlaps"] = options.async_tp and not in_halves
-    split = SplitLayers(mesh, plan, options.loss_parallel, peers, **how)
+    split = SplitLayers(
+        mesh,
+        plan,
+        options.loss_parallel,
+        peers,
+        keeps=options.activation_checkpointing != "none",  # recomputing a block gathers its inputs again anyway
+        in_halves=in_halves,
+        in_flight=in_flight,
+        overlaps=options.async_tp and not in_halves,
+    )
 
     def distributed(parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
         """As a DTensor, replicated on every worker or split along `dim`."""
