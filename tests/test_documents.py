@@ -352,12 +352,12 @@ def test_a_wrong_command_is_seen(command: str, sentence: str) -> None:
     assert sentence in " ".join(mistakes_in(read))
 
 
-def test_a_wrong_name_is_seen() -> None:
-    prose = parts_of("`gone.py` and (lost.py: why), [a](b.py), `train.py`, `run.json`, https://x.org/c.py").prose
-    assert missing_files(prose, ROOT / "app/run") == ["gone.py", "lost.py"]
-    assert missing_folders(("app/gone", "train/loss", "app/run", "../nowhere"), ROOT / "app") == [
-        "../nowhere",
-        "app/gone",
-    ]
+def test_a_wrong_name_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "there.py").touch()
+    (tmp_path / "folder").mkdir()
+    text = "`gone.py` and (lost.py: why), [a](b.py), `there.py`, `tests/conftest.py`, `run.json`, https://x.org/c.py"
+    assert missing_files(parts_of(text).prose, tmp_path) == ["gone.py", "lost.py"]
+    words = ("app/gone", "train/loss", "tests/app", "../nowhere", "steps/s")
+    assert missing_folders(words, tmp_path) == ["../nowhere", "app/gone"]
     text = "[a](README.md#two-commands) [b](README.md#three) [c](none.md) [d](https://x.org) [e](#here)\n\n## Here\n"
     assert broken_links(text, ROOT) == ["README.md#three", "none.md"]
