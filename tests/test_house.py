@@ -191,7 +191,7 @@ def test_reports_and_results_stay_small() -> None:
     kinds = ("*.csv", "*.html", "*.json", "*.jsonl", "*.md", "*.png", "*.svg")
     listed = subprocess.run(["git", "ls-files", *kinds], cwd=ROOT, capture_output=True, text=True, check=True)
     sizes = {name: (ROOT / name).stat().st_size for name in listed.stdout.split()}
-    assert sum(sizes.values()) <= 300_000, sorted(sizes.items(), key=lambda item: -item[1])[:9]
+    assert sum(sizes.values()) <= 330_000, sorted(sizes.items(), key=lambda item: -item[1])[:9]
 
 
 # --- circles ----------------------------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
     a product m × n × k    2·m·n·k / (peak · matmul · k/(k + k_half) · t/(t + mn_half)), at least its bytes' time; t is
                            m·n, times how often a long k is split. Processors compute a result in tiles, and those of
-                           the last round leave some idle (an A100's 108 have 3.5e6 numbers in tiles of 128 × 256)
-    attention              FLOPs / (peak · attention)
+                           the last round leave some idle: on average half of them, so `mn_half` is half of what they
+                           compute at once (an A100's 108 have 3.5e6 numbers in tiles of 128 × 256)
+    attention              FLOPs / (peak · attention), more for short sequences and narrow heads (fused.py)
     anything else          bytes / (bandwidth · stream)
+    each of them           `kernel` seconds to start and to end
     a collective           bytes / (link · efficiency) + hops · latency; overlapping slows computing: `contention`
 
 The efficiencies of A100 and H100 are fitted on published figures, those of other GPUs are their family's. `trireme
@@ -39,9 +41,11 @@ class Device:
     attention: float = 0.45  # share of the peak that fused attention reaches
     stream: float = 0.8  # share of the memory bandwidth that element-wise operations reach
     k_half: float = 100.0  # inner dimension at which a product runs at half of its speed
-    mn_half: float = 2.0e5  # size of a result at which it does: fewer tiles than processors, or a last round of few
+    mn_half: float = 2.0e5  # size of a result at which it does: half of what all processors compute at once
     operation: float = 5e-6  # for the host to launch one operation: a device waits for it where its work is shorter
-    step: float = 2e-5  # of an optimizer step, that nothing hides: for each tensor of the model, launches, the loop
+    kernel: float = 0.0  # for a device to start and to end one kernel
+    step: float = 2e-5  # of an optimizer step, for each tensor of the model: what the host does for it
+    loop: float = 0.0  # of an optimizer step, that nothing hides: the loop, waiting for the clipped norm
     within: float = 0.75  # share of the link inside a node that collectives reach
     across: float = 0.75  # share of the link between nodes
     latency_within: float = 3e-6  # per hop of a ring
@@ -49,8 +53,6 @@ class Device:
     contention: float = 0.15  # of the time that communication overlaps computing, what is lost to it
     hidden: float = 0.9  # share of computing behind which communication can hide
     unit_operations: float = 40.0  # launches' worth of a sharded unit in each pass: copies, events, hooks
-    compiled_bytes: float = 0.45  # share of a block's element-wise bytes that torch.compile's fused kernels still move
-    compiled_operations: float = 0.3  # share of a block's operations that are still launched
     again: float = 0.0  # share of products that `selective` computes again: Trireme's none, torchtitan's every second
     async_tp: float = 0.0  # share of tensor parallelism's communication that asynchronous tensor parallelism hides
     scale: float = 0.0  # share of a step lost each time that the GPUs double beyond 64: stragglers, congestion
@@ -58,15 +60,9 @@ class Device:
     split: float = 0.03  # share that schedules which compute the gradients of weights apart lose
     context: float = 1.2e9  # bytes of a device that the process and the libraries take
     fragmentation: float = 0.03  # share of what is allocated that cannot be used
-    ranges: dict[str, list[float]] = field(default_factory=dict)  # kind of layout → least and most of what is planned
+    ranges: dict[str, Any] = field(default_factory=dict)  # of planned speeds (ranges.py)
     fitted: bool = False  # to published trainings, which tell more than a product or an addition alone
     measured: bool = False
-
-    def range_of(self, kind: str) -> tuple[float, float]:
-        """Between which shares of the planned speed 80 % of runs are: of layouts of that kind on this GPU."""
-        low, high = self.ranges.get(kind) or self.ranges.get("any") or (0.8, 1.25)
-        wider = 1.0 if self.fitted or self.measured or self.is_cpu else 1.5  # a GPU of which no run was seen
-        return low**wider, high**wider
 
     @property
     def is_cpu(self) -> bool:
@@ -109,11 +105,15 @@ def device(name: str, measured: dict[str, Any] | None = None) -> Device:
     found, known = gpu(name), constants()
     fit, family = known["fitted"], family_of(found)
     values: dict[str, Any] = known["default"] | fit["shared"]
+    values["ranges"] = fit["ranges"]
     if family:
-        values |= known["families"][family] | {"ranges": fit["ranges"], "fitted": True}
-        values |= {key: value for key, value in fit["families"][family].items() if key != "matmul"}
-        values["matmul"] = values["matmul"] | fit["families"][family]["matmul"]
+        values |= known["families"][family]
+    if own := fit["families"].get(family):
+        values |= {key: value for key, value in own.items() if key != "matmul"} | {"fitted": True}
+        values["matmul"] = values["matmul"] | own["matmul"]
     values |= known["gpus"].get(found.base, {}) | (measured or {})
+    if found.name == "cpu":
+        values["ranges"] = {}
     about_gpu = {key: values[key] for key in ("memory_bytes", "memory_bandwidth", "link_within") if key in values}
     base = Device(replace(found, peak=found.peak | values.get("peak", {}), **about_gpu))
     own = {entry.name for entry in fields(Device)} - {"gpu"}

@@ -9,13 +9,16 @@ What layouts have in common (costs of a part, sizes of a unit, stages of a pipel
 
 import functools
 import itertools
+import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from app.planner.device import family_of
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine
 from app.planner.part_costs import PartCost, Work, part_costs, way_of
+from app.planner.ranges import ADAPTERS, DENSE, MIXTURE, Traits, spread_of
 from app.planner.read import Reader
 from app.planner.timing import Case, timing
 from app.planner.trace import AFTER, BEFORE
@@ -31,6 +34,8 @@ from strategies.pipeline.simulate import alive_by_formula
 
 CLOSE = 0.1
 """Share of a GPU's memory by which a plan of it errs (README.md)."""
+MEMORY_ERROR = 0.06
+"""Standard deviation of the logarithm of memory over its plan: a tenth is passed by one plan in twenty."""
 
 
 @dataclass
@@ -50,10 +55,21 @@ class Estimate:
     range: tuple[float, float] = (1.0, 1.0)
     """Between which shares of the planned speed 80 % of runs of this kind are."""
     in_host: float = 0.0  # share of the host's memory that state kept there takes
+    unseen: tuple[str, ...] = ()
+    """Of what is planned, what no published run had that the ranges were made of."""
 
     def __post_init__(self) -> None:
         self.memory_bytes, self.step_seconds = sum(self.memory.values()), sum(self.seconds.values())
         self.fits = self.memory_bytes <= self.capacity and self.in_host <= 1
+
+    @property
+    def chance(self) -> float:
+        """Probability that it fits, if plans of memory err as a normal distribution of their logarithm does."""
+        if self.in_host > 1:
+            return 0.0
+        if self.memory_bytes <= 0:
+            return 1.0
+        return 0.5 * (1 + math.erf(math.log(self.capacity / self.memory_bytes) / MEMORY_ERROR / math.sqrt(2)))
 
     @property
     def verdict(self) -> str:
@@ -109,6 +125,7 @@ class Estimator:
         self._units = functools.cache(self._read_units)
         self._rank = functools.cache(self._add_up)
         self._stages = functools.cache(self._cut)
+        self._traits = functools.cache(self._traits_of)
 
     def case(self, candidate: Candidate) -> tuple[Case, Stages]:
         """What its time and memory are made of, and how a pipeline is cut."""
@@ -153,14 +170,39 @@ class Estimator:
         seconds, flops = timing(case, self.reader.sample_bytes, len(self.reader.size.parameters), self.clips)
         each = case.step.reduce_scatter_each_microbatch if decides else None
         in_host = self._in_host(case, stages) if candidate.offload and machine.host_bytes else 0.0
-        spread = machine.device.range_of(candidate.kind)
-        return Estimate(candidate, machine.device.capacity, memory, seconds, flops, each, stages.sizes, spread, in_host)
+        spread = spread_of(self.traits(candidate), machine.device.ranges)
+        return Estimate(
+            candidate,
+            machine.device.capacity,
+            memory,
+            seconds,
+            flops,
+            each,
+            stages.sizes,
+            (spread.low, spread.high),
+            in_host,
+            spread.unseen,
+        )
+
+    def traits(self, candidate: Candidate) -> Traits:
+        """What the error of its plan depends on."""
+        return self._traits("+".join(name for name in candidate.kind.split("+") if name != "ep") or "data")
+
+    def _traits_of(self, layout: str) -> Traits:
+        reader = self.reader
+        parameters = reader.size.parameters
+        is_adapted = bool(parameters) and not all(parameter.trainable for parameter in parameters)
+        model = MIXTURE if any(p.is_expert for p in parameters) else ADAPTERS if is_adapted else DENSE
+        family = family_of(self.machine.device.gpu)
+        billions = sum(parameter.numel for parameter in parameters) / 1e9
+        return Traits(layout, model, family, billions, getattr(reader, "sequence_length", None))
 
     # --- what layouts share -------------------------------------------------------------------------------------
 
     def _read_parts(self, work: Work) -> list[PartCost]:
         compiled = self.options.compile and self.options.compile_backend == "inductor"
-        return part_costs(self.reader.costs(work.way), work, self.machine.device, compiled)
+        loss = self.reader.compiles_loss
+        return part_costs(self.reader.costs(work.way), work, self.machine.device, compiled, loss)
 
     def _read_units(self, way: str, tp: int, shards: tuple[int, int, int | None]) -> list[UnitSize]:
         """Of one part of each kind."""

@@ -14,8 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from app.models.grouped_linear import grouped_linear
+
 if TYPE_CHECKING:
     from app.planner.trace import Watcher
+
+
+LENGTH_HALF = 480
+"""Keys at which an attention kernel runs at half of its speed on long sequences."""
+WIDTH_HALF = 14
+"""The same of the width of a head. Both are read off FlashAttention-2's figures for A100 (Dao 2023,
+https://arxiv.org/abs/2307.08691, figure 4): of 189 TFLOP/s at 16,384 keys in heads of 128 it has 99 at 512, and of
+those 171 are left in heads of 64."""
+
+
+def attention_weight(keys: int, width: int) -> float:
+    """How many times as long as at its best an attention kernel takes for a FLOP."""
+    return (1 + LENGTH_HALF / keys) * (1 + WIDTH_HALF / width)
 
 
 class _Attention(torch.autograd.Function):
@@ -28,19 +43,32 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, output, rows)
         products = 2.0 * (q.numel() // q.shape[-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
         ctx.watcher, ctx.flops = watcher, products / 2 if causal else products
-        watcher.attended(ctx.flops, float(output.nbytes + rows.nbytes))
+        ctx.weight = attention_weight(k.shape[-2], q.shape[-1])
+        watcher.attended(ctx.flops, ctx.weight, float(output.nbytes + rows.nbytes), [q, k, v], [output])
         watcher.read_whole([q, k, v])
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, _, _ = ctx.saved_tensors
-        ctx.watcher.attended(2.5 * ctx.flops, 0.0)
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None, None
+        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        ctx.watcher.attended(2.5 * ctx.flops, ctx.weight, 0.0, [gradient], list(gradients))
+        return *gradients, None, None
+
+
+GROUPED = tuple(
+    function for function in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if function
+)
+"""torch's products of experts, which take no float32 tensors without numbers."""
+
+
+def _grouped(rows: Tensor, weights: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
+    """rows (M, K), sorted by expert up to `offs`, weights (E, K, N) → (M, N), by an operator that shapes can follow."""
+    return grouped_linear(rows, weights.transpose(1, 2), offs)
 
 
 class Fused(TorchFunctionMode):
-    """While it is active, attention is the above, and RMSNorm one kernel."""
+    """While it is active, attention is the above, RMSNorm one kernel, and products of experts can be followed."""
 
     def __init__(self, watcher: Watcher) -> None:
         super().__init__()
@@ -50,6 +78,8 @@ class Fused(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
+        if func in GROUPED:
+            return _grouped(*args, **kwargs)
         return (_norm if func is F.rms_norm else func)(*args, **kwargs)
 
     def _attention(

@@ -249,10 +249,17 @@ def connected_shape() -> ClusterShape | None:
     return connect(worker_setup=names.worker_setup()).shape
 
 
+def is_here(machine: Machine) -> bool:
+    """Whether this machine has the devices that a plan is for."""
+    if machine.name == HERE:
+        return True
+    return machine.world <= torch.cuda.device_count() and known_gpu(_local_gpu()).name == machine.device.gpu.name
+
+
 def require_here(machine: Machine, option: str) -> None:
     """Raises UserError unless this machine has the devices that a plan is for."""
     name, count = machine.device.gpu.name, torch.cuda.device_count()
-    if not (machine.name == HERE or (machine.world <= count and known_gpu(_local_gpu()).name == name)):
+    if not is_here(machine):
         raise UserError(
             f"{option} runs layouts on this machine, which has {count} GPUs, but the plan is for {machine.world} × "
             f"{name} ({machine.name}): leave {option} out, or run it there"

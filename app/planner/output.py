@@ -14,7 +14,7 @@ from app.planner.advice import PARTS, advice, figures, settings_text, shortage, 
 from app.planner.device import assumptions
 from app.planner.estimate import CLOSE, Estimate
 from app.planner.layouts import LEAST_TOKENS, Fixed, enumerate_layouts
-from app.planner.plan import GIB, Plan
+from app.planner.plan import GIB, NEAR, Plan
 from cluster.shape import aligned
 from strategies import registry
 from strategies.dims import DEGREES
@@ -32,8 +32,9 @@ def text(plan: Plan, top: int = 8) -> str:
         *([f"note: {read.note}"] if read.note else []),
         "",
         *aligned([_head(plan), *(cells(plan, row) for row in distinct(plan, top))]),
-        "The first is the simplest layout within the fastest's range. Speeds are the range in which 80 % of runs lie; "
-        "with `close` a trial decides (--max-batch).",
+        f"The first is the simplest of those within {100 * NEAR:.0f} % of the best. Speeds are the range in which 80 % "
+        "of runs lie; with `close` a trial decides (--max-batch).",
+        *_unmeasured(plan),
         assumptions(machine.device, plan.rows[0].candidate.precision),
         "",
         "Why:",
@@ -44,6 +45,12 @@ def text(plan: Plan, top: int = 8) -> str:
     if machine.price_per_hour:
         lines.append("Prices are list prices of cluster/hardware.yaml; spot and reserved machines cost less.")
     return "\n".join(lines)
+
+
+def _unmeasured(plan: Plan) -> list[str]:
+    """Of what no run is known, if anything."""
+    unseen = plan.rows[0].unseen
+    return [f"No measured run of this kind ({', '.join(unseen)}): the ranges are extrapolated."] if unseen else []
 
 
 ALIKE = 0.02
@@ -138,7 +145,7 @@ def _verdict(plan: Plan, rows: list[Estimate]) -> str:
         return f"the best, {figures(row)}"
     what, ratio = f"{figures(row)} ({settings_text(row)})", row.step_seconds / best.step_seconds
     if ratio < 1.001:
-        near = "within the range in which predictions err, and not simpler"
+        near = f"within {100 * NEAR:.0f} % of the best, and not simpler"
         return f"{what}: {'as fast as the best' if ratio > 0.999 else near}"
     more = {name: seconds - best.seconds[name] for name, seconds in row.seconds.items()}
     return f"{what}: {ratio:.2f} × the best's time, mostly {PARTS[max(more, key=lambda name: more[name])]}"

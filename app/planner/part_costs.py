@@ -1,4 +1,9 @@
-"""What a part of a model takes on a device: seconds by a roofline of products, attention and bytes moved, and memory.
+"""What a part of a model takes on a device: seconds, added up from its kernels, and memory.
+
+A product takes as long as its size lets it (device.py), an attention as its length and the width of its heads let it
+(fused.py), any other operation as long as its bytes take; each kernel's start and end cost `kernel` seconds besides.
+Where the host takes longer to launch all of them, a device waits for it. A compiled block moves and launches what
+fused kernels do (fusion.py).
 
 Products of a batch whose rows do not begin at multiples of 16 bytes (heads of width 150) have no tensor cores.
 """
@@ -9,6 +14,7 @@ from typing import NamedTuple
 from app.planner.device import Device
 from app.planner.model_costs import ModelCosts, PartCosts
 from app.planner.read import AUTOCAST, CAST, PLAIN, WHOLE
+from app.planner.trace import AFTER
 from strategies.activation_checkpointing import checkpoint_every, kept_bytes, recomputed_blocks
 
 
@@ -64,18 +70,31 @@ class PartCost:
         return self.name.startswith("block")
 
 
-def part_costs(model: ModelCosts, work: Work, device: Device, compiled: bool) -> list[PartCost]:
-    """Every part's, in the order of forward. compiled: blocks are, by torch.compile."""
-    return [_part_cost(model, name, part, work, device, compiled) for name, part in model.parts.items()]
+def part_costs(
+    model: ModelCosts, work: Work, device: Device, compiled: bool, compiled_loss: bool = False
+) -> list[PartCost]:
+    """Every part's, in the order of forward.
+
+    Args:
+        model: What the parts cost.
+        work: What a worker does with a micro-batch.
+        device: Where.
+        compiled: Whether blocks are compiled, by torch.compile.
+        compiled_loss: Whether the loss is, on a GPU that has the whole model.
+    """
+    return [_part_cost(model, name, work, device, compiled, compiled_loss) for name in model.parts]
 
 
-def _part_cost(model: ModelCosts, name: str, part: PartCosts, work: Work, device: Device, compiled: bool) -> PartCost:
+def _part_cost(
+    model: ModelCosts, name: str, work: Work, device: Device, compiled: bool, compiled_loss: bool
+) -> PartCost:
     is_block, blocks, mode = name.startswith("block"), len(model.order), work.checkpointing
+    part = model.parts[name]
     fused = compiled and is_block and not device.is_cpu
     values = part.at(work.batch, work.tp)
-    if fused:
-        values |= {key: values[key] * device.compiled_bytes for key in ("moved_forward", "moved_backward")}
-        values |= {k: values[k] * device.compiled_operations for k in ("operations_forward", "operations_backward")}
+    if fused or (name == AFTER and compiled_loss and work.way.endswith(WHOLE) and not device.is_cpu):
+        kinds = [f"{value}_{phase}" for value in ("moved", "operations") for phase in ("forward", "backward")]
+        values |= {kind: min(values[kind], values[f"fused_{kind}"]) for kind in kinds}
     if work.precision == "fp8" and not is_block:  # of a run in fp8 only the blocks' linear layers are
         work = work._replace(precision="bf16")
     forward, backward = (_phase(part, values, phase, work, device) for phase in ("forward", "backward"))
@@ -125,7 +144,9 @@ def _phase(
     seconds = device.product_seconds(products, work.precision, work.itemsize)
     if not device.is_cpu and work.itemsize < 4:
         seconds += values[f"misaligned_{phase}"] / device.peak("fp32")
-    attending, multiplying = attended / (peak * device.attention), seconds
-    seconds += attending + values[f"moved_{phase}"] / device.bandwidth
+    attending = values[f"attending_{phase}"] / (peak * device.attention)
+    multiplying = seconds
+    gaps = values[f"operations_{phase}"] * device.kernel
+    seconds += attending + values[f"moved_{phase}"] / device.bandwidth + gaps
     flops = attended + float(2 * products.prod(axis=1).sum())
     return max(seconds, launched), launched, flops, attending, multiplying

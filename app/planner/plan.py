@@ -93,6 +93,8 @@ class Plan:
             "cost_per_run": None if cost is None or self.steps is None else cost * self.steps,
             "energy_kwh_per_run": None if self.steps is None else energy * self.steps,
             "fits": row.fits,
+            "chance_of_fitting": row.chance,
+            "unmeasured": list(row.unseen),
             "verdict": row.verdict,
             "host_memory": row.in_host,
         }
@@ -111,12 +113,12 @@ def make_plan(
     Raises:
         UserError, LayoutError: nothing could run so; one sentence.
     """
-    reader = reader or reader_of(config, task, machine)
     fixed, precisions = fixed_by(config, given), _precisions(config, machine, "train.precision" in given)
+    reader = reader or reader_of(config, task, machine, splits=fixed.get("parallel.tp") != 1)
     if "parallel.stages" in given and config.parallel.stages:
         parts = fixed["parallel.pp"] * fixed["parallel.chunks"]
         partition.require_sizes(config.parallel.stages, reader.blocks, parts)
-    for is_sharded in (True, False):  # whether it can be split is known once it is read
+    for is_sharded in (True, False) if reader.tp else ():  # whether it can be split is known once it is read
         reader.costs(way_of(is_sharded, 2, 1, precisions[-1]))
     space = Space(
         machine.world,
@@ -172,10 +174,19 @@ def _precisions(config: Config, machine: Machine, is_fixed: bool) -> tuple[str, 
     return tuple(dict.fromkeys([wanted, *([] if is_fixed else halves[:1])]))
 
 
-def reader_of(config: Config, task: Task, machine: Machine) -> Reader:
+def reader_of(config: Config, task: Task, machine: Machine, *, splits: bool = True) -> Reader:
+    """The reader of the task's model.
+
+    Args:
+        config: which says how tensor parallelism treats sequences and losses.
+        task: of which the model is.
+        machine: on which it is to run.
+        splits: whether layouts with tensor parallelism are looked at.
+    """
     return Reader(
         task,
         on_gpu=not machine.device.is_cpu,
+        splits=splits,
         identity=identity(config.task, config.task_args),
         sequence_parallel=config.parallel.sequence_parallel,
         loss_parallel=config.parallel.loss_parallel,
@@ -190,18 +201,38 @@ def estimator_of(config: Config, reader: Reader, machine: Machine, given: frozen
     return Estimator(reader, machine, asked, config.optimizer.name, config.train.clip_norm is not None)
 
 
+NEAR = 0.03
+"""Share of time by which layouts of one model are taken to be equally fast: their plans' errors have much in common,
+so this is less than the range in which each of them lies."""
+CERTAIN = 0.99
+"""Probability of fitting from which on one layout is not preferred to another for it."""
+
+
 def ranked(rows: list[Estimate]) -> list[Estimate]:
-    """Fastest first, and first of all the simplest of those within the fastest's range: what another gains is less than
-    what is known. What does not fit last, least memory first. Equally good ones (within 0.1 %) by less memory, then by
-    the simpler layout.
+    """Best first: by speed times the probability of fitting, since a layout that runs out of memory is worth nothing.
+
+    First of all is the simplest of those that are `NEAR` the best: what another gains is less than what is known. What
+    does not fit comes last, least memory first. Equally good ones (within 0.1 %) by less memory, then by the simpler
+    layout.
     """
 
+    def worth(row: Estimate) -> float:
+        return math.log(row.step_seconds / max(min(row.chance / CERTAIN, 1.0), 1e-9))
+
     def key(row: Estimate) -> tuple[float, ...]:
-        rounded = round(1000 * math.log(row.step_seconds))
-        measure = rounded if row.fits else 1000 * math.log(row.memory_bytes)
-        return (not row.fits, measure, rounded, row.memory_bytes, row.candidate.complexity)
+        rounded = round(1000 * worth(row)) if row.fits else 1000 * math.log(row.memory_bytes)
+        return (
+            not row.fits,
+            rounded,
+            round(1000 * math.log(row.step_seconds)),
+            row.memory_bytes,
+            row.candidate.complexity,
+        )
 
     order = sorted(rows, key=key)
-    near = (row for row in order if row.fits and row.step_seconds <= order[0].step_seconds / order[0].range[0])
-    simplest = sorted(near, key=lambda row: row.candidate.complexity)[:1] or order[:1]
-    return simplest + [row for row in order if row is not simplest[0]]
+    if not order or not order[0].fits:
+        return order
+    limit = worth(order[0]) + math.log1p(NEAR)
+    near = (row for row in order if row.fits and worth(row) <= limit)
+    simplest = min(near, key=lambda row: row.candidate.complexity)
+    return [simplest] + [row for row in order if row is not simplest]

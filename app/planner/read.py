@@ -58,11 +58,22 @@ class Reader:
         on_gpu: bool = False,
         sequence_parallel: bool = True,
         loss_parallel: bool = True,
+        splits: bool = True,
         identity: str = "",
     ) -> None:
-        """identity: the task's code and arguments, under which what is read is remembered; "": it is not."""
+        """Reads the structure; what it costs is read when it is first asked for.
+
+        Args:
+            task: Whose model is read.
+            on_gpu: Whether it is for GPUs.
+            sequence_parallel: Whether tensor parallelism splits the sequence outside of products.
+            loss_parallel: Whether it splits the loss.
+            splits: Whether tensor parallelism is looked at; False saves two of three traces.
+            identity: The task's code and arguments, under which what is read is remembered; "": it is not.
+        """
         self.task, self.note, self.on_gpu = task, "", on_gpu
         self.parallel_options = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
+        self.compiles_loss = on_gpu and task.compiles_loss
         self._real = fake_mode() is None
         self._costs: dict[str, ModelCosts] = {}
         data = task.train_data()
@@ -93,12 +104,12 @@ class Reader:
         """Numbers of a sample's rows that mixtures would send to experts and back, where they are split."""
         self.parameters = sum(p.numel for p in self.size.parameters)
         self._skeleton = structure if self._real else _alike_shared(structure, self._names, styles)
-        self.tp = next((t for t in (2, 3, 5, 7) if split and not (self.heads or t) % t), 0)
+        self.tp = next((t for t in (2, 3, 5, 7) if split and splits and not (self.heads or t) % t), 0)
         """The degree that the model is split by to be watched; 0: it cannot be split."""
         shapes = [(t.shape, t.dtype) for batch in self.batches.values() for t in tensors(batch)]
         own = {name: v for name, v in vars(task).items() if v is None or isinstance(v, (str, int, float))}
         own["config"] = getattr(task, "config", None)  # of transformers, which writes itself out
-        depends = (identity, type(task), own, structure, self.size, shapes, self.parallel_options)
+        depends = (identity, type(task), own, structure, self.size, shapes, self.parallel_options, bool(self.tp))
         self._identity = identity and repr(depends)  # "" where nothing is to be remembered
         if not self.parameters:
             raise UserError("the task's model has no parameters, so there is nothing to plan")

@@ -16,43 +16,91 @@ from app.data.text import BYTES, SUFFIXES, encoder
 from app.errors import MissingData, UserError
 from app.planner.machine import Machine
 from app.planner.plan import Plan, make_plan
+from app.planner.read import Reader
 from app.tasks.base import Task
 from app.tasks.language import LanguageModelling
 
+MADE_UP = "task_args.data is not there: planned with made-up samples of the longest length; a run's is not known"
 ROWS = 8
 LENGTH = 512
 """Tokens of a text where the experiment says no length: the longest that a task takes by itself."""
 
 
-def plan_experiment(config: Config, machine: Machine, given: frozenset[str], *, needs_data: str = "") -> Plan:
-    """make_plan of the experiment's task, with its data or without. needs_data: what has no use for made-up ones."""
-    note = ""
+def plan_experiment(
+    config: Config,
+    machine: Machine,
+    given: frozenset[str],
+    *,
+    needs_data: str = "",
+    reader: Reader | None = None,
+) -> Plan:
+    """make_plan of the experiment's task, with its data or without.
+
+    Args:
+        needs_data: What has no use for made-up samples.
+        reader: Of the same task, where a plan of it has been made before.
+    """
+    if reader is not None:
+        return make_plan(config, reader.task, machine, given=given, reader=reader)
+    notes = []
+    args = dict(config.task_args)
+    if not needs_data and (folder := _without_weights(config)):
+        args |= {"model": folder, "pretrained": True, "tokenizer": args.get("tokenizer") or BYTES}
+        args.pop("config", None)
+        notes.append("task_args.model has no weights here: planned from its configuration")
     try:
-        task = tasks.load_task(config.task, config.task_args)
+        task = tasks.load_task(config.task, args)
     except MissingData as error:
         if needs_data:
             raise UserError(f"{needs_data} needs the data: {error}") from error
-        task = _on_made_up(config, error)
-        note = "task_args.data is not there: planned with made-up samples of the longest length; a run's is not known"
+        task = _on_made_up(config.task, args, error)
+        notes.append(MADE_UP)
     plan = make_plan(config, task, machine, given=given)
-    if note:
-        plan.reader.samples, plan.reader.note = None, "; ".join(filter(None, [note, plan.reader.note]))
+    if MADE_UP in notes:
+        plan.reader.samples = None
+    plan.reader.note = "; ".join(filter(None, [*notes, plan.reader.note]))
     return plan
 
 
-def _on_made_up(config: Config, error: MissingData) -> Task:
-    args, kind = dict(config.task_args), tasks.find_task(config.task)
+def _without_weights(config: Config) -> str:
+    """A folder that stands in for that of the weights from which the experiment begins, where these are not on this
+    machine: a plan needs their shapes only, which the configuration tells. "" where they are, or are not asked for."""
+    args = config.task_args
+    if config.task != "huggingface" or not (args.get("pretrained") or args.get("lora")):
+        return ""
+    from app.tasks.huggingface.model import WEIGHTS, find, settle
+
+    named = args.get("model")
+    if isinstance(named, str) and Path(named).expanduser().is_dir():
+        if any((Path(named).expanduser() / name).is_file() for name in WEIGHTS):
+            return ""
+    elif isinstance(named, str) and named.count("/") == 1:
+        return ""  # on the hub, which has them
+    written = json.loads(json.dumps(args.get("config") or {}))
+    settled = json.dumps(settle(find(named, weights=False), {}, written).to_dict(), sort_keys=True, default=str)
+
+    def make(folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").write_text(settled)
+        (folder / WEIGHTS[0]).touch()  # empty: on meta none are read
+
+    return str(cached(f"stand-in-{hashlib.sha256(settled.encode()).hexdigest()[:16]}", make))
+
+
+def _on_made_up(name: str, args: dict[str, Any], error: MissingData) -> Task:
+    """The task with made-up samples. name: of the task. args: its arguments, whose data are not there."""
+    kind = tasks.find_task(name)
     args |= {"eval_samples": 0} if "eval_samples" in args else {}
     if issubclass(kind, LanguageModelling):
         size = args.get("vocab_size") or _vocabulary(args, "task_args.vocab_size")
         left = {key: value for key, value in args.items() if key not in ("stream", "text", "token_dtype")}
-        return tasks.load_task(config.task, left | {"vocab_size": size, "data": _tokens(args)})
-    if config.task != "huggingface":
+        return tasks.load_task(name, left | {"vocab_size": size, "data": _tokens(args)})
+    if name != "huggingface":
         raise UserError(
             f"{error}; planning needs it, too, since sizes of the model come from it: a few samples of the same shape "
             "and classes do"
         ) from error
-    return tasks.load_task(config.task, args | _of_transformers(args, error))
+    return tasks.load_task(name, args | _of_transformers(args, error))
 
 
 def _of_transformers(args: dict[str, Any], error: MissingData) -> dict[str, Any]:

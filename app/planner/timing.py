@@ -95,7 +95,7 @@ def timing(case: Case, sample_bytes: float, tensors: int, clips: bool) -> tuple[
         "bubble": _bubbles(candidate) * of_each,
         "optimizer": _optimizer(case, clips),
         "data": 0.0 if device.is_cpu else candidate.micro_batch * many * sample_bytes / HOST_LINK,
-        "rest": device.step * tensors,
+        "rest": device.step * tensors + device.loop,
     }
     seconds["scale"] = sum(seconds.values()) * device.scale * max(0.0, math.log2(case.machine.world / TOGETHER))
     flops = sum(part.flops * part.count for part in case.parts) * dims.tp * many * dims.dp_cp

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from app.data.loader import map_tensors, tensors
 from app.planner.fused import Fused
+from app.planner.fusion import Fusion
 from strategies.activation_checkpointing import is_kept
 from strategies.pipeline.p2p import sent_dtype
 from strategies.tensor.loss import VocabularyLogits
@@ -47,6 +48,8 @@ class PartTrace:
         operations_forward, …_backward           how many are launched
         misaligned_forward, …_backward           FLOPs of batched products of misaligned rows
         attention_forward, …_backward            FLOPs of fused attention
+        attending_forward, …_backward            the same, weighed by how far kernels are from their best (fused.py)
+        fused_moved_…, fused_operations_…        of `moved` and `operations`, what is left where a compiler fuses
         queries, keys                            numbers of its queries, of its keys and values
         saved                                    distinct storages kept for backward, parameters excluded
         fusible                                  of `saved`, what compiled kernels compute again on their way
@@ -85,6 +88,7 @@ class Watcher(OperationMode):
         self.copies: set[int] = set()
         """Storages of parameters in another type."""
         self.entered: list[weakref.ref[Tensor]] = []
+        self.fusion = Fusion(self.count, self.parameters)
 
     def count(self, name: str, value: float) -> None:
         self.parts[self.part].values[name] += value
@@ -103,12 +107,14 @@ class Watcher(OperationMode):
             like = inputs[0] if name == "convolution_backward" else outputs[0]
             self.parts[self.part].products[self.phase].append(_product(like, name, flops))
             self.read_whole(inputs)
+            self.fusion.product(self._place, inputs, outputs)
             if name in BATCHED and not all(map(_aligned, [*inputs, *outputs])):
                 self.count(f"misaligned_{self.phase}", flops)
             self.count(f"operations_{self.phase}", 1)
         elif name not in FREE and (fresh or name.endswith("_") or "out" in kwargs):
             self.count(f"moved_{self.phase}", _moved(name, [*inputs, *outputs]))
             self.count(f"operations_{self.phase}", 1)
+            self.fusion.elementwise(self._place, name, inputs, outputs, free=name in INDEXED)
             if not (is_kept(func) or _is_sum(name, inputs)):
                 self.fusible |= {id(t.untyped_storage()) for t in fresh}
         if name == "_to_copy" and id(inputs[0].untyped_storage()) in self.parameters:
@@ -117,10 +123,24 @@ class Watcher(OperationMode):
             self.count("kept", sum(t.nbytes for t in fresh))
         return out
 
-    def attended(self, flops: float, kept: float) -> None:
-        """Told by `Fused` of an attention: FLOPs, and the bytes of its results."""
+    @property
+    def _place(self) -> tuple[str, str]:
+        return self.part, self.phase
+
+    def attended(self, flops: float, weight: float, kept: float, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Counts an attention that `Fused` has seen.
+
+        Args:
+            flops: Of its products.
+            weight: How many times as long as the kernel's best these take.
+            kept: Bytes of its results.
+            inputs: What it reads.
+            outputs: What it writes.
+        """
         self.count(f"attention_{self.phase}", flops)
+        self.count(f"attending_{self.phase}", flops * weight)
         self.count(f"operations_{self.phase}", 1)
+        self.fusion.product(self._place, inputs, outputs)
         self.count("kept", kept if self.phase == "forward" else 0.0)
 
     def read_whole(self, given: list[Tensor]) -> None:
@@ -150,12 +170,15 @@ class Watcher(OperationMode):
         self.live -= self.sizes.pop(key, 0.0)
         for known in (self.saved, self.fusible, self.copies):
             known.discard(key)
+        self.fusion.forget(key)
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Told by autograd of each tensor that it saves."""
         key = id(tensor.untyped_storage())
         if key not in self.parameters and key not in self.saved:
             self.saved.add(key)
+            if key not in self.fusible:  # what is fusible is computed again
+                self.fusion.save(self._place, key)
             self.count("saved", float(tensor.untyped_storage().nbytes()))
             self.count("fusible", float(tensor.untyped_storage().nbytes()) * (key in self.fusible))
             self.count("copies", float(tensor.untyped_storage().nbytes()) * (key in self.copies))

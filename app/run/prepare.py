@@ -174,7 +174,7 @@ def _layout(
     auto asks the planner, which also sets what of the configuration is open. Under torchrun rank 0 alone is here.
     """
     if config.strategy == "auto":
-        from app.planner.advice import choose_layout
+        from app.planner.auto import choose_layout
 
         found = choose_layout(config, task, workers, per_node=devices_per_node, is_kept=first_step.is_kept_by)
         said = (found.sentence,) if found.sentence else ()

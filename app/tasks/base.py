@@ -54,6 +54,8 @@ class Task:
     float_output: bool = True
     """Whether the model's output must be float32 where it computes in 16 bits. False: loss and metrics take it as it
     comes, which spares a float32 copy of a large output."""
+    compiles_loss: bool = False
+    """Whether on a GPU the loss is compiled whatever train.compile says (app/models/cross_entropy.py)."""
 
     def build_model(self) -> nn.Module:
         """A new model. Draws only from torch's global generator, which the caller has seeded; works on meta."""

@@ -125,6 +125,7 @@ class LanguageModelling(InParts):
 
     unit = "tokens"
     float_output = False
+    compiles_loss = True
 
     def __init__(
         self,

@@ -1,79 +1,134 @@
-"""A published run beside the plan of the same model in the same layout."""
+"""A published run beside what the plain `trireme plan` command says of the same model in the same layout."""
 
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from app.planner.estimate import Estimate, Estimator
-from app.planner.layouts import Candidate
-from app.planner.machine import of_shape
-from app.planner.plan import GIB
-from cluster.shape import of_gpus
-from experiments.benchmarks import fit
-from experiments.benchmarks.published_runs import Run, reader_of
-from strategies import registry
-from strategies.dims import Layout, ParallelDims
-from strategies.options import Options
+from app.config.io import load_config
+from app.planner.device import Device, family_of
+from app.planner.estimate import Estimate
+from app.planner.machine import Asked, find
+from app.planner.plan import GIB, Plan
+from app.planner.ranges import Traits
+from app.planner.read import Reader
+from app.planner.stand_in import plan_experiment
+from experiments.benchmarks.published_runs import Run
+
+REFUSALS = ("UserError", "LayoutError", "ClusterError", "HardwareError")
+"""Errors that end the command with one sentence, by name."""
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A run and what the plan says of it."""
+    """A run and what the plan says of it. plan: None where the command refuses, with why in `refusal`."""
 
     run: Run
-    plan: Estimate
+    plan: Estimate | None
+    refusal: str = ""
+
+    @property
+    def has_speed(self) -> bool:
+        """Whether there are two speeds to compare."""
+        return self.plan is not None and bool(self.run.step_seconds)
 
     @property
     def error(self) -> float:
         """Of tokens/s: 0.1 is a tenth too fast."""
+        assert self.plan is not None
         return self.run.step_seconds / self.plan.step_seconds - 1
 
     @property
+    def is_inside(self) -> bool:
+        """Whether the published speed is inside the range that the plan shows."""
+        assert self.plan is not None
+        return self.plan.range[0] <= 1 / (1 + self.error) <= self.plan.range[1]
+
+    @property
     def memory_error(self) -> float:
-        """Of what was measured, be it what torch has reserved or the whole card; of a run that tells it."""
-        return (self.plan.memory_bytes / GIB + self.run.beside_gib) / self.run.memory_gib - 1
+        """Of what was published, be it what torch has reserved or the whole card; of a run that tells it."""
+        assert self.plan is not None
+        beside = dict(self.run.described).get("beside_gib", 0.0)
+        return (self.plan.memory_bytes / GIB + beside) / self.run.memory_gib - 1
 
 
-def layouts_of(run: Run) -> list[Candidate]:
-    """The layout that a run had; several where it does not tell all of it."""
-    copies = run.gpus // (run.tp * run.pp * run.cp)
-    shard = {"hsdp": min(copies, run.per_node), "ddp": 1}.get(run.data, copies)
-    dims = ParallelDims(dp_replicate=copies // shard, dp_shard=shard, tp=run.tp, pp=run.pp)
-    data = "fsdp" if run.pp > 1 and run.data == "zero1" else run.data  # in a pipeline they are the same
-    split = [registry.by_degrees(name).name for name in ("tp", "pp") if getattr(run, name) > 1]
-    layout = Layout("+".join([*([data] if copies > 1 else []), *split] or ["single"]), dims)
-    share, found = run.global_batch // copies, []
-    for size in [run.micro_batch] if run.micro_batch else [size for size in (1, 2, 4) if share % size == 0]:
-        for chunks in [run.chunks] if run.chunks else [c for c in (1, 2, 4, 6, 7) if run.n_layers >= run.pp * c]:
-            chunks = chunks if run.pp > 1 else 1
-            schedule = "" if run.pp == 1 else "interleaved_1f1b" if chunks > 1 else "1f1b"
-            found.append(Candidate(layout, size, share // size, run.recompute, run.precision, schedule, chunks))
-    return found
+@functools.cache
+def _reader(key: str) -> list[Reader]:
+    """The reader of a task, kept for all runs that differ in their layout alone; empty until it is first made."""
+    return []
 
 
-_CUTS: dict[tuple[Run, Candidate], tuple[int, ...] | None] = {}
+FLASH_OF_TORCH = {"hopper": 1.4}
+"""By family of GPUs, the speed of the attention that torch takes there, FlashAttention-2 being 1: cuDNN's on H100."""
 
 
-def estimator_of(run: Run, values: fit.Values | None = None, overlap: bool = False) -> Estimator:
-    """values: what is tried instead of the GPU's constants. overlap: as if the run had it."""
-    shape = of_gpus(run.gpus, run.gpu, min(run.per_node, run.gpus), run.network_gbit * 1e9 / 8)
-    machine = of_shape(shape, run.gpus)
-    device = fit.changed(values)(machine.device) if values else machine.device
-    device = replace(device, attention=device.attention * run.flash, again=run.again)
-    if run.fragments:
-        device = replace(device, fragmentation=run.fragments / (1 - run.fragments))
-    options = Options(
-        compile=run.kernels == "fused",
-        sequence_parallel=bool(run.sequence_parallel),
-        async_tp=bool(run.overlap or overlap),
-        reduce_dtype=run.reduce,
-    )
-    return Estimator(reader_of(run), replace(machine, device=device), options, clips=True)
+def _described(device: Device, about: dict[str, Any]) -> Device:
+    """The device as the run's trainer used it."""
+    flash = about.get("flash", 1.0) / FLASH_OF_TORCH.get(family_of(device.gpu), 1.0)
+    device = replace(device, attention=device.attention * flash, again=about.get("again", 0.0))
+    if fragments := about.get("fragments", 0.0):
+        device = replace(device, fragmentation=fragments / (1 - fragments))
+    return device
 
 
-def compare(run: Run, values: fit.Values | None = None) -> Compared:
-    """A run beside its plan. values: what is tried instead of the GPU's constants."""
-    plans, estimator = [], estimator_of(run, values)
-    for candidate in layouts_of(run):  # the cut of a pipeline hardly depends on the constants, and takes time to find
-        asked = replace(estimator.options, stages=_CUTS.get((run, candidate)))
-        plans.append(replace(estimator, options=asked).estimate(candidate))
-        _CUTS[run, candidate] = plans[-1].stages
-    return Compared(run, min(plans, key=lambda plan: (not plan.fits, plan.step_seconds)))
+@dataclass(frozen=True)
+class Prepared:
+    """A run's plan, to be made again with other constants."""
+
+    run: Run
+    plan: Plan | None
+    refusal: str = ""
+
+    @property
+    def traits(self) -> Traits:
+        """What the error of its plan depends on."""
+        assert self.plan is not None
+        return self.plan.estimator.traits(self.plan.rows[0].candidate)
+
+    def compare(self, change: Callable[[Device], Device] | None = None, *, described: bool = False) -> Compared:
+        """The run beside its plan.
+
+        Args:
+            change: Gives the device with other constants.
+            described: Whether the plan knows what published_sources.yaml says of the run's kernels and memory, which
+                the plain command does not.
+        """
+        if self.plan is None:
+            return Compared(self.run, None, self.refusal)
+        estimator, candidates = self.plan.estimator, [row.candidate for row in self.plan.rows]
+        device = estimator.machine.device
+        if change is not None:
+            device = change(device)
+        if described:
+            device = _described(device, dict(self.run.described))
+        estimator = replace(estimator, machine=replace(estimator.machine, device=device))
+        cuts = {row.candidate: row.stages for row in self.plan.rows}
+        rows = []
+        for candidate in candidates:  # the cut of a pipeline hardly depends on the constants, and takes time to find
+            asked = replace(estimator.options, stages=cuts[candidate])
+            rows.append(replace(estimator, options=asked).estimate(candidate))
+        return Compared(self.run, min(rows, key=lambda row: (not row.fits, row.step_seconds)))
+
+
+def prepare(run: Run) -> Prepared:
+    """The plan of the run's command; the reading of a model is shared between runs."""
+    words, options = run.command()
+    if not run.sequence:
+        return Prepared(run, None, "the sequence's length was not published")
+    try:
+        config = load_config([], words)
+        machine = find(Asked(**options), config.workers)
+        key = json.dumps([run.task, run.task_args, options["gpu"] == "cpu", run.sequence_parallel, run.tp > 1])
+        kept = _reader(key)
+        given = frozenset(word.partition("=")[0] for word in words)
+        plan = plan_experiment(config, machine, given, reader=kept[0] if kept else None)
+        if not kept:
+            kept.append(plan.reader)
+    except Exception as error:
+        if type(error).__name__ not in REFUSALS:
+            raise
+        return Prepared(run, None, str(error))
+    return Prepared(run, plan)

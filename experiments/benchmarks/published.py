@@ -1,110 +1,211 @@
-"""`published`: the plan beside published training runs: speed, and whether what ran fits. `--fit` finds the constants.
+"""`published`: published training runs beside what the plain `trireme plan` command says of them.
 
-published.csv holds figures only, a row a run, with the address it was read at. A row without `step_seconds` ran out of
-memory; one without a micro-batch or chunks does not tell them, and the plan takes its own best. Another table may be
-given: this file's columns, or those of llm-foundry's.
+A table by kind of run, size of the model, length of the sequence, GPU and source. Nothing of a run's trainer is told to
+the planner but what the command's keys say: degrees, micro-batch, recomputation, precision, and whether its kernels
+are fused as those of torch.compile are.
 
-A run is planned as the same model under Trireme, with its layout's degrees and micro-batch, and nothing of its
-trainer's, but that the communication of tensor parallelism overlaps products where the run's did (`overlap`).
+`--fit` fits the constants to the rows of the part `fit` and writes app/planner/fitted.yaml. `--leave-out source` (or
+`gpu`) fits anew for each source (GPU), to the rows of all others, and judges on its own.
 """
+
+from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
+import numpy as np
 
 from app.planner.device import constants as known_constants
-from app.planner.plan import GIB
 from experiments.benchmarks import evidence, fit
-from experiments.benchmarks.compared import Compared, compare
+from experiments.benchmarks.compared import Compared, Prepared, prepare
 from experiments.benchmarks.harness import show
-from experiments.benchmarks.published_runs import TABLE, Run, reader_of, runs
+from experiments.benchmarks.published_runs import PARTS, Run, runs
+
+KINDS = {"data": "data parallel", "tp": "TP", "pp": "PP", "tp+pp": "TP + PP", "cp": "CP", "cp+tp+pp": "CP + TP + PP"}
+SIZES = ((3.5, "up to 3 B"), (10, "3 to 10 B"), (69, "10 to 69 B"), (1e9, "70 B and more"))
+LENGTHS = ((2048, "up to 2 k"), (8192, "4 to 8 k"), (16384, "16 k"), (1e9, "32 k and more"))
+SMALL = 10
+"""Rows from which on a group's bias counts."""
 
 
-def refit(table: list[Run]) -> str:
-    """Fits the constants to the rows that are for it, and writes them."""
-    chosen = [run for run in table if not run.is_unseen and run.step_seconds]
-    values = fit.fit(
-        lambda tried: [compare(run, tried).plan.step_seconds for run in chosen], [run.step_seconds for run in chosen]
-    )
-    errors = [(one.run.kind, one.error) for one in (compare(run, values) for run in chosen)]
-    return fit.write(values, fit.ranges(errors), len(chosen))
+def _bucket(value: float, buckets: Sequence[tuple[float, str]]) -> str:
+    return next(name for most, name in buckets if value <= most)
 
 
-KINDS = {"data": "FSDP", "tp": "TP", "pp": "PP", "tp+pp": "TP + PP"}
+def groups_of(one: Compared, billions: float) -> list[tuple[str, str]]:
+    """The groups that a run belongs to: what they are told by, and which."""
+    run = one.run
+    return [
+        ("all", "all"),
+        ("kind", KINDS.get(run.kind, run.kind)),
+        ("size", _bucket(billions, SIZES)),
+        ("sequence", _bucket(run.sequence, LENGTHS)),
+        ("GPU", run.gpu.partition(":")[0] + (" limited" if ":" in run.gpu else "")),
+        ("precision", run.precision),
+        ("table", run.table),
+    ]
 
 
-def summary(compared: Iterable[Compared]) -> list[dict[str, Any]]:
-    """By half, kind of layout and GPU: errors of speed in %, who is inside the range, what is said not to fit."""
+def row_of(kind: str, name: str, members: Sequence[Compared]) -> dict[str, Any]:
+    """One group's line: errors of speed in %, who is inside the range, what is refused or said not to fit."""
+    speeds = [one for one in members if one.has_speed]
+    out = [one for one in members if one.run.ran_out and one.plan is not None]
+    errors = sorted(abs(one.error) for one in speeds)
+    memory = [one.memory_error for one in members if one.run.memory_gib and one.plan is not None]
+    return {
+        "by": kind,
+        "group": name,
+        "rows": str(len(members)),
+        "speeds": str(len(speeds)),
+        "median": percent(statistics.median(errors)) if errors else "",
+        "90th": percent(errors[int(0.9 * (len(errors) - 1))]) if errors else "",
+        "bias": percent(statistics.median(one.error for one in speeds), True) if errors else "",
+        "inside": percent(sum(one.is_inside for one in speeds) / len(speeds)) if errors else "",
+        "refused": str(sum(one.plan is None for one in members)),
+        "said not to fit": str(sum(one.plan is not None and one.plan.verdict == "does not fit" for one in speeds)),
+        "ran out": f"{sum(one.plan.verdict != 'fits' for one in out if one.plan)} of {len(out)} foreseen"
+        if out
+        else "",
+        "memory": percent(statistics.median(map(abs, memory))) if memory else "",
+        "memory bias": percent(statistics.median(memory), True) if memory else "",
+    }
+
+
+def summary(compared: Iterable[Compared], billions: dict[Run, float]) -> list[dict[str, Any]]:
+    """A line for each group."""
     groups = defaultdict[tuple[str, str], list[Compared]](list)
     for one in compared:
-        half = "unseen" if one.run.is_unseen else "fit"
-        size = reader_of(one.run).parameters / 1e9
-        sizes = "under 10 B" if size < 10 else "10 to 69 B" if size < 69 else "70 B and more"
-        for kind in (KINDS.get(one.run.kind, one.run.kind), one.run.gpu.partition("-")[0], sizes, "all"):
-            groups[half, kind].append(one)
-    rows, order = [], [*KINDS.values(), "a100", "h100", "under 10 B", "10 to 69 B", "70 B and more", "all"]
-    for (half, kind), own in sorted(groups.items(), key=lambda item: (item[0][0], order.index(item[0][1]))):
-        ran, out = [one for one in own if one.run.step_seconds], [one for one in own if not one.run.step_seconds]
-        errors = sorted(abs(one.error) for one in ran)
-        known = [one.memory_error for one in ran if one.run.memory_gib]
-        inside = sum(one.plan.range[0] <= 1 / (1 + one.error) <= one.plan.range[1] for one in ran)
-        rows.append(
-            {
-                "half": half,
-                "kind": kind,
-                "runs": str(len(ran)),
-                "median": _percent(statistics.median(errors)) if ran else "",
-                "90th": _percent(errors[int(0.9 * (len(errors) - 1))]) if ran else "",
-                "bias": _percent(statistics.median(one.error for one in ran), True) if ran else "",
-                "inside": _percent(inside / len(ran)) if ran else "",
-                "memory": _percent(statistics.median(known), True) if known else "",
-                "said not to fit": str(sum(one.plan.verdict == "does not fit" for one in ran)),
-                "ran out": f"{sum(one.plan.verdict != 'fits' for one in out)} of {len(out)} foreseen" if out else "",
-            }
-        )
-    return rows
+        for key in groups_of(one, billions[one.run]):
+            groups[key].append(one)
+    order = ["all", "kind", "size", "sequence", "GPU", "precision", "table"]
+    return [row_of(*key, own) for key, own in sorted(groups.items(), key=lambda item: order.index(item[0][0]))]
 
 
-def _percent(value: float, signed: bool = False) -> str:
+def percent(value: float, signed: bool = False) -> str:
     return f"{100 * value:{'+' if signed else ''}.1f} %"
+
+
+def fit_to(prepared: Sequence[Prepared], *, again: bool = True) -> fit.Fit:
+    """The constants that are fitted to these rows. again: False takes the constants as they are."""
+    change_of = fit.changed
+
+    def seconds(values: fit.Values) -> list[float]:
+        plans = [one.compare(change_of(values), described=True).plan for one in prepared]
+        return [plan.step_seconds for plan in plans if plan is not None]
+
+    measured = [one.run.step_seconds for one in prepared]
+    counted = fit.weights([one.run for one in prepared])
+    values = fit.fit(seconds, measured, counted) if again else fit.known_values()
+    return fit.with_slopes(seconds, measured, values)
+
+
+def without_own(prepared: Sequence[Prepared], known: fit.Fit, rows: Sequence[Prepared], name: str) -> list[Compared]:
+    """Each row planned with constants that are fitted to rows of other sources, or on other GPUs, alone.
+
+    Args:
+        prepared: All rows.
+        known: The fit.
+        rows: Those that it was fitted to.
+        name: source or gpu.
+    """
+
+    def group(one: Prepared) -> str:
+        return one.run.source if name == "source" else one.run.gpu.partition(":")[0]
+
+    counted = fit.weights([one.run for one in rows])
+    found = []
+    for own in dict.fromkeys(map(group, prepared)):
+        kept = np.flatnonzero([group(one) != own for one in rows])
+        values = known.values if len(kept) == len(rows) else fit.without(known, kept, counted[kept])
+        found += [one.compare(fit.changed(values)) for one in prepared if group(one) == own]
+    return found
+
+
+def with_ranges(prepared: Sequence[Prepared], unseen: Sequence[Compared], part: str) -> dict[str, Any]:
+    """Ranges by the errors that runs of a part had when nothing of their source was fitted to."""
+    traits = {one.run: one.traits for one in prepared if one.plan is not None}
+    return fit.ranges([(traits[one.run], one.error) for one in unseen if one.has_speed and one.run.part == part])
+
+
+def is_fitted(one: Prepared) -> bool:
+    """Whether constants are fitted to the row."""
+    return one.plan is not None and bool(one.run.step_seconds) and one.run.part == "fit" and fit.is_for_fit(one.run)
+
+
+def write_fit(prepared: Sequence[Prepared]) -> str:
+    """Fits the constants and the ranges to rows, and writes them."""
+    rows = [one for one in prepared if is_fitted(one)]
+    known = fit_to(rows)
+    between = fit.intervals(known, [one.run.source for one in rows], fit.weights([one.run for one in rows]))
+    unseen = without_own(prepared, known, rows, "source")
+    return fit.write(known.values, between, with_ranges(prepared, unseen, "fit"), len(rows))
 
 
 @click.command(help=__doc__)
 @click.argument("tables", type=click.Path(exists=True), nargs=-1)
+@click.option("--part", "parts", multiple=True, type=click.Choice(sorted({*PARTS})), help="Only these rows.")
 @click.option("--fit", "fits", is_flag=True, help="Find the constants first, and write app/planner/fitted.yaml.")
+@click.option("--leave-out", type=click.Choice(["source", "gpu"]), help="Fit to the others of each.")
+@click.option("--described", is_flag=True, help="Plan with what is known of the runs' kernels, too.")
 @click.option("--runs", "every", is_flag=True, help="A line per run too.")
 @click.option("--calibration", metavar="FILE", help="Draw how many runs are inside ranges of 10 to 90 %.")
 @click.option("--regret", is_flag=True, help="What a plan's choice loses among the published layouts, and gains.")
 @click.option("--json", "as_json", is_flag=True)
-def main(tables: tuple[str, ...], fits: bool, every: bool, calibration: str, regret: bool, as_json: bool) -> None:
-    entries = [run for table in tables or (TABLE,) for run in runs(table) if run.cp == 1]
+def main(
+    tables: tuple[str, ...],
+    parts: tuple[str, ...],
+    fits: bool,
+    leave_out: str | None,
+    described: bool,
+    every: bool,
+    calibration: str,
+    regret: bool,
+    as_json: bool,
+) -> None:
+    prepared = [prepare(run) for run in runs(*tables)]
     if fits:
-        click.echo(refit(entries), err=True)
+        click.echo(write_fit(prepared), err=True)
         known_constants.cache_clear()
-    compared = [compare(run) for run in entries]
-    rows = summary(compared)
+        prepared = [prepare(run) for run in runs(*tables)]
+    chosen = [one for one in prepared if not parts or one.run.part in parts]
+    if leave_out or calibration:
+        rows = [one for one in prepared if is_fitted(one)]
+        compared = without_own(chosen, fit_to(rows, again=False), rows, leave_out or "source")
+    else:
+        compared = [one.compare(described=described) for one in chosen]
+    billions = {one.run: one.plan.reader.parameters / 1e9 if one.plan else 1e6 for one in prepared}
+    lines = summary(compared, billions)
     if every:
-        rows = [
-            {
-                "run": one.run.name,
-                "half": "unseen" if one.run.is_unseen else "fit",
-                "error": _percent(one.error, True) if one.run.step_seconds else "ran out of memory",
-                "GiB": f"{one.plan.memory_bytes / GIB:.1f}, {one.plan.verdict}",
-                "measured": str(one.run.memory_gib or ""),
-            }
-            for one in compared
-        ]
+        lines = [line_of(one) for one in compared]
     if calibration:
-        evidence.draw(compared, calibration)
+        evidence.draw(chosen, compared, calibration)
     if regret:
-        rows = [*evidence.among_published(compared), *evidence.beside_best(compared)]
-    ran = [one for one in compared if one.run.step_seconds]
+        lines = [*evidence.among_published(compared), *evidence.beside_best(chosen)]
+    speeds = [one for one in compared if one.has_speed]
     found = {
         "rows": len(compared),
-        "not_fitting": sum(one.plan.verdict == "does not fit" for one in ran),
-        "median_error": statistics.median(abs(one.error) for one in ran),
+        "refused": sum(one.plan is None for one in compared),
+        "not_fitting": sum(one.plan is not None and one.plan.verdict == "does not fit" for one in speeds),
+        "median_error": statistics.median(abs(one.error) for one in speeds) if speeds else None,
     }
-    show("published", found, rows, as_json)
+    show("published", found | {"table": lines}, lines, as_json)
+
+
+def line_of(one: Compared) -> dict[str, Any]:
+    """One run's line."""
+    if one.plan is None:
+        return {"run": one.run.name, "part": one.run.part, "error": "refused", "GiB": one.refusal[:70], "measured": ""}
+    return {
+        "run": one.run.name,
+        "part": one.run.part,
+        "error": percent(one.error, True) if one.has_speed else "ran out of memory" if one.run.ran_out else "",
+        "GiB": f"{one.plan.memory_bytes / 2**30:.1f}, {one.plan.verdict}",
+        "measured": f"{one.run.memory_gib:.1f}" if one.run.memory_gib else "",
+    }
+
+
+if __name__ == "__main__":
+    main()

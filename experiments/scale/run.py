@@ -2,7 +2,7 @@
 
 import os
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from app.training.job import Job
 from cluster.connect import connect, disconnect
 from cluster.pending import check_feasible
 from experiments.report.page import write
-from experiments.scale import answer
+from experiments.scale import answer, laws
 from experiments.study import open_head, own_folder, save_head, tracked
 
 
@@ -82,12 +82,12 @@ def scale(config: Config, plan: Plan, console: Console, *, verbose: bool = False
         head = {"points": []} | open_head(folder, "study", name, {"experiment": about, "weak": plan.weak})
         with tracked(config, folder, head, "study", console) as tracker:
             tracker.params(flatten(to_dict(config)))
-            _measure(config, plan, prepared, head, folder, console, tracker)
+            _measure(config, plan, task, prepared, head, folder, console, tracker)
             _conclude(head, console)
             save_head(folder, "study", head)
             written = write(folder, answer.content(head, folder))
             for strategy, law in head["laws"].items():
-                tracker.metrics(0, {f"scale/{strategy}/{name}": value for name, (value, _, _) in law.items()})
+                tracker.metrics(0, {f"scale/{strategy}/{name}": value for name, value in law["values"].items()})
             tracker.tags({f"trireme.verdict.{strategy}": text for strategy, text in head["verdicts"].items()})
             tracker.tags({"trireme.recommended": head["recommended"]})
             tracker.artifact(written)
@@ -106,7 +106,14 @@ def _prepared(config: Config, plan: Plan, task: Any, strategy: str, workers: int
 
 
 def _measure(
-    config: Config, plan: Plan, prepared: Any, head: dict[str, Any], folder: Path, console: Console, tracker: Tracker
+    config: Config,
+    plan: Plan,
+    task: Any,
+    prepared: Any,
+    head: dict[str, Any],
+    folder: Path,
+    console: Console,
+    tracker: Tracker,
 ) -> None:
     """Measures what is missing, the repeats in alternating order, so that drift cancels."""
     console.status("starting Ray")
@@ -126,6 +133,7 @@ def _measure(
                 save_head(folder, "study", head)
                 known = {name: value for name, value in point.items() if isinstance(value, float)}
                 tracker.metrics(number, {f"scale/{key[0]}/{key[1]}/{name}": value for name, value in known.items()})
+        head["curves"] = _curves(config, plan, task, on_gpu="GPU" in each)  # while it is known what the cluster has
     finally:
         disconnect()
 
@@ -148,18 +156,53 @@ def _point(
     return known | asdict(found) | {"layout": str(prepared.layout), "samples": prepared.steps * batch}
 
 
+def _curves(config: Config, plan: Plan, task: Any, *, on_gpu: bool) -> dict[str, dict[int, float]]:
+    """Of strong scaling, what a plan says of each strategy: samples per second by number of workers, those that were
+    measured and those that the page asks about. A strategy that cannot be planned has none."""
+    if plan.weak:
+        return {}
+    try:
+        curves = {strategy: _curve(config, plan, task, strategy, on_gpu) for strategy in plan.strategies}
+    except Exception:  # whatever is wrong with a plan, what was measured is right
+        return {}
+    return {strategy: curve for strategy, curve in curves.items() if curve}
+
+
+def _curve(config: Config, plan: Plan, task: Any, strategy: str, on_gpu: bool) -> dict[int, float]:
+    from app.planner.advice import predict
+    from app.planner.machine import cpus, running
+    from app.planner.plan import reader_of
+
+    largest, batch = max(plan.workers), config.train.global_batch_size
+    wanted = {*plan.workers, *(factor * largest for factor in answer.AHEAD)}
+    if any(batch % n for n in wanted):
+        return {}
+    machine = running(largest) if on_gpu else cpus(largest)
+    reader, curve = reader_of(config, task, machine), dict[int, float]()
+    for n in sorted(wanted):
+        prepared = _prepared(config, plan, task, strategy, n)
+        there = replace(machine, world=n, per_node=min(n, machine.per_node))
+        curve[n] = batch / predict(prepared.config, task, prepared.layout, there, reader).step_seconds
+    return curve
+
+
 def _conclude(head: dict[str, Any], console: Console) -> None:
     """Fits, and says what that means."""
     speeds: dict[str, dict[int, list[float]]] = {}
     for p in sorted(head["points"], key=lambda p: p["workers"]):
         speeds.setdefault(p["strategy"], {}).setdefault(p["workers"], []).append(p["batch"] / p["step"])
-    laws = {strategy: law for strategy, found in speeds.items() if (law := answer.fit(found))}
-    verdicts = {strategy: answer.verdict(law, max(speeds[strategy])) for strategy, law in laws.items()}
-    head |= {"speeds": speeds, "laws": laws, "verdicts": verdicts, "recommended": answer.recommend(speeds)}
-    for strategy, found in speeds.items():
-        base = statistics.median(found[min(found)]) / min(found)
-        for n, repeats in found.items():
+    curves = {s: {int(n): speed for n, speed in curve.items()} for s, curve in head.get("curves", {}).items()}
+    found = {
+        strategy: laws.fit(own, is_weak=head["about"]["weak"], curve=curves.get(strategy))
+        for strategy, own in speeds.items()
+    }
+    verdicts = {strategy: answer.verdict(law) for strategy, law in found.items() if law is not None}
+    head |= {"speeds": speeds, "laws": {strategy: law.data() for strategy, law in found.items() if law is not None}}
+    head |= {"verdicts": verdicts, "recommended": answer.recommend(speeds)}
+    for strategy, own in speeds.items():
+        base = statistics.median(own[min(own)]) / min(own)
+        for n, repeats in own.items():
             rate = statistics.median(repeats)
             console.say(f"  {strategy} on {n}: {rate:,.0f} samples/s, efficiency {rate / base / n:.0%}")
-        console.say(f"  {strategy}: {verdicts.get(strategy, 'without a point of one worker no law is fitted')}")
+        console.say(f"  {strategy}: {verdicts.get(strategy, 'one number of workers shows no scaling')}")
     console.say(f"  {head['recommended']}")

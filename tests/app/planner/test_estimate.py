@@ -72,7 +72,7 @@ def test_memory_is_that_of_the_worst_moment_on_the_fullest_device(
         monkeypatch.setattr(estimate, "part_costs", lambda *_, found=parts: list(found.values()))
         size = ModelSize((), 24)
         reader: Any = SimpleNamespace(costs=lambda way, found=model: found, size=size, sample_bytes=1.0, exchanged=0.0)
-        reader.heads, reader.blocks = None, len(model.order)
+        reader.heads, reader.blocks, reader.compiles_loss = None, len(model.order), False
         options = Options(stages=cut if pp > 1 else None)
         candidate = Candidate(layout, 2, many, "none", "fp32", schedule, chunks)
         found = estimate.Estimator(reader, cpus(4), options).estimate(candidate)
@@ -105,3 +105,26 @@ def test_a_plan_says_what_fits_and_a_simpler_layout_within_the_range_of_the_fast
     slow = replace(simple, seconds={"compute": 1.0})
     assert ranked([slow, replace(other, seconds={"compute": 0.98}, range=(0.9, 1.1))])[0] is slow
     assert ranked([slow, replace(other, seconds={"compute": 0.6}, range=(0.9, 1.1))])[0] is not slow
+    wide = replace(other, seconds={"compute": 0.9}, range=(0.5, 2.0))
+    assert ranked([slow, wide])[0] is not slow, "that all are known badly does not make them equal"
+
+
+@pytest.mark.parametrize(
+    ("share", "gain", "first"),
+    [
+        (0.5, 0.9, "fast"),
+        (0.85, 0.9, "fast"),
+        (0.97, 0.9, "safe"),
+        (0.97, 0.5, "fast"),
+        (0.999, 0.6, "safe"),
+        (1.2, 0.1, "safe"),
+    ],
+)
+def test_speed_counts_by_the_chance_that_it_fits(small: Reader, share: float, gain: float, first: str) -> None:
+    """fast: takes `gain` of the safe one's time, and `share` of the GPU's memory."""
+    row = plan_of(small, gpus(2), "train.precision=bf16", given=("train.activation_checkpointing",)).rows[0]
+    safe = replace(row, seconds={"compute": 1.0}, memory={"parameters": 0.3 * row.capacity})
+    fast = replace(row, seconds={"compute": gain}, memory={"parameters": share * row.capacity})
+    assert safe.chance > 0.999 and 0 <= fast.chance <= 1 and (fast.chance > 0.5) == (share < 1)
+    assert ranked([fast, safe])[0] is (safe if first == "safe" else fast)
+    assert replace(safe, in_host=1.2).chance == 0

@@ -14,15 +14,18 @@ import pytest
 
 from app.config import Config
 from app.config.io import load_config, with_values
-from app.planner.advice import NoLayoutFits, advice, choose_layout, predict, settings_text
+from app.planner import auto
+from app.planner.advice import advice, predict, settings_text
+from app.planner.auto import NoLayoutFits, choose_layout
 from app.planner.chart import best_by_number, draw
 from app.planner.estimate import Estimate
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.machine import Machine, cpus
 from app.planner.output import cells, distinct, families
 from app.planner.picture import content
-from app.planner.plan import Plan
+from app.planner.plan import Plan, make_plan
 from app.planner.read import Reader
+from app.planner.stand_in import plan_experiment
 from app.tasks import load_task
 from experiments.report.page import render
 from strategies import registry
@@ -139,7 +142,7 @@ def test_asynchronous_tensor_parallelism_hides_no_more_than_products_take(large:
         return found.seconds["tensor"]
 
     sync, beside, slow = tensor(), tensor("parallel.async_tp=true"), tensor("parallel.async_tp=true", gpu="t4")
-    assert beside < 0.5 * sync < 0.9 * slow, "where links are slow, more of it is left"
+    assert beside < 0.7 * sync < 0.9 * slow, "where links are slow, more of it is left"
 
 
 @pytest.mark.slow
@@ -216,7 +219,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[Reader], Reader]:
 
     def take(reader: Reader) -> Reader:
         monkeypatch.setattr("app.tasks.load_task", lambda *_: reader.task)
-        monkeypatch.setattr("app.planner.plan.reader_of", lambda *_: reader)
+        monkeypatch.setattr("app.planner.plan.reader_of", lambda *_, **__: reader)
         return reader
 
     return take
@@ -315,7 +318,7 @@ def test_auto_for_one_worker_and_where_nothing_fits(tiny: Reader, monkeypatch: p
     assert row.compare(1.0, 2 * row.memory_bytes)["plan/memory_error"] == -0.5
     with pytest.raises(NoLayoutFits, match=r"auto finds no layout that fits.*smallest cluster"):
         choose_layout(config, tiny.task, 2, with_memory(cpus(2), 10_000))
-    monkeypatch.setattr("app.planner.advice.running", lambda *_: 1 / 0)
+    monkeypatch.setattr("app.planner.auto.running", lambda *_: 1 / 0)
     found = choose_layout(config, tiny.task, 4)
     assert found.layout.name == "ddp" and "without a plan: division by zero" in found.sentence
 
@@ -331,3 +334,63 @@ def test_auto_keeps_state_in_host_memory_where_nothing_else_fits(large: Reader, 
     poor = plan_of(large, replace(with_memory(machine, least), host_bytes=2**20), "parallel.offload=true", given=given)
     assert poor.best is None and "times the memory of its hosts" in families(poor)["fsdp"]
     assert not config.parallel.offload, "another configuration"
+
+
+@pytest.fixture
+def close(tiny: Reader) -> Plan:
+    """Every layout is close to the memory of this machine."""
+    config = load_config([], [*TINY, "strategy=auto"])
+    plan = make_plan(config, tiny.task, cpus(1), given=frozenset({"parallel.offload"}), reader=tiny)
+    plan.rows = [
+        replace(row, capacity=row.memory_bytes * 1.02, seconds={"compute": 1.0 + i / 10})
+        for i, row in enumerate(sorted(plan.rows, key=lambda row: -row.memory_bytes))
+    ]
+    assert {row.verdict for row in plan.rows} == {"close"}
+    return plan
+
+
+def test_auto_starts_no_layout_that_is_close_before_it_has_been_tried(close: Plan) -> None:
+    tried: list[Estimate] = []
+
+    def attempt(plan: Plan, row: Estimate) -> str:
+        tried.append(row)
+        return "out of memory" if len(tried) < 3 else ""
+
+    row, sentence = auto._chosen(close, False, attempt)
+    assert row is tried[2] and "was tried" in sentence
+    sizes = [one.memory_bytes for one in tried]
+    assert sizes == sorted(set(sizes), reverse=True), "after one that ran out only smaller ones are tried"
+    row, sentence = auto._chosen(close, False, lambda *_: "out of memory")
+    assert row is None and "were tried: out of memory" in sentence
+    sure = replace(close.rows[-1], capacity=2 * close.rows[-1].memory_bytes, seconds={"compute": 9.0})
+
+    def no_attempt(plan: Plan, row: Estimate) -> str:
+        raise AssertionError("nothing is to be tried")
+
+    row, sentence = auto._chosen(replace(close, rows=[*close.rows, sure]), False, no_attempt)
+    assert row is sure and not sentence, "a slower one that fits goes before all of them, and needs no try"
+    away = replace(close, machine=gpus(1))
+    row, sentence = auto._chosen(away, False, no_attempt)
+    assert row is max(close.rows, key=lambda one: one.chance) and "not tried, because" in sentence
+
+
+GPT = "task_args.d_model={} task_args.n_layers={} task_args.n_heads={} task_args.vocab_size=50304"
+ONE_GPU = "train.precision=bf16 train.activation_checkpointing=none train.compile=true parallel.offload=false"
+ONE_GPU += " train.global_batch_size={0} train.micro_batch_size={0} task_args.sequence_length={1}"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batch", "length", "low", "high"),
+    [((2048, 24, 16), 8, 2048, 0.40, 0.60), ((768, 12, 12), 32, 1024, 0.28, 0.42)],
+)
+def test_a_gpt_on_one_h100_reaches_what_a_count_of_its_kernels_says(
+    sizes: tuple[int, int, int], batch: int, length: int, low: float, high: float
+) -> None:
+    """1.3 and 0.12 billion parameters: 49 to 53 and about 35 % of the peak; of torchtitan's and llm-foundry's runs of
+    1 B 39 to 42 were published, of nanoGPT's 124 M on A100 about 40."""
+    words = f"{GPT.format(*sizes)} {ONE_GPU.format(batch, length)}".split()
+    given = frozenset(word.partition("=")[0] for word in words)
+    plan = plan_experiment(load_config([EXPERIMENT], ["task_args.data=no.bin", *words]), gpus(1), given)
+    (row,) = plan.rows
+    assert low < plan.layout(row)["mfu"] < high
+    assert row.seconds["rest"] < 0.1 * row.step_seconds

@@ -116,3 +116,49 @@ def test_a_model_is_read_once_and_again_when_it_or_the_file_changes(own_cache: P
     for file in own_cache.glob("trireme/reading-*.json"):
         flip(file)
     assert planned() == first and planned() == (0, first[1])
+
+
+LLAMA = f"model: llama, data: no.bin, sequence_length: 64, config: {{{SMALL}, intermediate_size: 64, vocab_size: 99}}"
+
+
+@pytest.mark.parametrize(
+    "more", ["lora: {r: 4}", "lora: {r: 4}, pretrained: true", "pretrained: true", "lora: {r: 4, targets: [q_proj]}"]
+)
+def test_weights_that_an_experiment_begins_from_need_not_be_there(more: str, own_cache: Path) -> None:
+    plan = _planned("huggingface", f"{LLAMA}, {more}", "bf16")
+    assert plan.best is not None and plan.reader.note.startswith("task_args.model has no weights here")
+    trained = [p for p in plan.reader.size.parameters if p.trainable]
+    assert (len(trained) < len(plan.reader.size.parameters)) == ("lora" in more)
+    assert ("adapters" in plan.best.unseen) == ("lora" in more)
+    whole = _planned("huggingface", LLAMA, "bf16")
+    frozen = sum(p.numel for p in plan.reader.size.parameters if not p.trainable)
+    assert frozen in (0, whole.reader.parameters), "every weight of the model's configuration"
+    with pytest.raises(UserError, match=r"weights"):
+        config = load_config([], ["task=huggingface", f"task_args={{{LLAMA}, {more}}}"])
+        plan_experiment(config, gpus(2), frozenset(), needs_data="--max-batch")
+
+
+OF_EXPERTS = f"data: no.bin, sequence_length: 64, config: {{{SMALL}, vocab_size: 99"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("args", "experts"),
+    [
+        (
+            "model: gpt_oss, "
+            + OF_EXPERTS
+            + ", intermediate_size: 32, num_key_value_heads: 2, head_dim: 16, num_local_experts: 4}",
+            4,
+        ),
+        ("model: qwen3_moe, " + OF_EXPERTS + ", moe_intermediate_size: 32, head_dim: 16, num_experts: 8}", 8),
+        ("model: nemotron, " + OF_EXPERTS + ", num_key_value_heads: 2, intermediate_size: 64}", 0),
+        ("model: starcoder2, " + OF_EXPERTS + ", intermediate_size: 64}", 0),
+    ],
+)
+def test_models_of_the_library_are_read_without_their_numbers(args: str, experts: int, own_cache: Path) -> None:
+    for precision in ("fp32", "bf16"):
+        plan = _planned("huggingface", args, precision)
+        assert plan.best is not None and "looks at values" not in plan.reader.note
+        assert [found.count for found in plan.reader.mixtures] == [experts] * 2 * bool(experts)
+        assert ("a mixture of experts" in plan.best.unseen) == bool(experts)
