@@ -55,7 +55,7 @@ def recommend(speeds: Mapping[str, Speeds]) -> str:
         if best[n][0] / best[chosen][0] >= PAYS ** math.log2(n / chosen):
             chosen = n
     speed, strategy = best[chosen]
-    once = any(fewest_repeats(found) == 1 for found in speeds.values())
+    once = any(min(map(len, measured.values())) == 1 for measured in speeds.values())
     gain = speed / best[least][0]
     more = f", {gain:.2f} times the throughput of {least}, at {gain / chosen * least:.0%} efficiency"
     what = f"{strategy} on {chosen} workers" if chosen > 1 else "1 worker"
