@@ -16,10 +16,8 @@ from app.planner.plan import GIB, Plan
 from app.planner.ranges import Traits
 from app.planner.read import Reader
 from app.planner.stand_in import plan_experiment
+from app.run.endings import USER_ERRORS
 from experiments.benchmarks.published_runs import Run
-
-REFUSALS = ("UserError", "LayoutError", "ClusterError", "HardwareError")
-"""Errors that end the command with one sentence, by name."""
 
 
 @dataclass(frozen=True)
@@ -127,8 +125,6 @@ def prepare(run: Run) -> Prepared:
         plan = plan_experiment(config, machine, given, reader=kept[0] if kept else None)
         if not kept:
             kept.append(plan.reader)
-    except Exception as error:
-        if type(error).__name__ not in REFUSALS:
-            raise
+    except USER_ERRORS as error:
         return Prepared(run, None, str(error))
     return Prepared(run, plan)

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from strategies.parallel import seed_generators
-from strategies.tensor.ops import MARK, Peers, mark
+from strategies.tensor.ops import MARK, Peers, ShapePeers, mark
 from strategies.tensor.plan import Plan
 from strategies.tree import tree_leaves
 
@@ -63,6 +63,9 @@ _PRIME = 6364136223846793005
 @contextmanager
 def own_stream(peers: Peers, device: torch.device) -> Iterator[None]:
     """What is drawn within is this worker's own. The common stream goes on as on every other worker."""
+    if isinstance(peers, ShapePeers):  # nothing is drawn where there are only shapes
+        yield
+        return
     common = torch.default_generator
     drawn = int(torch.randint(2**62, (), generator=common, device="cpu"))
     of_device = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None

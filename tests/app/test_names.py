@@ -85,7 +85,7 @@ FOUND: dict[str, tuple[Files, str, list[object]]] = {
     ),
     "modules that would not even import, which nobody asks for": (
         {f"{name}/__init__.py": "raise RuntimeError" for name in ("app", "strategies", "cluster", "experiments")}
-        | {"app/config/schema.py": "raise RuntimeError", "cluster/connect.py": "raise RuntimeError"},
+        | {"app/config.py": "raise RuntimeError", "cluster/connect.py": "raise RuntimeError"},
         "import trireme, app.errors, strategies, cluster.environment, experiments\n"
         "print([trireme.UserError.__module__, cluster.ClusterError.__name__])",
         ["app.errors", "ClusterError"],
@@ -158,7 +158,7 @@ def test_what_was_imported_before_and_is_needed_under_its_name_is_one_sentence(t
     assert f"({ROOT}/app/errors.py): import trireme first" in ended.stderr
 
 
-CONFIG = {"app/__init__.py": "", "app/config/schema.py": "class Config: pass\nclass Mine: pass\nRATE = 1"}
+CONFIG = {"app/__init__.py": "", "app/config.py": "class Config: pass\nclass Mine: pass\nRATE = 1"}
 REFUSED: dict[str, tuple[Files, str, str]] = {
     "a name": (
         {"mine.py": "x = 1\nfrom app.config import Config"},

@@ -14,10 +14,9 @@ import torch
 
 from app.config.io import with_values
 from app.errors import UserError
-from app.launchers import ray_workers, threads
+from app.launchers import ray_workers, threads, train
 from app.launchers.actors import Placement, placement, resources_of_stages
 from app.launchers.ray_launch import resources_to_ask_for, when_over
-from app.run import train
 from app.run.prepare import Prepared, with_idle_gpus
 from cluster import ClusterError
 from cluster.connect import Cluster

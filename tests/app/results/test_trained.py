@@ -192,7 +192,7 @@ def test_of_a_text_a_model_with_an_encoder_makes_another(model: str, config: dic
 def test_a_trained_run_continues_texts_and_others_say_why_not(tmp_path: Path, text: str) -> None:
     known = ["launcher=local", "strategy=single", f"run.storage={tmp_path}", "tracking.enabled=false", "run.name=gpt"]
     sizes = f"task_args={{data: {text}, sequence_length: 16, d_model: 32, n_layers: 1, n_heads: 2}}"
-    train = ["train.steps=100", "train.global_batch_size=16", "optimizer.lr=0.02"]
+    train = ["train.steps=300", "train.global_batch_size=16", "optimizer.lr=0.02"]
     invoke("train", "task=language_modelling", sizes, *train, *known)
     run, out = tmp_path / "gpt", tmp_path / "out"
     said = invoke("generate", run, "saved is a penny ", "--max-tokens", "6", "--temperature", "0")

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from app.storage.storage import Storage, lease
+from app.storage import lease
+from app.storage.storage import Storage
 from tests.running import wait_until
 
 

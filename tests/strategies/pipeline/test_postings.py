@@ -33,6 +33,7 @@ class Recorder:
         self.stage, self.events = stage, list[tuple[str, Any]]()
         self.count: Counter[Any] = Counter()
         self.output = torch.zeros(0, requires_grad=True)
+        self.module = torch.nn.Identity()
 
     def get_process_group_ranks(self, group: Any) -> range:
         return range(100)
