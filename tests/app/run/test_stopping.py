@@ -27,6 +27,10 @@ def begin(*words: str, program: list[str] | None = None, env: dict[str, str] | N
     return subprocess.Popen(command, cwd=ROOT, env=env or environment(), text=True, start_new_session=True, **streams)
 
 
+SLOW_TOO = pytest.mark.slow
+"""Of rows whose path another row takes in `make test`: each starts a command."""
+
+
 @pytest.mark.parametrize("number", [TERM, HUP, INT])
 def test_the_whole_group_is_signalled_while_it_trains(number: int, tmp_path: Path) -> None:
     process = begin(*LOCAL, *SLOW, f"run.storage={tmp_path}")
@@ -39,7 +43,7 @@ def test_the_whole_group_is_signalled_while_it_trains(number: int, tmp_path: Pat
     assert committed(tmp_path / "run")
 
 
-@pytest.mark.parametrize("seconds", [0.4, 0.8, 1.6, 2.4])
+@pytest.mark.parametrize("seconds", [0.8, pytest.param(0.4, marks=SLOW_TOO), pytest.param(1.6, marks=SLOW_TOO), 2.4])
 @pytest.mark.parametrize("number", [TERM, HUP])
 def test_a_command_that_starts_is_ended_at_any_moment(number: int, seconds: float, tmp_path: Path) -> None:
     """Most of this time it imports, where an exception that a signal's handler raises would be lost."""
@@ -190,7 +194,9 @@ def test_training_goes_on_when_nobody_reads_about_it_any_more(tmp_path: Path) ->
     assert committed(tmp_path / "run") == [20]
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "closed", [*(pytest.param(one, marks=SLOW_TOO) for one in (">&-", "2>&-", "<&-")), "<&- >&- 2>&-"]
+)
 def test_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
     words = " ".join([*LOCAL, "train.steps=20", f"run.storage={tmp_path}"])
     done = shell(f"$TRIREME {words} {closed}")

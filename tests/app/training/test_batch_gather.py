@@ -213,7 +213,7 @@ def cases() -> list[Any]:
     for strategy, world, degrees in ROWS:
         uneven = 2 if world == 4 and "tensor" not in strategy else 5
         for micro in (None, 1, 2, 5):
-            quick = micro == uneven or (strategy in ("ddp", "fsdp") and micro != 2)
+            quick = micro == uneven and strategy in ("single", "ddp", "fsdp", "tensor")
             marks = [] if quick else [pytest.mark.slow]
             found.append(pytest.param(strategy, world, degrees, micro, marks=marks, id=f"{strategy} {micro}"))
     return found
