@@ -14,12 +14,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from strategies.dims import Layout, LayoutError, Options
-
-if TYPE_CHECKING:
-    from strategies.strategy import Strategy
 
 
 class Trait(enum.Enum):
@@ -165,11 +162,24 @@ class Observation:
         return _SENTENCES[self.trait][1]
 
 
+class Record(Protocol):
+    """What is asked of a strategy here; strategy.py says what each is."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def cannot_keep(self) -> frozenset[Trait]: ...
+    @property
+    def averages(self) -> bool: ...
+    @property
+    def splits_model(self) -> bool: ...
+
+
 # --- what a layout cannot keep ----------------------------------------------------------------------------------------
 
 
 def broken_by(
-    records: Iterable[Strategy], options: Options, observations: Sequence[Observation], *, data_workers: int
+    records: Iterable[Record], options: Options, observations: Sequence[Observation], *, data_workers: int
 ) -> list[Observation]:
     """The observations that a layout made of these strategies cannot keep.
 
@@ -195,10 +205,10 @@ _LEFT_OUT = {Trait.PARAMETERS_VARY, Trait.UNUSED_PARAMETERS}
 
 def require_kept(
     layout: Layout,
-    records: Sequence[Strategy],
+    records: Sequence[Record],
     options: Options,
     observations: Sequence[Observation],
-    alternatives: Sequence[Strategy],
+    alternatives: Sequence[Record],
 ) -> None:
     """Raises LayoutError, one sentence, for the first observation that the layout cannot keep.
 

@@ -7,7 +7,7 @@ on GPUs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,15 @@ from torch.overrides import TorchFunctionMode
 
 from app.models.grouped_linear import grouped_linear
 
-if TYPE_CHECKING:
-    from app.planner.trace import Watcher
+
+class Watcher(Protocol):
+    """What is told of fused operations: trace.py's."""
+
+    def attended(
+        self, flops: float, weight: float, kept: float, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None: ...
+    def read_whole(self, given: list[Tensor]) -> None: ...
+    def count(self, name: str, value: float) -> None: ...
 
 
 LENGTH_HALF = 480
