@@ -153,7 +153,7 @@ class Observation:
     @property
     def sentence(self) -> str:
         """What the model does, without a full stop."""
-        others = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        others = f" (and {len(self.names) - 1} more)" if len(self.names) > 1 else ""
         return _SENTENCES[self.trait][0].format(where=f"{self.names[0]}{others}")
 
     @property
@@ -222,6 +222,7 @@ def require_kept(
     broken = broken_by(records, options, observations, data_workers=layout.dims.dp_cp)
     if not broken:
         return
+    shown = _cause(broken[0], observations)
     by_recomputing = not broken_by(records, Options(), broken, data_workers=layout.dims.dp_cp)
     if by_recomputing:
         what = f"train.activation_checkpointing={options.activation_checkpointing} runs forward twice"
@@ -234,5 +235,16 @@ def require_kept(
             if not broken_by([record], options, observations, data_workers=layout.dims.world_size)
         ]
         advice = f"write strategy={keeping[0]}" if keeping else "write strategy=single and workers=1"
-    instead = f", or change the model: {broken[0].instead}" if broken[0].instead else ""
-    raise LayoutError(f"{broken[0].sentence}, and {what}: {advice}{instead}")
+    instead = f", or change the model: {shown.instead}" if shown.instead else ""
+    raise LayoutError(f"{shown.sentence}, and {what}: {advice}{instead}")
+
+
+def _cause(observation: Observation, observations: Sequence[Observation]) -> Observation:
+    """What a person should be told instead, where one observation follows from another: a block's parameters are used
+    from outside because the loss reads them."""
+    if observation.trait is Trait.BLOCK_READ_FROM_OUTSIDE:
+        for other in observations:
+            reads = other.trait in (Trait.LOSS_READS_PARAMETERS, Trait.LISTS_PARAMETERS)
+            if reads and set(observation.names) <= set(other.names):
+                return other
+    return observation

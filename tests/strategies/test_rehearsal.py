@@ -556,10 +556,13 @@ def test_the_sentence_says_what_where_and_what_to_write() -> None:
     with pytest.raises(LayoutError) as error:
         require_kept(layout, records, Options(), [observation], alternatives)
     assert str(error.value) == (
-        "the loss reads out.weight and 1 more outside of the model's forward, and strategy pipeline cannot train such "
-        "a model as one device would: write strategy=ddp, or change the model: for a penalty on all weights there is "
-        "optimizer.weight_decay"
+        "the loss reads out.weight (and 1 more) outside of the model's forward, and strategy pipeline cannot train "
+        "such a model as one device would: write strategy=ddp, or change the model: for a penalty on all weights "
+        "there is optimizer.weight_decay"
     )
+    block_read = Observation(Trait.BLOCK_READ_FROM_OUTSIDE, ("out.bias",))
+    with pytest.raises(LayoutError, match=r"the loss reads out\.weight \(and 1 more\)"):
+        require_kept(choose("fsdp", 2), registry.records("fsdp"), Options(), [observation, block_read], alternatives)
     by_data = Observation(Trait.CHANGES_PARAMETERS_BY_DATA, ("table.weight",))
     with pytest.raises(LayoutError, match="write strategy=single and workers=1"):
         require_kept(layout, records, Options(), [by_data], alternatives)
