@@ -42,6 +42,8 @@ PARAMETERS = 100_000_000
 """Up to which the step is taken on real numbers: 400 MB, and as much for gradients."""
 WAYS = 9
 """How many batches are compared in the way that they take through the model."""
+COARSE_TOLERANCE = 5e-2
+"""The same where a parameter has 16 bits."""
 TOLERANCE = 1e-3
 """Relative difference of two losses, which are the same to rounding, from which on they are not."""
 
@@ -182,7 +184,7 @@ def _with_numbers(config: Config, task: Task, batches: list[Batch], *, thorough:
             remark = items_remark(task, batches[0], lambda batch: task.loss(_build(config, task, cpu).eval(), batch))
         if thorough:
             again = _evaluated(task, _build(config, task, cpu), batches[0], backward=False)
-            stateful = not _alike(steps[0].loss, again.loss)
+            stateful = not _alike(steps[0].loss, again.loss, steps[0].tolerance)
     return FirstStep(
         observations,
         with_numbers=True,
@@ -250,6 +252,7 @@ class _Step:
     items: float
     loss: Tensor
     gradient: Tensor
+    tolerance: float = TOLERANCE
 
 
 def _evaluated(task: Task, model: nn.Module, batch: Batch, *, backward: bool) -> _Step:
@@ -259,7 +262,9 @@ def _evaluated(task: Task, model: nn.Module, batch: Batch, *, backward: bool) ->
     gradients = [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
     real = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
     flat = torch.cat([loss.new_empty(0, dtype=torch.double), *(g.flatten().double() for g in real)])
-    return _Step(float(count_items(task, batch)), loss.detach().double(), flat)
+    is_coarse = any(parameter.element_size() < 4 for parameter in model.parameters())
+    tolerance = COARSE_TOLERANCE if is_coarse else TOLERANCE
+    return _Step(float(count_items(task, batch)), loss.detach().double(), flat, tolerance)
 
 
 def coupling(whole: _Step, *halves: _Step) -> str:
@@ -270,18 +275,18 @@ def coupling(whole: _Step, *halves: _Step) -> str:
     if not counted:
         return ""
     loss = torch.stack([half.loss * (half.items / total) for half in counted]).sum()
-    if not _alike(whole.loss, loss):
+    if not _alike(whole.loss, loss, whole.tolerance):
         return f"the loss of {SAMPLES} samples is {whole.loss:.4g}, and the mean of its halves' {loss:.4g}"
     if any(half.gradient.shape != whole.gradient.shape for half in counted):
         return ""
     gradient = torch.stack([half.gradient * (half.items / total) for half in counted]).sum(0)
-    if not _alike(whole.gradient, gradient):
+    if not _alike(whole.gradient, gradient, whole.tolerance):
         return f"the gradient of {SAMPLES} samples is not the mean of its halves'"
     return ""
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
+def _alike(one: Tensor, other: Tensor, tolerance: float) -> bool:
     """Whether two are the same but for rounding; what is not finite says nothing."""
     if not bool(torch.isfinite(one).all() and torch.isfinite(other).all()):
         return True
-    return float((one - other).norm()) <= TOLERANCE * max(float(one.norm()), float(other.norm()), TOLERANCE)
+    return float((one - other).norm()) <= tolerance * max(float(one.norm()), float(other.norm()), tolerance)

@@ -272,7 +272,10 @@ def test_a_task_of_ones_own_trains_beside_packages_of_ones_own(tmp_path: Path) -
 
 @pytest.mark.parametrize(
     "layout",
-    [("strategy=ddp", "workers=2"), ("strategy=pipeline", "workers=2", "parallel.pp=2")],
+    [
+        pytest.param(("strategy=ddp", "workers=2"), marks=pytest.mark.slow),
+        ("strategy=pipeline", "workers=2", "parallel.pp=2"),
+    ],
     ids=lambda row: row[0],
 )
 def test_the_same_on_workers_in_ray(layout: tuple[str, ...], tmp_path: Path, ray_environment: dict[str, str]) -> None:

@@ -128,7 +128,18 @@ def test_a_loss_that_couples_samples_is_noted_where_a_batch_is_split(task: str, 
     assert "splits each batch into" in note and "self.gather(x)" in note
 
 
+class InSixteenBits(Chain):
+    """Its rounding is not a loss that couples samples."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4)).bfloat16()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
+
+
 def test_a_loss_that_is_a_mean_is_not_noted() -> None:
+    assert not [note for note in prepared("InSixteenBits", "strategy=ddp").notes if "depend on" in note]
     assert not [note for note in prepared("Penalised", "strategy=ddp").notes if "depend on" in note]
     assert not [note for note in prepared("WithBatchNorm", "strategy=ddp").notes if "depend on" in note]
 

@@ -31,7 +31,7 @@ SLOW_TOO = pytest.mark.slow
 """Of rows whose path another row takes in `make test`: each starts a command."""
 
 
-@pytest.mark.parametrize("number", [TERM, HUP, INT])
+@pytest.mark.parametrize("number", [TERM, *(pytest.param(one, marks=SLOW_TOO) for one in (HUP, INT))])
 def test_the_whole_group_is_signalled_while_it_trains(number: int, tmp_path: Path) -> None:
     process = begin(*LOCAL, *SLOW, f"run.storage={tmp_path}")
     lines = Lines(process)
@@ -44,7 +44,7 @@ def test_the_whole_group_is_signalled_while_it_trains(number: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize("seconds", [0.8, pytest.param(0.4, marks=SLOW_TOO), pytest.param(1.6, marks=SLOW_TOO), 2.4])
-@pytest.mark.parametrize("number", [TERM, HUP])
+@pytest.mark.parametrize("number", [TERM, pytest.param(HUP, marks=SLOW_TOO)])
 def test_a_command_that_starts_is_ended_at_any_moment(number: int, seconds: float, tmp_path: Path) -> None:
     """Most of this time it imports, where an exception that a signal's handler raises would be lost."""
     process = begin(*LOCAL, *SLOW, f"run.storage={tmp_path}")
