@@ -193,7 +193,17 @@ FOUR = [
 
 @pytest.mark.parametrize(
     ("kind", "strategy", "world", "more"),
-    [(kind, *layout) for kind in KINDS for layout in LAYOUTS] + [(Scaled, *layout) for layout in FOUR],
+    [
+        *((KINDS[0], *layout) for layout in LAYOUTS),
+        *((kind, *layout) for kind in KINDS[1:] for layout in (LAYOUTS[3], LAYOUTS[6])),
+        *(
+            pytest.param(kind, *layout, marks=pytest.mark.slow)
+            for kind in KINDS[1:]
+            for layout in LAYOUTS
+            if layout not in (LAYOUTS[3], LAYOUTS[6])
+        ),
+        *((Scaled, *layout) for layout in FOUR),
+    ],
 )
 def test_parts_weigh_what_they_count_and_those_without_an_item_are_left_out(
     kind: type[Task], strategy: str, world: int, more: tuple[str, ...], tmp_path: Path
