@@ -195,10 +195,18 @@ def broken_by(
         is_alone = data_workers == 1 and not record.splits_model
         cannot_keep |= record.cannot_keep - (_LEFT_OUT if may_leave_out or is_alone else set())
     if options.activation_checkpointing != "none":
-        cannot_keep |= {Trait.CHANGES_INPUT, Trait.CHANGES_PARAMETERS, Trait.CHANGES_PARAMETERS_BY_DATA}
+        cannot_keep |= _CHANGED_TWICE
     return [observation for observation in observations if observation.trait in cannot_keep]
 
 
+_CHANGED_TWICE = {
+    Trait.CHANGES_INPUT,
+    Trait.CHANGES_PARAMETERS,
+    Trait.CHANGES_PARAMETERS_BY_DATA,
+    Trait.CHANGES_BUFFERS,
+    Trait.CHANGES_BUFFERS_BY_DATA,
+}
+"""What a block does a second time where it is recomputed."""
 _LEFT_OUT = {Trait.PARAMETERS_VARY, Trait.UNUSED_PARAMETERS}
 """What a strategy that averages gradients keeps if a step may leave parameters out, or there is nothing to average."""
 

@@ -444,6 +444,9 @@ def test_blocks_that_change_their_input_are_seen_and_not_recomputed() -> None:
     layout, options = choose("ddp", 2), Options(activation_checkpointing="full")
     with pytest.raises(LayoutError, match=r"blocks\.1 changes its input.*write train\.activation_checkpointing=none"):
         require_kept(layout, registry.records("ddp"), options, [observation], [])
+    power_iteration = Observation(Trait.CHANGES_BUFFERS, ("blocks.0.up.parametrizations.weight.0._u",))
+    with pytest.raises(LayoutError, match=r"changes the buffer .*_u.*write train\.activation_checkpointing=none"):
+        require_kept(layout, registry.records("ddp"), options, [power_iteration], [])
 
 
 class AddsBetween(Net):
