@@ -229,6 +229,7 @@ class _Watch(TorchFunctionMode):
             (Trait.CHANGES_INPUT, self.changed_inputs),
             (Trait.CHANGES_OUTPUT, self.changed_outputs),
             (Trait.RUNS_WITHOUT_GRADIENT, [name for name in self.without_graph if self._is_trained(name)]),
+            (Trait.RECURRENT, self._recurrent()),
             (Trait.GRADIENT_IN_LOSS, self.gradients_taken),
         ]
         by_hooks: dict[Trait, list[str]] = {}
@@ -240,6 +241,14 @@ class _Watch(TorchFunctionMode):
         for tensor in self.hooks.after_accumulation:
             by_hooks.setdefault(Trait.GRADIENT_HOOK, []).append(self.names.get(id(tensor), "a parameter"))
         return [Observation(trait, _unique(names)) for trait, names in [*seen, *by_hooks.items()] if names]
+
+    def _recurrent(self) -> list[str]:
+        """Recurrent layers in blocks."""
+        return [
+            name
+            for name, part in self.module.named_modules()
+            if isinstance(part, nn.RNNBase) and any(f"{name}.".startswith(f"{block}.") for block in self.blocks)
+        ]
 
     def _replaced(self) -> list[str]:
         """Parameters that are not the model's any more."""

@@ -39,6 +39,7 @@ class Trait(enum.Enum):
     CHANGES_INPUT = "a block changes its input in place"
     CHANGES_OUTPUT = "the code after a block changes the block's output in place"
     RUNS_WITHOUT_GRADIENT = "a block runs without gradients and once more in backward"
+    RECURRENT = "a block has a recurrent layer"
     GRADIENT_IN_LOSS = "the loss takes a gradient itself"
     CALLS_VARY = "another sample, or another random number, takes another way through the model's blocks"
     UNUSED_PARAMETERS = "parameters that are to be trained get no gradient"
@@ -123,6 +124,10 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
         "{where} is recomputed by a reentrant checkpoint",
         "write checkpoint(…, use_reentrant=False), or train.activation_checkpointing=full and no checkpoint",
     ),
+    Trait.RECURRENT: (
+        "{where} is a recurrent layer, which writes into what selective recomputation keeps",
+        "write train.activation_checkpointing=full",
+    ),
     Trait.GRADIENT_IN_LOSS: (
         "{where} takes a gradient inside of forward or of the loss (torch.autograd.grad, torch.func)",
         "",
@@ -196,6 +201,8 @@ def broken_by(
         cannot_keep |= record.cannot_keep - (_LEFT_OUT if may_leave_out or is_alone else set())
     if options.activation_checkpointing != "none":
         cannot_keep |= _CHANGED_TWICE
+    if options.activation_checkpointing == "selective":
+        cannot_keep.add(Trait.RECURRENT)
     return [observation for observation in observations if observation.trait in cannot_keep]
 
 
@@ -244,6 +251,8 @@ def require_kept(
         ]
         advice = f"write strategy={keeping[0]}" if keeping else "write strategy=single and workers=1"
     instead = f", or change the model: {shown.instead}" if shown.instead else ""
+    if shown.trait is Trait.RECURRENT:  # full recomputation is no change of the model
+        advice, instead = shown.instead, ""
     raise LayoutError(f"{shown.sentence}, and {what}: {advice}{instead}")
 
 

@@ -480,6 +480,26 @@ def test_what_happens_to_outputs_between_blocks_is_seen() -> None:
     assert refusing(seen(AddsBetween)) == refusing(seen(ReentrantCheckpoint)) == {"pipeline"}
 
 
+class Recurs(Net):
+    def change(self) -> None:
+        for block in self.blocks:
+            block.up = nn.GRU(WIDTH, 16)
+            block.forward = lambda x, block=block: x + block.down(block.up(block.norm(x))[0])
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recurrent_layers_are_not_recomputed_selectively(mode: str) -> None:
+    traits = seen(Recurs)
+    assert traits.keys() == {Trait.RECURRENT} and refusing(traits) == set()
+    observations = [Observation(trait, names) for trait, names in traits.items()]
+    layout, options = choose("ddp", 2), Options(activation_checkpointing=mode)
+    if mode == "full":
+        require_kept(layout, registry.records("ddp"), options, observations, [])
+        return
+    with pytest.raises(LayoutError, match=r"blocks\.0\.up .*recurrent.*: write train\.activation_checkpointing=full$"):
+        require_kept(layout, registry.records("ddp"), options, observations, [])
+
+
 class SkipsBySample(Net):
     def between(self, number: int, x: Tensor) -> Tensor:
         return super().between(number, x) if number != 2 or x.sum() > 0 else x
