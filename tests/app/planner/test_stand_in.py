@@ -122,7 +122,14 @@ LLAMA = f"model: llama, data: no.bin, sequence_length: 64, config: {{{SMALL}, in
 
 
 @pytest.mark.parametrize(
-    "more", ["lora: {r: 4}", "lora: {r: 4}, pretrained: true", "pretrained: true", "lora: {r: 4, targets: [q_proj]}"]
+    "more",
+    [
+        "lora: {r: 4}, pretrained: true",
+        *(
+            pytest.param(other, marks=pytest.mark.slow)
+            for other in ("lora: {r: 4}", "pretrained: true", "lora: {r: 4, targets: [q_proj]}")
+        ),
+    ],
 )
 def test_weights_that_an_experiment_begins_from_need_not_be_there(more: str, own_cache: Path) -> None:
     plan = _planned("huggingface", f"{LLAMA}, {more}", "bf16")

@@ -55,7 +55,7 @@ def test_the_whole_group_is_signalled_while_it_trains(number: int, tmp_path: Pat
     assert committed(tmp_path / "run")
 
 
-@pytest.mark.parametrize("seconds", [0.8, pytest.param(0.4, marks=SLOW_TOO), pytest.param(1.6, marks=SLOW_TOO), 2.4])
+@pytest.mark.parametrize("seconds", [0.8, *(pytest.param(other, marks=SLOW_TOO) for other in (0.0, 0.4, 1.6, 2.4))])
 @pytest.mark.parametrize("number", [TERM, pytest.param(HUP, marks=SLOW_TOO)])
 def test_a_command_that_starts_is_ended_at_any_moment(number: int, seconds: float, tmp_path: Path) -> None:
     """From when it has set its handlers on; most of this time it imports, where an exception that a signal's handler
