@@ -9,7 +9,7 @@ from app.errors import nearest
 
 BENCHMARKS = {
     "step": "a step under each strategy or schedule, beside the same written by hand",
-    "gpu first": "the first 30 minutes on a GPU: checks with predictions, a JSON line each; needs little but PyTorch",
+    "gpu first": "the first minutes on a GPU: checks with predictions, as many as fit --budget",
     "published": "what the plain plan command says of published runs, by kind, size, sequence and GPU",
     "laws": "laws of scaling, fitted to the two smallest numbers of GPUs of published series, on the others",
     "chaos": "kills of anything at any moment: what is lost, and seconds to the next step",

@@ -1,8 +1,10 @@
 """One check: what it is, what it is given, and the process that runs it.
 
-`python -m experiments.benchmarks.gpu_first.check FUNCTION ARGUMENTS DEVICE MODEL FILE LIMIT` calls a check's function
-on DEVICE (cuda or cpu), with the name of a model of experiments/benchmarks/gpt.py, and writes what it expects and finds
-to FILE, a JSON object a line, each as soon as it is known: of a check that hangs or crashes stays what it had found.
+`python -m experiments.benchmarks.gpu_first.check FUNCTION ARGUMENTS DEVICE MODEL FILE LIMIT PIPE` calls a check's
+function on DEVICE (cuda or cpu), with the name of a model of experiments/benchmarks/gpt.py, and writes what it expects
+and finds to FILE, a JSON object a line, each as soon as it is known: of a check that hangs or crashes stays what it had
+found. PIPE is the number of an inherited file descriptor: once nobody has its other end open, because the program was
+killed, the check and all that it started are killed, too.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import json
+import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -36,6 +40,8 @@ class Check:
 
     name: str
     function: str
+    seconds: float
+    """What it takes on one H100: it is not begun where less is left of a budget."""
     limit: float
     """Seconds after which it is killed."""
     arguments: tuple[Any, ...] = ()
@@ -117,8 +123,17 @@ def misses(predicted: dict[str, Any], found: dict[str, Any]) -> list[str]:
     return wrong
 
 
-def main(function: str, arguments: str, device: str, model: str, path: str, limit: str) -> None:
+def end_with_the_program(pipe: int) -> None:
+    """Forks a process that waits for the program's end and then kills this process group. A process of its own, as one
+    that hangs in a call of the driver runs no other thread; the program ends it together with the check."""
+    if os.fork() == 0:
+        os.read(pipe, 1)
+        os.killpg(0, signal.SIGKILL)
+
+
+def main(function: str, arguments: str, device: str, model: str, path: str, limit: str, pipe: str) -> None:
     """Ends well also where the check raises: that is in the file, too."""
+    end_with_the_program(int(pipe))
     set_defaults()  # before CUDA starts, as in a run's workers
     faulthandler.enable()
     faulthandler.dump_traceback_later(0.8 * float(limit))  # says where it hangs, just before it is killed
@@ -140,4 +155,7 @@ def main(function: str, arguments: str, device: str, model: str, path: str, limi
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    # Checks import this module under its own name: the exceptions that they raise are that one's, not __main__'s.
+    from experiments.benchmarks.gpu_first import check
+
+    check.main(*sys.argv[1:])

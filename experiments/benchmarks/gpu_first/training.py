@@ -140,6 +140,10 @@ def one_device(here: Here, variant: str) -> None:
 # --- nothing waits ------------------------------------------------------------------------------------------------
 
 
+WAITED = "called a synchronizing CUDA operation"
+"""What torch warns of; set_sync_debug_mode itself warns, too, that it is a prototype."""
+
+
 def no_waits(here: Here, mixture: bool = False) -> None:
     """Steps of a run, with clipping and without a log line, in which nothing may wait for the device. mixture: of
     experts, all on one GPU."""
@@ -159,7 +163,7 @@ def no_waits(here: Here, mixture: bool = False) -> None:
         for micro_batches in ahead[3:5]:
             run.step(micro_batches)
         torch.cuda.set_sync_debug_mode("default")
-    places = {f"{one.filename}:{one.lineno}" for one in seen if "synchroniz" in str(one.message)}
+    places = {f"{one.filename}:{one.lineno}" for one in seen if WAITED in str(one.message)}
     here.found(waits=len(places), where=sorted(places))
     torch.cuda.set_sync_debug_mode("error")
     for done, micro_batches in enumerate(ahead[5:], 1):
@@ -212,8 +216,8 @@ def save(here: Here) -> None:
     shape, folder = SHAPES[here.model], os.environ["TMPDIR"]
     run = training(here, config(shape, folder))
     size = STATE_BYTES * sum(parameter.numel() for parameter in run.parallel.parameters())
-    why = "bytes over 10 to 60 GB/s, what a GPU copies to pinned memory (PCIe 4 and 5), and 50 ms for the rest"
-    here.expect_speed("stall", size / 60e9, size / 10e9 + 0.05, why)
+    why = "the copy runs beside the next steps: at most bytes over 10 GB/s, which PCIe 4 has, and 50 ms for the rest"
+    here.expect_speed("stall", 0.0, size / 10e9 + 0.05, why)
     here.expect_speed("first_stall", 0.0, size / 1e9 + 1.0, "it pins the buffers, at about 1 GB/s or faster")
     here.expect_speed("pinned_over_state", 1.0, 1.1, "every tensor has a buffer of its size")
     stalls, totals = [], []

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import time
 
-from experiments.benchmarks.gpu_first.check import Here
+from experiments.benchmarks.gpu_first.check import Here, NotHere
 
 NOT_THERE = {"ray", "mlflow", "omegaconf", "antlr4", "click", "cloudpickle", "pandas", "pyarrow", "scipy", "matplotlib"}
 NOT_THERE |= {"optuna", "safetensors", "tokenizers", "transformers", "pydantic", "requests"}
@@ -26,6 +26,10 @@ def crashes(here: Here) -> None:
 
 def raises(here: Here) -> None:
     raise MemoryError("out of memory")
+
+
+def is_not_for_here(here: Here) -> None:
+    raise NotHere("there is no such thing here")
 
 
 def is_wrong(here: Here, value: float | None) -> None:

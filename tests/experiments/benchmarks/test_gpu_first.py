@@ -1,7 +1,8 @@
-"""The first 30 minutes on a GPU, on a CPU: every line's fields; what ends and reports a check; what is not imported."""
+"""The first minutes on a GPU, on a CPU: every line's fields; what ends and reports a check; what is not imported."""
 
 import importlib
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,11 +16,12 @@ from cluster.shape import of_gpus
 from experiments.benchmarks.gpt import SHAPES
 from experiments.benchmarks.gpu_first import program
 from experiments.benchmarks.gpu_first.check import Check
+from experiments.benchmarks.gpu_first.program import Shared
 from experiments.benchmarks.gpu_first.speed import larger
 from experiments.benchmarks.gpu_first.table import CHECKS, HERE, ROW
 from experiments.benchmarks.gpu_first.training import config, planned
 from tests.experiments.benchmarks.bad_checks import NOT_THERE
-from tests.running import ROOT, environment
+from tests.running import ROOT, environment, wait_until
 
 FIELDS = ["name", "ok", "seconds", "predicted", "found", "error", "lacks"]
 REFUSES = f"""import sys
@@ -35,11 +37,12 @@ PathFinder.find_spec = classmethod(there)
 @pytest.mark.timeout(3600)
 def test_the_whole_program_runs_on_a_cpu_where_there_is_little_but_torch(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(REFUSES)
-    command = [sys.executable, "-m", "experiments.benchmarks", "gpu", "first", "--model", "tiny"]
+    out = tmp_path / "out.jsonl"
+    command = [sys.executable, "-m", "experiments.benchmarks", "gpu", "first", "--model", "tiny", "--out", str(out)]
     env = environment(PYTHONPATH=str(tmp_path))
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    *lines, summary = map(json.loads, done.stdout.splitlines())
+    *lines, summary = map(json.loads, out.read_text().splitlines())
     by = {line["name"]: line for line in lines}
     assert list(by)[:-1] == ["machine", *(check.name for check in CHECKS)] and list(by)[-1].startswith(ROW)
     assert all(list(line) == FIELDS for line in lines)
@@ -51,6 +54,8 @@ def test_the_whole_program_runs_on_a_cpu_where_there_is_little_but_torch(tmp_pat
             assert line["ok"] is None and line["error"] in ("needs a GPU", "has a size of its own: leave --model out")
     needs = {check.name for check in CHECKS if check.needs == "gpu"}
     assert {name for name, line in by.items() if not line["ok"]} == needs == set(summary["left_out"])
+    figures = [(name, what) for name, line in by.items() for what in line["predicted"]]
+    assert [tuple(row.split()[:2]) for row in done.stdout.splitlines()[-2 - len(figures) : -2]] == figures
     assert summary["ok"] and summary["failed"] == [] and summary["name"] == "summary"
     assert by["resume"]["found"]["resumed_from"] == 3 and by["gpu_tests"]["found"]["skipped"] > 0
 
@@ -59,17 +64,21 @@ BAD = "tests.experiments.benchmarks.bad_checks."
 
 
 @pytest.mark.slow
-def test_a_check_that_hangs_crashes_or_fails_is_ended_and_the_later_ones_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_hangs_crashes_or_fails_is_ended_and_the_later_ones_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Each has the environment of a run's workers."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for name in (*NCCL, *ALLOCATOR):
         monkeypatch.delenv(name, raising=False)
-    checks = [Check("hangs", BAD + "hangs", 4.0)]
-    checks += [Check(name, BAD + name, 30.0) for name in ("crashes", "raises", "says_its_environment")]
-    checks += [Check(name, BAD + "lacks", 30.0, (name,)) for name in ("no_such_package", "app.no_such_module")]
-    checks += [Check(str(value), BAD + "is_wrong", 30.0, (value,)) for value in (1.5, 3.0, float("nan"), None)]
-    checks.append(Check("gpu", "", 1.0, needs="gpu"))
-    by = {line["name"]: line for line in program.run_all(checks, 0, "tiny", None)}
+    checks = [Check("hangs", BAD + "hangs", 1.0, 4.0)]
+    checks += [
+        Check(name, BAD + name, 1.0, 30.0) for name in ("crashes", "raises", "is_not_for_here", "says_its_environment")
+    ]
+    checks += [Check(name, BAD + "lacks", 1.0, 30.0, (name,)) for name in ("no_such_package", "app.no_such_module")]
+    checks += [Check(str(value), BAD + "is_wrong", 1.0, 30.0, (value,)) for value in (1.5, 3.0, float("nan"), None)]
+    checks.append(Check("gpu", "", 1.0, 1.0, needs="gpu"))
+    by = {line["name"]: line for line in program.run_all(checks, 0, "tiny", Shared(tmp_path))}
     assert list(by) == [check.name for check in checks] and all(list(line) == FIELDS for line in by.values())
     failed = [name for name, line in by.items() if line["ok"] is False]
     assert failed == ["hangs", "crashes", "raises", "app.no_such_module", "3.0", "nan", "None"]
@@ -78,29 +87,76 @@ def test_a_check_that_hangs_crashes_or_fails_is_ended_and_the_later_ones_run(mon
     assert "killed" in by["hangs"]["error"] and "in hangs" in by["hangs"]["error"], "and where it hung"
     assert "SIGSEGV" in by["crashes"]["error"] and by["crashes"]["found"] == {"before": 1}
     assert "MemoryError: out of memory" in by["raises"]["error"]
+    assert by["is_not_for_here"]["ok"] is None and by["is_not_for_here"]["error"] == "there is no such thing here"
     assert by["no_such_package"]["error"] == "needs no_such_package: pip install it"
     assert by["gpu"]["error"] == "needs a GPU" and by["3.0"]["error"] == "value is 3, outside of 1.0 to 2.0"
     assert by["None"]["error"] == "value was not found" and by["1.5"]["predicted"]["least"]["high"] is None
     set_defaults(wanted := {})
     assert wanted and by["says_its_environment"]["found"] == wanted
-    assert ["sleep", "1234.5"] not in [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert not sleeping()
+
+
+def sleeping() -> bool:
+    """Whether what `hangs` starts is still there."""
+    return ["sleep", "1234.5"] in [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+
+
+ONE_THAT_HANGS = f"""import sys
+from pathlib import Path
+from experiments.benchmarks.gpu_first.check import Check
+from experiments.benchmarks.gpu_first.program import Shared
+from experiments.benchmarks.gpu_first.program import Shared, run
+run(Check("hangs", "{BAD}hangs", 1.0, 600.0), "cpu", "tiny", Shared(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_check_ends_with_the_program_however_that_is_ended(how: signal.Signals, tmp_path: Path) -> None:
+    """With all that it has started."""
+    program = subprocess.Popen(
+        [sys.executable, "-c", ONE_THAT_HANGS, str(tmp_path)], env=environment(PYTHONPATH=str(ROOT))
+    )
+    wait_until(sleeping, 60)
+    program.send_signal(how)
+    program.wait(30)
+    wait_until(lambda: not sleeping(), 30)
+
+
+@pytest.mark.parametrize(("left", "runs"), [(9.9, []), (10.0, ["short"]), (25.0, ["short", "long"])])
+def test_what_does_not_fit_the_budget_is_left_out_and_named(
+    left: float, runs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By what is left when its turn comes; none may run for longer than that."""
+    clock = [100.0]
+    monkeypatch.setattr(program.time, "monotonic", lambda: clock[0])
+
+    def run(check: Check, *_: object) -> dict[str, object]:
+        clock[0] += check.seconds
+        return program._line(check.name, True)
+
+    monkeypatch.setattr(program, "run", run)
+    checks = [Check("short", "", 10.0, 60.0), Check("long", "", 15.0, 60.0)]
+    lines = list(program.run_all(checks, 1, None, Shared(tmp_path, end=100.0 + left)))
+    assert [line["name"] for line in lines if line["ok"]] == runs
+    assert all("of --budget" in line["error"] for line in lines if not line["ok"])
 
 
 @pytest.mark.parametrize(("lacks", "code"), [("omegaconf", 1), (None, 0)])
 def test_a_package_that_is_not_there_ends_the_program_badly_and_what_a_gpu_needs_does_not(
-    lacks: str | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lacks: str | None, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found = {"gpus": 0, "most": [float("inf"), 1.5]}
     monkeypatch.setattr(program, "run", lambda *_: program._line("machine", True, found=found))
     monkeypatch.setattr(program, "run_all", lambda *_: iter([program._line("a", None, error="why", lacks=lacks)]))
     with pytest.raises(SystemExit) as ended:
-        program.main(["--model", "tiny"])
-    machine, *_, summary = map(json.loads, capsys.readouterr().out.splitlines())
+        program.main(["--model", "tiny", "--out", str(tmp_path / "out")])
+    machine, *_, summary = map(json.loads, (tmp_path / "out").read_text().splitlines())
     assert ended.value.code == code and summary["ok"] == (code == 0) and summary["left_out"] == ["a"]
     assert summary["lacks"] == ([lacks] if lacks else []) and machine["found"]["most"] == ["inf", 1.5]
 
 
-@pytest.mark.parametrize("words", [["--only", "nothing"], ["--limit", "0"]])
+@pytest.mark.parametrize("words", [["--only", "nothing"], ["--limit", "0"], ["--budget", "-1"]])
 def test_what_is_written_wrongly_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         program.main(words)
@@ -111,14 +167,14 @@ def test_each_check_is_found_and_only_names_begin_with_what_is_asked_for() -> No
     for check in CHECKS:
         module, _, name = check.function.rpartition(".")
         assert check.function.startswith(HERE) and callable(getattr(importlib.import_module(module), name))
-        assert check.model in SHAPES and check.limit <= 400
+        assert check.model in SHAPES and check.seconds < check.limit <= 400
     assert [check.name for check in program.chosen(CHECKS, ["copy", "memory_1"])][:2] == ["copy", "memory_1.3b"]
 
 
-def test_the_last_of_the_six_memory_shapes_runs_out_on_every_gpu_and_one_beside_it_fits_80_gb(tmp_path: Path) -> None:
-    rows = [check for check in CHECKS if check.name.startswith("memory")]
-    assert len(rows) == 6
-    for check, gpu, fits in ((rows[2], "h100-80gb", True), (rows[-1], "b200", False)):
+def test_one_memory_shape_runs_out_on_every_gpu_and_one_beside_it_fits_80_gb(tmp_path: Path) -> None:
+    rows = {check.name: check for check in CHECKS if check.name.startswith("memory")}
+    for name, gpu, fits in (("memory_1.3b", "h100-80gb", True), ("memory_1.3b_runs_out", "b200", False)):
+        check = rows[name]
         mode, times = check.arguments
         made = config(larger(SHAPES[check.model], times), str(tmp_path), activation_checkpointing=mode)
         assert planned(made, of_shape(of_gpus(1, gpu, 1, None), 1)).fits == fits, check.name
