@@ -21,11 +21,6 @@ Both find their gradients in forward, and only multiply them by what comes in, i
 error, not a wrong gradient.
 """
 
-import functools
-import os
-import shutil
-from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -33,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from app.models.linear import product_dtype
+from app.models.linear import add_product, product_dtype
+from app.models.one_kernel import compiles, one_kernel
 
 LARGE_VOCABULARY = 8192  # from here on chunks are worth it, whatever the batch: memory grows with it
 CHUNK_NUMBERS = 1 << 24  # logits of a chunk that are given: 64 MiB in float32, large enough to fill a GPU
@@ -78,20 +74,7 @@ def _is_free(logits: Tensor) -> bool:
 
 def _chunk(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """(sum of the rows' losses, float32; s, in float32 or in the logits' type)."""
-    return (_compiled() if logits.is_cuda and _compiles(logits.device) else one_by_one)(logits, targets)
-
-
-@functools.cache
-def _compiles(device: torch.device) -> bool:
-    """Whether torch.compile has all that it needs for a GPU: Triton, and a C compiler, which many images lack."""
-    compilers = (os.environ.get("CC", ""), "gcc", "clang")
-    able = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (7, 0)
-    return able and find_spec("triton") is not None and any(map(shutil.which, compilers))
-
-
-@functools.cache
-def _compiled() -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    return torch.compile(fusible)  # not fullgraph: after too many unlike calls it then runs as it is written
+    return (_fused if logits.is_cuda and compiles(logits.device) else one_by_one)(logits, targets)
 
 
 def fusible(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,6 +93,9 @@ def one_by_one(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     loss = -logarithms.gather(1, column).sum()
     slope = logarithms.exp_()
     return loss, slope.scatter_add_(1, column, slope.new_full((), -1.0).expand_as(column))
+
+
+_fused = one_kernel(fusible)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -147,7 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if wanted:
                 slope = slope.to(hidden.dtype)
                 torch.mm(slope, weight, out=out)
-                to_weight += slope.t() @ rows
+                add_product(to_weight, slope.t(), rows)
             del slope
         if wanted:
             ctx.save_for_backward(to_hidden, to_weight)

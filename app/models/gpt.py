@@ -8,14 +8,17 @@ off the projections' output, so a block works unchanged when it holds only some 
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from app.errors import UserError
 from app.models.cross_entropy import linear_cross_entropy
 from app.models.linear import is_plain, linears, product_dtype
+from app.models.one_kernel import one_kernel
 
 ROTARY_BASE = 10_000.0
 NORM_EPS = 1e-5
@@ -36,6 +39,12 @@ TENSOR_PLAN = {
 """How tensor parallelism splits a GPT (strategies/tensor/plan.py)."""
 
 
+def undrawn(kind: type[nn.Module], *sizes: int, **options: Any) -> Any:
+    """A layer with arbitrary weights, for a model that draws them all itself: torch would draw each of them once
+    before, on one thread, which takes as long again (18 s of 1.3 B parameters)."""
+    return nn.utils.skip_init(kind, *sizes, device=torch.get_default_device(), **options)
+
+
 class Attention(nn.Module):
     """Causal multi-head self-attention: (B, T, D) to (B, T, D)."""
 
@@ -48,14 +57,17 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = d_model // n_heads
         self.dropout = dropout
-        self.q, self.k, self.v, self.out = (nn.Linear(d_model, d_model, bias=False) for _ in range(4))
+        self.q, self.k, self.v, self.out = (undrawn(nn.Linear, d_model, d_model, bias=False) for _ in range(4))
 
-    def forward(self, x_BTD: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        q_BHTK, k_BHTK, v_BHTK = (
-            projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    def forward(self, x_BTD: Tensor, rotary_2TK: Tensor) -> Tensor:
+        q_BTHK, k_BTHK, v_BTHK = (
+            projected.unflatten(-1, (-1, self.head_dim))
             for projected in linears(x_BTD, (self.q, self.k, self.v), self.fused)
         )
-        q_BHTK, k_BHTK = rotated(q_BHTK, k_BHTK, position_ids)
+        # Turned before heads and tokens change places, so that the three are never copied: attention's kernels read
+        # and write heads where they are.
+        q_BHTK, k_BHTK = (rotated(each, rotary_2TK).transpose(1, 2) for each in (q_BTHK, k_BTHK))
+        v_BHTK = v_BTHK.transpose(1, 2)
         causal = not self.kept
         if self.kept is not None:
             now = (k_BHTK, v_BHTK)
@@ -72,9 +84,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, d_model: int, d_hidden: int) -> None:
         super().__init__()
-        self.gate = nn.Linear(d_model, d_hidden, bias=False)
-        self.up = nn.Linear(d_model, d_hidden, bias=False)
-        self.down = nn.Linear(d_hidden, d_model, bias=False)
+        self.gate = undrawn(nn.Linear, d_model, d_hidden, bias=False)
+        self.up = undrawn(nn.Linear, d_model, d_hidden, bias=False)
+        self.down = undrawn(nn.Linear, d_hidden, d_model, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         gate, up = linears(x_BTD, (self.gate, self.up), self.fused)
@@ -99,8 +111,8 @@ class Block(nn.Module):
         self.mlp = FeedForward(d_model, d_hidden)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BTD: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        x_BTD = x_BTD + self.dropout(self.attn(self.attn_norm(x_BTD), position_ids))
+    def forward(self, x_BTD: Tensor, rotary_2TK: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.dropout(self.attn(self.attn_norm(x_BTD), rotary_2TK))
         return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
 
 
@@ -135,12 +147,12 @@ class GPT(nn.Module):
             )
         # Two thirds of the usual 4·D, since SwiGLU has three matrices; rounded up so that tp divides it.
         d_hidden = d_hidden or 64 * math.ceil(8 * d_model / 3 / 64)
-        self.tied, self.residual_in_fp32 = tie_weights, residual_in_fp32
-        self.embed = nn.Embedding(vocab_size, d_model)
+        self.tied, self.residual_in_fp32, self.head_dim = tie_weights, residual_in_fp32, d_model // n_heads
+        self.embed = undrawn(nn.Embedding, vocab_size, d_model)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleDict({str(i): Block(d_model, n_heads, d_hidden, dropout) for i in range(n_layers)})
         self.norm = RMSNorm(d_model, eps=NORM_EPS)
-        self.head = nn.Linear(d_model, vocab_size, bias=False)
+        self.head = undrawn(nn.Linear, d_model, vocab_size, bias=False)
         for name, module in self.named_modules():  # GPT-2's: smaller by √(2·layers) where a residual branch ends
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 ends_branch = name.endswith(("attn.out", "mlp.down"))
@@ -155,8 +167,9 @@ class GPT(nn.Module):
         x_BTD = self.dropout(self.embed(tokens_BT))
         if not self.residual_in_fp32:
             x_BTD = x_BTD.to(product_dtype(x_BTD))
+        rotary_2TK = rotary(tokens_BT, self.head_dim, position_ids)
         for block in self.blocks.values():
-            x_BTD = block(x_BTD, position_ids)
+            x_BTD = block(x_BTD, rotary_2TK)
         x_BTD = self.norm(x_BTD)
         return self.head(x_BTD) if targets_BT is None else linear_cross_entropy(x_BTD, self.head.weight, targets_BT)
 
@@ -171,18 +184,51 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
 
 
-def rotated(q_BHTK: Tensor, k_BHTK: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Turn each pair (i, i + K/2) of a head's numbers by an angle that grows with the position. Angles are not kept: a
-    buffer would be lost when a model built on meta is materialised."""
-    tokens, half = q_BHTK.shape[-2], q_BHTK.shape[-1] // 2
-    exponents = torch.arange(half, device=q_BHTK.device, dtype=torch.float32) / half
-    positions = torch.arange(tokens, device=q_BHTK.device, dtype=torch.float32)
-    positions = positions if position_ids is None else position_ids[0].float()
+def rotary(tokens_BT: Tensor, head_dim: int, position_ids: Tensor | None = None) -> Tensor:
+    """The cosines and sines by which the halves of a head are turned, (2, T, K/2), float32.
+
+    Made once in a forward, for all blocks: where a block made them itself, a compiled one would compute a power, a
+    cosine and a sine again for every number of q and k that it turns, an eighth of a step of 1.3 B parameters on an
+    H100 (experiments/LOG.md). They are not kept: a buffer would be lost when a model built on meta is materialised.
+
+    Args:
+        tokens_BT: of which only the number of tokens and the device matter.
+        head_dim: K.
+        position_ids: where in their sequence the tokens are, (1, T); 0 to T-1 by default.
+    """
+    half = head_dim // 2
+    exponents = torch.arange(half, device=tokens_BT.device, dtype=torch.float32) / half
+    if position_ids is None:
+        positions = torch.arange(tokens_BT.size(1), device=tokens_BT.device, dtype=torch.float32)
+    else:
+        positions = position_ids[0].float()
     angles_TK = torch.outer(positions, ROTARY_BASE**-exponents)
-    cos, sin = angles_TK.cos().to(q_BHTK.dtype), angles_TK.sin().to(q_BHTK.dtype)
+    return torch.stack([angles_TK.cos(), angles_TK.sin()])
 
-    def turn(x_BHTK: Tensor) -> Tensor:
-        first, second = x_BHTK.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
-    return turn(q_BHTK), turn(k_BHTK)
+def rotated(x_BTHK: Tensor, rotary_2TK: Tensor) -> Tensor:
+    """Turns each pair (i, i + K/2) of a head's numbers by an angle that grows with the token's position."""
+    cos, sin = rotary_2TK.to(x_BTHK.dtype).unsqueeze(2)  # (T, 1, K/2), alike for all heads
+    return _Rotation.apply(x_BTHK, cos, sin)  # type: ignore[no-untyped-call]
+
+
+class _Rotation(torch.autograd.Function):
+    """The same where the model is not compiled. Backward turns the gradient the other way, and nothing but the angles
+    is kept for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(gradient, cos, -sin), None, None
+
+
+@one_kernel
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)

@@ -47,6 +47,18 @@ def linears(x: Tensor, layers: Sequence[nn.Module], fused: bool) -> Iterable[Ten
         return _Linears.apply(x.to(dtype), *(layer.weight.to(dtype) for layer in layers))  # type: ignore[operator]
 
 
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left·right, in place; total is float32, the others may have 16 bits.
+
+    On a GPU the product itself adds to `total`. Written out in 16 bits first, it would be rounded, and both be read
+    once more.
+    """
+    if total.is_cuda and torch.version.hip is None and left.dtype in (torch.bfloat16, torch.float16):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
+
+
 class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:

@@ -53,7 +53,7 @@ class Router(nn.Module):
     def __init__(self, d_model: int, n_experts: int, top_k: int, bias_rate: float) -> None:
         super().__init__()
         self.top_k, self.bias_rate = top_k, bias_rate
-        self.gate = nn.Linear(d_model, n_experts, bias=False)
+        self.gate = gpt.undrawn(nn.Linear, d_model, n_experts, bias=False)
         self.register_buffer("bias", torch.zeros(n_experts))
         self.register_buffer("load", torch.full((n_experts,), 1 / n_experts))
 
@@ -123,8 +123,8 @@ class Block(nn.Module):
         self.mlp = mlp
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x_BTD: Tensor, balance: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        x_BTD = x_BTD + self.dropout(self.attn(self.attn_norm(x_BTD), position_ids))
+    def forward(self, x_BTD: Tensor, balance: Tensor, rotary_2TK: Tensor) -> tuple[Tensor, Tensor]:
+        x_BTD = x_BTD + self.dropout(self.attn(self.attn_norm(x_BTD), rotary_2TK))
         y_BTD, own = self.mlp(self.mlp_norm(x_BTD))
         return x_BTD + self.dropout(y_BTD), balance + own
 
@@ -165,7 +165,8 @@ class MixtureGPT(nn.Module):
         usual = 64 * math.ceil(8 * d_model / 3 / 64 / top_k)
         d_expert, d_shared = d_expert or usual, usual if d_shared is None else d_shared
         self.tied, self.balance_weight, self.residual_in_fp32 = tie_weights, balance_weight, residual_in_fp32
-        self.embed = nn.Embedding(vocab_size, d_model)
+        self.head_dim = d_model // n_heads
+        self.embed = gpt.undrawn(nn.Embedding, vocab_size, d_model)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleDict(
             {
@@ -176,7 +177,7 @@ class MixtureGPT(nn.Module):
             }
         )
         self.norm = gpt.RMSNorm(d_model, eps=NORM_EPS)
-        self.head = nn.Linear(d_model, vocab_size, bias=False)
+        self.head = gpt.undrawn(nn.Linear, d_model, vocab_size, bias=False)
         for name, parameter in self.named_parameters():  # as in gpt.py
             if parameter.dim() > 1:
                 ends_branch = name.rsplit(".weight", 1)[0].endswith(("attn.out", ".down"))
@@ -197,8 +198,9 @@ class MixtureGPT(nn.Module):
         balance = x_BTD.new_zeros((), dtype=torch.float32)
         if not self.residual_in_fp32:
             x_BTD = x_BTD.to(product_dtype(x_BTD))
+        rotary_2TK = gpt.rotary(tokens_BT, self.head_dim, position_ids)
         for block in self.blocks.values():
-            x_BTD, balance = block(x_BTD, balance, position_ids)
+            x_BTD, balance = block(x_BTD, balance, rotary_2TK)
         x_BTD = self.norm(x_BTD)
         if targets_BT is None:
             return self.head(x_BTD)

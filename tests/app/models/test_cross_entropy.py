@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from app.models import cross_entropy as losses
+from app.models import one_kernel
 from app.models.cross_entropy import CHUNKS, cross_entropy, linear_cross_entropy
 
 WORDS = 9000
@@ -38,11 +39,12 @@ def all_of(loss: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple
 
 OURS = pytest.mark.parametrize("loss", [of_logits, linear_cross_entropy])
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
 
 
 @OURS
 @pytest.mark.parametrize("tokens", [1, 37, 64])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+@DEVICES
 def test_loss_and_gradients(monkeypatch: pytest.MonkeyPatch, loss: Loss, tokens: int, device: str) -> None:
     monkeypatch.setattr(losses, "CHUNK_NUMBERS", 10 * WORDS)
     near = 2e-6 if device == "cpu" else 1e-5
@@ -54,9 +56,11 @@ def test_loss_and_gradients(monkeypatch: pytest.MonkeyPatch, loss: Loss, tokens:
 
 @OURS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_16_bits_it_is_as_near_to_the_truth_as_the_plain_one(loss: Loss, dtype: torch.dtype) -> None:
+@DEVICES
+def test_in_16_bits_it_is_as_near_to_the_truth_as_the_plain_one(loss: Loss, dtype: torch.dtype, device: str) -> None:
     exact = all_of(plain, *(t.detach().double().requires_grad_() if t.is_floating_point() else t for t in example(64)))
-    found, usual = (all_of(each, *example(64, dtype)) for each in (loss, plain))
+    given = [t.detach().to(device).requires_grad_(t.requires_grad) for t in example(64, dtype)]
+    found, usual = ([t.cpu() for t in all_of(each, *given)] for each in (loss, plain))
     assert found[0].dtype == torch.float32 and found[1].dtype == found[2].dtype == dtype
     for one, other, truth in zip(found, usual, exact):
         error, least = ((each.double() - truth).abs().max() / truth.abs().max() for each in (one, other))
@@ -93,13 +97,13 @@ def test_what_is_compiled_for_a_gpu_is_one_graph_with_the_same_numbers(dtype: to
 
 
 def test_on_a_gpu_without_a_c_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(losses, "find_spec", lambda name: name)
+    monkeypatch.setattr(one_kernel, "find_spec", lambda name: name)
     monkeypatch.delenv("CC", raising=False)
     (tmp_path / "gcc").touch(0o755)
     for path, generation, able in ((tmp_path, 9, True), (tmp_path, 6, False), (tmp_path / "none", 9, False)):
         monkeypatch.setenv("PATH", str(path))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=generation: (found, 0))
-        assert losses._compiles.__wrapped__(torch.device("cuda", 0)) == able
+        assert one_kernel.compiles.__wrapped__(torch.device("cuda", 0)) == able
 
 
 def test_no_chunk_is_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:

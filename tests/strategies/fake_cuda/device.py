@@ -219,6 +219,13 @@ def _face(devices: int) -> None:
     _library.kept = operators
     for key in ("CUDA", "AutogradCUDA"):
         operators.impl("scaled_dot_product_attention", _attention, key)
+    operators.impl("addmm.dtype_out", _product_in_float32, "CUDA")  # which there is on CUDA alone
+
+
+def _product_in_float32(
+    total: Any, left: Any, right: Any, out_dtype: Any, *, beta: float = 1, alpha: float = 1, out: Any
+) -> Any:
+    return out.copy_(beta * total + alpha * (left.to(out_dtype) @ right.to(out_dtype)))
 
 
 def _attention(q: Any, k: Any, v: Any, *given: Any, **named: Any) -> Any:
