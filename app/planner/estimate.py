@@ -287,11 +287,13 @@ def _in_pipeline(case: Case, number: int, counts: tuple[int, ...]) -> float:
     in_flight = alive_by_formula(schedule, number) / chunks
     held = [(part, count) for part, count in zip(case.parts, counts) if count]
     own = sum(part.each * count for part, count in held) * in_flight
-    return own + sum(part.copies * count for part, count in held) + max(part.rebuilt + part.extra for part, _ in held)
+    return own + max(part.rebuilt + part.extra for part, _ in held)
 
 
 def _at_worst(case: Case, gradients: float) -> tuple[float, float]:
-    """Bytes of activations at the moment when they and the gradients that are there take most, and those gradients."""
+    """Bytes of activations at the moment when they and the gradients that are there take most, and those gradients.
+
+    Without the parameters' copies in 16 bits: `transient` has those (strategies/costs.py)."""
     strategy, dims = case.candidate.strategy, case.candidate.dims
     # gradients of earlier micro-batches are there from the start, and so are DDP's buckets; but of whole ones that wait
     # for the last micro-batch (`transient`) the shards come as those go
@@ -305,8 +307,8 @@ def _at_worst(case: Case, gradients: float) -> tuple[float, float]:
         at_work = part.rebuilt + part.extra
         for place in {1, count}:  # of alike blocks one after the other the first or the last is worst
             there = gradients if always else max(0.0, after - own * place)
-            alive = before + part.saved * place + at_work
+            alive = before + part.each * place + at_work
             worst = max(worst, (alive + there, alive, there))
-        before += part.saved * count
+        before += part.each * count
         after = max(0.0, after - own * count)
     return worst[1], worst[2]

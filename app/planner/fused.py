@@ -45,7 +45,8 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, watcher: Watcher, causal: bool) -> Tensor:
-        output = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        # As GPUs' kernels do: laid out as q is, so that heads which lay beside each other still do.
+        output = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
         rows = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, output, rows)
         products = 2.0 * (q.numel() // q.shape[-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])

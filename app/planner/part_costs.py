@@ -52,8 +52,7 @@ class PartCost:
     launch_backward: float
     flops: float  # of forward and backward, without what is computed again
     saved: float  # bytes that stay until its backward
-    each: float  # of these, what each micro-batch of a pipeline has of its own
-    copies: float  # parameters in the type of products, which they share
+    each: float  # of these, what each micro-batch has of its own: without the parameters' copies in 16 bits
     rebuilt: float  # bytes that are there again once it is recomputed
     extra: float  # bytes alive at the worst moment of its forward or backward, beyond what it has saved
     crossing: float  # bytes that a pipeline sends into it
@@ -106,7 +105,8 @@ def _part_cost(
     moving = values["moved_forward"] / device.bandwidth
     partly = moving + max(0.0, forward[0] - forward[3] - moving) * device.again
     again = forward[0] * whole if whole else partly * share
-    copies = values["copies"] * (not fused)  # a compiled block casts on its way
+    # Every micro-batch of a pipeline has copies of its own where a compiled block saves them.
+    copies = values["copies"] * (not fused or work.way.endswith(WHOLE))
     saved = kept * share + stored * (1 - share)
     return PartCost(
         name,
@@ -118,7 +118,6 @@ def _part_cost(
         flops=forward[2] + backward[2],
         saved=saved,
         each=saved - copies * (1 - share),
-        copies=copies,
         rebuilt=max(0.0, values["saved"] + values["again"] * (share > 0) - kept),
         extra=max(values["extra"], values["forward_extra"] - values["saved"]),
         crossing=values["crossing"],

@@ -83,8 +83,16 @@ class Watcher(OperationMode):
         self.sizes: dict[int, float] = {}  # of the storages that are alive
         self.live = 0.0  # their sum
         self.saved: set[int] = set()
-        self.fusible: set[int] = set()
-        """Storages that element-wise operations, norms and casts have written."""
+        self.fusible: dict[int, str] = {}
+        """Of storages that element-wise operations, norms and casts have written, the part that did, whose compiled
+        backward has them again. What another part saves of them, it saves."""
+        self.casts: dict[tuple[int, torch.dtype], int] = {}
+        """Of a storage in another type, the first that was made in this forward of a part."""
+        self.doubles: set[int] = set()
+        """Storages of further casts of the same to the same, which a compiler does not make."""
+        self.smaller: dict[int, tuple[str, float]] = {}
+        """Of a sum's storage the part that made it, whose compiled backward has it again, and the bytes that it keeps
+        for that, its smallest term's."""
         self.copies: set[int] = set()
         """Storages of parameters in another type."""
         self.entered: list[weakref.ref[Tensor]] = []
@@ -115,13 +123,26 @@ class Watcher(OperationMode):
             self.count(f"moved_{self.phase}", _moved(name, [*inputs, *outputs]))
             self.count(f"operations_{self.phase}", 1)
             self.fusion.elementwise(self._place, name, inputs, outputs, free=name in INDEXED)
-            if not (is_kept(func) or _is_sum(name, inputs)):
-                self.fusible |= {id(t.untyped_storage()) for t in fresh}
-        if name == "_to_copy" and id(inputs[0].untyped_storage()) in self.parameters:
-            self.copies |= {id(t.untyped_storage()) for t in fresh}
+            if _is_sum(name, inputs):
+                smallest = float(min(term.nbytes for term in inputs))
+                self.smaller |= {id(tensor.untyped_storage()): (self.part, smallest) for tensor in fresh}
+            elif not is_kept(func):
+                self.fusible |= {id(t.untyped_storage()): self.part for t in fresh}
+        if name == "_to_copy":
+            self._cast(inputs[0], fresh)
         if self.phase == "forward" and is_kept(func):
             self.count("kept", sum(t.nbytes for t in fresh))
         return out
+
+    def _cast(self, source: Tensor, fresh: list[Tensor]) -> None:
+        """Notes a copy in another type: whether it is a parameter's, and whether there is one already."""
+        key = id(source.untyped_storage())
+        for tensor in fresh:
+            copy = id(tensor.untyped_storage())
+            if key in self.parameters:
+                self.copies.add(copy)
+            elif self.casts.setdefault((key, tensor.dtype), copy) != copy and tensor.numel() == source.numel():
+                self.doubles.add(copy)
 
     @property
     def _place(self) -> tuple[str, str]:
@@ -147,9 +168,9 @@ class Watcher(OperationMode):
         """Told of what a product or an attention reads, whose backward does too: no kernel computes that on the way."""
         for tensor in given:
             storage = tensor.untyped_storage()
-            if id(storage) in self.fusible:
-                self.fusible.discard(id(storage))
-                self.count("fusible", -float(storage.nbytes()) * (id(storage) in self.saved))
+            if id(storage) in self.fusible and id(storage) not in self.doubles:
+                computed = self.fusible.pop(id(storage)) == self.part and id(storage) in self.saved
+                self.count("fusible", -float(storage.nbytes()) * computed)
 
     def _allocate(self, tensor: Tensor) -> bool:
         """Whether the tensor's storage is new; then it is alive until nothing refers to it."""
@@ -168,8 +189,12 @@ class Watcher(OperationMode):
 
     def _free(self, key: int) -> None:
         self.live -= self.sizes.pop(key, 0.0)
-        for known in (self.saved, self.fusible, self.copies):
+        for known in (self.saved, self.copies, self.doubles):
             known.discard(key)
+        for by_storage in (self.fusible, self.smaller):
+            by_storage.pop(key, None)
+        for cast in [cast for cast, copy in self.casts.items() if key in (cast[0], copy)]:
+            del self.casts[cast]
         self.fusion.forget(key)
 
     def pack(self, tensor: Tensor) -> Tensor:
@@ -177,10 +202,13 @@ class Watcher(OperationMode):
         key = id(tensor.untyped_storage())
         if key not in self.parameters and key not in self.saved:
             self.saved.add(key)
-            if key not in self.fusible:  # what is fusible is computed again
+            is_computed_again = self.fusible.get(key) == self.part
+            if not is_computed_again:
                 self.fusion.save(self._place, key)
             self.count("saved", float(tensor.untyped_storage().nbytes()))
-            self.count("fusible", float(tensor.untyped_storage().nbytes()) * (key in self.fusible))
+            size = float(tensor.untyped_storage().nbytes())
+            part, smallest = self.smaller.get(key, ("", size))
+            self.count("fusible", size if is_computed_again else (size - smallest) * (part == self.part))
             self.count("copies", float(tensor.untyped_storage().nbytes()) * (key in self.copies))
         return tensor
 

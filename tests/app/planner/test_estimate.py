@@ -36,15 +36,14 @@ def summed(layout: Layout, chain: list[str], parts: Any, sizes: Any, many: int, 
     own = [replace(sizes[name], unit=f"{name}.{i}" if name == "block0" else "") for i, name in enumerate(chain)]
     cost, _ = layout_cost(layout, tuple(own), None, many)
     gradients = [layout_cost(layout, (size,), None, many)[0].gradients for size in own]
-    saved, at_work = [parts[name].saved for name in chain], [parts[n].rebuilt + parts[n].extra for n in chain]
+    saved, at_work = [parts[name].each for name in chain], [parts[n].rebuilt + parts[n].extra for n in chain]
     early = many > 1 or ("ddp" in layout.parts and layout.dims.tp == 1)  # gradients are there from the start
     sharded = bool({"fsdp", "zero1"} & set(layout.parts))  # but those of which whole ones wait for the last micro-batch
     there = [cost.gradients if early else sum(gradients[i + 1 :]) for i in range(len(chain))]
     there = [0.0] * len(chain) if sharded and many > 1 else there
     peak = max(sum(saved[: i + 1]) + at_work[i] + there[i] for i in range(len(chain)))
     if alive:
-        shared = sum(parts[name].copies for name in chain)
-        peak = sum(parts[name].each for name in chain) * alive + shared + max(at_work)
+        peak = sum(saved) * alive + max(at_work)
         peak += 0 if sharded else cost.gradients
     return {
         "parameters": cost.parameters,
@@ -63,7 +62,7 @@ def test_memory_is_that_of_the_worst_moment_on_the_fullest_device(
     draw, pp = random.Random(3), layout.dims.pp
     for cut in ((1, 1, 1, 1) if chunks == 2 else (1, 3), (2, 0, 1, 1) if chunks == 2 else (3, 1)) * 10:
         parts = {
-            name: PartCost(name, n, 1.0, 2.0, 0.0, 0.0, 0.0, *(draw.randrange(500) for _ in range(5)), 0.0, 0.0, 0.0)
+            name: PartCost(name, n, 1.0, 2.0, 0.0, 0.0, 0.0, *(draw.randrange(500) for _ in range(4)), 0.0, 0.0, 0.0)
             for name, n in COUNTS.items()
         }
         sizes = {name: ParameterSize(name, (draw.randint(1, 9), 4), split_dim=0) for name in COUNTS}
