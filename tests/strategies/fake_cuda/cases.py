@@ -1,5 +1,6 @@
 """What is tried on fake CUDA devices, which waits of the host are known, and what cannot be tried."""
 
+import itertools
 import os
 import tempfile
 import time
@@ -18,6 +19,7 @@ from app.checkpoint.ranks import Ranks
 from app.config import OptimizerConfig
 from app.errors import UserError
 from app.launchers.torchrun import Environment, own_device, require_own_gpu
+from app.models.gpt import RMSNorm
 from app.training.optimizer import build_optimizer
 from experiments.parity.curves import Trial, begin, run_steps
 from experiments.parity.rows import ALL_FIVE, DEEPSPEED, MIXTURES, ROWS, SINGLE, THREE, Row
@@ -202,6 +204,19 @@ def visible(rank: int) -> dict[str, Any]:
     return {}
 
 
+def norms(rank: int) -> dict[str, Any]:
+    """A norm gives what it gets under autocast, which has one of its own for CUDA, and so does its gradient."""
+    norm = RMSNorm(8).cuda()
+    for given, chosen in itertools.product((torch.float32, torch.bfloat16, torch.float16), repeat=2):
+        x = torch.randn(2, 8, device="cuda", dtype=given, requires_grad=True)
+        with torch.autocast("cuda", chosen, enabled=chosen != torch.float32):
+            normalised = norm(x)
+        assert normalised.dtype == given, f"{given} under autocast to {chosen} became {normalised.dtype}"
+        normalised.sum().backward()
+        assert x.grad is not None and x.grad.dtype == given
+    return {}
+
+
 # --- the loop and its parts ---------------------------------------------------------------------------------------
 
 FP16 = {"app/training/optimizer.py:accepts": "whether the gradient overflowed decides whether this step counts"}
@@ -279,7 +294,7 @@ CASES += [of_row(SINGLE, precision="fp8"), of_row(Row("fsdp", 2), offload=True)]
 CASES += [of_row(Row("tensor", 2), sequence_parallel=False), *(of_row(Row(n, 2), images=True) for n in ("ddp", "fsdp"))]
 CASES += [of_row(row, False, "bf16", profiled=True) for row in FEWEST if str(row) == "pipeline (pp 2) zbv"]
 CASES += [Case("what holds up or ends a GPU", 1, faults), Case("staging a save", 1, staging, waits={})]
-CASES += [Case("which GPUs processes see", 2, visible)]
+CASES += [Case("which GPUs processes see", 2, visible), Case("norms under autocast", 1, norms)]
 CASES += map(of_loop, LOOPS)
 
 
