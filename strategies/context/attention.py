@@ -17,8 +17,8 @@ so one set's dq, dk and dv need nothing of another. Milakov and Gimelshein 2018,
 Dao et al. 2022, https://arxiv.org/abs/2205.14135.
 
 Where torch has a kernel for the tensors that gives l (on GPUs in 16 bits: cuDNN's or flash; on CPUs), that computes;
-else products of a few queries at a time, so that the scores never exist whole. `operator` makes of a method's forward and backward
-an operation of torch's own: compiled code calls it, and selective recomputation keeps what it gave.
+else products of a few queries at a time, so that the scores never exist whole. `operator` makes of a method's forward
+and backward an operation of torch's own: compiled code calls it, and selective recomputation keeps what it gave.
 
 Shapes: q (B, H, T, K); k, v (B, G, S, K), where H/G query heads share a key head; o as q; l (B, H, T), float32.
 """
