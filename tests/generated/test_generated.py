@@ -84,6 +84,58 @@ def test_a_kind_that_once_went_wrong(names: str) -> None:
     assert {verdicts[name].kind for name in ("ddp", "fsdp")} <= {Kind.EQUAL, Kind.NOTED}, "trained, not refused"
 
 
+SURVEYED = {
+    ("conv_batch_norm two_blocks", "single checkpointing"): Kind.EQUAL,
+    ("no_parameters two_blocks", "pipeline 1f1b"): Kind.EQUAL,
+    ("no_parameters", "pipeline zbv"): Kind.EQUAL,
+    ("no_parameters own_groups", "pipeline zbv"): Kind.EQUAL,
+    ("frozen_all_blocks sgd", "pipeline zbv"): Kind.EQUAL,
+    ("in_place two_blocks", "tensor"): Kind.EQUAL,
+    ("recording_hook set_on_blocks", "pipeline 1f1b"): Kind.EQUAL,
+    ("two_blocks bfloat16 sgd", "tensor"): Kind.EQUAL,
+    ("functional_call two_blocks", "dp"): Kind.REFUSED,
+    ("branch_on_batch", "fsdp"): Kind.REFUSED,
+    ("used_by_half tokens", "ddp"): Kind.REFUSED,
+    ("used_by_half", "single micro"): Kind.NOTED,
+    ("unused_expert two_blocks", "single micro"): Kind.NOTED,
+    ("every_second_step two_blocks", "ddp"): Kind.REFUSED,
+    ("every_second_step two_blocks", "zero2"): Kind.REFUSED,
+    ("every_second_step two_blocks", "fsdp"): Kind.EQUAL,
+    ("every_second_step attributes", "ddp checkpointing"): Kind.REFUSED,
+    ("momentum_copy two_blocks", "single micro"): Kind.REFUSED,
+    ("clamp two_blocks", "single micro"): Kind.EQUAL,
+    ("post_accumulate_hook two_blocks", "single micro"): Kind.REFUSED,
+    ("requires_grad_changed two_blocks", "single micro"): Kind.REFUSED,
+    ("scheduled two_blocks", "pipeline 1f1b"): Kind.NOTED,
+    ("scaled_by_frequency two_blocks", "fsdp"): Kind.NOTED,
+    ("masked no_grad_context two_blocks", "fsdp"): Kind.NOTED,
+    ("lazy post_accumulate_clamp two_blocks", "tensor"): Kind.REFUSED,
+    ("gru_cell two_blocks", "single selective"): Kind.REFUSED,
+    ("gradient_penalty weight_norm two_blocks", "single selective"): Kind.REFUSED,
+    ("conv_batch_norm two_blocks", "single micro"): Kind.NOTED,
+    ("detached left_by_blocks", "fsdp"): Kind.REFUSED,
+    ("checkpoint_reentrant tied_blocks", "ddp"): Kind.REFUSED,
+    ("in_place keywords two_blocks", "fsdp"): Kind.REFUSED,
+    ("in_place keywords two_blocks", "single checkpointing"): Kind.REFUSED,
+    ("attributes in_place_batch", "ddp checkpointing"): Kind.REFUSED,
+    ("hardest orthogonal two_blocks", "ddp"): Kind.NOTED,
+    ("bfloat16 python_counter tokens", "pipeline 1f1b"): Kind.NOTED,
+}
+"""What a survey of drawn models found wrong: choices, a strategy, and what becomes of it. `make test` has some."""
+
+
+@pytest.mark.parametrize(
+    ("names", "rival", "kind"),
+    [
+        pytest.param(*key, kind, id=" under ".join(key), marks=[pytest.mark.slow] * (number % 8 != 0))
+        for number, (key, kind) in enumerate(SURVEYED.items())
+    ],
+)
+def test_what_a_survey_found(names: str, rival: str, kind: Kind) -> None:
+    verdict = Comparison(model(*names.split())).verdicts([BY_NAME[rival]])[rival]
+    assert verdict.kind is kind, verdict.text
+
+
 REPORTED = {
     "a penalty on all weights in the loss": "penalty",
     "a momentum encoder moved in forward": "momentum_copy",
