@@ -112,15 +112,33 @@ def _called_again(first: _Watch, loss: Loss, batch: Any, seed: Callable[[], None
         return watch
 
     routes = [first.route]
+    answers = [first.part_answers]
     moved: list[str] = []
     with contextlib.suppress(Exception):
-        routes += [called().route for _ in range(CALLS_AGAIN)]
+        for _ in range(CALLS_AGAIN):
+            watch = called()
+            routes.append(watch.route)
+            answers.append(watch.part_answers)
         if first.changes:
             _move(first.module)
             called()
             moved = called().moved  # what is only kept within bounds is there since the call before
-    seen = [(Trait.VARIES_BY_CALL, _differences(routes)), (Trait.CHANGES_PARAMETERS_EACH_TIME, _unique(moved))]
+    seen = [
+        (Trait.VARIES_BY_CALL, _differences(routes)),
+        (Trait.ANSWERS_OTHERWISE, _unique(_answering_otherwise(answers))),
+        (Trait.CHANGES_PARAMETERS_EACH_TIME, _unique(moved)),
+    ]
     return [Observation(trait, names) for trait, names in seen if names]
+
+
+def _answering_otherwise(calls: list[list[_PartAnswer]]) -> Iterator[str]:
+    """The parts that were given the same in several calls of the model and put out something else."""
+    for several in zip(*calls, strict=False):
+        first = several[0]
+        for other in several[1:]:
+            is_same = (other.name, other.given) == (first.name, first.given)
+            if is_same and not _nearly_equal(torch.tensor(other.put_out), torch.tensor(first.put_out)):
+                yield first.name or "the model"
 
 
 def _move(module: nn.Module) -> None:
@@ -131,6 +149,15 @@ def _move(module: nn.Module) -> None:
             if parameter.requires_grad and not parameter.is_meta:
                 step = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
                 parameter.add_(step, alpha=STEP_SIZE)
+
+
+@dataclass(frozen=True)
+class _PartAnswer:
+    """What a part that would be recomputed was given and put out: of each tensor the sum of its numbers."""
+
+    name: str
+    given: tuple[float, ...]
+    put_out: tuple[float, ...]
 
 
 @dataclass
@@ -289,6 +316,7 @@ class _Watch(TorchFunctionMode):
         self.changed_inputs: list[str] = []
         self.changed_data: list[str] = []
         """The same of inputs without a gradient, of what would be recomputed: blocks, or else the whole model."""
+        self.part_answers: list[_PartAnswer] = []
         self.recomputed = self.blocks or frozenset({""})
         self.changed_outputs: list[str] = []
         self.without_graph: list[str] = []
@@ -476,8 +504,8 @@ class _Watch(TorchFunctionMode):
         self._inputs.append((module, [(tensor, tensor.detach().clone()) for tensor in tensors]))
         self._looks_itself = False
 
-    def _compare_inputs(self, module: nn.Module, name: str) -> None:
-        """What a part that ends was given, with what that is now."""
+    def _compare_inputs(self, module: nn.Module, name: str, output: Any) -> None:
+        """What a part that ends was given, with what that is now; and notes what it puts out."""
         if not self._inputs or self._inputs[-1][0] is not module:  # a hook before ours has raised
             return
         self._looks_itself = True
@@ -486,6 +514,8 @@ class _Watch(TorchFunctionMode):
             if id(tensor) in self._written_inputs or _differ(tensor, copy):
                 changed = self.changed_inputs if tensor.requires_grad and name else self.changed_data
                 changed.append(name or "the model")
+        put_out = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        self.part_answers.append(_PartAnswer(name, _sums(copy for _, copy in inputs), _sums(put_out)))
         self._looks_itself = False
 
     def _begins_in_backward(self, module: nn.Module, args: Any) -> None:
@@ -500,7 +530,7 @@ class _Watch(TorchFunctionMode):
         if any(id(leaf) in self._from_batch for leaf in tree_leaves(args)):  # through functions that are not torch's
             self._from_batch.update({id(leaf): leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)})
         if name in self.recomputed:
-            self._compare_inputs(module, name)
+            self._compare_inputs(module, name, output)
         if name in self.blocks:
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             self._outputs += [(name, leaf) for leaf in leaves if leaf.requires_grad]
@@ -635,6 +665,12 @@ def _written(name: str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 _OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+
+
+def _sums(tensors: Iterable[Tensor]) -> tuple[float, ...]:
+    """Of each tensor that has real numbers the sum of their sizes."""
+    real = (tensor.detach() for tensor in tensors if not tensor.is_meta)
+    return tuple(float((tensor.abs() if tensor.is_complex() else tensor).double().abs().sum()) for tensor in real)
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

@@ -49,6 +49,7 @@ class Trait(enum.Enum):
     FUNCTIONAL_CALL = "the loss calls the model with parameters that it gives it"
     CALLS_VARY = "another sample, or another random number, takes another way through the model's blocks"
     VARIES_BY_CALL = "the same batch takes another way through the model when it comes again"
+    ANSWERS_OTHERWISE = "what is recomputed puts out other numbers for the same input when it is called again"
     BRANCHES_ON_DATA = "a number of the batch decides which blocks are called or which parameters are used"
     UNUSED_PARAMETERS = "parameters that are to be trained get no gradient"
     PARAMETERS_VARY = "another sample, or another random number, uses other parameters"
@@ -169,6 +170,10 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
         "{where} is used in some calls of the model and not in others, for the same batch",
         "call every block in every forward, and multiply what is to be left out by zero",
     ),
+    Trait.ANSWERS_OTHERWISE: (
+        "{where} puts out other numbers for the same input when it is called again",
+        "count calls outside of what is recomputed",
+    ),
     Trait.BRANCHES_ON_DATA: (
         "a number of the batch decides whether {where} is used",
         "",
@@ -259,6 +264,7 @@ _CHANGED_TWICE = {
     Trait.CHANGES_BUFFERS,
     Trait.CHANGES_BUFFERS_BY_DATA,
     Trait.VARIES_BY_CALL,
+    Trait.ANSWERS_OTHERWISE,
 }
 """What a block does a second time where it is recomputed."""
 _NOT_SELECTIVELY = {Trait.RECURRENT, Trait.GRADIENT_IN_LOSS}

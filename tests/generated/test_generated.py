@@ -118,6 +118,7 @@ SURVEYED = {
     ("in_place keywords two_blocks", "fsdp"): Kind.REFUSED,
     ("in_place keywords two_blocks", "single checkpointing"): Kind.REFUSED,
     ("attributes in_place_batch", "ddp checkpointing"): Kind.REFUSED,
+    ("attributes python_counter", "single checkpointing"): Kind.REFUSED,
     ("hardest orthogonal two_blocks", "ddp"): Kind.NOTED,
     ("bfloat16 python_counter tokens", "pipeline 1f1b"): Kind.NOTED,
 }

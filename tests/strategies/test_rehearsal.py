@@ -488,6 +488,52 @@ class ScalesItsMask(Net):
         return self.blocks[number](x, mask=self.mask)
 
 
+class TakesOtherTypes(Net):
+    """Blocks that are given what is no floating-point number."""
+
+    def change(self) -> None:
+        for block in self.blocks:
+            block.forward = lambda x, mask, turn, block=block: (
+                x + block.down(block.up(block.norm(x))) * mask.any() * turn.real
+            )
+
+    def between(self, number: int, x: Tensor) -> Tensor:
+        return self.blocks[number](x, torch.ones(2, dtype=torch.bool), torch.ones(1, dtype=torch.cfloat))
+
+
+def test_blocks_may_be_given_any_type() -> None:
+    assert seen(TakesOtherTypes) == {}
+
+
+class CountsInside(ScalesItsBatch):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.out(torch.tanh(self.inp(x))) * (1 + 0.1 * (self.calls > 2))
+
+
+class BlocksCount(Net):
+    def change(self) -> None:
+        self.calls = 0
+        self.blocks[1].forward = self.block
+
+    def block(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+@pytest.mark.parametrize(("net", "where"), [(CountsInside, "the model"), (BlocksCount, "blocks.1")])
+def test_what_answers_otherwise_when_it_is_called_again_is_not_recomputed(net: Any, where: str) -> None:
+    traits = seen(net)
+    assert traits[Trait.ANSWERS_OTHERWISE] == (where,)
+    assert refusing([Trait.ANSWERS_OTHERWISE]) == set()
+    observations = [Observation(Trait.ANSWERS_OTHERWISE, (where,))]
+    with pytest.raises(LayoutError, match=rf"{where} puts out other.*write train\.activation_checkpointing=none"):
+        recomputing = Options(activation_checkpointing="full")
+        require_kept(choose("ddp", 2), registry.records("ddp"), recomputing, observations, [])
+
+
 @pytest.mark.parametrize(("net", "where"), [(ScalesItsBatch, "the model"), (ScalesItsMask, "blocks.0")])
 def test_what_changes_the_data_it_is_given_is_not_recomputed(net: Any, where: str) -> None:
     traits = seen(net, lambda model, batch: model(batch.clone()).square().mean())
