@@ -46,6 +46,8 @@ MAGNIFIED = 3.0
 """How many times rounding's effect on one device a difference may be that is rounding's."""
 TIMEOUT = 30.0
 """Seconds for all that ranks train of one model, at most."""
+PATIENCE = 4
+"""How many times as long a second try may take, after which what does not end hangs."""
 GRACE = 3.0
 """Seconds in which other ranks must end, after one has failed."""
 
@@ -344,6 +346,7 @@ class Comparison:
                         yield name, Verdict(Kind.WRONG, text, _signature(text))
             for workers in sorted({workers for workers, _ in jobs.values() if workers > 1}):
                 left = [(name, job) for name, (wanted, job) in jobs.items() if wanted == workers]
+                timeout = TIMEOUT
                 while left:
                     try:
                         (failure, *_) = run_distributed(
@@ -353,18 +356,25 @@ class Comparison:
                             [job for _, job in left],
                             folder,
                             self.double,
-                            timeout=TIMEOUT,
+                            timeout=timeout,
                         )
                     except DistributedFailure as error:
                         if "did not start" in str(error):
                             raise
                         failure = _last_words(str(error))
+                        is_slow = "did not end within" in failure and timeout == TIMEOUT
+                    else:
+                        is_slow = False
                     done = [name for name, job in left if Path(folder, f"{job.attempt}.pt").exists()]
                     for name, job in left:
                         if name in done:
                             yield name, _read(folder, job)
                     left = [(name, job) for name, job in left if name not in done]
-                    if left:
+                    if left and is_slow:  # a machine that others use too: the same once more, with patience
+                        timeout = PATIENCE * TIMEOUT
+                        for mark in Path(folder).glob(f"{left[0][1].attempt}.*"):
+                            mark.unlink()
+                    elif left:
                         yield left.pop(0)[0], Verdict(Kind.WRONG, failure, _signature(failure))
 
     def _judged(self, rival: Rival, curve: Curve, notes: tuple[str, ...]) -> Verdict:

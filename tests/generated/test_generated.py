@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+from tests.generated import compare
 from tests.generated.__main__ import Survey
 from tests.generated.compare import ALWAYS, RIVALS, WIDE, Comparison, Invalid, Kind, Rival, Verdict, drawn, shrunk
 from tests.generated.grammar import AXES, PLAIN, Model
@@ -210,6 +211,12 @@ def test_other_numbers_are_told_from_rounding(change: str) -> None:
     value = {"train.clip_norm": 0.1, "train.seed": 1}.get(change, 0.012)
     other = Rival("other", "single", 1, {change: value})
     assert Comparison(model("mlp")).verdicts([other])["other"].kind is Kind.WRONG
+
+
+def test_a_slow_machine_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "TIMEOUT", 0.05)
+    monkeypatch.setattr(compare, "PATIENCE", 1000)
+    assert Comparison(model("mlp")).verdicts([BY_NAME["ddp"]])["ddp"].kind is Kind.EQUAL
 
 
 def test_what_one_device_does_not_train_is_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
