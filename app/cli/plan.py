@@ -114,6 +114,13 @@ def _fixed_by_file(config: Config) -> set[str]:
     return keys | {"train.activation_checkpointing", "train.precision"}
 
 
+def _figures(value: Any) -> str:
+    """A figure as a person reads it, or several by name."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_figures(each)}" for name, each in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 @verb("calibrate")
 @click.option(
     "--workers", type=click.IntRange(min=1), metavar="N", help="Processes per node. Default: one per GPU, else 4."
@@ -138,6 +145,5 @@ def calibrate(cli: Invocation, workers: int | None) -> None:
         count = torch.cuda.device_count()
         found = measure(min(workers or count, count) if count else workers or 4)
     name, path = keep(found)
-    figures = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in found.items()}
-    lines = [f"  {key}: {value}" for key, value in figures.items() if key != "gpu"]
+    lines = [f"  {key}: {_figures(value)}" for key, value in found.items() if key != "gpu"]
     cli.answer({**found, "gpu": name, "file": str(path)}, "\n".join([name, *lines, f"kept in {path}"]))

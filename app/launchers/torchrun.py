@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from app import names as program_names
 from app.config import Config
 from app.console.terminal import worker_output
 from app.errors import Interrupted, UserError
@@ -64,7 +65,7 @@ class Environment:
                 return cls(rank, size, local, int(environ.get(names[3], size)))
         raise UserError(
             "launcher=torchrun finds neither RANK nor SLURM_PROCID in the environment: start with "
-            "torchrun --nproc-per-node 2 -m trireme train EXPERIMENT.yaml, or write launcher=ray"
+            f"torchrun --nproc-per-node 2 -m {program_names.module()} train EXPERIMENT.yaml, or write launcher=ray"
         )
 
 
