@@ -100,6 +100,18 @@ def _quiet() -> Iterator[None]:
         os.close(nothing)
 
 
+def show_only(first: int, count: int) -> None:
+    """From here on this process sees `count` devices, the machine's from `first` on, as CUDA_VISIBLE_DEVICES would."""
+    import torch
+
+    _library.fake_cuda_begin(count, _library.told)
+    names = [f"GPU-{first + index}" for index in range(count)]
+    torch.cuda.device_count = lambda: count  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(  # type: ignore[assignment]
+        **vars(PROPERTIES), uuid=names[torch.device(device or "cuda").index or 0]
+    )
+
+
 def refuse_page_locks() -> None:
     """From here on cudaHostRegister refuses, and the CUDA runtime remembers that it did."""
     _library.fake_cuda_refuse(1)
