@@ -198,7 +198,7 @@ def require_column(columns: Mapping[str, Column], name: str, key: str, source: s
         raise UserError(f"{key}: {source} has no column {name!r}{near}; it has {known}")
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def _read_parquet(path: Path) -> pa.Table:
@@ -305,7 +305,7 @@ def _ends_in_quotes(path: Path, table: pa.Table) -> bool:
     return not end.rstrip().endswith(b'"')
 
 
-# --- columns --------------------------------------------------------------------------------------------------------
+# --- columns --------------------------------------------------------------------------------------
 
 
 def _without_missing(column: pa.ChunkedArray) -> pa.ChunkedArray:
