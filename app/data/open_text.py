@@ -281,9 +281,7 @@ def _decompressed(path: Path | str) -> Iterator[tuple[io.BufferedReader, str]]:
     with fsspec.open(str(path), "rb") if is_url else open(path, "rb", buffering=0) as source:
         raw = io.BufferedReader(cast(Any, source), CHUNK)
         start = raw.peek(6)
-        compression = next(
-            (name for magic, name in COMPRESSION.items() if start.startswith(magic)), ""
-        )
+        compression = _by_start(start, COMPRESSION) or ""
         if not compression:
             yield raw, ""
             return
@@ -313,11 +311,14 @@ def _opened(raw: io.BufferedReader, compression: str) -> Any:
 
 def _format(file: io.BufferedReader, compression: str) -> Format:
     head = file.peek(HEAD)[:HEAD]
-    encoding = next(
-        (name for mark, name in BYTE_ORDER_MARKS.items() if head.startswith(mark)), "utf-8"
-    )
-    wide = encoding in ("utf-16", "utf-32")
-    return Format(compression, encoding, binary=b"\0" in head and not wide)
+    encoding = _by_start(head, BYTE_ORDER_MARKS) or "utf-8"
+    has_wide_characters = encoding in ("utf-16", "utf-32")
+    return Format(compression, encoding, binary=b"\0" in head and not has_wide_characters)
+
+
+def _by_start(content: bytes, names: Mapping[bytes, str]) -> str | None:
+    """The name of the first bytes that the content begins with."""
+    return next((name for start, name in names.items() if content.startswith(start)), None)
 
 
 class _Utf8Reader(io.RawIOBase):
