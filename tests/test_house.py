@@ -160,6 +160,19 @@ def test_errors_are_recognised_by_class_and_not_by_its_name() -> None:
     assert not wrong
 
 
+FORKS = {"app/tracking/writer.py", "experiments/benchmarks/gpu_first/device.py"}
+"""Files where one of the two processes after a fork ends without what both would clean up."""
+
+
+def test_a_process_is_ended_at_once_in_one_place() -> None:
+    """Whoever finds that it cannot go on reports it to a callback."""
+    found = set()
+    for name, nodes in trees().items():
+        if any(isinstance(node, ast.Attribute) and node.attr == "_exit" for node in nodes):
+            found.add(name)
+    assert found == {"app/run/abort.py", *FORKS}
+
+
 STRATEGY_NAMES = {"ddp", "ddp_model_parallel", "deepspeed", "fsdp", "hsdp", "model_parallel", "zero1", "zero2", "zero3"}
 """Those that are no other word as well."""
 MAY_NAME_STRATEGIES = {f"strategies/{name}.py" for name in ("registry", "ddp", "deepspeed", "fsdp", "one_process")}

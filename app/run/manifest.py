@@ -24,6 +24,7 @@ from app.config import Config
 from app.config.io import flatten, to_dict, to_yaml, with_values
 from app.console.masking import mask_tree
 from app.errors import UserError
+from app.run.abort import abort
 from app.storage.lease import Holder
 from app.storage.storage import Storage
 from cluster.environment import below_home
@@ -84,7 +85,13 @@ class Run:
         self.attempt = uuid.uuid4().hex[:12]
         self.manifest = self._read_or_new()
         self.opened = False
-        self.lease = Holder(self.storage, self.manifest.name, self.attempt, self._is_newest)
+        self.lease = Holder(
+            self.storage,
+            self.manifest.name,
+            self.attempt,
+            is_newest=self._is_newest,
+            on_lost=self._end_superseded,
+        )
 
     @property
     def folder(self) -> str:
@@ -176,6 +183,10 @@ class Run:
             self.storage.remove_tree("logs")
             with contextlib.suppress(OSError):
                 self.storage.local_path.rmdir()
+
+    def _end_superseded(self, sentence: str) -> None:
+        """Ends this process, which another start has superseded and which does not end by itself."""
+        abort(1, sentence, say=self.lease.say)
 
     def _is_newest(self) -> bool:
         """Whether no later start has taken this run over, and maybe ended: its number would be higher."""

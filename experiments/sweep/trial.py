@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import queue
 import threading
 import time
@@ -30,6 +29,7 @@ from app.launchers.local import LocalWorkers
 from app.launchers.recovery import device_failure
 from app.launchers.room import ray_nodes
 from app.launchers.supervisor import Supervisor
+from app.run.abort import abort
 from app.run.cost import Meter, meter_for
 from app.run.driver import Driver
 from app.run.endings import USER_ERRORS
@@ -232,8 +232,9 @@ class TrialRun:
             status = next((name for kind, name in kinds.items() if isinstance(error, kind)), "failed")
             self.console.say(traceback.format_exc())
             if _in_process(self.config) and device_failure(error):
-                self.console.say("the device of this process can compute no more: ending it")
-                os._exit(1)  # Tune would give it the next trial; it starts this one again in another process, once
+                # Tune would give it the next trial; it starts this one again in another process, once.
+                why = "the device of this process can compute no more: ending it"
+                abort(1, why, say=self.console.say)
         self.results.put(self._end(status, message))
 
     def _train(self) -> None:
