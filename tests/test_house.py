@@ -175,7 +175,9 @@ def test_a_process_is_ended_at_once_in_one_place() -> None:
 
 STRATEGY_NAMES = {"ddp", "ddp_model_parallel", "deepspeed", "fsdp", "hsdp", "model_parallel", "zero1", "zero2", "zero3"}
 """Those that are no other word as well."""
-MAY_NAME_STRATEGIES = {f"strategies/{name}.py" for name in ("registry", "ddp", "deepspeed", "fsdp", "one_process")}
+MAY_NAME_STRATEGIES = {
+    f"strategies/{name}.py" for name in ("options", "registry", "ddp", "deepspeed", "fsdp", "one_process")
+}
 MAY_NAME_STRATEGIES |= {"experiments/parity/rows.py", "experiments/parity/experiment.py"}
 """A file in which a strategy's name may stand; benchmarks are rows."""
 

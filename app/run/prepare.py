@@ -109,7 +109,8 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     )
     slices = micro_batch_slices(train.global_batch_size // layout.dims.dp, train.micro_batch_size)
     smallest = min(part.stop - part.start for part in slices)
-    first_step.require_kept(layout, hooks.options(config, task), smallest=smallest)
+    options = hooks.options(config, task)
+    first_step.require_kept(layout, options, smallest=smallest, micro_batches=micro_batches)
     check_model(config, task, layout, module)
     notes = (
         *planned,
