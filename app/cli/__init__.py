@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from app.errors import nearest
+from app.run.abort import abort
 from app.run.stopping import drop_streams, end_at_once, end_on_signals, nobody_reads, open_streams
 
 COMMANDS = {
@@ -97,9 +98,7 @@ def main() -> None:
     if "torch" in sys.modules and "RANK" in os.environ:
         # One of torchrun's. gloo's threads sometimes abort an interpreter that shuts down around them, and torchrun
         # would take a finished training for a failed one.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code or 0)
+        abort(code or 0)
     if "RANK" not in os.environ:
         end_at_once(code or 0)
     drop_streams()

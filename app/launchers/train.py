@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from app import names
 from app.config import Config
 from app.config.check import check_trainable
-from app.config.io import with_values
 from app.console.terminal import Console, log_labels
 from app.errors import UserError
-from app.run.manifest import Outcome, Run, free_name
+from app.run.manifest import Outcome, Run, under_free_name
 from app.tracking.settings import Settings, resolve_tracking
 from cluster.environment import set_defaults
 
@@ -47,7 +46,7 @@ def train(
     """
     check_trainable(config)
     if again:
-        config = with_values(config, {"run.name": free_name(config)})
+        config = under_free_name(config)
     launcher = chosen_launcher(config)
     if config.budget is not None and launcher not in ("ray", "actors"):
         raise UserError(
