@@ -6,6 +6,7 @@ has asked for before is over. No device waits for more: it would have to wait fo
 """
 
 import contextlib
+import contextlib
 import itertools
 from collections import Counter
 from dataclasses import replace
@@ -68,7 +69,7 @@ def events_of(schedule: Schedule, stage: int, order: tuple[Arrival, ...], steps:
         patch.setattr(torch.autograd, "backward", lambda *_: None)
         patch.setattr(runtime.weight_grad, "finish", lambda _: None)
         comm: Any = p2p.P2PComm(schedule.placement, stage, None, CPU, [])  # type: ignore[arg-type]
-        deferred: Any = SimpleNamespace(waiting=None)
+        deferred: Any = SimpleNamespace(waiting=None, casting_once=contextlib.nullcontext)
         how: dict[str, Any] = {"autocast": contextlib.nullcontext, "wire": None, "sync": None, "deferred": deferred}
         made = runtime.Runtime(recorder, comm, schedule.placement, **how)  # type: ignore[arg-type]
         made._arrivals[schedule.name, count, schedule.chunks] = order
