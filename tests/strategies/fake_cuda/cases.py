@@ -24,6 +24,8 @@ from app.training.optimizer import build_optimizer
 from experiments.parity.curves import Trial, begin, run_steps
 from experiments.parity.rows import ALL_FIVE, DEEPSPEED, MIXTURES, ROWS, SINGLE, THREE, Row
 from strategies import one_process, registry
+from strategies.context.apply import METHODS
+from strategies.context.attention import number_of
 from strategies.parallelize import Options
 from tests.strategies.fake_cuda import device as fake
 from tests.strategies.fake_cuda.loops import adapters, gpt, loop
@@ -217,6 +219,25 @@ def norms(rank: int) -> dict[str, Any]:
     return {}
 
 
+def ring(rank: int) -> dict[str, Any]:
+    """Attention across workers on an H100 is cuDNN's, as it is on one, and its joined results are those of a CPU."""
+    group = number_of(dist.group.WORLD)
+    for method, causal in itertools.product((METHODS["ring"], METHODS["allgather"]), (True, False)):
+        torch.manual_seed(rank)
+        on_cpu = [torch.randn(2, heads, 8, 16).bfloat16().requires_grad_() for heads in (4, 2, 2)]
+        on_gpu = [tensor.detach().to("cuda").requires_grad_() for tensor in on_cpu]
+        fake.cudnn.clear()
+        for tensors in (on_cpu, on_gpu):
+            given = method.attention(*tensors, causal, 0.3, group)
+            given.square().sum().backward()
+        assert {"forward", "backward"} == set(fake.cudnn), fake.cudnn
+        for one, other in zip(on_gpu, on_cpu, strict=True):
+            assert one.grad is not None and other.grad is not None
+            off = (one.grad.cpu().float() - other.grad.float()).norm() / other.grad.float().norm()
+            assert off < 0.02, (method, causal, off)
+    return {}
+
+
 # --- the loop and its parts ---------------------------------------------------------------------------------------
 
 FP16 = {"app/training/optimizer.py:accepts": "whether the gradient overflowed decides whether this step counts"}
@@ -295,6 +316,7 @@ CASES += [of_row(Row("tensor", 2), sequence_parallel=False), *(of_row(Row(n, 2),
 CASES += [of_row(row, False, "bf16", profiled=True) for row in FEWEST if str(row) == "pipeline (pp 2) zbv"]
 CASES += [Case("what holds up or ends a GPU", 1, faults), Case("staging a save", 1, staging, waits={})]
 CASES += [Case("which GPUs processes see", 2, visible), Case("norms under autocast", 1, norms)]
+CASES += [Case("attention across workers", 2, ring)]
 CASES += map(of_loop, LOOPS)
 
 
