@@ -6,7 +6,6 @@ has asked for before is over. No device waits for more: it would have to wait fo
 """
 
 import contextlib
-import contextlib
 import itertools
 from collections import Counter
 from dataclasses import replace
