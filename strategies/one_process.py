@@ -165,7 +165,9 @@ DP = Strategy(
     several_devices=True,
     plannable=False,
     # Forward sees copies of the parameters, one per GPU, which are made anew each time.
-    cannot_keep=frozenset({Trait.CHANGES_PARAMETERS, Trait.CHANGES_PARAMETERS_BY_DATA}),
+    cannot_keep=frozenset(
+        {Trait.CHANGES_PARAMETERS, Trait.CHANGES_PARAMETERS_BY_DATA, Trait.FUNCTIONAL_CALL},
+    ),
     precisions=("fp32", "bf16", "fp16"),
     reduce_dtype="is not for DataParallel, which adds gradients in float32: leave it out, or write strategy=ddp",
 )
