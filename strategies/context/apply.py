@@ -38,6 +38,7 @@ from strategies.context.attention import ATTENTION, number_of
 from strategies.dims import LayoutError, ParallelDims, own_group
 from strategies.options import Options
 from strategies.strategy import Strategy
+from strategies.tensor.loss import VocabularyLogits
 from strategies.traits import Trait
 from strategies.tree import tree_leaves, tree_map
 from strategies.zero_weight import has_no_weight
@@ -214,6 +215,8 @@ class Context:
             return None
 
         def gate(leaf: Any) -> Any:
+            if isinstance(leaf, VocabularyLogits):
+                return leaf.with_local(gate(leaf.local))
             is_output = isinstance(leaf, Tensor) and leaf.requires_grad and leaf.dim() > 0
             return _GradientGate.apply(leaf, counts) if is_output else leaf
 

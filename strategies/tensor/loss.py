@@ -59,6 +59,10 @@ class VocabularyLogits(Tensor):
     def gathered(self) -> Tensor:
         return gather_features(self.local, self.peers, self.vocabulary).to(self.meta.dtype)
 
+    def with_local(self, local: Tensor) -> VocabularyLogits:
+        """Logits of which this worker's columns are `local`, and all else is the same."""
+        return VocabularyLogits(local, self.peers, self.vocabulary, self.meta.dtype)
+
     def own(self) -> Tensor:
         """This worker's columns, in the logits' type from here on."""
         self.local = self.local.to(self.meta.dtype)

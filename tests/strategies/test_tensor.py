@@ -2,6 +2,7 @@
 beside products; the loss over a vocabulary that is split."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from strategies import torch_internals
+from strategies.context.apply import Context
 from strategies.layout import choose
 from strategies.options import Options
 from strategies.parallelize import parallelize
@@ -204,3 +206,16 @@ def test_split_logits_are_float32_a_few_rows_at_a_time() -> None:
     """64 rows of 512 words were 128 KiB each time that all were float32."""
     for most, kept in run_distributed(_wide_numbers, 2):
         assert most <= 1024 and kept < 4096
+
+
+@pytest.mark.parametrize("counts", [True, False])
+def test_split_logits_of_a_part_of_a_sequence_have_no_gradient_where_no_label_counts(
+    counts: bool,
+) -> None:
+    """With tp and cp both. That the row trains as one device does: test_parity.py."""
+    local = random(4, 8).requires_grad_()
+    split = VocabularyLogits(local * 2, ops.ShapePeers(2), 16)
+    gated = Context._gated(cast(Any, SimpleNamespace(counts=torch.tensor(counts))), nn.Linear(1, 1), (), split)
+    assert isinstance(gated, VocabularyLogits) and gated.shape == split.shape
+    gated.local.sum().backward()
+    torch.testing.assert_close(local.grad, torch.full_like(local, 2.0 * counts))
