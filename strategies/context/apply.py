@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,6 @@ from strategies.context.attention import ATTENTION, number_of
 from strategies.dims import LayoutError, ParallelDims, own_group
 from strategies.options import Options
 from strategies.strategy import Strategy
-from strategies.tensor.loss import VocabularyLogits
 from strategies.traits import Trait
 from strategies.tree import tree_leaves, tree_map
 from strategies.zero_weight import has_no_weight
@@ -143,6 +142,15 @@ def require_positions(module: nn.Module, plan: ContextPlan | None) -> None:
         )
 
 
+@runtime_checkable
+class SplitTensor(Protocol):
+    """Of a model that is split as well: a tensor of which this worker has a part and nothing else has memory."""
+
+    local: Tensor
+
+    def with_local(self, local: Tensor) -> Any: ...
+
+
 class Context:
     """This worker's part of every sequence. Collective over all workers."""
 
@@ -215,7 +223,7 @@ class Context:
             return None
 
         def gate(leaf: Any) -> Any:
-            if isinstance(leaf, VocabularyLogits):
+            if isinstance(leaf, SplitTensor):
                 return leaf.with_local(gate(leaf.local))
             is_output = isinstance(leaf, Tensor) and leaf.requires_grad and leaf.dim() > 0
             return _GradientGate.apply(leaf, counts) if is_output else leaf
