@@ -201,7 +201,8 @@ def read_table(
         path = existing(data, "task_args.data")
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     if suffixes[-1:] in ([".parquet"], [".pq"]):
-        table, decimal_point = _read_parquet(path), "."
+        table = _read_parquet(path)
+        decimal_point = "."
     elif ".csv" in suffixes or ".tsv" in suffixes:
         table, decimal_point = _read_csv(path, text)
     else:

@@ -345,7 +345,7 @@ def test_one_writer_delivers_a_run_and_its_children(tmp_path: Path, monkeypatch:
     first = child(0)
     assert first.finish("FAILED", message="diverged").complete and not (first.folder / "writer.log").exists()
     wait_until(lambda: file.exists() and store.run("status", "child-0") == "FAILED")
-    os.close(child(1)._driver or -1)  # as the kernel does for a process that was killed
+    os.close(child(1)._driver_lock or -1)  # as the kernel does for a process that was killed
     parent.metrics(7, {"best": 0.5})
     assert parent.finish("FINISHED", timeout=60).complete and store.steps("best") == [7]
     wait_until(lambda: store.run("status", "child-1") == "KILLED")
