@@ -68,6 +68,7 @@ class Column:
 
     @property
     def numeric(self) -> bool:
+        """Whether the values are numbers, not text."""
         return self.values.dtype.kind == "f"
 
     def missing(self) -> npt.NDArray[np.bool_]:

@@ -211,7 +211,7 @@ def _watched(config: Config, task: Task, batches: list[Batch], device: torch.dev
         lambda module: find_blocks(module, task.blocks(module)),
         task.loss,
         [map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches],
-        seed=lambda number: seed_step(config.train.seed, number, 0, torch.device("cpu")),
+        seed=lambda number: seed_step(config.train.seed, number, data_rank=0, device=torch.device("cpu")),
     )
     return tuple(observations)
 

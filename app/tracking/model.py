@@ -14,13 +14,14 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Collection
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
 import mlflow.pytorch
 import torch
-from mlflow.entities import LoggedModelOutput, Metric
+from mlflow.entities import LoggedModelOutput, Metric, Run
 from mlflow.models import Model, ModelSignature, infer_signature
 from mlflow.tracking import MlflowClient
 from mlflow.types import ColSpec, DataType, Schema
@@ -60,10 +61,8 @@ def upload(client: MlflowClient, run_id: str, event: Event) -> None:
         Unusable: The model cannot be built again or pickled.
     """
     run = client.get_run(run_id)
-    experiment = run.info.experiment_id
-    models = client.search_logged_models(
-        [experiment], f"tags.`{EVENT_TAG}` = '{event['id']}'", max_results=1
-    )
+    has_event = f"tags.`{EVENT_TAG}` = '{event['id']}'"
+    models = client.search_logged_models([run.info.experiment_id], has_event, max_results=1)
     recipe_path = Path(event["recipe"])
     if not models or models[0].status != "READY":
         recipe = json.loads(recipe_path.read_text())
@@ -75,27 +74,48 @@ def upload(client: MlflowClient, run_id: str, event: Event) -> None:
             except Exception as error:
                 raise Unusable(f"{type(error).__name__}: {error}") from error
             if models:
-                model = models[0]
+                model_id = models[0].model_id
             else:
-                model = client.create_logged_model(
-                    experiment,
-                    name=NAME,
-                    source_run_id=run_id,
-                    tags={EVENT_TAG: event["id"], "trireme.task": str(recipe["task"])},
-                    params=run.data.params,
-                )
-            # The model's page shows the points that the run has; repeating them doubles nothing.
-            latest = [m for m in run.data.to_proto().metrics if m.key in recipe["metrics"]]
-            points = [
-                Metric(m.key, m.value, m.timestamp, m.step, model_id=model.model_id, run_id=run_id)
-                for m in latest
-            ]
-            step = max((m.step for m in latest), default=0)
-            client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
-            client.log_model_artifacts(model.model_id, str(Path(scratch) / NAME))
-            client.log_batch(run_id, metrics=points, synchronous=True)
-            client.finalize_logged_model(model.model_id, "READY")
+                tags = {EVENT_TAG: event["id"], "trireme.task": str(recipe["task"])}
+                model_id = _create_entry(client, run, tags)
+            _publish(client, run, model_id, files=Path(scratch) / NAME, metrics=recipe["metrics"])
     recipe_path.unlink(missing_ok=True)
+
+
+def _create_entry(client: MlflowClient, run: Run, tags: dict[str, str]) -> str:
+    model = client.create_logged_model(
+        run.info.experiment_id,
+        name=NAME,
+        source_run_id=run.info.run_id,
+        tags=tags,
+        params=run.data.params,
+    )
+    return model.model_id
+
+
+def _publish(
+    client: MlflowClient, run: Run, model_id: str, *, files: Path, metrics: Collection[str]
+) -> None:
+    """Upload a model's files and metrics, and mark it as ready."""
+    run_id = run.info.run_id
+    # The model's page shows the points that the run has; repeating them doubles nothing.
+    latest = [metric for metric in run.data.to_proto().metrics if metric.key in metrics]
+    points = [
+        Metric(
+            key=metric.key,
+            value=metric.value,
+            timestamp=metric.timestamp,
+            step=metric.step,
+            model_id=model_id,
+            run_id=run_id,
+        )
+        for metric in latest
+    ]
+    step = max((metric.step for metric in latest), default=0)
+    client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
+    client.log_model_artifacts(model_id, str(files))
+    client.log_batch(run_id, metrics=points, synchronous=True)
+    client.finalize_logged_model(model_id, "READY")
 
 
 def _save(recipe: dict[str, Any], run_id: str, scratch: Path) -> None:

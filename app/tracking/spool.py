@@ -155,11 +155,13 @@ class State:
 
     @classmethod
     def load(cls, folder: Path) -> State:
+        """Read the state of a spool; a new state if there is none."""
         values = read_json(folder / "delivered.json")
         names = [field.name for field in fields(cls)]
         return cls(**{name: values[name] for name in names if name in values})
 
     def save(self, folder: Path) -> None:
+        """Write the state into a spool."""
         write_json(folder / "delivered.json", asdict(self))
 
 

@@ -248,7 +248,7 @@ class Uploader:
             if step is None:  # system metrics: the seconds since the run began
                 step = max(0, (milliseconds - run.info.start_time) // 1000)
             event_points = [
-                Metric(valid_key(name), value, milliseconds, step)
+                Metric(valid_key(name), value, timestamp=milliseconds, step=step)
                 for name, value in event["values"].items()
             ]
             points += [point for point in event_points if step > steps.get(point.key, -1)]
