@@ -6,7 +6,6 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ def own_folder(config: Config, name: str, kind: str, console: Console, *, verbos
     Raises:
         UserError: it cannot be written, or another process works in it.
     """
-    storage = run_folder(replace(config, run=replace(config.run, name=name)))
+    storage = run_folder(config, name)
     if not storage.is_local:
         raise UserError(f"run.storage is {config.run.storage}, but a {kind} needs a folder: write a local path or NFS")
     storage.check_writable()

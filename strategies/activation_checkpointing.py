@@ -11,12 +11,15 @@ more arithmetic. Chen et al. 2016, https://arxiv.org/abs/1604.06174.
   Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198;
   `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
 
-The numbers are the same: the recomputation repeats the forward, its random numbers included. A block's `forward` is
+The numbers are the same: the recomputation repeats the forward, its random numbers included, and leaves alone what
+BatchNorm has counted in the first (its running statistics, on which training does not depend). A block's `forward` is
 replaced in place, so no name changes, and hooks around the block (of sharding) run once, outside of it.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from strategies.dims import LayoutError
+from strategies.state import BATCH_NORMS
 from strategies.torch_internals import functional_collectives
 
 _KEPT_NAMES = (
@@ -68,21 +72,46 @@ def apply(module: nn.Module, blocks: list[str], mode: str) -> None:
     for i, name in enumerate(blocks or [""]):
         if i % every == 0:
             block = module.get_submodule(name)
-            block.forward = _recomputed(block.forward, selective=mode == "selective")
+            norms = [part for part in block.modules() if isinstance(part, BATCH_NORMS)]
+            block.forward = _recomputed(block.forward, norms, selective=mode == "selective")
 
 
-def _recomputed(forward: Callable[..., Any], selective: bool) -> Callable[..., Any]:
-    options: dict[str, Any] = {"use_reentrant": False}
-    if selective:
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
+def _recomputed(forward: Callable[..., Any], norms: Sequence[nn.Module], *, selective: bool) -> Callable[..., Any]:
+    selected = functools.partial(create_selective_checkpoint_contexts, _keep)
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Around forward and around its repetition."""
+        if not selective:
+            return contextlib.nullcontext(), _without_counting(norms, contextlib.nullcontext())
+        first, again = selected()
+        return first, _without_counting(norms, again)
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, **options, **kwargs)
+        if norms and not torch.compiler.is_compiling():
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        if selective:
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=selected, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     return recomputed
+
+
+@contextlib.contextmanager
+def _without_counting(norms: Sequence[nn.Module], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """While this lasts, what batch normalisations count goes into copies. (A compiled forward is not run again: what it
+    writes is no part of what is recomputed.)"""
+    counted = [(norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
+    try:
+        for norm, name, buffer in counted:
+            setattr(norm, name, buffer.clone())
+        with inner:
+            yield
+    finally:
+        for norm, name, buffer in counted:
+            setattr(norm, name, buffer)
 
 
 def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -141,7 +141,9 @@ STRATEGY = Strategy(
             Trait.UNUSED_PARAMETERS,
             Trait.GRADIENT_HOOK,
             Trait.ACTIVATION_HOOK,
+            Trait.USED_BY_REENTRANT_CHECKPOINTS,
             Trait.PARAMETERS_VARY,
+            Trait.VARIES_BY_CALL,
         }
     ),
 )

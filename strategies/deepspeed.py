@@ -91,7 +91,7 @@ STRATEGY = Strategy(
     reduce_dtype="is not for DeepSpeed: write communication_data_type in its JSON",
     # Its engine has parameters and hooks of its own in place of the model's, and may keep only shards of them.
     cannot_keep=fsdp.STRATEGY.cannot_keep
-    | {Trait.LOSS_READS_PARAMETERS, Trait.LISTS_PARAMETERS, Trait.PARAMETERS_VARY},
+    | {Trait.LOSS_READS_PARAMETERS, Trait.LISTS_PARAMETERS, Trait.PARAMETERS_VARY, Trait.VARIES_BY_CALL},
 )
 
 

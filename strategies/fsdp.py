@@ -371,6 +371,7 @@ STRATEGY = Strategy(
         Trait.ACTIVATION_HOOK,
         Trait.BLOCK_READ_FROM_OUTSIDE,
         Trait.CHANGES_INPUT,
+        Trait.GRADIENT_PAST_OUTPUT,
         Trait.GRADIENT_IN_LOSS,
         Trait.CALLS_VARY,
         Trait.PARAMETERS_VARY,

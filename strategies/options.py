@@ -9,6 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+STRATEGIES = (
+    "single",
+    "dp",
+    "model_parallel",
+    "ddp",
+    "ddp_model_parallel",
+    "zero1",
+    "zero2",
+    "zero3",
+    "fsdp",
+    "hsdp",
+    "tensor",
+    "pipeline",
+    "context",
+    "expert",
+    "deepspeed",
+)
+"""The names that registry.py has records for, here without what importing those takes."""
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 REDUCE_DTYPES = ("fp32", "bf16")
 CONTEXT_METHODS = ("ring", "allgather", "ulysses")

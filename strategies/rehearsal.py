@@ -5,12 +5,17 @@ not. What it does is seen in three ways: a mode that sees every call of torch kn
 by which module's forward; the versions and values of parameters and buffers say what forward has changed; and where
 gradients arrive says what they can come back through. On the meta device everything is seen but what depends on
 numbers: whether a change depends on the data, and whether two samples take different ways through the model.
+
+A branch that most samples take alike is not found by comparing samples. So each number of a batch that Python asks for
+(`if x.sum() > 0`) is answered otherwise in a run of its own, and the way that this run takes is compared too. And a
+model that counts its calls in Python is found by calling it again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +40,8 @@ def observe(
     loss: Loss,
     batches: Sequence[Any],
     seed: Callable[[int], None] = lambda number: None,
+    *,
+    other_answers: int = 12,
 ) -> list[Observation]:
     """Takes a step's forward and backward on each batch, and says what was seen.
 
@@ -46,17 +53,30 @@ def observe(
         loss: (model, batch) → the mean loss, 0-dimensional.
         batches: at least one, as `loss` takes them.
         seed: is called with the number of the batch before its forward, and seeds the generators that it draws from.
+        other_answers: runs in which one number of the batch is answered otherwise, at most.
     """
-    watches = []
-    for number, batch in enumerate(batches):
+
+    def watched(number: int, answers: _Answers, *, backward: bool = False) -> _Watch:
         with _Hooks() as hooks:
             module = build().train()
-        watch = _Watch(module, find_blocks(module), hooks)
+        watch = _Watch(module, find_blocks(module), hooks, answers)
         seed(number)
-        watch.step(loss, batch, backward=number == 0)
-        watches.append(watch)
+        watch.step(loss, batches[number], backward=backward)
+        return watch
+
+    watches = [watched(number, _Answers(), backward=number == 0) for number in range(len(batches))]
+    first = watches[0]
+    routes = [watch.route for watch in watches]
+    other_routes = []
+    for otherwise in first.answers.others(other_answers):
+        with contextlib.suppress(Exception):  # the code after the branch need not bear the other answer
+            other_routes.append(watched(0, otherwise).route)
+    for extreme in first.answers.extremes():
+        with contextlib.suppress(Exception):
+            routes.append(watched(0, extreme).route)
+    again = _called_again(first, loss, batches[0], lambda: seed(0))
     return [
-        *watches[0].observations(),
+        *first.observations(),
         *_changed(
             [watch.changes for watch in watches],
             alike=Trait.CHANGES_PARAMETERS,
@@ -67,8 +87,77 @@ def observe(
             alike=Trait.CHANGES_BUFFERS,
             by_data=Trait.CHANGES_BUFFERS_BY_DATA,
         ),
-        *_varying([watch.route for watch in watches]),
+        *_varying([*routes, *other_routes]),
+        *_branching([first.route, *other_routes]),
+        *again,
     ]
+
+
+CALLS_AGAIN = 3
+"""How often the model is called again, to see whether it counts its calls."""
+STEP_SIZE = 0.05
+"""By which parameters are moved between two calls, as an optimizer would."""
+
+
+def _called_again(first: _Watch, loss: Loss, batch: Any, seed: Callable[[], None]) -> list[Observation]:
+    """What the same model does otherwise with the same batch when it is called again.
+
+    Where its code raises, because it can be called once alone, nothing is said.
+    """
+
+    def called() -> _Watch:
+        watch = _Watch(first.module, sorted(first.blocks), _Hooks(), _Answers())
+        seed()
+        watch.step(loss, batch, backward=False)
+        return watch
+
+    routes = [first.route]
+    answers = [first.part_answers]
+    moved: list[str] = []
+    with contextlib.suppress(Exception):
+        for _ in range(CALLS_AGAIN):
+            watch = called()
+            routes.append(watch.route)
+            answers.append(watch.part_answers)
+        if first.changes:
+            _move(first.module)
+            called()
+            moved = called().moved  # what is only kept within bounds is there since the call before
+    seen = [
+        (Trait.VARIES_BY_CALL, _differences(routes)),
+        (Trait.ANSWERS_OTHERWISE, _unique(_answering_otherwise(answers))),
+        (Trait.CHANGES_PARAMETERS_EACH_TIME, _unique(moved)),
+    ]
+    return [Observation(trait, names) for trait, names in seen if names]
+
+
+def _answering_otherwise(calls: list[list[_PartAnswer]]) -> Iterator[str]:
+    """The parts that were given the same in several calls of the model and put out something else."""
+    for several in zip(*calls, strict=False):
+        first = several[0]
+        for other in several[1:]:
+            is_same = (other.name, other.given) == (first.name, first.given)
+            if is_same and not _nearly_equal(torch.tensor(other.put_out), torch.tensor(first.put_out)):
+                yield first.name or "the model"
+
+
+def _move(module: nn.Module) -> None:
+    """Moves what is trained a little, as the optimizer does between two steps."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.requires_grad and not parameter.is_meta:
+                step = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.add_(step, alpha=STEP_SIZE)
+
+
+@dataclass(frozen=True)
+class _PartAnswer:
+    """What a part that would be recomputed was given and put out: of each tensor the sum of its numbers."""
+
+    name: str
+    given: tuple[float, ...]
+    put_out: tuple[float, ...]
 
 
 @dataclass
@@ -77,6 +166,85 @@ class _Route:
 
     calls: list[str] = field(default_factory=list)
     parameters: set[str] = field(default_factory=set)
+
+
+MOST_QUESTIONS = 200
+"""That a forward may ask on the meta device, where a loop that waits for numbers would not end."""
+FAR = 1000.0
+"""A float that is beyond what numbers are compared with, and small enough to be a size."""
+
+
+@dataclass
+class _Answers:
+    """The numbers of tensors that Python asks for (`bool(x)`, `x.item()`): which depend on the batch, and one of them
+    answered otherwise.
+
+    Args:
+        otherwise: the number of the question, among those about the batch, that gets another answer, and that answer.
+        drawn: what a single number that is drawn evenly from 0 to below 1 is said to be, or the nearest below it; None:
+            what it is.
+    """
+
+    otherwise: tuple[int, Any] | None = None
+    drawn: float | None = None
+    draws: bool = False
+    """Whether such a number was drawn, by which layers are dropped."""
+    asked: int = 0
+    about_data: list[Any] = field(default_factory=list)
+    """The answers that depend on the batch, in order."""
+    made_up: bool = False
+    """Whether any answer was, because a tensor had no numbers."""
+
+    def answer(self, func: Callable[..., Any], tensor: Tensor, name: str, args: Any, *, is_data: bool) -> Any:
+        """What Python is told."""
+        self.asked += 1
+        if tensor.is_meta:
+            if self.asked > MOST_QUESTIONS:
+                raise RuntimeError("a loop waits for numbers, which the meta device has none of")
+            self.made_up = True
+            value = _without_numbers(name, tensor)
+        else:
+            value = func(*args)
+        if not is_data:
+            return value
+        number = len(self.about_data)
+        self.about_data.append(value)
+        if self.otherwise is not None and self.otherwise[0] == number:
+            return type(value)(self.otherwise[1])
+        return value
+
+    def draw(self, number: Tensor) -> None:
+        """Notes a single number that was drawn, and writes another in its place."""
+        self.draws = True
+        if self.drawn is not None:
+            number.fill_(min(self.drawn, 1 - torch.finfo(number.dtype).eps))
+
+    def extremes(self) -> list[_Answers]:
+        """The same with all that is drawn as small and as large as can be: what is never so decided is never done."""
+        return [_Answers(drawn=0.0), _Answers(drawn=1.0)] if self.draws else []
+
+    def others(self, most: int) -> list[_Answers]:
+        """The same with one answer another one; of more than `most` questions some, from first to last."""
+        other = [(number, value) for number, given in enumerate(self.about_data) for value in _other_values(given)]
+        step = max(1, -(-len(other) // most))
+        return [_Answers(otherwise) for otherwise in other[::step]]
+
+
+def _without_numbers(name: str, tensor: Tensor) -> Any:
+    """What a tensor without numbers is said to have: nothing, so that checks pass and loops end."""
+    is_truth = name in ("__bool__", "is_nonzero", "equal", "allclose", "__contains__")
+    if is_truth or (name == "item" and tensor.dtype == torch.bool):
+        return False
+    is_float = name == "__float__" or (name == "item" and tensor.is_floating_point())
+    return 0.0 if is_float else 0
+
+
+def _other_values(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, bool):
+        return (not value,)
+    if isinstance(value, int):
+        return (1 - value,) if value in (0, 1) else (0, value + 1)
+    return (FAR, -FAR) if isinstance(value, float) else ()
 
 
 class _Hooks(TorchFunctionMode):
@@ -122,9 +290,10 @@ _MODULE_HOOKS = ("register_full_backward_hook", "register_full_backward_pre_hook
 class _Watch(TorchFunctionMode):
     """Sees every call of torch while it is the current mode, and which of the model's modules are running."""
 
-    def __init__(self, module: nn.Module, blocks: Sequence[str], hooks: _Hooks) -> None:
+    def __init__(self, module: nn.Module, blocks: Sequence[str], hooks: _Hooks, answers: _Answers) -> None:
         super().__init__()
         self.module = module
+        self.answers = answers
         self.blocks = frozenset(blocks)
         self.hooks = hooks
         self.backward_hooks = list(hooks.of_modules)
@@ -143,12 +312,23 @@ class _Watch(TorchFunctionMode):
         self.block_reads: list[str] = []
         self.listed: list[str] = []
         self.gradients_taken: list[str] = []
+        self.functional_calls: list[str] = []
         self.changed_inputs: list[str] = []
+        self.changed_data: list[str] = []
+        """The same of inputs without a gradient, of what would be recomputed: blocks, or else the whole model."""
+        self.part_answers: list[_PartAnswer] = []
+        self.recomputed = self.blocks or frozenset({""})
         self.changed_outputs: list[str] = []
         self.without_graph: list[str] = []
-        """Blocks that have run without gradients."""
+        """Blocks that have run without gradients, once for each time."""
+        self.read_without_graph: dict[str, set[int]] = {}
+        """Of each parameter in which of these calls it was used."""
+        self.run_in_backward: set[str] = set()
+        """Blocks that have run in backward, as checkpoints do."""
         self.changes: dict[str, Tensor] = {}
         """Parameters that forward has changed, as they are then."""
+        self.moved: list[str] = []
+        """Of those, the ones that are others now, by more than rounding."""
         self.buffers = dict(_buffers_of_others_than_batch_norm(module))
         self.changed_buffers: dict[str, Tensor] = {}
         self.written: set[str] = set()
@@ -156,6 +336,8 @@ class _Watch(TorchFunctionMode):
         self.requires_grad_changed: list[str] = []
         self.unused: list[str] = []
         self.without_gradient: list[str] = []
+        self.past_output: list[str] = []
+        """Blocks whose parameters get a gradient, and none of whose outputs does."""
         self._outputs: list[tuple[str, Tensor]] = []
         """What blocks put out and a gradient can come back to, by block."""
         self._used: set[int] = set()
@@ -165,15 +347,20 @@ class _Watch(TorchFunctionMode):
         self._listed_parameters: set[int] = set()
         self._same_memory: dict[int, tuple[str, Tensor]] = {}
         """Other tensors in a parameter's memory, by identity: its name, and the tensor, so that it stays."""
-        self._inputs: list[list[tuple[Tensor, Tensor]]] = []
-        """Of the blocks that are running, what each was given, and a copy of it."""
+        self._inputs: list[tuple[nn.Module, list[tuple[Tensor, Tensor]]]] = []
+        """Of the parts that are running and would be recomputed, what each was given, and a copy of it."""
         self._written_inputs: set[int] = set()
+        self._looks_itself = False
+        """Whether it is not the model that calls torch now."""
+        self._from_batch: dict[int, Tensor] = {}
+        """The batch's tensors and what was computed from them, by identity; kept, so that no identity comes twice."""
 
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, loss: Loss, batch: Any, *, backward: bool) -> None:
         """Runs the loss, and its backward, while watching."""
         before = {name: parameter.detach().clone() for name, parameter in self.named.items()}
+        self._from_batch = {id(leaf): leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
         buffers_before = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
         hooked = _unique_modules(self.backward_hooks)
         handles = [part.register_full_backward_hook(self._module_gradients) for part in hooked]
@@ -184,6 +371,7 @@ class _Watch(TorchFunctionMode):
             for name, parameter in self.named.items()
             if name in self.written or _differ(parameter, before[name])
         }
+        self.moved = [name for name, value in self.changes.items() if not _nearly_equal(value, before[name])]
         self.changed_buffers = {
             name: buffer.detach().clone()
             for name, buffer in _buffers_of_others_than_batch_norm(self.module)
@@ -192,11 +380,19 @@ class _Watch(TorchFunctionMode):
         if backward and isinstance(value, Tensor) and value.requires_grad:
             for _, output in self._outputs:
                 output.register_hook(functools.partial(self._gradient_reached, id(output)))
-            value.sum().backward()
+            running_again = register_module_forward_pre_hook(self._begins_in_backward)
+            try:
+                value.sum().backward()
+            finally:
+                running_again.remove()
             cut = self._used - self._reached
             self.without_gradient = [name for name, output in self._outputs if id(output) in cut]
+            reached = {name for name, output in self._outputs if id(output) in self._reached}
+            run = _unique(name for name, _ in self._outputs)
+            self.past_output = [name for name in run if name not in reached and self._is_trained(name)]
             self.unused = [name for name, p in self.named.items() if p.requires_grad and p.grad is None]
         self._outputs.clear()
+        self._from_batch.clear()
         for handle in handles:
             handle.remove()
 
@@ -226,11 +422,16 @@ class _Watch(TorchFunctionMode):
             (Trait.ACTIVATION_HOOK, self.activation_hooks),
             (Trait.BACKWARD_HOOK, [self.modules.get(id(part), "a module") for part, _ in self.backward_hooks]),
             (Trait.CUTS_GRAPH, self.without_gradient),
+            (Trait.GRADIENT_PAST_OUTPUT, self.past_output),
+            (Trait.NORMALISES_OVER_BATCH, self._normalising()),
             (Trait.CHANGES_INPUT, self.changed_inputs),
+            (Trait.CHANGES_DATA, self.changed_data),
             (Trait.CHANGES_OUTPUT, self.changed_outputs),
-            (Trait.RUNS_WITHOUT_GRADIENT, [name for name in self.without_graph if self._is_trained(name)]),
+            (Trait.RUNS_WITHOUT_GRADIENT, [name for name in self.without_graph if name in self.run_in_backward]),
+            (Trait.USED_BY_REENTRANT_CHECKPOINTS, self._used_by_reentrant_checkpoints()),
             (Trait.RECURRENT, self._recurrent()),
             (Trait.GRADIENT_IN_LOSS, self.gradients_taken),
+            (Trait.FUNCTIONAL_CALL, self.functional_calls),
         ]
         by_hooks: dict[Trait, list[str]] = {}
         for tensor, hook in self.hooks.of_tensors:
@@ -240,15 +441,28 @@ class _Watch(TorchFunctionMode):
                 by_hooks.setdefault(trait, []).append(name)
         for tensor in self.hooks.after_accumulation:
             by_hooks.setdefault(Trait.GRADIENT_HOOK, []).append(self.names.get(id(tensor), "a parameter"))
-        return [Observation(trait, _unique(names)) for trait, names in [*seen, *by_hooks.items()] if names]
+        untold = _OF_THE_OTHER_WAY if self.answers.made_up else frozenset[Trait]()
+        return [
+            Observation(trait, _unique(names))
+            for trait, names in [*seen, *by_hooks.items()]
+            if names and trait not in untold
+        ]
 
     def _recurrent(self) -> list[str]:
         """Recurrent layers in blocks."""
         return [
             name
             for name, part in self.module.named_modules()
-            if isinstance(part, nn.RNNBase) and any(f"{name}.".startswith(f"{block}.") for block in self.blocks)
+            if isinstance(part, (nn.RNNBase, nn.RNNCellBase))
+            and any(f"{name}.".startswith(f"{block}.") for block in self.blocks)
         ]
+
+    def _used_by_reentrant_checkpoints(self) -> list[str]:
+        again = [number for number, name in enumerate(self.without_graph) if name in self.run_in_backward]
+        return [name for name, calls in self.read_without_graph.items() if len(calls.intersection(again)) > 1]
+
+    def _normalising(self) -> list[str]:
+        return [name for name, part in self.module.named_modules() if isinstance(part, BATCH_NORMS) and part.training]
 
     def _replaced(self) -> list[str]:
         """Parameters that are not the model's any more."""
@@ -263,6 +477,9 @@ class _Watch(TorchFunctionMode):
             register_module_forward_pre_hook(self._begins),
             register_module_forward_hook(self._ends, always_call=True),
         ]
+        for name in self.recomputed:
+            part = self.module.get_submodule(name)
+            handles.append(part.register_forward_pre_hook(self._is_given, with_kwargs=True))
         try:
             yield
         finally:
@@ -273,23 +490,48 @@ class _Watch(TorchFunctionMode):
         name = self.modules.get(id(module))
         if name is None:
             return
+        if module is self.module and any(f.f_code.co_name == "functional_call" for f, _ in traceback.walk_stack(None)):
+            self.functional_calls.append("the model")
         self.running.append(name)
         if name in self.blocks:
             self.route.calls.append(name)
             if not torch.is_grad_enabled():
                 self.without_graph.append(name)
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-            self._inputs.append([(t, t.detach().clone()) for t in tensors if t.requires_grad])
+
+    def _is_given(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._looks_itself = True
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._inputs.append((module, [(tensor, tensor.detach().clone()) for tensor in tensors]))
+        self._looks_itself = False
+
+    def _compare_inputs(self, module: nn.Module, name: str, output: Any) -> None:
+        """What a part that ends was given, with what that is now; and notes what it puts out."""
+        if not self._inputs or self._inputs[-1][0] is not module:  # a hook before ours has raised
+            return
+        self._looks_itself = True
+        _, inputs = self._inputs.pop()
+        for tensor, copy in inputs:
+            if id(tensor) in self._written_inputs or _differ(tensor, copy):
+                changed = self.changed_inputs if tensor.requires_grad and name else self.changed_data
+                changed.append(name or "the model")
+        put_out = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        self.part_answers.append(_PartAnswer(name, _sums(copy for _, copy in inputs), _sums(put_out)))
+        self._looks_itself = False
+
+    def _begins_in_backward(self, module: nn.Module, args: Any) -> None:
+        if (name := self.modules.get(id(module))) in self.blocks:
+            self.run_in_backward.add(str(name))
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self.modules.get(id(module))
         if name is None or not self.running or self.running[-1] != name:
             return
         self.running.pop()
+        if any(id(leaf) in self._from_batch for leaf in tree_leaves(args)):  # through functions that are not torch's
+            self._from_batch.update({id(leaf): leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)})
+        if name in self.recomputed:
+            self._compare_inputs(module, name, output)
         if name in self.blocks:
-            for tensor, copy in self._inputs.pop():
-                if id(tensor) in self._written_inputs or _differ(tensor, copy):
-                    self.changed_inputs.append(name)
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             self._outputs += [(name, leaf) for leaf in leaves if leaf.requires_grad]
 
@@ -313,8 +555,21 @@ class _Watch(TorchFunctionMode):
             nn.Module.named_parameters = listing  # type: ignore[method-assign]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        answer = func(*args, **(kwargs or {}))
+        if self._looks_itself:
+            return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
+        leaves = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
+        is_data = any(id(leaf) in self._from_batch for leaf in leaves)
+        if name in _QUESTIONS and not kwargs and leaves:
+            answer = self.answers.answer(func, leaves[0], name, args, is_data=is_data)
+        else:
+            answer = func(*args, **(kwargs or {}))
+        if name == "rand" and answer.numel() == 1:
+            self.answers.draw(answer)
+        if is_data:
+            for leaf in tree_leaves(answer):
+                if isinstance(leaf, Tensor):
+                    self._from_batch[id(leaf)] = leaf
         if name in ("__get__", "__set__"):
             name = f"{name} {getattr(func.__self__, '__name__', '')}"
         where = (self.running[-1] or "the model") if self.running else "the loss"
@@ -329,7 +584,7 @@ class _Watch(TorchFunctionMode):
         elif name == "register_hook" and id(args[0]) not in self.names and not _is_linear(args[1], args[0]):
             self.activation_hooks.append(where)
         elif _computes(name, answer):
-            for leaf in tree_leaves((args, kwargs or {})):
+            for leaf in leaves:
                 if id(leaf) in self.names:
                     self._read(leaf)
                 elif any(leaf is output for _, output in self._outputs):
@@ -344,7 +599,7 @@ class _Watch(TorchFunctionMode):
     def _write(self, tensor: Tensor) -> None:
         if (name := self._parameter_of(tensor)) is not None:
             self.written.add(name)
-        if any(tensor is given for inputs in self._inputs for given, _ in inputs):
+        if any(tensor is given for _, inputs in self._inputs for given, _ in inputs):
             self._written_inputs.add(id(tensor))
             return
         self.changed_outputs += [name for name, output in self._outputs if output is tensor]
@@ -357,6 +612,8 @@ class _Watch(TorchFunctionMode):
         name = self.names[id(parameter)]
         self.route.parameters.add(name)
         reader = self.running[-1] if self.running else None
+        if self.without_graph and self.without_graph[-1] in self.running and not torch.is_grad_enabled():
+            self.read_without_graph.setdefault(name, set()).add(len(self.without_graph) - 1)
         if id(parameter) in self._listed_parameters and reader not in self.owners[id(parameter)]:
             self.listed.append(name)
         if reader is None:
@@ -366,6 +623,8 @@ class _Watch(TorchFunctionMode):
             self.block_reads.append(name)
 
 
+_OF_THE_OTHER_WAY = frozenset({Trait.UNUSED_PARAMETERS, Trait.CUTS_GRAPH})
+"""What may be true of the way alone that a made-up answer leads to."""
 _TAKES_GRADIENT = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _SHAPES_ALONE = {"requires_grad_", "type_as", "expand_as", "view_as", "reshape_as", "register_hook"}
 """Calls that answer with a tensor and use of the other argument its shape or type alone, or none of its numbers."""
@@ -375,6 +634,18 @@ _SAME_MEMORY = {"__get__ data", "detach", "view", "flatten", "t", "__get__ T", "
 """Calls that answer with a tensor in the memory of the first argument."""
 _ONLY_NAMED_SO = {"requires_grad_", "share_memory_", "rename_", "retains_grad_"}
 """Calls whose names end as those do that write into their first argument."""
+_QUESTIONS = {
+    "__bool__",
+    "is_nonzero",
+    "equal",
+    "allclose",
+    "__contains__",
+    "item",
+    "__int__",
+    "__index__",
+    "__float__",
+}
+"""Calls by which Python asks for one number, to decide by it."""
 _ANSWERS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "__array__"}
 """Calls that answer with numbers of Python's or NumPy's."""
 
@@ -394,6 +665,12 @@ def _written(name: str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
 
 
 _OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+
+
+def _sums(tensors: Iterable[Tensor]) -> tuple[float, ...]:
+    """Of each tensor that has real numbers the sum of their sizes."""
+    real = (tensor.detach() for tensor in tensors if not tensor.is_meta)
+    return tuple(float((tensor.abs() if tensor.is_complex() else tensor).double().abs().sum()) for tensor in real)
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
@@ -474,9 +751,30 @@ def _buffers_of_others_than_batch_norm(module: nn.Module) -> Iterator[tuple[str,
                 yield f"{path}.{name}".lstrip("."), buffer
 
 
+def _branching(routes: list[_Route]) -> list[Observation]:
+    """Whether a number of the batch decides which way is taken."""
+    different = _differences(routes)
+    return [Observation(Trait.BRANCHES_ON_DATA, different)] if different else []
+
+
+def _differences(routes: list[_Route]) -> tuple[str, ...]:
+    """The blocks or parameters of routes that are not the same; () where they are."""
+    return next((observation.names for observation in _varying(routes)), ())
+
+
+def _nearly_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two are equal but for rounding; on meta they have no numbers."""
+    if one.is_meta:
+        return True
+    rtol = 1e-2 if one.element_size() < 4 else 1e-5
+    return torch.allclose(one, other, rtol=rtol, atol=rtol * 0.1, equal_nan=True)
+
+
 def _varying(routes: list[_Route]) -> list[Observation]:
     """Blocks that not all batches call equally often or in the same order, and parameters that not all use."""
-    observations = []
+    observations: list[Observation] = []
+    if not routes:
+        return observations
     if any(route.calls != routes[0].calls for route in routes):
         counts = [Counter(route.calls) for route in routes]
         names = sorted({name for count in counts for name in count})

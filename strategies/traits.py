@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from strategies.dims import Layout, LayoutError, Options
@@ -26,6 +26,7 @@ class Trait(enum.Enum):
     LISTS_PARAMETERS = "the step goes through the model's parameters and computes with them"
     BLOCK_READ_FROM_OUTSIDE = "a block's parameter is used while the block's forward is not running"
     CHANGES_PARAMETERS = "forward changes parameters, always in the same way"
+    CHANGES_PARAMETERS_EACH_TIME = "forward changes parameters further each time it is called"
     CHANGES_PARAMETERS_BY_DATA = "forward changes parameters in a way that depends on the samples"
     REPLACES_PARAMETERS = "forward puts other parameters in place of the model's"
     CHANGES_REQUIRES_GRAD = "forward changes which parameters are trained"
@@ -37,11 +38,19 @@ class Trait(enum.Enum):
     BACKWARD_HOOK = "a module has a hook on its backward"
     CUTS_GRAPH = "no gradient comes back through the output of a block"
     CHANGES_INPUT = "a block changes its input in place"
+    CHANGES_DATA = "what is recomputed changes an input in place that has no gradient"
     CHANGES_OUTPUT = "the code after a block changes the block's output in place"
+    GRADIENT_PAST_OUTPUT = "a block gets a gradient, but not through its output"
     RUNS_WITHOUT_GRADIENT = "a block runs without gradients and once more in backward"
+    USED_BY_REENTRANT_CHECKPOINTS = "several reentrant checkpoints use the same parameter"
     RECURRENT = "a block has a recurrent layer"
+    NORMALISES_OVER_BATCH = "a layer normalises over the samples of a batch"
     GRADIENT_IN_LOSS = "the loss takes a gradient itself"
+    FUNCTIONAL_CALL = "the loss calls the model with parameters that it gives it"
     CALLS_VARY = "another sample, or another random number, takes another way through the model's blocks"
+    VARIES_BY_CALL = "the same batch takes another way through the model when it comes again"
+    ANSWERS_OTHERWISE = "what is recomputed puts out other numbers for the same input when it is called again"
+    BRANCHES_ON_DATA = "a number of the batch decides which blocks are called or which parameters are used"
     UNUSED_PARAMETERS = "parameters that are to be trained get no gradient"
     PARAMETERS_VARY = "another sample, or another random number, uses other parameters"
 
@@ -73,6 +82,10 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
     Trait.CHANGES_PARAMETERS: (
         "forward changes {where}",
         "keep what forward changes in buffers",
+    ),
+    Trait.CHANGES_PARAMETERS_EACH_TIME: (
+        "forward changes {where} each time that it is called",
+        "change parameters after the optimizer's step, not in forward",
     ),
     Trait.CHANGES_PARAMETERS_BY_DATA: (
         "forward changes {where} in a way that depends on the samples it is given",
@@ -116,25 +129,54 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
         "{where} changes its input in place",
         "write x = x + y instead of x += y, and inplace=False where a block begins with it",
     ),
+    Trait.CHANGES_DATA: (
+        "{where} changes in place what it is given",
+        "write x = x * 2 instead of x *= 2",
+    ),
     Trait.CHANGES_OUTPUT: (
         "the code after {where} changes its output in place",
         "write x = x + y instead of x += y",
+    ),
+    Trait.GRADIENT_PAST_OUTPUT: (
+        "{where} gets its gradient from what it has left in an attribute, and none through its output",
+        "let the block return what the loss needs of it",
     ),
     Trait.RUNS_WITHOUT_GRADIENT: (
         "{where} is recomputed by a reentrant checkpoint",
         "write checkpoint(…, use_reentrant=False), or train.activation_checkpointing=full and no checkpoint",
     ),
+    Trait.USED_BY_REENTRANT_CHECKPOINTS: (
+        "{where} is used in several reentrant checkpoints, each of which says that its gradient is complete",
+        "write checkpoint(…, use_reentrant=False), or train.activation_checkpointing=full and no checkpoint",
+    ),
     Trait.RECURRENT: (
         "{where} is a recurrent layer, which writes into what selective recomputation keeps",
-        "write train.activation_checkpointing=full",
+        "",
     ),
+    Trait.NORMALISES_OVER_BATCH: ("{where} normalises over the samples of a batch", ""),
     Trait.GRADIENT_IN_LOSS: (
         "{where} takes a gradient inside of forward or of the loss (torch.autograd.grad, torch.func)",
         "",
     ),
+    Trait.FUNCTIONAL_CALL: (
+        "the loss calls the model by torch.func.functional_call, which takes no copies of it on several devices",
+        "call the model itself",
+    ),
     Trait.CALLS_VARY: (
         "{where} is called for some samples or random numbers and not for others",
         "call every block in every forward, and multiply what is to be left out by zero",
+    ),
+    Trait.VARIES_BY_CALL: (
+        "{where} is used in some calls of the model and not in others, for the same batch",
+        "call every block in every forward, and multiply what is to be left out by zero",
+    ),
+    Trait.ANSWERS_OTHERWISE: (
+        "{where} puts out other numbers for the same input when it is called again",
+        "count calls outside of what is recomputed",
+    ),
+    Trait.BRANCHES_ON_DATA: (
+        "a number of the batch decides whether {where} is used",
+        "",
     ),
     Trait.UNUSED_PARAMETERS: (
         "the loss does not depend on {where}, whose gradient cannot be averaged",
@@ -184,7 +226,12 @@ class Record(Protocol):
 
 
 def broken_by(
-    records: Iterable[Record], options: Options, observations: Sequence[Observation], *, data_workers: int
+    records: Iterable[Record],
+    options: Options,
+    observations: Sequence[Observation],
+    *,
+    data_workers: int,
+    micro_batches: int = 1,
 ) -> list[Observation]:
     """The observations that a layout made of these strategies cannot keep.
 
@@ -193,6 +240,7 @@ def broken_by(
         options: recomputing a block, for instance, has conditions of its own.
         observations: of the model.
         data_workers: workers with samples of their own; with one, nothing is averaged.
+        micro_batches: of one worker's share of a step.
     """
     cannot_keep = set[Trait]()
     for record in records:
@@ -202,19 +250,35 @@ def broken_by(
     if options.activation_checkpointing != "none":
         cannot_keep |= _CHANGED_TWICE
     if options.activation_checkpointing == "selective":
-        cannot_keep.add(Trait.RECURRENT)
+        cannot_keep |= _NOT_SELECTIVELY
+    if micro_batches > 1:
+        cannot_keep |= _ONCE_A_STEP
     return [observation for observation in observations if observation.trait in cannot_keep]
 
 
 _CHANGED_TWICE = {
     Trait.CHANGES_INPUT,
+    Trait.CHANGES_DATA,
     Trait.CHANGES_PARAMETERS,
     Trait.CHANGES_PARAMETERS_BY_DATA,
     Trait.CHANGES_BUFFERS,
     Trait.CHANGES_BUFFERS_BY_DATA,
+    Trait.VARIES_BY_CALL,
+    Trait.ANSWERS_OTHERWISE,
 }
 """What a block does a second time where it is recomputed."""
-_LEFT_OUT = {Trait.PARAMETERS_VARY, Trait.UNUSED_PARAMETERS}
+_NOT_SELECTIVELY = {Trait.RECURRENT, Trait.GRADIENT_IN_LOSS}
+"""What selective recomputation does not bear: it keeps results for one backward, in which nothing writes into them."""
+_ONCE_A_STEP = {
+    Trait.CHANGES_PARAMETERS_EACH_TIME,
+    Trait.CHANGES_PARAMETERS_BY_DATA,
+    Trait.CHANGES_REQUIRES_GRAD,
+    Trait.VARIES_BY_CALL,
+    Trait.GRADIENT_HOOK,
+    Trait.ACTIVATION_HOOK,
+}
+"""What is another training where a step calls forward and backward for each of its micro-batches."""
+_LEFT_OUT = {Trait.PARAMETERS_VARY, Trait.UNUSED_PARAMETERS, Trait.VARIES_BY_CALL}
 """What a strategy that averages gradients keeps if a step may leave parameters out, or there is nothing to average."""
 
 
@@ -224,6 +288,7 @@ def require_kept(
     options: Options,
     observations: Sequence[Observation],
     alternatives: Sequence[Record],
+    micro_batches: int = 1,
 ) -> None:
     """Raises LayoutError, one sentence, for the first observation that the layout cannot keep.
 
@@ -233,16 +298,18 @@ def require_kept(
         options: how they behave.
         observations: of the model.
         alternatives: strategies to name instead, the best first; the first that keeps all observations is named.
+        micro_batches: of one worker's share of a step.
     """
-    broken = broken_by(records, options, observations, data_workers=layout.dims.dp_cp)
+    whole = replace(options, activation_checkpointing="none")
+    workers = layout.dims.dp_cp
+    by_strategy = broken_by(records, whole, observations, data_workers=workers)
+    by_parts = broken_by(records, whole, observations, data_workers=workers, micro_batches=micro_batches)
+    by_recomputing = broken_by(records, options, observations, data_workers=workers)
+    broken = by_strategy or by_parts or by_recomputing
     if not broken:
         return
     shown = _cause(broken[0], observations)
-    by_recomputing = not broken_by(records, Options(), broken, data_workers=layout.dims.dp_cp)
-    if by_recomputing:
-        what = f"train.activation_checkpointing={options.activation_checkpointing} runs forward twice"
-        advice = "write train.activation_checkpointing=none"
-    else:
+    if by_strategy:
         what = f"strategy {layout.name} cannot train such a model as one device would"
         keeping = [
             record.name
@@ -250,9 +317,15 @@ def require_kept(
             if not broken_by([record], options, observations, data_workers=layout.dims.world_size)
         ]
         advice = f"write strategy={keeping[0]}" if keeping else "write strategy=single and workers=1"
+    elif by_parts:
+        what = f"the {micro_batches} micro-batches of a step each run forward and backward"
+        advice = "leave train.micro_batch_size out"
+    else:
+        what = f"train.activation_checkpointing={options.activation_checkpointing} runs forward twice"
+        advice = "write train.activation_checkpointing=none"
     instead = f", or change the model: {shown.instead}" if shown.instead else ""
-    if shown.trait is Trait.RECURRENT:  # full recomputation is no change of the model
-        advice, instead = shown.instead, ""
+    if not by_strategy and not by_parts and shown.trait in _NOT_SELECTIVELY:
+        advice, instead = "write train.activation_checkpointing=full", ""  # which is no change of the model
     raise LayoutError(f"{shown.sentence}, and {what}: {advice}{instead}")
 
 

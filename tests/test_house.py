@@ -160,9 +160,49 @@ def test_errors_are_recognised_by_class_and_not_by_its_name() -> None:
     assert not wrong
 
 
+SET_CONFIGURATIONS = {
+    "app/run/resolve.py",  # what is left open
+    "app/run/manifest.py",  # --again, before the start
+    "app/launchers/elastic.py",  # for another number of workers, before that is resolved
+    "experiments/scale/run.py",  # a study's points, before they are resolved
+    "experiments/sweep/trial.py",  # a trial, before it is resolved
+    "experiments/sweep/run.py",  # the file of the next run
+}
+"""Files that make a configuration from another one, and for what."""
+
+
+def is_replaced_config(node: ast.AST) -> bool:
+    """Whether it makes another configuration: by `with_values`, or as any dataclass."""
+    if not isinstance(node, ast.Call):
+        return False
+    name = ast.unparse(node.func).rpartition(".")[2]
+    of_config = bool(node.args) and ast.unparse(node.args[0]).rpartition(".")[2] == "config"
+    return name == "with_values" or (name in ("replace", "__setattr__") and of_config)
+
+
+def test_a_configuration_is_resolved_in_one_place_and_then_only_read() -> None:
+    found = {name for name, nodes in trees().items() if any(map(is_replaced_config, nodes))}
+    assert found == SET_CONFIGURATIONS
+
+
+FORKS = {"app/tracking/writer.py", "experiments/benchmarks/gpu_first/device.py"}
+"""Files where one of the two processes after a fork ends without what both would clean up."""
+
+
+def test_a_process_is_ended_at_once_in_one_place() -> None:
+    """Whoever finds that it cannot go on reports it to a callback."""
+    found = set()
+    for name, nodes in trees().items():
+        if any(isinstance(node, ast.Attribute) and node.attr == "_exit" for node in nodes):
+            found.add(name)
+    assert found == {"app/run/abort.py", *FORKS}
+
+
 STRATEGY_NAMES = {"ddp", "ddp_model_parallel", "deepspeed", "fsdp", "hsdp", "model_parallel", "zero1", "zero2", "zero3"}
 """Those that are no other word as well."""
-MAY_NAME_STRATEGIES = {f"strategies/{name}.py" for name in ("registry", "ddp", "deepspeed", "fsdp", "one_process")}
+MAY_NAME_STRATEGIES = {
+    f"strategies/{name}.py" for name in ("options", "registry", "ddp", "deepspeed", "fsdp", "one_process")
+}
 MAY_NAME_STRATEGIES |= {"experiments/parity/rows.py", "experiments/parity/experiment.py"}
 """A file in which a strategy's name may stand; benchmarks are rows."""
 
@@ -225,8 +265,10 @@ INTERNAL = re.compile(
     rf"|\b({DEPENDENCIES})(\.\w+)*\._[a-z]|from ({DEPENDENCIES})\S* import _"
 )
 
-DOCUMENTED = re.compile(r"torch\.cuda\.memory\.(_record_memory_history|_dump_snapshot)\b")
-"""Documented in spite of their underscore (docs.pytorch.org/docs/stable/torch_cuda_memory.html)."""
+DOCUMENTED = re.compile(
+    r"torch\.cuda\.memory\.(_record_memory_history|_dump_snapshot)\b|torch\._dynamo\.config\.optimize_ddp\b"
+)
+"""Documented in spite of their underscore (docs.pytorch.org/docs/stable/torch_cuda_memory.html, notes/ddp.html)."""
 
 
 def test_internals_of_dependencies_stand_in_two_files_of_at_most_12_entries() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from app.errors import nearest
+from app.run.abort import abort
 from app.run.stopping import drop_streams, end_at_once, end_on_signals, nobody_reads, open_streams
 
 COMMANDS = {
@@ -88,7 +89,7 @@ def main() -> None:
             raise
         code = 0  # Click ends with 1 where what it prints has nowhere to go
     except click.ClickException as error:
-        print(f"trireme: {error.format_message()}", file=sys.stderr)
+        print(f"trireme: {sentence(error)}", file=sys.stderr)
         code = 2
     except (click.Abort, KeyboardInterrupt) as stop:  # in what no command's own code has been reached
         reason = stop if isinstance(stop, KeyboardInterrupt) else stop.__cause__
@@ -97,13 +98,23 @@ def main() -> None:
     if "torch" in sys.modules and "RANK" in os.environ:
         # One of torchrun's. gloo's threads sometimes abort an interpreter that shuts down around them, and torchrun
         # would take a finished training for a failed one.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code or 0)
+        abort(code or 0)
     if "RANK" not in os.environ:
         end_at_once(code or 0)
     drop_streams()
     sys.exit(code or 0)
+
+
+def sentence(error: click.ClickException) -> str:
+    """What a command line has wrong. Keys are no options: `--workers 4` is written workers=4."""
+    if isinstance(error, click.NoSuchOption) and not error.possibilities:
+        from app.config.words import KEYS, meant_key
+
+        word = error.option_name.lstrip("-")
+        key = word if word in KEYS else meant_key(word)
+        if key is not None:
+            return f"there is no option {error.option_name}: write {key}=VALUE, without dashes"
+    return error.format_message()
 
 
 def _check_folder() -> None:

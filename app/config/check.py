@@ -7,7 +7,14 @@ from typing import Any
 
 from app.config import Config
 from app.errors import UserError, nearest
-from strategies.options import CONTEXT_METHODS, PIPELINE_SCHEDULES, PRECISIONS, REDUCE_DTYPES
+from strategies.dims import meant
+from strategies.options import (
+    CONTEXT_METHODS,
+    PIPELINE_SCHEDULES,
+    PRECISIONS,
+    REDUCE_DTYPES,
+    STRATEGIES,
+)
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _POSITIVE = (
@@ -25,6 +32,8 @@ _NOT_NEGATIVE = (
     "schedule.warmup_steps schedule.final_fraction tracking.system_metrics_every tracking.flush_timeout "
     "fault.max_restarts fault.start_seconds fault.hang_seconds fault.elastic_seconds"
 )
+OPTIMIZERS = ("adamw", "adam", "sgd")
+"""Those of torch that a name is enough for (app/training/optimizer.py)."""
 CHOICES = {
     "run.log_format": ("text", "json"),
     "launcher": ("auto", "ray", "actors", "local", "torchrun"),
@@ -56,6 +65,7 @@ def _mistakes(config: Config) -> Iterator[str]:
     for key in _NOT_NEGATIVE.split():
         if value(key) is not None and not value(key) >= 0:
             yield f"{key} is {value(key)}, but it must not be negative"
+    yield from _names(config)
     for key, allowed in CHOICES.items():
         if value(key) not in allowed:
             near = nearest(value(key), allowed)
@@ -81,6 +91,20 @@ def _mistakes(config: Config) -> Iterator[str]:
     yield from _resources("resources_per_worker", config.resources_per_worker)
     for stage, resources in enumerate(config.parallel.stage_resources):
         yield from _resources(f"parallel.stage_resources[{stage}]", resources)
+
+
+def _names(config: Config) -> Iterator[str]:
+    """Names that would otherwise be looked up when torch, and perhaps Ray, have been waited for."""
+    for name in config.strategy.replace("×", "+").split("+"):
+        if name.strip() not in ("auto", *STRATEGIES):
+            otherwise = f"write one of auto, {', '.join(STRATEGIES)}"
+            yield f"strategy {name.strip()!r} is not known: {meant(name.strip(), STRATEGIES, otherwise)}"
+    optimizer = config.optimizer.name
+    if ":" not in optimizer and optimizer not in OPTIMIZERS:
+        yield (
+            f"optimizer.name is {optimizer!r}, but it must be one of {', '.join(OPTIMIZERS)} or an import path such as "
+            f"my_package.my_module:MyOptimizer{nearest(optimizer.lower(), OPTIMIZERS)}"
+        )
 
 
 def _resources(key: str, resources: dict[str, float]) -> Iterator[str]:

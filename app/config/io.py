@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
 
 from app.config import Config
 from app.config.check import validate
+from app.config.words import meant_key
 from app.errors import UserError, nearest
 from cluster.document import read_document
 from strategies.options import Options
@@ -234,6 +235,8 @@ def _merged(tree: DictConfig, values: DictConfig, source: str) -> DictConfig:
 
 
 def _nearest_key(key: str) -> str:
+    if meant := meant_key(key):
+        return f"; did you mean {meant!r}?"
     leaves = {known: known.rsplit(".", 1)[-1] for known in documentation()}
     leaf = difflib.get_close_matches(key.rsplit(".", 1)[-1], leaves.values(), 1, 0.7)
     near = difflib.get_close_matches(key, leaves, 1, 0.7) or [known for known, last in leaves.items() if last in leaf]
@@ -246,6 +249,11 @@ def _misfit(error: Exception, values: DictConfig, at: str) -> str:
         if given is not None and not isinstance(given, DictConfig):
             return f"{section[:-1]} ({at}) is {given!r}, but it is a section: write {section}KEY=VALUE"
     key = getattr(error, "full_key", None) or "the configuration"
+    default = OmegaConf.select(OmegaConf.structured(Config), key, throw_on_missing=False)
+    given = OmegaConf.select(values, key)
+    if isinstance(default, ListConfig) and given is not None and not isinstance(given, ListConfig):
+        example = _flow(OmegaConf.to_container(default) or [given])
+        return f"{key} ({at}) is {given!r}, but it must be a list: write for instance '{key}={example}'"
     return f"{key} ({at}) does not fit: {str(error).splitlines()[0]}"
 
 

@@ -114,7 +114,8 @@ class ActorWorkers(RayWorkers):
 
     def start(self, job: Job) -> None:
         """Raises UserError: the stages ask for resources that the cluster does not have."""
-        dims, excluded = job.layout.dims, job.config.cluster.exclude_nodes
+        dims = job.layout.dims
+        excluded = job.excluded_nodes
         per_stage = resources_of_stages(job.config, dims, self.per_worker)
         self.begin_attempt(dims.world_size)
         nodes = living_nodes(excluded)

@@ -78,7 +78,10 @@ class Elastic:
         return self.known[workers]
 
     def _config(self, workers: int) -> Config:
-        """For another number of workers: whole groups of what is not data-parallel, as much in memory at once."""
+        """What would be written for another number of workers, before it is resolved.
+
+        Whole groups of what is not data-parallel, and as much in memory at once.
+        """
         values: dict[str, Any] = {"workers": str(workers)}
         if self.config.strategy != "auto":
             dims, train, parallel = self.first.layout.dims, self.config.train, self.config.parallel
@@ -99,8 +102,12 @@ class Elastic:
         """The same run with another number of workers, on the nodes that are not excluded now."""
         prepared = self.prepared(workers)
         assert prepared is not None, f"{workers} workers make no layout"
-        config = with_values(prepared.config, {"cluster.exclude_nodes": self.excluded_nodes})
-        return replace(job, config=config, layout=prepared.layout)
+        return replace(
+            job,
+            config=prepared.config,
+            layout=prepared.layout,
+            failed_nodes=self.excluded,
+        )
 
     # --- capacity -------------------------------------------------------------------------------------------------
 
@@ -121,7 +128,7 @@ class Elastic:
 
     def excludes_others(self, job: Job) -> bool:
         """Whether an attempt should now keep off other nodes than this job does."""
-        return self.excluded_nodes != job.config.cluster.exclude_nodes
+        return self.excluded != job.failed_nodes
 
     def need_not_wait(self, job: Job) -> bool:
         """While the places of an attempt are waited for: whether to decide anew."""

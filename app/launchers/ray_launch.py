@@ -17,6 +17,7 @@ from app.launchers.elastic import Elastic
 from app.launchers.ray_workers import RayWorkers
 from app.launchers.room import free_by_node, ray_nodes, reserve, why_pending
 from app.launchers.supervisor import Supervisor
+from app.run.abort import abort
 from app.run.cost import Meter, meter_for
 from app.run.driver import Driver
 from app.run.prepare import Prepared, check_devices, prepare, with_idle_gpus
@@ -173,8 +174,7 @@ def ray_is_gone(driver: Driver, why: str, *, private: bool) -> None:
     driver.fail(f"{why}: when it is there again, run the same command again to continue")
     time.sleep(END_SECONDS)
     if driver.run.lease.taken and not driver.run.lease.released:
-        driver.console.error(f"trireme: {driver.failed}")
-        os._exit(1)
+        abort(1, f"trireme: {driver.failed}", say=driver.console.error)
 
 
 def when_over(config: Config, found: Diagnosis, workers: int) -> int:

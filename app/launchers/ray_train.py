@@ -55,7 +55,7 @@ class RayTrainWorkers(RayWorkers):
             "num_workers": job.layout.dims.world_size,
             "use_gpu": self.per_worker.get("GPU", 0) > 0,
             "resources_per_worker": self.per_worker,
-            "label_selector": node_selector(job.config.cluster.exclude_nodes),
+            "label_selector": node_selector(job.excluded_nodes),
         }
         pickled = {"function": ray.cloudpickle.dumps(train_loop), "job": ray.cloudpickle.dumps(job)}
         given = pickled | {"queue": self.queue, "attempt": self.attempt}

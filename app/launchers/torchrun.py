@@ -11,6 +11,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -18,11 +19,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from app import names as program_names
 from app.config import Config
 from app.console.terminal import worker_output
 from app.errors import Interrupted, UserError
@@ -30,6 +33,7 @@ from app.launchers.heartbeats import SILENT, SILENT_SECONDS, Beat, HeartbeatThre
 from app.launchers.local import LocalWorkers, TrainingThread
 from app.launchers.threads import take_share_of_node
 from app.launchers.workers import Poll, Status, kill_process
+from app.run.abort import abort, write_line
 from app.run.stopping import SIGNALS
 from app.training import loop
 from app.training.events import Event, WorkerInfo, WorkerStarted
@@ -55,16 +59,57 @@ class Environment:
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
         """Raises UserError where neither has started this process."""
-        for names in (
-            ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-            ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-        ):
-            if all(name in environ for name in names[:3]):
-                rank, size, local = (int(environ[name]) for name in names[:3])
-                return cls(rank, size, local, int(environ.get(names[3], size)))
+        if all(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+            world_size = int(environ["WORLD_SIZE"])
+            local_world_size = int(environ.get("LOCAL_WORLD_SIZE", world_size))
+            return cls(int(environ["RANK"]), world_size, int(environ["LOCAL_RANK"]), local_world_size)
+        if all(name in environ for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
+            rank, local_rank = int(environ["SLURM_PROCID"]), int(environ["SLURM_LOCALID"])
+            return cls(rank, int(environ["SLURM_NTASKS"]), local_rank, _tasks_of_node(environ))
         raise UserError(
             "launcher=torchrun finds neither RANK nor SLURM_PROCID in the environment: start with "
-            "torchrun --nproc-per-node 2 -m trireme train EXPERIMENT.yaml, or write launcher=ray"
+            f"torchrun --nproc-per-node 2 -m {program_names.module()} train EXPERIMENT.yaml, or write launcher=ray"
+        )
+
+
+def _tasks_of_node(environ: Mapping[str, str]) -> int:
+    """How many tasks Slurm has started on this node, of which it writes 4(x2),3 for three nodes' 4, 4 and 3."""
+    if "SLURM_NTASKS_PER_NODE" in environ:
+        return int(environ["SLURM_NTASKS_PER_NODE"])
+    written = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
+    by_node = list[int]()
+    for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", written):
+        by_node += [int(tasks)] * int(nodes or 1)
+    node = int(environ.get("SLURM_NODEID", "0"))
+    return by_node[node] if node < len(by_node) else int(environ["SLURM_NTASKS"])
+
+
+def own_device(here: Environment, strategy: str) -> torch.device:
+    """The device on which this process begins, which is the current one from here on."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    several = any(record.several_devices for record in registry.written(strategy))
+    gpu = home(several, here.local_rank, here.local_world_size, torch.cuda.device_count())
+    device = torch.device("cuda", gpu)
+    torch.cuda.set_device(device)
+    return device
+
+
+def require_own_gpu(device: torch.device, here: Environment, store: dist.Store) -> None:
+    """Collective over all processes.
+
+    Raises:
+        UserError: two processes would compute on one GPU, which NCCL refuses in its first collective.
+    """
+    uuid = torch.cuda.get_device_properties(device).uuid
+    users = store.add(f"gpu/{uuid}", 1)
+    most = torch.tensor(users)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    if most > 1:
+        raise UserError(
+            f"{most} processes would use one GPU: process {here.rank} is one of {here.local_world_size} on its node "
+            f"and sees {torch.cuda.device_count()} GPUs: start one process for each GPU (torchrun --nproc-per-node, "
+            "srun --ntasks-per-node), or with a GPU each (srun --gpus-per-task 1)"
         )
 
 
@@ -84,11 +129,8 @@ class Ranks:
             raise UserError("MASTER_ADDR and MASTER_PORT are not set: torchrun sets them; under Slurm export both")
         os.environ |= {"RANK": str(here.rank), "WORLD_SIZE": str(here.world_size), "LOCAL_RANK": str(here.local_rank)}
         os.environ["LOCAL_WORLD_SIZE"] = str(here.local_world_size)
-        several = any(record.several_devices for record in registry.written(config.strategy))
-        gpu = home(several, here.local_rank, here.local_world_size, torch.cuda.device_count())
-        device = torch.device("cuda", gpu) if torch.cuda.is_available() else torch.device("cpu")
+        device = own_device(here, config.strategy)
         if device.type == "cuda":
-            torch.cuda.set_device(device)
             take_share_of_node(here.local_world_size)
         self.store: Any = _own_store(here.rank)
         dist.init_process_group(
@@ -97,6 +139,12 @@ class Ranks:
             rank=here.rank,
             world_size=here.world_size,
         )
+        if device.type == "cuda":
+            try:
+                require_own_gpu(device, here, self.store)
+            except UserError:
+                self.leave()
+                raise
         self.place = Place(here.rank, here.world_size, here.local_rank, device)
 
     def leave(self) -> None:
@@ -141,11 +189,29 @@ class StoreHeartbeat:
     """A rank's heartbeats through the store, and what it obeys there.
 
     Keys: `info/RANK`, a WorkerInfo; `beat/RANK`, the newest heartbeat; `question`, a number and what is asked;
-    `answer/RANK`; `end`, host:pid of processes to end. Ranks other than 0 end themselves when rank 0's heartbeat stands
-    still or cannot be read: it is the driver, and torchrun or Slurm then starts all again.
+    `answer/RANK`; `end`, host:pid of processes to end. Ranks other than 0 end when rank 0's heartbeat
+    stands still or cannot be read: it is the driver, and torchrun or Slurm then starts all again.
     """
 
-    def __init__(self, job: Job, ranks: Ranks, heartbeat: Heartbeat, thread: int | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        ranks: Ranks,
+        heartbeat: Heartbeat,
+        *,
+        thread: int | None = None,
+        on_lost: Callable[[str], None] | None = None,
+    ) -> None:
+        """Begins to send them.
+
+        Args:
+            job: What is trained.
+            ranks: This process's place among the others.
+            heartbeat: Is sent.
+            thread: The one that trains, where it is not the main one.
+            on_lost: Called in a thread, with a sentence, when rank 0's heartbeat stands still;
+                None on rank 0 itself.
+        """
         self.rank = ranks.place.rank
         self.store = _watch_store(job, ranks)
         self.info = WorkerInfo(self.rank, os.getpid(), socket.gethostname(), "")
@@ -155,10 +221,10 @@ class StoreHeartbeat:
         self.first_info: WorkerInfo | None = None
         self.count = 0
         self.over = threading.Event()
-        self.stderr = os.dup(2)  # before the worker's output goes to its log
         self.thread = HeartbeatThread(heartbeat, self.send, lambda reply: None, thread)
-        if self.rank and job.config.fault.hang_seconds > 0:
-            threading.Thread(target=self._watch_first, daemon=True, name="watch").start()
+        if on_lost is not None and job.config.fault.hang_seconds > 0:
+            watch = threading.Thread(target=self._watch_first, args=(on_lost,), daemon=True, name="watch")
+            watch.start()
 
     def close(self) -> None:
         self.over.set()
@@ -182,15 +248,14 @@ class StoreHeartbeat:
             return Reply(False, question, int(number))
         return Reply()
 
-    def _watch_first(self) -> None:
+    def _watch_first(self, on_lost: Callable[[str], None]) -> None:
         """In a thread of its own, since a call of the store may not return."""
         while not self.over.wait(1.0):
             if time.monotonic() - self.first[1] > self.patience:
-                said = f"worker 0 is stopped or cannot be reached for {self.patience:.0f} s: ending"
-                os.write(self.stderr, f"trireme: {said}; run the same command again to continue\n".encode())
                 if self.first_info is not None and self.first_info.ip == self.info.ip:
                     kill_process(self.first_info.pid)
-                os._exit(1)
+                silent = f"worker 0 is stopped or cannot be reached for {self.patience:.0f} s"
+                return on_lost(f"{silent}: ending; run the same command again to continue")
 
 
 class TorchrunWorkers(LocalWorkers):
@@ -208,7 +273,12 @@ class TorchrunWorkers(LocalWorkers):
     def start(self, job: Job) -> None:
         self.tell(job)
         self.training = TrainingThread(job, self.ranks.place, self.channel)
-        self.heartbeat = StoreHeartbeat(job, self.ranks, self.channel.heartbeat, self.training.thread.ident)
+        self.heartbeat = StoreHeartbeat(
+            job,
+            self.ranks,
+            self.channel.heartbeat,
+            thread=self.training.thread.ident,
+        )
         self.store = _watch_store(job, self.ranks)  # a connection for each thread
 
     def poll(self, stop: bool) -> Poll:
@@ -283,7 +353,12 @@ def train_as_other_rank(ranks: Ranks) -> dict[str, Any] | None:
         if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
             continue  # as under nohup
         signal.signal(number, lambda *_: setattr(channel, "stopping", True))
-    beats = StoreHeartbeat(job, ranks, channel.heartbeat)
+    terminal = os.dup(2)  # before the worker's output goes to its log
+
+    def on_lost(sentence: str) -> None:
+        abort(1, f"trireme: {sentence}", say=partial(write_line, descriptor=terminal))
+
+    beats = StoreHeartbeat(job, ranks, channel.heartbeat, on_lost=on_lost)
     try:
         with worker_output(job, ranks.place.rank):
             summary = loop.train(job, ranks.place, channel)

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from app import names
 from app.config import Config
 from app.config.check import check_trainable
-from app.config.io import with_values
 from app.console.terminal import Console, log_labels
 from app.errors import UserError
-from app.run.manifest import Outcome, Run, free_name
+from app.run.manifest import Outcome, Run, under_free_name
 from app.tracking.settings import Settings, resolve_tracking
 from cluster.environment import set_defaults
 
@@ -47,7 +46,7 @@ def train(
     """
     check_trainable(config)
     if again:
-        config = with_values(config, {"run.name": free_name(config)})
+        config = under_free_name(config)
     launcher = chosen_launcher(config)
     if config.budget is not None and launcher not in ("ray", "actors"):
         raise UserError(
@@ -98,7 +97,7 @@ def _in_this_process(run: Run, config: Config, console: Console, settings: Setti
     if config.workers not in ("auto", "1"):
         raise UserError(
             f"launcher=local is one process, but workers={config.workers}: write workers=1, launcher=ray, or start "
-            f"with torchrun --nproc-per-node {config.workers} -m trireme train …"
+            f"with torchrun --nproc-per-node {config.workers} -m {names.module()} train …"
         )
     if (config.parallel.pp or 1) > 1 or "pipeline" in config.strategy:
         raise UserError(
@@ -155,7 +154,8 @@ def _under_torchrun(config: Config, console: Console, take_over: bool) -> Outcom
                 told.append(what)
                 tell(what)
 
-        where = f"{world} {'GPU' if ranks.place.device.type == 'cuda' else 'CPU'} processes of torchrun"
+        kind = "GPU" if ranks.place.device.type == "cuda" else "CPU"
+        where = f"{world} {kind} process{'es' if world > 1 else ''} of torchrun"
         launch = partial(_without_ray, TorchrunWorkers(ranks, say), world, here, where)
         try:
             outcome = _in_a_run(config, console, False, take_over, launch)

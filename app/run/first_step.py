@@ -8,9 +8,10 @@ an application knows is here: how samples are read, and whether the loss of a ba
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from app.data.loader import Batch, fetch, length, map_tensors
 from app.data.randomness import seed_everything, seed_step
 from app.run.items_remark import items_remark
 from app.tasks.base import Task
-from app.tasks.items import count_items
+from app.tasks.build import build_model
+from app.tasks.items import count_items, weighs_items
 from app.training.batch_gather import POINTER
 from strategies import registry
 from strategies.blocks import find_blocks
@@ -34,16 +36,25 @@ from strategies.traits import Observation, Trait, broken_by, require_kept
 SAMPLES = 4
 """In the batch that is looked at; two halves of it must have two samples each, for BatchNorm."""
 OPERATIONS = 2e9
-"""Floating-point operations of a forward up to which the step is taken on real numbers: six times as many in all, about
-half a second on one processor."""
+"""Floating-point operations of a forward up to which the step is taken on real numbers: ten times as many in all, about
+a second on one processor, and three more where the code asks for numbers."""
 FEW_OPERATIONS = 2e8
-"""Up to which gradients of parts are compared too, and more ways through the model: fourteen times as many in all."""
+"""Up to which gradients of parts are compared too, and more ways through the model: 23 times as many in all, and twelve
+more where the code asks for numbers."""
 PARAMETERS = 100_000_000
 """Up to which the step is taken on real numbers: 400 MB, and as much for gradients."""
+OTHER_ANSWERS = 12
+"""Runs in which a number that the code asks of a batch is answered otherwise."""
+FEW_ANSWERS = 3
+"""The same where a step is not small."""
 WAYS = 9
 """How many batches are compared in the way that they take through the model."""
+CALLS = 4
+"""How often the loss of the same samples is taken, to see whether it stays."""
 COARSE_TOLERANCE = 5e-2
 """The same where a parameter has 16 bits."""
+REPEATED_TOLERANCE = 1e-5
+"""The same of a loss that is taken again, in any type: it is computed in the same way."""
 TOLERANCE = 1e-3
 """Relative difference of two losses, which are the same to rounding, from which on they are not."""
 
@@ -73,13 +84,14 @@ class FirstStep:
         records = registry.records(layout.name)
         return not broken_by(records, options, self.observations, data_workers=layout.dims.dp_cp)
 
-    def require_kept(self, layout: Layout, options: Options, *, smallest: int) -> None:
+    def require_kept(self, layout: Layout, options: Options, *, smallest: int, micro_batches: int = 1) -> None:
         """Raises LayoutError, one sentence, where the layout would train another model than one device.
 
         Args:
             layout: what is to be trained under.
             options: how it behaves.
             smallest: samples of the smallest micro-batch.
+            micro_batches: of one worker's share of a step.
         """
         if smallest == 1 and self.error_of_one:
             raise LayoutError(
@@ -92,6 +104,7 @@ class FirstStep:
             options,
             self.observations,
             alternatives=[registry.by_degrees("dp_replicate"), registry.by_degrees("dp_shard")],
+            micro_batches=micro_batches,
         )
 
     def notes(self, layout: Layout, micro_batches: int, *, gathers: bool = False) -> Iterator[str]:
@@ -118,8 +131,17 @@ class FirstStep:
                 f"called, which here is {micro_batches} times in a step"
             )
         for observation in self.observations:
-            by_data = observation.trait is Trait.CHANGES_BUFFERS_BY_DATA
-            if by_data:
+            if observation.trait is Trait.BRANCHES_ON_DATA:
+                yield (
+                    f"{observation.sentence}: where that is decided for a whole batch, each of its {parts} parts "
+                    "decides for itself, and this run differs from one device with the whole batch"
+                )
+            elif observation.trait is Trait.NORMALISES_OVER_BATCH and layout.dims.world_size == 1:
+                yield (
+                    f"{observation.sentence}: here over one micro-batch, so this run differs from one with "
+                    "micro-batches of another size; GroupNorm does not depend on that"
+                )
+            elif observation.trait is Trait.CHANGES_BUFFERS_BY_DATA:
                 yield (
                     f"{observation.sentence}: each of the {parts} parts of a batch changes it by its own samples, and "
                     "rank 0's is saved, so this run differs from one device with the whole batch"
@@ -135,20 +157,24 @@ def take_first_step(config: Config, task: Task) -> FirstStep:
         config: its seed is used, as workers do.
         task: with its data.
     """
+    untouched = copy.copy(task)
+    task = copy.copy(task)  # what it counts in its attributes begins anew in a worker
     batches = _batches(task)
     operations = _operations(config, task, batches[0])
     if operations <= OPERATIONS:
         with contextlib.suppress(Exception):
-            return _with_numbers(config, task, batches, thorough=operations <= FEW_OPERATIONS)
+            thorough = operations <= FEW_OPERATIONS
+            stateful = thorough and _is_stateful(config, untouched, batches[0])
+            return replace(_with_numbers(config, task, batches, thorough=thorough), stateful=stateful)
     with contextlib.suppress(Exception):  # code that looks at numbers has none on meta
-        return FirstStep(_watched(config, task, batches[:1], torch.device("meta")))
+        return FirstStep(_watched(config, task, batches[:1], torch.device("meta"), other_answers=OTHER_ANSWERS))
     return FirstStep()
 
 
 def _build(config: Config, task: Task, device: torch.device) -> nn.Module:
     seed_everything(config.train.seed)
     with device:
-        return task.build_model()
+        return build_model(task)
 
 
 def _operations(config: Config, task: Task, batch: Batch) -> float:
@@ -159,40 +185,59 @@ def _operations(config: Config, task: Task, batch: Batch) -> float:
         model = _build(config, task, meta)
         if _numbers(model) > PARAMETERS:
             return math.inf
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False) as counter:  # with gradients, which a loss may take itself
             task.loss(model, map_tensors(lambda tensor: tensor.to(meta), batch))
         return float(counter.get_total_flops())
     except Exception:  # code that looks at numbers
         pass
     try:
-        numbers = _numbers(_build(config, task, torch.device("cpu")))
+        model = _build(config, task, torch.device("cpu"))
+        if _numbers(model) > PARAMETERS // 20:
+            return math.inf
+        with FlopCounterMode(display=False) as counter:
+            task.loss(model, batch)
+        return float(counter.get_total_flops())
     except Exception:
         return math.inf
-    return OPERATIONS if numbers <= PARAMETERS // 20 else math.inf
 
 
 def _with_numbers(config: Config, task: Task, batches: list[Batch], *, thorough: bool) -> FirstStep:
     cpu = torch.device("cpu")
-    observations = _watched(config, task, batches if thorough else batches[:3], cpu)
+    chosen = batches if thorough else batches[:3]
+    observations = _watched(config, task, chosen, cpu, other_answers=OTHER_ANSWERS if thorough else FEW_ANSWERS)
     remark: str | None = None
     couples = ""
-    stateful = False
     with contextlib.suppress(Exception):  # a loss that cannot be taken in evaluation
         steps = [_evaluated(task, _build(config, task, cpu), batch, backward=thorough) for batch in batches[:3]]
-        couples = coupling(*steps)
+        couples = coupling(*steps) or repeating(steps[1], _evaluated_twice_over(config, task, batches[1], thorough))
         if couples:
             remark = items_remark(task, batches[0], lambda batch: task.loss(_build(config, task, cpu).eval(), batch))
-        if thorough:
-            again = _evaluated(task, _build(config, task, cpu), batches[0], backward=False)
-            stateful = not _alike(steps[0].loss, again.loss, steps[0].tolerance)
     return FirstStep(
         observations,
         with_numbers=True,
         items_remark=remark or "",
         coupling=couples,
-        stateful=stateful,
         error_of_one=_error_of_one(config, task, batches[0], cpu),
     )
+
+
+def _evaluated_twice_over(config: Config, task: Task, batch: Batch, backward: bool) -> _Step:
+    """The step of a batch that has each of these samples twice."""
+    twice = map_tensors(lambda tensor: torch.cat([tensor, tensor]) if tensor.dim() else tensor, batch)
+    return _evaluated(task, _build(config, task, torch.device("cpu")), twice, backward=backward)
+
+
+def _is_stateful(config: Config, task: Task, batch: Batch) -> bool:
+    """Whether the same model's loss of the same samples is another one when it is taken again, as where the model or
+    the task counts its calls. The task has not been asked for its loss yet."""
+    with contextlib.suppress(Exception):  # a loss that cannot be taken in evaluation, or not twice
+        model = _build(config, task, torch.device("cpu"))
+        losses = []
+        for _ in range(CALLS):
+            seed_step(config.train.seed, 0, data_rank=0, device=torch.device("cpu"))
+            losses.append(_evaluated(task, model, batch, backward=False).loss)
+        return not all(_alike(losses[0], loss, REPEATED_TOLERANCE) for loss in losses)
+    return False
 
 
 def _error_of_one(config: Config, task: Task, batch: Batch, device: torch.device) -> str:
@@ -205,13 +250,16 @@ def _error_of_one(config: Config, task: Task, batch: Batch, device: torch.device
     return ""
 
 
-def _watched(config: Config, task: Task, batches: list[Batch], device: torch.device) -> tuple[Observation, ...]:
+def _watched(
+    config: Config, task: Task, batches: list[Batch], device: torch.device, *, other_answers: int
+) -> tuple[Observation, ...]:
     observations = observe(
         lambda: _build(config, task, device),
         lambda module: find_blocks(module, task.blocks(module)),
         task.loss,
         [map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches],
         seed=lambda number: seed_step(config.train.seed, number, data_rank=0, device=torch.device("cpu")),
+        other_answers=other_answers,
     )
     return tuple(observations)
 
@@ -226,11 +274,23 @@ def _batches(task: Task) -> list[Batch]:
         return [whole, *[_rows(whole, 0), _rows(whole, 1)] * ((WAYS - 1) // 2)]
     wanted = 2 * SAMPLES + 2 * WAYS
     picks = [(number * (samples - 1) // (wanted - 1), number) for number in range(wanted)]
-    whole = picks[:: wanted // SAMPLES][:SAMPLES]
+    whole = _with_items(task, picks, fallback=picks[:: wanted // SAMPLES][:SAMPLES])
     others = [pick for pick in picks if pick not in whole]
     pairs = [others[2 * number : 2 * number + 2] for number in range(WAYS - 3)]
     halves = [whole[: SAMPLES // 2], whole[SAMPLES // 2 :]]
     return [fetch(data, chosen) for chosen in (whole, *halves, *pairs)]
+
+
+def _with_items(task: Task, picks: list[tuple[int, int]], *, fallback: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Of a task that counts its items, samples from all over the picks that have some: the loss of samples without
+    items says nothing."""
+    if not weighs_items(task):
+        return fallback
+    data: Any = task.train_data()
+    counted = [pick for pick in picks if count_items(task, fetch(data, [pick]))]
+    step = max(1, len(counted) // SAMPLES)
+    chosen = counted[::step][:SAMPLES]
+    return chosen if len(chosen) == SAMPLES else fallback
 
 
 def _rows(batch: Batch, half: int) -> Batch:
@@ -282,6 +342,17 @@ def coupling(whole: _Step, *halves: _Step) -> str:
     gradient = torch.stack([half.gradient * (half.items / total) for half in counted]).sum(0)
     if not _alike(whole.gradient, gradient, whole.tolerance):
         return f"the gradient of {SAMPLES} samples is not the mean of its halves'"
+    return ""
+
+
+def repeating(once: _Step, twice: _Step) -> str:
+    """A clause that shows that samples depend on one another, if each of them given twice makes another loss or
+    gradient; "" where it does not. What couples equal samples alone, as the rows of a table that are looked up several
+    times, is not seen in a few samples that are not."""
+    if not _alike(once.loss, twice.loss, once.tolerance):
+        return f"the loss of samples is {once.loss:.4g}, and {twice.loss:.4g} where each is in the batch twice"
+    if once.gradient.shape == twice.gradient.shape and not _alike(once.gradient, twice.gradient, once.tolerance):
+        return "the gradient of samples is another one where each is in the batch twice"
     return ""
 
 

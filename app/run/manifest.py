@@ -24,6 +24,7 @@ from app.config import Config
 from app.config.io import flatten, to_dict, to_yaml, with_values
 from app.console.masking import mask_tree
 from app.errors import UserError
+from app.run.abort import abort
 from app.storage.lease import Holder
 from app.storage.storage import Storage
 from cluster.environment import below_home
@@ -59,13 +60,21 @@ class Manifest:
     sources: dict[str, str] = field(default_factory=dict)  # of the latest start: digests of the task's own code
 
 
-def run_folder(config: Config) -> Storage:
-    """Where a run lives. Relative paths are under the current folder; in a Ray job, whose current folder is a
-    temporary copy of what was shipped, under ~/trireme."""
-    storage, shipped = config.run.storage, "runtime_resources" in Path.cwd().parts
+def run_folder(config: Config, name: str | None = None) -> Storage:
+    """Where a run lives.
+
+    Relative paths are under the current folder; in a Ray job, whose current folder is a temporary
+    copy of what was shipped, under ~/trireme.
+
+    Args:
+        config: Names the storage, and the run.
+        name: Of another folder beside it.
+    """
+    storage = config.run.storage
+    shipped = "runtime_resources" in Path.cwd().parts
     if shipped and "://" not in storage and not os.path.isabs(os.path.expanduser(storage)):
         storage = os.path.join("~", "trireme", storage)
-    return Storage(storage).join(config.run.name)
+    return Storage(storage).join(name or config.run.name)
 
 
 def local_folder(storage: Storage, name: str, uid: str) -> Path:
@@ -84,7 +93,13 @@ class Run:
         self.attempt = uuid.uuid4().hex[:12]
         self.manifest = self._read_or_new()
         self.opened = False
-        self.lease = Holder(self.storage, self.manifest.name, self.attempt, self._is_newest)
+        self.lease = Holder(
+            self.storage,
+            self.manifest.name,
+            self.attempt,
+            is_newest=self._is_newest,
+            on_lost=self._end_superseded,
+        )
 
     @property
     def folder(self) -> str:
@@ -177,16 +192,20 @@ class Run:
             with contextlib.suppress(OSError):
                 self.storage.local_path.rmdir()
 
+    def _end_superseded(self, sentence: str) -> None:
+        """Ends this process, which another start has superseded and which does not end by itself."""
+        abort(1, sentence, say=self.lease.say)
+
     def _is_newest(self) -> bool:
         """Whether no later start has taken this run over, and maybe ended: its number would be higher."""
         return int(json.loads(self.storage.read_bytes("run.json"))["starts"]) <= self.manifest.starts
 
 
-def free_name(config: Config) -> str:
-    """The first of NAME, NAME-2, NAME-3, … that does not belong to a finished run."""
-    base, number = config.run.name, 1
-    while True:
-        name = base if number == 1 else f"{base}-{number}"
-        if not Run(with_values(config, {"run.name": name})).finished:
-            return name
+def under_free_name(config: Config) -> Config:
+    """The configuration with the first of NAME, NAME-2, NAME-3, … that no finished run has."""
+    named = config
+    number = 1
+    while Run(named).finished:
         number += 1
+        named = with_values(config, {"run.name": f"{config.run.name}-{number}"})
+    return named

@@ -16,7 +16,6 @@ from torch import nn
 
 from app.checkpoint import find
 from app.config import Config
-from app.config.io import with_values
 from app.data.loader import fetch, is_reproducible, length, micro_batch_slices, pipeline_example, tensors
 from app.data.randomness import seed_everything
 from app.data.stream import continues_exactly, is_stream
@@ -24,6 +23,7 @@ from app.errors import UserError
 from app.run.first_step import FirstStep, take_first_step
 from app.run.inputs import inputs
 from app.run.rehearse import rehearse, require_data, require_methods
+from app.run.resolve import resolve
 from app.tasks import load_task
 from app.tasks.base import Task
 from app.tasks.build import build_model
@@ -33,11 +33,10 @@ from app.training.job import strategy_options
 from app.training.optimizer import optimizer_class
 from strategies import precision, registry
 from strategies.blocks import find_blocks
-from strategies.context.apply import check_length, choose_method, require_positions
-from strategies.dims import DEGREES
+from strategies.context.apply import check_length, require_positions
 from strategies.expert.apply import require as require_experts
 from strategies.layout import LayoutError
-from strategies.parallelize import Layout, ParallelDims, check, choose
+from strategies.parallelize import Layout, ParallelDims, check
 from strategies.pipeline.apply import plan_stages
 from strategies.state import require_parameters, structure
 from strategies.tensor.plan import SYNONYMS, make_plan
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    config: Config  # with what was left open in it decided
+    config: Config  # resolved, and from here on only read
     layout: Layout
     steps: int
     samples: int | None  # to train on; None: a stream
@@ -80,15 +79,19 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     Raises:
         UserError, LayoutError: one sentence.
     """
-    first_step = _first_step(config, task, workers)
-    config, layout, planned, prediction = _layout(config, task, workers, devices_per_node, first_step)
-    train = config.train
-    registry.require_installed(layout)
     samples = length(task.train_data())
     if samples == 0:
         raise UserError("the training data is empty: give the task data with at least one sample")
-    _check_batch(config, layout.dims.dp)
-    config, notes = _micro_batches(config, layout.dims)
+    first_step = _first_step(config, task, workers)
+    resolved = resolve(
+        config,
+        task,
+        workers,
+        devices_per_node=devices_per_node,
+        is_kept=first_step.is_kept_by,
+    )
+    config = resolved.config
+    layout = resolved.layout
     train = config.train
     here = min(layout.dims.dp, devices_per_node or os.cpu_count() or 1)
     with batch_gather.watched(task) as gathered:
@@ -96,7 +99,7 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     on_gathering = tuple(batch_gather.check(config, task, layout)) if gathered else ()
     module = looked_at(task, layout)
     if layout.dims.cp > 1:
-        config = _split_sequences(config, task, layout, module, devices_per_node)
+        _check_sequences(config, task, layout, module)
     micro_batches = _count_micro_batches(config, layout.dims.dp)
     check(
         layout,
@@ -109,11 +112,11 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     )
     slices = micro_batch_slices(train.global_batch_size // layout.dims.dp, train.micro_batch_size)
     smallest = min(part.stop - part.start for part in slices)
-    first_step.require_kept(layout, hooks.options(config, task), smallest=smallest)
+    options = hooks.options(config, task)
+    first_step.require_kept(layout, options, smallest=smallest, micro_batches=micro_batches)
     check_model(config, task, layout, module)
     notes = (
-        *planned,
-        *notes,
+        *resolved.notes,
         *hooks.check(config, task, layout, logged),
         *first_step.notes(layout, micro_batches, gathers=bool(gathered)),
         *on_gathering,
@@ -126,7 +129,7 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         train.steps_for(samples),
         samples,
         notes,
-        prediction,
+        resolved.prediction,
         inputs=tuple(inputs(config, task)),
         sources=task_sources(task),
     )
@@ -152,52 +155,14 @@ def _split_length(task: Task, layout: Layout, module: nn.Module | None) -> int |
     return getattr(task, "sequence_length", None) if splits else None
 
 
-def _split_sequences(
-    config: Config, task: Task, layout: Layout, module: nn.Module | None, devices_per_node: int | None
-) -> Config:
-    """Decides parallel.context where it is left open; whether the model and one sample's length can be split."""
+def _check_sequences(config: Config, task: Task, layout: Layout, module: nn.Module | None) -> None:
+    """Raises LayoutError unless the model and a sample's length can be split over context parallelism."""
     if module is not None:
         require_positions(module, task.context_plan(module))
-    method = choose_method(config.parallel.context, task.heads(), layout.dims, devices_per_node)
     sample = fetch(task.train_data(), [(0, 0)])
     length = next((t.size(1) for t in tensors(sample) if t.dim() > 1), None)
     if length is not None:
-        check_length(length, layout.dims.cp, method)
-    return with_values(config, {"parallel.context": method})
-
-
-def _layout(
-    config: Config, task: Task, workers: int, devices_per_node: int | None, first_step: FirstStep
-) -> tuple[Config, Layout, tuple[str, ...], Estimate | None]:
-    """The layout that the configuration means, remarks for the user, and what the planner expects of it.
-
-    auto asks the planner, which also sets what of the configuration is open. Under torchrun rank 0 alone is here.
-    """
-    if config.strategy == "auto":
-        from app.planner.auto import choose_layout
-
-        found = choose_layout(config, task, workers, per_node=devices_per_node, is_kept=first_step.is_kept_by)
-        said = (found.sentence,) if found.sentence else ()
-        return with_values(config, found.values), found.layout, said, found.prediction
-    wanted = config.parallel
-    layout = choose(
-        config.strategy,
-        workers,
-        **{name: getattr(wanted, name) for name in DEGREES},
-        devices_per_node=devices_per_node,
-    )
-    return config, layout, (), None
-
-
-def _check_batch(config: Config, dp: int) -> None:
-    batch = config.train.global_batch_size
-    if batch % dp:
-        below, above = batch - batch % dp, batch - batch % dp + dp
-        nearest = f"{below} or {above}" if below else f"{above}"
-        raise UserError(
-            f"train.global_batch_size is {batch}, which does not divide by the {dp} data-parallel workers: "
-            f"write {nearest}"
-        )
+        check_length(length, layout.dims.cp, config.parallel.context)
 
 
 def _remarks(config: Config, dims: ParallelDims, samples: int | None) -> Iterator[str]:
@@ -257,35 +222,6 @@ def with_idle_gpus(prepared: Prepared, workers: int, each: float, gpus: float, p
 
 def _count_micro_batches(config: Config, dp: int) -> int:
     return len(micro_batch_slices(config.train.global_batch_size // dp, config.train.micro_batch_size))
-
-
-def _micro_batches(config: Config, dims: ParallelDims) -> tuple[Config, tuple[str, ...]]:
-    """Decides train.micro_batch_size for a pipeline where it is left open, and says so."""
-    train = config.train
-    if dims.pp == 1 or train.micro_batch_size is not None:
-        return config, ()
-    share = train.global_batch_size // dims.dp
-    size = default_micro_batch_size(share, dims.pp, config.parallel.schedule)
-    config = with_values(config, {"train.micro_batch_size": size})
-    count = _count_micro_batches(config, dims.dp)
-    return config, (
-        f"each step is {count} micro-batches of {size} through {dims.pp} stages "
-        f"({config.parallel.schedule}): train.micro_batch_size decides",
-    )
-
-
-def default_micro_batch_size(share: int, stages: int, schedule: str) -> int:
-    """Samples per micro-batch that a pipeline computes best with, of a worker's `share` of the global batch.
-
-    About four micro-batches per stage: the bubble (p-1)/(m+p-1) is then below a fifth, and more would only make the
-    matrix products smaller. Equal ones, and as many as the schedule can use, if the share allows it.
-    """
-    most = 4 * stages
-    for count in range(min(most, share), 0, -1):
-        grouped = schedule != "interleaved_1f1b" or count % stages == 0
-        if share % count == 0 and count >= min(stages, share) and grouped:
-            return share // count
-    return max(1, share // most)
 
 
 # --- the model --------------------------------------------------------------------------------------------------------

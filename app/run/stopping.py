@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from app.run.abort import abort
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPEAT_SECONDS = 1.0
 """A signal so soon after another is the same request: `timeout` signals its child and then the group that both are in,
@@ -80,18 +82,15 @@ class _Request:
             time.sleep(RESEND_SECONDS)
             if not self.raised_at:
                 signal.pthread_kill(threading.main_thread().ident or 0, self.number)
-        seconds = f"{END_SECONDS:.0f} s"
-        sentence = f"trireme: stopped by {name_of(self.number)}; what had been started did not end within {seconds}\n"
-        with contextlib.suppress(OSError):
-            os.write(2, sentence.encode())
-        os._exit(128 + signal.SIGINT)
+        what = f"what had been started did not end within {END_SECONDS:.0f} s"
+        abort(128 + signal.SIGINT, f"trireme: stopped by {name_of(self.number)}; {what}")
 
 
 def end_at_once(code: int) -> None:
     """From now on a signal ends this process with this code: its work is done and its outcome has been said."""
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda *_: os._exit(code))
+            signal.signal(number, lambda *_: abort(code))
 
 
 def _is_importing(frame: FrameType | None) -> bool:

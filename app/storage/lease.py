@@ -151,16 +151,45 @@ def _is_stopped(pid: int) -> bool:
 class Holder:
     """One start's hold on the lease of a run, from `take` to `release`.
 
-    name: the run's. is_newest: whether no later start has been here, for a lease that is gone without one. say: for a
-    person.
+    Attributes:
+        say: Tells a person something.
+        step: The newest step, for whoever asks.
+        steps: The last step of the run.
+        successor: The lease of the start that has taken the run over from this one.
+        taken: Whether this start has ever held the lease.
     """
 
-    def __init__(self, storage: Storage, name: str, attempt: str, is_newest: Callable[[], bool]) -> None:
-        self.storage, self.name, self.attempt, self._is_newest = storage, name, attempt, is_newest
+    def __init__(
+        self,
+        storage: Storage,
+        name: str,
+        attempt: str,
+        *,
+        is_newest: Callable[[], bool],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """Holds nothing yet.
+
+        Args:
+            storage: The run's folder.
+            name: The run's.
+            attempt: Identifies this start.
+            is_newest: Whether no later start has been here, for a lease that is gone without one.
+            on_lost: Called in a thread, with a sentence, if another start has taken the run over
+                and this one has not released the lease `END_SECONDS` later.
+        """
+        self.storage = storage
+        self.name = name
+        self.attempt = attempt
+        self._is_newest = is_newest
+        self._on_lost = on_lost
         self.say: Callable[[str], None] = lambda text: None
-        self.step = self.steps = 0  # the newest and the last step, for whoever asks
-        self.successor: Lease | None = None  # of the start that has taken the run over from this one
-        self.taken, self._since, self._over = False, int(time.time()), threading.Event()
+        self.step = 0
+        self.steps = 0
+        self.successor: Lease | None = None
+        self.taken = False
+        self._since = int(time.time())
+        self._over = threading.Event()
 
     def refuse_if_held(self, seconds: float = LEASE_SECONDS) -> Lease | None:
         """The lease of a driver that is dead, if there is one. seconds: that a driver elsewhere has to show that it
@@ -246,7 +275,7 @@ class Holder:
         write_lease(self.storage, self.attempt, beat, since=self._since, step=self.step, steps=self.steps)
 
     def _keep(self) -> None:
-        """Until this start ends; one that has been superseded and does not end is ended here."""
+        """Renews the lease until this start ends; reports one that was superseded and does not."""
         beat, due = 1, time.monotonic() + HEARTBEAT_SECONDS
         while not self._over.wait(OWN_SECONDS) and self.successor is None:
             with contextlib.suppress(Exception), exclusive(self.storage):  # one that cannot be reached is tried again
@@ -257,8 +286,7 @@ class Holder:
                     self._write(beat)
                     beat, due = beat + 1, time.monotonic() + HEARTBEAT_SECONDS
         if not self._over.wait(END_SECONDS):  # its main thread waits for a Ray that is gone, say
-            self.say(self.superseded())
-            os._exit(1)
+            self._on_lost(self.superseded())
 
     def superseded(self) -> str:
         """For a person, once another start has taken over."""

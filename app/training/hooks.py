@@ -204,7 +204,8 @@ def gather_when_called(parallel: Parallel) -> None:
 
 def build_optimizers(config: Config, task: Task, parallel: Parallel) -> torch.optim.Optimizer:
     """The task's own, or the configuration's."""
-    own = task.optimizer([(name, p) for name, p in parallel.named_parameters() if p.requires_grad])
+    trained = [(name, p) for name, p in parallel.named_parameters() if p.requires_grad]
+    own = task.optimizer(trained) if trained else None  # a stage of a pipeline may have nothing to train
     if own is None:
         return build_optimizer(config.optimizer, parallel.parameters())
     made = Optimizers(own) if isinstance(own, Mapping) else own

@@ -30,10 +30,16 @@ class Job:
     leased: bool = False  # whether its driver keeps a lease in the folder: none there, and the storage is not reached
     spot_provider: str = ""  # the cloud whose preemption notices are watched, where its cluster has spot machines
     sources: dict[str, str] = field(default_factory=dict)  # digests of the task's own code: see app/tasks/sources.py
+    failed_nodes: tuple[str, ...] = ()  # ids of nodes that failed too often
 
     @property
     def checkpoints(self) -> str:
         return f"{self.folder}/checkpoints"
+
+    @property
+    def excluded_nodes(self) -> list[str]:
+        """Ids of nodes that get no worker: those that the configuration names, and failed ones."""
+        return [*self.config.cluster.exclude_nodes, *self.failed_nodes]
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,10 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
         options |= {"betas": (config.betas[0], config.betas[1]), "eps": config.eps, "fused": True}
     elif config.name == "sgd":
         options |= {"momentum": config.momentum, "fused": True}
+    filled = [group for group in groups if group["params"]]
+    nothing: list[dict[str, Any]] = [{"params": []}]  # a pipeline's stage may have nothing to train
     try:
-        return optimizer_class(config.name)([group for group in groups if group["params"]], **options)
+        return optimizer_class(config.name)(filled or nothing, **options)
     except (TypeError, ValueError) as error:
         raise UserError(f"optimizer {config.name} does not take these arguments: {error}") from error
 

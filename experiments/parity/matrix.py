@@ -31,6 +31,7 @@ import torch.multiprocessing as processes
 from torch import nn
 from torch.func import functional_call
 
+from app.run.abort import abort
 from experiments.parity.curves import Batch, Curve, Difference, Trial, bounds, difference, train
 from experiments.parity.rows import ROWS, SINGLE, Row
 from strategies import one_process, registry
@@ -229,7 +230,7 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os._exit(1)
+    abort(1)
 
 
 def _worker(rank: int, trials: Trials, calls: list[Call], folder: str) -> None:
@@ -255,7 +256,7 @@ def _worker(rank: int, trials: Trials, calls: list[Call], folder: str) -> None:
             os.replace(Path(folder, "part"), Path(folder, str(number)))
     if workers > 1:
         dist.barrier()
-    os._exit(0)  # gloo's threads sometimes abort an interpreter that shuts down around them
+    abort(0)  # gloo's threads sometimes abort an interpreter that shuts down around them
 
 
 def _trained(trials: Trials, call: Call, device: torch.device) -> Result:

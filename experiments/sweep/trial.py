@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import queue
 import threading
 import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,14 @@ import ray
 from app.config import Config
 from app.config.io import with_values
 from app.console.terminal import Console
+from app.data.loader import length
 from app.errors import Interrupted, NonFiniteError, RunFailed, UserError
 from app.launchers.actors import ActorWorkers
 from app.launchers.local import LocalWorkers
 from app.launchers.recovery import device_failure
 from app.launchers.room import ray_nodes
 from app.launchers.supervisor import Supervisor
+from app.run.abort import abort
 from app.run.cost import Meter, meter_for
 from app.run.driver import Driver
 from app.run.endings import USER_ERRORS
@@ -109,7 +110,7 @@ class LogConsole(Console):
 class TrialDriver(Driver):
     """The driver of a run whose evaluations are a trial's reports; the sweep's writer delivers what it tracks."""
 
-    def __init__(self, run: Run, trial: TrialRun, meter: Meter | None) -> None:
+    def __init__(self, run: Run, config: Config, trial: TrialRun, *, meter: Meter | None) -> None:
         self.trial = trial
         self.loop_began = 0.0
         self.latest: dict[str, float] = {}
@@ -118,14 +119,14 @@ class TrialDriver(Driver):
             trial.setting.settings,
             run_name=run.manifest.name,
             run_uid=run.manifest.uid,
-            enabled=trial.config.tracking.enabled,
-            tags={**trial.config.tracking.tags, "trireme.sweep": trial.sweep.name},
+            enabled=config.tracking.enabled,
+            tags={**config.tracking.tags, "trireme.sweep": trial.sweep.name},
             parent=trial.setting.folder / "tracking",
             warn=self.note,
         )
         super().__init__(
             run,
-            trial.config,
+            config,
             trial.console,
             trial.setting.settings,
             meter=meter,
@@ -232,25 +233,29 @@ class TrialRun:
             status = next((name for kind, name in kinds.items() if isinstance(error, kind)), "failed")
             self.console.say(traceback.format_exc())
             if _in_process(self.config) and device_failure(error):
-                self.console.say("the device of this process can compute no more: ending it")
-                os._exit(1)  # Tune would give it the next trial; it starts this one again in another process, once
+                # Tune would give it the next trial; it starts this one again in another process, once.
+                why = "the device of this process can compute no more: ending it"
+                abort(1, why, say=self.console.say)
         self.results.put(self._end(status, message))
 
     def _train(self) -> None:
         workers = int(self.config.workers)
-        prepared = prepare(self.config, read_task(self.config), workers, devices_per_node=None)
-        values: dict[str, Any] = {}
+        task = read_task(self.config)
+        self.steps = self.config.train.steps_for(length(task.train_data()))
+        config = self.config
         if self.sweep.reports:
-            values["train.eval_every"] = max(1, math.ceil(prepared.steps / self.sweep.reports))
-        self.config, self.steps = with_values(prepared.config, values), prepared.steps
-        run = Run(self.config)
+            every = max(1, math.ceil(self.steps / self.sweep.reports))
+            config = with_values(config, {"train.eval_every": every})
+        prepared = prepare(config, task, workers, devices_per_node=None)
+        config = prepared.config
+        run = Run(config)
         _wait_for_lease(run)
-        each = resources(self.config, self.setting.gpus)[-1]
-        meter = meter_for(self.config, run.storage, workers, each) if ray.is_initialized() else None
-        driver = TrialDriver(run, self, meter)
-        with _workers(self.config, each) as made:
+        each = resources(config, self.setting.gpus)[-1]
+        meter = meter_for(config, run.storage, workers, each) if ray.is_initialized() else None
+        driver = TrialDriver(run, config, self, meter=meter)
+        with _workers(config, each) as made:
             train = Supervisor(made, driver, nodes=ray_nodes()).run
-            outcome = train_run(driver, replace(prepared, config=self.config), "Ray Tune", train)
+            outcome = train_run(driver, prepared, "Ray Tune", train)
         if outcome.status == "already_finished":  # it was killed after that
             summary, self.seconds_before = outcome.summary, 0.0
             self.report(summary["step"], summary["seconds"], summary["metrics"])

@@ -72,6 +72,7 @@ STRATEGY = Strategy(
             Trait.GRADIENT_IN_LOSS,
             Trait.CALLS_VARY,
             Trait.PARAMETERS_VARY,
+            Trait.VARIES_BY_CALL,
         }
     ),
 )

@@ -257,6 +257,7 @@ STRATEGY = Strategy(
         Trait.GRADIENT_IN_LOSS,
         Trait.CALLS_VARY,
         Trait.PARAMETERS_VARY,
+        Trait.VARIES_BY_CALL,
         Trait.CHANGES_REQUIRES_GRAD,
     },
 )

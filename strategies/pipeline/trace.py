@@ -34,6 +34,9 @@ from strategies.tree import tree_leaves, tree_map
 META = torch.device("meta")
 _VALUES = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 _DEVICES = {"cpu", "cuda"}
+_OF_THE_COPY = (LookupError, AttributeError, TypeError, NameError)
+"""What the code after the last block raises not because there are no numbers, but because a hook or a closure has put
+something into the model that was copied. What it would have used then is not known, so it may be anything."""
 LEFT = "@"
 """Begins the source of what a module leaves in an attribute: the call's name and the attribute's follow."""
 
@@ -164,6 +167,8 @@ class Tracer:
         """Of each module that is traced, its parameters."""
         self._trace: Trace | None = None
         self._seen: dict[str, int] = {}
+        self._left: set[str] = set()
+        """Sources of what modules left in attributes."""
         self._twice = False
         remember_in_evaluation(module)
         for owner in list(module.modules()):
@@ -186,13 +191,16 @@ class Tracer:
         """
         self.module.train(training)
         self._trace, self._seen, self._twice = Trace(), {}, False
+        self._left = set()
         with _OperationCount() as self._count, torch.no_grad():
             with PlaceholderTensor.watched() as self._used:
                 try:
                     loss(self.module, batch)
-                except Exception:  # after the last block everything is on one stage, and may look at numbers
+                except Exception as error:  # after the last block everything is on one stage, and may look at numbers
                     if self._twice or not all(self._seen.get(path) for path, held in self.held.items() if held):
                         raise
+                    if isinstance(error, _OF_THE_COPY):
+                        self._used |= self._left.union(call.name for call in self._trace.calls)
             self._trace.last_cost = self._count.take()
         self._trace.last_uses = frozenset(self._used)
         found, self._trace = self._trace, None
@@ -236,7 +244,9 @@ class Tracer:
         """Notes as a source of its own each tensor that the module has put into an attribute of itself."""
         for (owner, name), value in _kept_tensors(self.module.get_submodule(call.path)).items():
             if kept.get((owner, name)) is not value:
-                vars(owner)[name] = PlaceholderTensor.make(value, [f"{LEFT}{call.name} {name}"], self.place)
+                source = f"{LEFT}{call.name} {name}"
+                vars(owner)[name] = PlaceholderTensor.make(value, [source], self.place)
+                self._left.add(source)
 
     def _output(self, forward: Callable[..., Any], call: Call, args: Any, kwargs: Any) -> Any:
         """What the module returns. A block is on one stage, so its code may look at numbers (a router of experts does),

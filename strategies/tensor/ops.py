@@ -84,7 +84,10 @@ class Peers:
     def _joined(self, whole: Tensor, dim: int, length: int) -> Tensor:
         if dim % whole.dim() == 0 and whole.size(0) == length:
             return whole
-        return torch.cat(whole.chunk(self.size, 0), dim).narrow(dim, 0, length)
+        joined = torch.cat(whole.chunk(self.size, 0), dim)
+        if joined.size(dim) == length:
+            return joined
+        return joined.narrow(dim, 0, length).clone()  # the model may write into it, which autograd refuses for a view
 
     def start_gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
         """As `all_gather` of equal parts, in the background; what waits for it."""

@@ -52,6 +52,8 @@ ROWS: list[tuple[str, ...]] = [
     ("run.storage=s4://b", "kind (s4://): use a local path, s3://"),
     ("run.storage=gs://bucket", "pip install 'trireme[gs]'"),
     ("tracking.uri=htp://host", "tracking.uri", "http"),
+    ("optimizer.betas=0.9", "optimizer.betas", "must be a list", "[0.9, 0.999]"),
+    ("optimizer.name=AdamW", "did you mean 'adamw'?"),
 ]
 
 # What is written alone, the text of x.yaml, and words of the sentence.

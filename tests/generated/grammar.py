@@ -188,7 +188,9 @@ BLOCK: Axis = {
         ("sum(e(x) * (self.gate(x).argmax(-1, keepdim=True) == i) for i, e in enumerate(self.experts))"),
     ),
     "unused_expert": _block(
-        "self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))", "self.experts[int(x.sum() > 0)](x)"
+        "self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))",
+        "self.experts[int(x.sum() > 0)](x)",
+        couples=True,
     ),
     "buffer": _block(
         "self.up = nn.Linear(8, 8)\nself.register_buffer('scale', torch.linspace(0.5, 1.5, 8))",

@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+from tests.generated import compare
 from tests.generated.__main__ import Survey
 from tests.generated.compare import ALWAYS, RIVALS, WIDE, Comparison, Invalid, Kind, Rival, Verdict, drawn, shrunk
 from tests.generated.grammar import AXES, PLAIN, Model
@@ -82,6 +83,59 @@ def test_a_kind_that_once_went_wrong(names: str) -> None:
     verdicts = Comparison(model(*names.split())).verdicts(CORE)
     assert wrong(verdicts) == {}
     assert {verdicts[name].kind for name in ("ddp", "fsdp")} <= {Kind.EQUAL, Kind.NOTED}, "trained, not refused"
+
+
+SURVEYED = {
+    ("conv_batch_norm two_blocks", "single checkpointing"): Kind.EQUAL,
+    ("no_parameters two_blocks", "pipeline 1f1b"): Kind.EQUAL,
+    ("no_parameters", "pipeline zbv"): Kind.EQUAL,
+    ("no_parameters own_groups", "pipeline zbv"): Kind.EQUAL,
+    ("frozen_all_blocks sgd", "pipeline zbv"): Kind.EQUAL,
+    ("in_place two_blocks", "tensor"): Kind.EQUAL,
+    ("recording_hook set_on_blocks", "pipeline 1f1b"): Kind.EQUAL,
+    ("two_blocks bfloat16 sgd", "tensor"): Kind.EQUAL,
+    ("functional_call two_blocks", "dp"): Kind.REFUSED,
+    ("branch_on_batch", "fsdp"): Kind.REFUSED,
+    ("used_by_half tokens", "ddp"): Kind.REFUSED,
+    ("used_by_half", "single micro"): Kind.NOTED,
+    ("unused_expert two_blocks", "single micro"): Kind.NOTED,
+    ("every_second_step two_blocks", "ddp"): Kind.REFUSED,
+    ("every_second_step two_blocks", "zero2"): Kind.REFUSED,
+    ("every_second_step two_blocks", "fsdp"): Kind.EQUAL,
+    ("every_second_step attributes", "ddp checkpointing"): Kind.REFUSED,
+    ("momentum_copy two_blocks", "single micro"): Kind.REFUSED,
+    ("clamp two_blocks", "single micro"): Kind.EQUAL,
+    ("post_accumulate_hook two_blocks", "single micro"): Kind.REFUSED,
+    ("requires_grad_changed two_blocks", "single micro"): Kind.REFUSED,
+    ("scheduled two_blocks", "pipeline 1f1b"): Kind.NOTED,
+    ("scaled_by_frequency two_blocks", "fsdp"): Kind.NOTED,
+    ("masked no_grad_context two_blocks", "fsdp"): Kind.NOTED,
+    ("lazy post_accumulate_clamp two_blocks", "tensor"): Kind.REFUSED,
+    ("gru_cell two_blocks", "single selective"): Kind.REFUSED,
+    ("gradient_penalty weight_norm two_blocks", "single selective"): Kind.REFUSED,
+    ("conv_batch_norm two_blocks", "single micro"): Kind.NOTED,
+    ("detached left_by_blocks", "fsdp"): Kind.REFUSED,
+    ("checkpoint_reentrant tied_blocks", "ddp"): Kind.REFUSED,
+    ("in_place keywords two_blocks", "fsdp"): Kind.REFUSED,
+    ("in_place keywords two_blocks", "single checkpointing"): Kind.REFUSED,
+    ("attributes in_place_batch", "ddp checkpointing"): Kind.REFUSED,
+    ("attributes python_counter", "single checkpointing"): Kind.REFUSED,
+    ("hardest orthogonal two_blocks", "ddp"): Kind.NOTED,
+    ("bfloat16 python_counter tokens", "pipeline 1f1b"): Kind.NOTED,
+}
+"""What a survey of drawn models found wrong: choices, a strategy, and what becomes of it. `make test` has some."""
+
+
+@pytest.mark.parametrize(
+    ("names", "rival", "kind"),
+    [
+        pytest.param(*key, kind, id=" under ".join(key), marks=[pytest.mark.slow] * (number % 8 != 0))
+        for number, (key, kind) in enumerate(SURVEYED.items())
+    ],
+)
+def test_what_a_survey_found(names: str, rival: str, kind: Kind) -> None:
+    verdict = Comparison(model(*names.split())).verdicts([BY_NAME[rival]])[rival]
+    assert verdict.kind is kind, verdict.text
 
 
 REPORTED = {
@@ -157,6 +211,12 @@ def test_other_numbers_are_told_from_rounding(change: str) -> None:
     value = {"train.clip_norm": 0.1, "train.seed": 1}.get(change, 0.012)
     other = Rival("other", "single", 1, {change: value})
     assert Comparison(model("mlp")).verdicts([other])["other"].kind is Kind.WRONG
+
+
+def test_a_slow_machine_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "TIMEOUT", 0.05)
+    monkeypatch.setattr(compare, "PATIENCE", 1000)
+    assert Comparison(model("mlp")).verdicts([BY_NAME["ddp"]])["ddp"].kind is Kind.EQUAL
 
 
 def test_what_one_device_does_not_train_is_no_model(monkeypatch: pytest.MonkeyPatch) -> None:

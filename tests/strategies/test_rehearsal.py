@@ -283,7 +283,7 @@ def test_buffers_may_be_changed_and_are_told_apart() -> None:
     assert seen(Buffer) == {Trait.CHANGES_BUFFERS: ("steps",)}
     assert seen(MeanInABuffer) == {Trait.CHANGES_BUFFERS_BY_DATA: ("mean",)}
     assert seen(Queue) == {Trait.CHANGES_BUFFERS_BY_DATA: ("queue",)}
-    assert seen(Normalised) == {}
+    assert seen(Normalised) == {Trait.NORMALISES_OVER_BATCH: ("norm",)}
     assert refusing([Trait.CHANGES_BUFFERS, Trait.CHANGES_BUFFERS_BY_DATA]) == set()
 
 
@@ -412,6 +412,19 @@ def test_gradients_that_the_loss_takes_are_seen(loss: Any) -> None:
     assert refusing(traits) == set(NAMES) - {"ddp"}
 
 
+def with_its_parameters(model: Any, batch: Any) -> Tensor:
+    predicted = torch.func.functional_call(model, dict(model.named_parameters()), (batch,))
+    return F.mse_loss(predicted, batch[:, :1])
+
+
+def test_a_model_that_is_called_with_given_parameters_is_not_copied_to_other_devices() -> None:
+    assert seen(Net, with_its_parameters) == {Trait.FUNCTIONAL_CALL: ("the model",)}
+    observations = [Observation(Trait.FUNCTIONAL_CALL, ("the model",))]
+    with pytest.raises(LayoutError, match=r"by torch\.func\.functional_call.* strategy dp .*write strategy=ddp"):
+        require_kept(choose("dp", 1), registry.records("dp"), Options(), observations, [registry.find("ddp")])
+    assert refusing([Trait.FUNCTIONAL_CALL]) == set()
+
+
 # --- blocks that change their input, or are not called every time -----------------------------------------------------
 
 
@@ -419,6 +432,11 @@ class AddsToItsInput(Net):
     def change(self) -> None:
         for block in self.blocks:
             block.forward = lambda x, block=block: x.add_(block.down(F.gelu(block.up(block.norm(x.clone())))))
+
+
+class AddsToItsKeyword(AddsToItsInput):
+    def between(self, number: int, x: Tensor) -> Tensor:
+        return self.blocks[number](x=x)
 
 
 class BeginsWithReLU(Net):
@@ -435,7 +453,7 @@ class Recomputes(Net):
 
 
 def test_blocks_that_change_their_input_are_seen_and_not_recomputed() -> None:
-    for net in (AddsToItsInput, BeginsWithReLU):
+    for net in (AddsToItsInput, AddsToItsKeyword, BeginsWithReLU):
         traits = seen(net)
         assert traits == {Trait.CHANGES_INPUT: tuple(f"blocks.{i}" for i in range(4))}
         assert refusing(traits) == {"fsdp", "zero1", "hsdp", "pipeline"}
@@ -449,6 +467,84 @@ def test_blocks_that_change_their_input_are_seen_and_not_recomputed() -> None:
         require_kept(layout, registry.records("ddp"), options, [power_iteration], [])
 
 
+class ScalesItsBatch(nn.Module):
+    """Without blocks all of it is recomputed, from a batch that has been changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.inp(x.mul_(0.5))))
+
+
+class ScalesItsMask(Net):
+    def change(self) -> None:
+        self.mask = torch.ones(1)
+        for block in self.blocks:
+            block.forward = lambda x, mask, block=block: x + block.down(block.up(x)) * mask.mul_(0.5).clone()
+
+    def between(self, number: int, x: Tensor) -> Tensor:
+        return self.blocks[number](x, mask=self.mask)
+
+
+class TakesOtherTypes(Net):
+    """Blocks that are given what is no floating-point number."""
+
+    def change(self) -> None:
+        for block in self.blocks:
+            block.forward = lambda x, mask, turn, block=block: (
+                x + block.down(block.up(block.norm(x))) * mask.any() * turn.real
+            )
+
+    def between(self, number: int, x: Tensor) -> Tensor:
+        return self.blocks[number](x, torch.ones(2, dtype=torch.bool), torch.ones(1, dtype=torch.cfloat))
+
+
+def test_blocks_may_be_given_any_type() -> None:
+    assert seen(TakesOtherTypes) == {}
+
+
+class CountsInside(ScalesItsBatch):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.out(torch.tanh(self.inp(x))) * (1 + 0.1 * (self.calls > 2))
+
+
+class BlocksCount(Net):
+    def change(self) -> None:
+        self.calls = 0
+        self.blocks[1].forward = self.block
+
+    def block(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+@pytest.mark.parametrize(("net", "where"), [(CountsInside, "the model"), (BlocksCount, "blocks.1")])
+def test_what_answers_otherwise_when_it_is_called_again_is_not_recomputed(net: Any, where: str) -> None:
+    traits = seen(net)
+    assert traits[Trait.ANSWERS_OTHERWISE] == (where,)
+    assert refusing([Trait.ANSWERS_OTHERWISE]) == set()
+    observations = [Observation(Trait.ANSWERS_OTHERWISE, (where,))]
+    with pytest.raises(LayoutError, match=rf"{where} puts out other.*write train\.activation_checkpointing=none"):
+        recomputing = Options(activation_checkpointing="full")
+        require_kept(choose("ddp", 2), registry.records("ddp"), recomputing, observations, [])
+
+
+@pytest.mark.parametrize(("net", "where"), [(ScalesItsBatch, "the model"), (ScalesItsMask, "blocks.0")])
+def test_what_changes_the_data_it_is_given_is_not_recomputed(net: Any, where: str) -> None:
+    traits = seen(net, lambda model, batch: model(batch.clone()).square().mean())
+    assert traits[Trait.CHANGES_DATA][0] == where
+    assert refusing([Trait.CHANGES_DATA]) == set()
+    observations = [Observation(Trait.CHANGES_DATA, traits[Trait.CHANGES_DATA])]
+    with pytest.raises(LayoutError, match=rf"{where} .*changes in place.*write train\.activation_checkpointing=none"):
+        recomputing = Options(activation_checkpointing="full")
+        require_kept(choose("ddp", 2), registry.records("ddp"), recomputing, observations, [])
+
+
 class AddsBetween(Net):
     def between(self, number: int, x: Tensor) -> Tensor:
         x = super().between(number, x)
@@ -459,6 +555,35 @@ class AddsBetween(Net):
 class ReentrantCheckpoint(Net):
     def between(self, number: int, x: Tensor) -> Tensor:
         return checkpoint(self.blocks[number], x, use_reentrant=True)
+
+
+class TiedReentrantCheckpoints(ReentrantCheckpoint):
+    def change(self) -> None:
+        self.blocks[3].up.weight = self.blocks[0].up.weight
+
+
+class LooksBackWithoutGradients(Net):
+    """A block that also runs without gradients, as a teacher does, and never again for them."""
+
+    def between(self, number: int, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            before = super().between(number, x) + super().between(number, x)
+        return super().between(number, x) + before
+
+
+class LeavesALoss(Net):
+    """Nothing but what a block has left in an attribute gives it a gradient."""
+
+    def between(self, number: int, x: Tensor) -> Tensor:
+        block: Any = self.blocks[number]
+        if number == 1:
+            block.forward = lambda x: self.left(block, x)
+        return super().between(number, x.detach() if number == 2 else x)
+
+    def left(self, block: Any, x: Tensor) -> Tensor:
+        y = block.down(block.up(x))
+        block.aux = y.square().mean()
+        return x + y
 
 
 class FrozenStart(Net):
@@ -478,6 +603,16 @@ def test_what_happens_to_outputs_between_blocks_is_seen() -> None:
     assert seen(ReentrantCheckpoint).keys() == {Trait.RUNS_WITHOUT_GRADIENT}
     assert seen(FrozenStart) == {}
     assert refusing(seen(AddsBetween)) == refusing(seen(ReentrantCheckpoint)) == {"pipeline"}
+    assert refusing(seen(TiedReentrantCheckpoints)) == {"pipeline", "ddp"}
+    assert seen(TiedReentrantCheckpoints)[Trait.USED_BY_REENTRANT_CHECKPOINTS] == ("blocks.0.up.weight",)
+    assert seen(LooksBackWithoutGradients) == {}
+
+
+def test_gradients_that_pass_a_block_s_output_by_are_seen() -> None:
+    traits = seen(LeavesALoss, lambda model, batch: mean_square(model, batch) + model.blocks[1].aux)
+    assert traits[Trait.GRADIENT_PAST_OUTPUT] == ("blocks.1",)
+    assert {"fsdp", "zero1", "hsdp"} <= refusing(traits)
+    assert Trait.GRADIENT_PAST_OUTPUT not in seen(Detached)
 
 
 class Recurs(Net):
@@ -487,9 +622,16 @@ class Recurs(Net):
             block.forward = lambda x, block=block: x + block.down(block.up(block.norm(x))[0])
 
 
+class RecursByStep(Net):
+    def change(self) -> None:
+        for block in self.blocks:
+            block.up = nn.GRUCell(WIDTH, 16)
+
+
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_recurrent_layers_are_not_recomputed_selectively(mode: str) -> None:
-    traits = seen(Recurs)
+@pytest.mark.parametrize("net", [Recurs, RecursByStep])
+def test_recurrent_layers_are_not_recomputed_selectively(net: Any, mode: str) -> None:
+    traits = seen(net)
     assert traits.keys() == {Trait.RECURRENT} and refusing(traits) == set()
     observations = [Observation(trait, names) for trait, names in traits.items()]
     layout, options = choose("ddp", 2), Options(activation_checkpointing=mode)
@@ -498,6 +640,15 @@ def test_recurrent_layers_are_not_recomputed_selectively(mode: str) -> None:
         return
     with pytest.raises(LayoutError, match=r"blocks\.0\.up .*recurrent.*: write train\.activation_checkpointing=full$"):
         require_kept(layout, registry.records("ddp"), options, observations, [])
+
+
+def test_a_step_with_two_backwards_is_not_recomputed_selectively() -> None:
+    observation = Observation(Trait.GRADIENT_IN_LOSS, ("the loss",))
+    layout = choose("ddp", 2)
+    require_kept(layout, registry.records("ddp"), Options(activation_checkpointing="full"), [observation], [])
+    with pytest.raises(LayoutError, match=r"takes a gradient .*: write train\.activation_checkpointing=full$"):
+        selective = Options(activation_checkpointing="selective")
+        require_kept(layout, registry.records("ddp"), selective, [observation], [])
 
 
 class SkipsBySample(Net):
@@ -510,6 +661,13 @@ class DropsLayers(Net):
         return super().between(number, x) if torch.rand(()) > 0.5 else x
 
 
+class SeldomDropsLayers(Net):
+    """As LayerDrop and stochastic depth do by default: a few batches show nothing of it."""
+
+    def between(self, number: int, x: Tensor) -> Tensor:
+        return super().between(number, x) if torch.rand([]) > 1e-4 else x
+
+
 class OrderBySample(Net):
     def before(self, x: Tensor) -> Tensor:
         self.backwards = bool(x.sum() > 0)
@@ -520,7 +678,7 @@ class OrderBySample(Net):
 
 
 def test_ways_through_the_model_that_differ_are_seen() -> None:
-    for net in (SkipsBySample, DropsLayers):
+    for net in (SkipsBySample, DropsLayers, SeldomDropsLayers):
         traits = seen(net)
         assert {Trait.CALLS_VARY, Trait.PARAMETERS_VARY} <= traits.keys()
         assert refusing(traits) == set(NAMES) - {"tensor"}
@@ -528,15 +686,151 @@ def test_ways_through_the_model_that_differ_are_seen() -> None:
     assert refusing(seen(OrderBySample)) == {"fsdp", "zero1", "hsdp", "pipeline"}
 
 
-class Unused(Net):
-    def change(self) -> None:
-        self.extra = nn.Linear(WIDTH, WIDTH)
+class SkipsIf(Net):
+    """None of the batches here decides otherwise than the others."""
+
+    def decides(self, x: Tensor) -> Any: ...
+
+    def between(self, number: int, x: Tensor) -> Tensor:
+        return x if number == 2 and self.decides(x) else super().between(number, x)
+
+
+def _skips_if(decides: Any) -> type[SkipsIf]:
+    class Skips(SkipsIf):
+        pass
+
+    Skips.decides = lambda self, x: decides(x)  # type: ignore[method-assign]
+    return Skips
+
+
+RARE: dict[str, Callable[[Tensor], Any]] = {
+    "bool": lambda x: x.abs().max() > 100,
+    "item": lambda x: x.abs().max().item() > 100,
+    "float": lambda x: float(x.mean()) < -100,
+    "int": lambda x: int(x.abs().max() > 100),
+    "index": lambda x: [False, True][(x.abs().max() > 100).long()],
+    "contains": lambda x: 12345.0 in x,
+    "allclose": lambda x: torch.allclose(x, torch.zeros_like(x)),
+}
+
+
+@pytest.mark.parametrize("decides", RARE.values(), ids=RARE.keys())
+def test_a_branch_on_data_is_seen_where_all_samples_take_it_alike(decides: Any) -> None:
+    net = _skips_if(decides)
+    traits = seen(net)
+    assert {Trait.CALLS_VARY, Trait.PARAMETERS_VARY, Trait.BRANCHES_ON_DATA} <= traits.keys()
+    assert traits[Trait.CALLS_VARY] == ("blocks.2",)
+    assert refusing(traits) == set(NAMES) - {"tensor"}
+    assert Trait.CALLS_VARY in seen(net, device="meta")
+
+
+def _checks(x: Tensor) -> bool:
+    if not x.isfinite().all():
+        raise ValueError("not finite")
+    return False
+
+
+NO_BRANCH: dict[str, Callable[[Tensor], Any]] = {
+    "a layer that is never dropped": lambda x: torch.rand(()) < 0.0,
+    "a layer that is always dropped": lambda x: torch.rand(()) >= 1.0,
+    "a check that raises": _checks,
+    "a number that is not the batch's": lambda x: torch.ones(3, device="cpu").sum() > 100,
+}
+
+
+@pytest.mark.parametrize("decides", NO_BRANCH.values(), ids=NO_BRANCH.keys())
+def test_what_no_batch_can_decide_is_no_branch(decides: Any) -> None:
+    assert seen(_skips_if(decides)) == {}
+
+
+class LogsItsNorm(Net):
+    """Asks for a number and does the same whatever it is."""
+
+    def before(self, x: Tensor) -> Tensor:
+        self.norm = x.norm().item()
+        return x if bool((x > 0).any()) else x * 1.0
+
+
+class WaitsForNumbers(Net):
+    """A loop that does not end without numbers."""
+
+    def before(self, x: Tensor) -> Tensor:
+        while not bool(x.norm() < 1):
+            x = x / 2
+        return x
+
+
+def test_numbers_that_decide_nothing_are_no_branch() -> None:
+    for net in (LogsItsNorm, WaitsForNumbers):
+        assert seen(net) == {}
+    assert seen(LogsItsNorm, device="meta") == {}
+    with pytest.raises(RuntimeError, match="waits for numbers"):
+        seen(WaitsForNumbers, device="meta")
+
+
+class EverySecondCall(Net):
+    calls = 0
+
+    def before(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+    def between(self, number: int, x: Tensor) -> Tensor:
+        return super().between(number, x) if number != 2 or self.calls % 2 else x
+
+
+class LaterOtherwise(EverySecondCall):
+    """An expert that the first calls do not use."""
+
+    def between(self, number: int, x: Tensor) -> Tensor:
+        return Net.between(self, number, x) if number != 2 or self.calls < 3 else x
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_that_counts_its_calls_is_called_again(device: str) -> None:
+    for net in (EverySecondCall, LaterOtherwise):
+        traits = seen(net, device=device)
+        assert traits == {Trait.VARIES_BY_CALL: ("blocks.2",)}
+        assert refusing(traits) == {"ddp", "pipeline"}
 
 
 class Thaws(Net):
     def before(self, x: Tensor) -> Tensor:
         self.inp.requires_grad_(bool(x.sum() > -100))
         return x
+
+
+ONCE_A_STEP = [
+    (EverySecondCall, "blocks.2 is used in some calls"),
+    (MomentumCopy, "forward changes target.weight"),
+    (RunningMean, "forward changes mean"),
+    (Thaws, "forward changes requires_grad of inp.weight"),
+    (_hooked(_nothing, after=True), "blocks.1.up.weight has a hook"),
+    (ClampsItsActivation, "the model puts a hook"),
+]
+"""On one device in one piece all of it is trained."""
+
+
+@pytest.mark.parametrize(("net", "sentence"), ONCE_A_STEP)
+def test_what_happens_once_a_step_is_not_done_in_micro_batches(net: Any, sentence: str) -> None:
+    observations = [Observation(trait, names) for trait, names in seen(net).items()]
+    single = choose("single", 1), registry.records("single"), Options(), observations, []
+    require_kept(*single)
+    with pytest.raises(
+        LayoutError, match=rf"{sentence}.* the 4 micro-batches of a step .*leave train.micro_batch_size"
+    ):
+        require_kept(*single, micro_batches=4)
+
+
+@pytest.mark.parametrize("net", [Clamped, ClampedData, Buffer])
+def test_what_is_kept_within_bounds_may_be_done_in_micro_batches(net: Any) -> None:
+    observations = [Observation(trait, names) for trait, names in seen(net).items()]
+    require_kept(choose("single", 1), registry.records("single"), Options(), observations, [], micro_batches=4)
+
+
+class Unused(Net):
+    def change(self) -> None:
+        self.extra = nn.Linear(WIDTH, WIDTH)
 
 
 class Swaps(Net):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from app.run.abort import abort
 from experiments.benchmarks.gpu_first.check import Here
 from experiments.benchmarks.gpu_first.training import trial
 from experiments.parity.matrix import EVERYTHING, run
@@ -106,7 +107,7 @@ def _peer(rank: int, world: int, folder: str, kind: str, gone: Path) -> None:
     total = float(one)
     # monotonic is a clock that processes of one machine share
     Path(folder, f"survivor-{rank}").write_text(json.dumps([time.monotonic(), total, raised, failed]))
-    os._exit(0)
+    abort(0)
 
 
 def _group(path: Path, rank: int, world: int, device: torch.device) -> dist.ProcessGroup:

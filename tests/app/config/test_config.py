@@ -1,15 +1,23 @@
 """Configuration: precedence, documentation, round trips, completion."""
 
+import subprocess
+import sys
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 from click.shell_completion import ShellComplete
 
-from app.cli import group
+from app.cli import group, sentence
 from app.config import Config
+from app.config.check import OPTIMIZERS
 from app.config.io import documentation, explain, flatten, from_dict, load_config, to_dict, to_yaml
+from app.config.words import KEYS
 from app.errors import UserError
+from app.training.optimizer import BUILT_IN
+from strategies import registry
+from strategies.options import STRATEGIES
 from tests.running import ROOT
 
 EXPERIMENTS = sorted(p for p in (ROOT / "experiments").glob("*.yaml") if not p.name.startswith("sweep_"))
@@ -53,3 +61,29 @@ def test_completion_offers_keys_and_files(monkeypatch: pytest.MonkeyPatch) -> No
     complete = ShellComplete(group, {}, "trireme", "_TRIREME_COMPLETE").get_completions
     for begun, word in ("train.glo", "global_batch_size="), ("exp", "experiments/"), ("train.precision=b", "bf16"):
         assert any(found.value.endswith(word) for found in complete(["train"], begun))
+
+
+def test_words_of_other_trainers_are_answered_with_the_key() -> None:
+    """And each key that is named for them exists."""
+    keys = {key: documentation() for key in KEYS}
+    assert all(key in docs or key.startswith("task_args.") for key, docs in keys.items())
+    words = [word for words in KEYS.values() for word in words.split()]
+    assert len(words) == len(set(words)), "a word means one key"
+    for written, key in (
+        ("batch_size", "train.global_batch_size"),
+        ("gpus", "workers"),
+        ("max_epochs", "train.epochs"),
+    ):
+        with pytest.raises(UserError, match=f"there is no key '{written}'.*did you mean '{key}'?"):
+            load_config([], [f"{written}=1"])
+    for option, key in (("--workers", "workers"), ("--per-device-train-batch-size", "train.micro_batch_size")):
+        with pytest.raises(click.NoSuchOption) as refused:
+            group.main(["train", option, "4"], standalone_mode=False)
+        assert sentence(refused.value) == f"there is no option {option}: write {key}=VALUE, without dashes"
+
+
+def test_the_names_that_are_checked_before_torch_is_imported_are_those_that_there_are() -> None:
+    assert set(STRATEGIES) == set(registry.STRATEGIES)
+    assert set(OPTIMIZERS) == set(BUILT_IN)
+    code = "import sys, app.config.check; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

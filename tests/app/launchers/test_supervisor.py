@@ -84,7 +84,7 @@ class Scene:
     def start(self, job: Job) -> None:
         self.now = job
         self.sizes.append(job.layout.dims.world_size)
-        places = ([*self.free(job.config.cluster.exclude_nodes)] * 4)[: self.sizes[-1]]
+        places = ([*self.free(job.excluded_nodes)] * 4)[: self.sizes[-1]]
         self.infos = [WorkerInfo(rank, 100 + rank, f"10.0.0.{rank}", name) for rank, name in enumerate(places)]
         self.attempt = next(self.left)
         self.statuses: dict[int, Status] = {}
@@ -158,13 +158,13 @@ def test_a_place_that_does_not_come_back_in_time() -> None:
 
 def test_an_excluded_node_is_used_again_when_the_others_go() -> None:
     def b_goes(scene: Scene) -> Failures | None:
-        assert scene.now.config.cluster.exclude_nodes == ["a"] and scene.tags["trireme.excluded_nodes"] == "a"
+        assert scene.now.excluded_nodes == ["a"] and scene.tags["trireme.excluded_nodes"] == "a"
         assert "2 failures began at that node" in scene.said[1]
         return dies(30, on="b", goes=True)(scene)
 
     scene = Scene({"a": 4.0, "b": 4.0})
     assert scene.go(dies(10, on="a"), dies(20, on="a"), b_goes, finishes) == [4, 4, 4, 4]
-    assert scene.now.config.cluster.exclude_nodes == [] and scene.tags["trireme.excluded_nodes"] == ""
+    assert scene.now.excluded_nodes == [] and scene.tags["trireme.excluded_nodes"] == ""
     assert "with its node; continuing with 4 of 4" in scene.said[2]
 
 

@@ -17,6 +17,7 @@ from app.errors import UserError
 from app.launchers import ray_workers, threads, train
 from app.launchers.actors import Placement, placement, resources_of_stages
 from app.launchers.ray_launch import resources_to_ask_for, when_over
+from app.launchers.torchrun import Environment
 from app.run.prepare import Prepared, with_idle_gpus
 from cluster import ClusterError
 from cluster.connect import Cluster
@@ -208,3 +209,18 @@ def test_the_allocator_takes_it_also_once_torch_is_imported() -> None:
     code += "print([segment['is_expandable'] for segment in torch.cuda.memory_snapshot()])"
     env = {name: value for name, value in environment().items() if "ALLOC_CONF" not in name}
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env) == b"[True]\n"
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({"SLURM_NTASKS_PER_NODE": "4"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "1"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"}, 3),
+        ({"SLURM_TASKS_PER_NODE": "16", "SLURM_STEP_TASKS_PER_NODE": "5,6", "SLURM_NODEID": "1"}, 6),
+        ({}, 11),
+    ],
+)
+def test_slurm_says_how_many_processes_a_node_has(written: dict[str, str], expected: int) -> None:
+    here = Environment.read({"SLURM_PROCID": "7", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1"} | written)
+    assert here == Environment(rank=7, world_size=11, local_rank=1, local_world_size=expected)

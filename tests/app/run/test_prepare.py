@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from app.errors import UserError
-from app.run.prepare import Prepared, default_micro_batch_size, prepare, read_task
+from app.run.prepare import Prepared, prepare, read_task
 from app.run.rehearse import PICK_BYTES
 from app.training.job import strategy_options
 from strategies.layout import LayoutError, check, choose
@@ -64,13 +64,6 @@ def test_remarks_on_the_batch_and_the_length(more: list[str], said: str) -> None
 def test_what_does_not_fit_the_model_is_known_before_a_worker_starts(more: list[str], said: str) -> None:
     with pytest.raises((LayoutError, UserError), match=said):
         prepared(*more)
-
-
-def test_micro_batches_that_nobody_decided() -> None:
-    assert default_micro_batch_size(12, 2, "1f1b") == 2, "6: 8 would be uneven"
-    assert default_micro_batch_size(12, 4, "interleaved_1f1b") == 1, "12, a multiple of 4"
-    assert default_micro_batch_size(3, 4, "1f1b") == 1, "fewer than stages: the schedule has its say"
-    assert default_micro_batch_size(17, 2, "1f1b") == 2, "9, the last one smaller"
 
 
 def test_a_deepspeed_file_is_read_before_a_worker_starts(tmp_path: Path) -> None:

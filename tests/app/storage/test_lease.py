@@ -1,6 +1,8 @@
 """Whether the driver that holds a run lives; no clock is believed."""
 
 import json
+import os
+import queue
 import socket
 import subprocess
 from pathlib import Path
@@ -40,3 +42,26 @@ def test_on_this_machine_the_kernel_knows_whether_the_very_process_lives(tmp_pat
     wait_until(lambda: lease.process_started(process.pid) == 0.0)  # a zombie trains nothing
     process.wait()
     assert not lease.is_alive(Storage(tmp_path), held, 0.0)
+
+
+def test_a_start_that_is_superseded_and_does_not_end_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "OWN_SECONDS", 0.01)
+    monkeypatch.setattr(lease, "END_SECONDS", 0.2)
+    storage = Storage(tmp_path)
+    lost = queue.Queue[str]()
+
+    def holder(attempt: str) -> lease.Holder:
+        return lease.Holder(storage, "name", attempt, is_newest=lambda: True, on_lost=lost.put)
+
+    ends = holder("ends")
+    ends.take(None)
+    hangs = holder("hangs")
+    hangs.take(lease.read_lease(storage))
+    ends.release()
+    newest = holder("newest")
+    newest.take(lease.read_lease(storage))
+    assert f"'name' was taken over by process {os.getpid()}" in lost.get(timeout=30)
+    newest.release()
+    assert lost.empty(), "the first one has ended, and the last one was not superseded"

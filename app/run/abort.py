@@ -1,0 +1,63 @@
+"""The one place where this process is ended at once: what its main thread waits for may never come.
+
+Who notices that (the lease, the watch over Ray, a rank's watch over rank 0) only reports it to a
+callback; the callback ends the process here.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+from _thread import start_new_thread
+from collections.abc import Callable
+from typing import NoReturn
+
+SAY_SECONDS = 3.0
+"""How long the last sentence may take: a pipe that nobody reads keeps no process alive."""
+
+_first_to_abort = threading.Lock()
+"""Never released: of two threads that end the process, one says why."""
+
+
+def write_line(sentence: str, *, descriptor: int = 2) -> None:
+    """Writes a line, on standard error unless told otherwise, without the locks of Python's streams."""
+    os.write(descriptor, f"{sentence}\n".encode())
+
+
+def abort(
+    exit_code: int,
+    sentence: str = "",
+    *,
+    say: Callable[[str], object] = write_line,
+) -> NoReturn:
+    """Says why, flushes what has been printed, and ends this process; any thread may call it.
+
+    No `finally` and no exit handler runs any more.
+
+    Args:
+        exit_code: Of the process.
+        sentence: Why, for a person; "" where that has been said.
+        say: Prints the sentence; on standard error unless told otherwise.
+    """
+    if _first_to_abort.acquire(timeout=SAY_SECONDS):
+        _say_and_flush(sentence, say)
+    os._exit(exit_code)
+
+
+def _say_and_flush(sentence: str, say: Callable[[str], object]) -> None:
+    """In a thread of its own, because another thread may hold a stream's lock for ever."""
+    done = threading.Event()
+
+    def speak() -> None:
+        if sentence:
+            with contextlib.suppress(Exception):
+                say(sentence)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # nobody reads it, or there is none
+                stream.flush()
+        done.set()
+
+    # Not a threading.Thread, which takes locks that a signal's handler must not wait for.
+    with contextlib.suppress(RuntimeError):  # the interpreter is shutting down already
+        start_new_thread(speak, ())
+        done.wait(SAY_SECONDS)

@@ -1,0 +1,70 @@
+"""A process that is ended at once says why and keeps what it has printed, whatever its main thread waits for."""
+
+import subprocess
+import sys
+
+from tests.running import ROOT, environment
+
+FROM_A_THREAD = """
+import threading, time
+from app.run.abort import abort
+print("printed before", end="")
+threading.Thread(target=abort, args=(7, "the sentence")).start()
+try:
+    time.sleep(60)
+finally:
+    print("cleaned up")
+"""
+
+# The main thread waits in print() with the stream's lock, for which a flush would wait for ever.
+LOCKED = """
+import sys, threading, time
+from app.run.abort import abort
+threading.Timer(1.0, abort, args=(7, "the sentence")).start()
+while True:
+    print("x" * 100_000)
+"""
+
+TWICE = """
+import threading, time
+from app.run.abort import abort
+def slowly(sentence):
+    time.sleep(0.5)
+    print(sentence)
+for name in ("first", "second"):
+    threading.Thread(target=abort, args=(7, name), kwargs={"say": slowly}).start()
+    time.sleep(0.1)
+time.sleep(60)
+"""
+
+
+def start(program: str) -> subprocess.Popen[str]:
+    """With streams that keep what is printed until they are flushed."""
+    buffered = {name: value for name, value in environment().items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=buffered,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_what_was_printed_is_kept_and_nothing_is_cleaned_up() -> None:
+    process = start(FROM_A_THREAD)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (7, "printed before", "the sentence\n")
+
+
+def test_a_pipe_that_nobody_reads_keeps_no_process_alive() -> None:
+    process = start(LOCKED)
+    assert process.wait(60) == 7
+    assert process.stderr is not None
+    assert process.stderr.read() == "the sentence\n"
+
+
+def test_of_two_threads_that_end_the_process_the_first_says_why() -> None:
+    process = start(TWICE)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, out) == (7, "first\n")
