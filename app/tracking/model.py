@@ -37,9 +37,9 @@ from app.tasks.by_value import read_task_file
 from app.tracking.spool import Event
 
 NAME = "model"
-OURS = ("app", "strategies", import_names.FACE)
+OURS = ("app", "strategies", "cluster", import_names.FACE)
 PICKLING = f"{import_names.FACE}.pickling"
-LOADER = f"{import_names.FACE}.prediction"
+LOADER = f"{import_names.FACE}.models.prediction"
 """Under `trireme.…`, so that the program that loads the model may have another package `app`."""
 EVENT_TAG = "trireme.event"
 NUMBERS = (DataType.integer, DataType.long, DataType.float, DataType.double)

@@ -1,6 +1,7 @@
 """What arrives in MLflow, in a SQLite database: everything, once, whatever went wrong on the way, drivers and writers
 that are killed and a server that is late among it."""
 
+import importlib
 import math
 import os
 import subprocess
@@ -17,7 +18,7 @@ from mlflow import MlflowClient
 from app.storage.lease import process_started
 from app.tasks import load_task
 from app.tracking import uploader
-from app.tracking.model import _origins
+from app.tracking.model import LOADER, PICKLING, _origins
 from app.tracking.spool import State
 from app.tracking.tracker import Tracker, WriterProcess, sync
 from app.tracking.writer import claim
@@ -263,6 +264,11 @@ def test_the_model_loads_where_there_is_only_mlflow_and_torch(
     assert not [pin for pin in _origins(model, "app.tasks:Task")[1] if "trireme" in pin], "its sources are copied"
     assert (folder / "code" / "toys" / "tracked.py").exists() and not list(folder.rglob("worker.py"))
     assert Store(uri).query("select metric_name, metric_value from logged_model_metrics") == [("eval/loss", 0.25)]
+
+
+def test_the_modules_that_a_logged_model_names_exist() -> None:
+    assert callable(importlib.import_module(LOADER)._load_pyfunc)
+    assert callable(importlib.import_module(PICKLING).Pickler)
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
