@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, cast
 
-import fsspec
-
 from app.errors import UserError
 
 COMPRESSION = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\0": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
@@ -277,8 +275,7 @@ def _decimal_point(text: str, separator: str) -> str:
 @contextmanager
 def _decompressed(path: Path | str) -> Iterator[tuple[io.BufferedReader, str]]:
     """(the decompressed file, its compression); decompression errors become a UserError."""
-    is_url = "://" in str(path)
-    with fsspec.open(str(path), "rb") if is_url else open(path, "rb", buffering=0) as source:
+    with _raw(path) as source:
         raw = io.BufferedReader(cast(Any, source), CHUNK)
         start = raw.peek(6)
         compression = _by_start(start, COMPRESSION) or ""
@@ -295,6 +292,15 @@ def _decompressed(path: Path | str) -> Iterator[tuple[io.BufferedReader, str]]:
             raise UserError(
                 f"{path} cannot be read as {compression}: {reason}; fetch it again"
             ) from error
+
+
+def _raw(path: Path | str) -> Any:
+    """The file's own bytes."""
+    if "://" not in str(path):
+        return open(path, "rb", buffering=0)
+    import fsspec  # not at the top: models in MLflow import this file where fsspec may be missing
+
+    return fsspec.open(str(path), "rb")
 
 
 def _opened(raw: io.BufferedReader, compression: str) -> Any:

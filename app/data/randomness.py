@@ -29,7 +29,7 @@ def seed_everything(seed: int) -> None:
     _seed_host(seed)
 
 
-def seed_step(seed: int, step: int, data_rank: int, device: torch.device) -> None:
+def seed_step(seed: int, step: int, *, data_rank: int, device: torch.device) -> None:
     """Seed torch, NumPy and Python for one training step (dropout, mix-up and so on).
 
     Takes a few microseconds, because only one device is seeded.

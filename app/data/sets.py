@@ -18,8 +18,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import fsspec
-
 from app.data.files import existing
 from app.data.open_text import file_format, json_rows
 from app.errors import MissingData, UserError
@@ -236,6 +234,8 @@ def _files(names: Sequence[str]) -> list[str]:
 
 def _opened(names: Sequence[str]) -> list[Any]:
     """fsspec's files of these paths, patterns and URLs, not yet open; raises UserError."""
+    import fsspec  # not at the top: see app/data/open_text.py
+
     try:
         return list(fsspec.open_files(names))
     except Exception as error:  # each file system has errors of its own
@@ -296,5 +296,7 @@ def _format(name: str) -> str:
 def _is_saved(name: str) -> bool:
     if "://" not in name:
         return any((Path(name).expanduser() / marker).is_file() for marker in MARKERS)
+    import fsspec
+
     system, path = fsspec.core.url_to_fs(name)
     return not _format(name) and any(system.exists(f"{path}/{marker}") for marker in MARKERS)

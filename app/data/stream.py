@@ -241,12 +241,15 @@ class TokenStream(IterableDataset[Any]):
         self._state: dict[str, Any] = {"rows": rows.state_dict(), "used": 0}
 
     def state_dict(self) -> dict[str, Any]:
+        """The state after the last sample."""
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state at the next `iter`."""
         self._state = state
 
     def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the documents' stream."""
         self.rows.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -68,6 +68,7 @@ class Column:
 
     @property
     def numeric(self) -> bool:
+        """Whether the values are numbers, not text."""
         return self.values.dtype.kind == "f"
 
     def missing(self) -> npt.NDArray[np.bool_]:
@@ -201,7 +202,8 @@ def read_table(
         path = existing(data, "task_args.data")
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     if suffixes[-1:] in ([".parquet"], [".pq"]):
-        table, decimal_point = _read_parquet(path), "."
+        table = _read_parquet(path)
+        decimal_point = "."
     elif ".csv" in suffixes or ".tsv" in suffixes:
         table, decimal_point = _read_csv(path, text)
     else:

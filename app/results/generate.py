@@ -196,6 +196,7 @@ class _NextToken:
         return logits_of(output)[0, -1]
 
     def close(self) -> None:
+        """Stop caching keys and values."""
         self._set_kept(None)
 
     def _set_kept(self, kept: list[Tensor] | None) -> None:
@@ -214,6 +215,7 @@ class _EncoderDecoderNextToken(_NextToken):
 
     @torch.no_grad()
     def logits(self, tokens_BT: Tensor) -> Tensor:
+        """The logits of the decoder's token after these, (vocabulary,)."""
         arguments = {
             **self.encoder_inputs,
             "decoder_input_ids": tokens_BT[:, self.seen :],

@@ -234,7 +234,7 @@ def _is_stateful(config: Config, task: Task, batch: Batch) -> bool:
         model = _build(config, task, torch.device("cpu"))
         losses = []
         for _ in range(CALLS):
-            seed_step(config.train.seed, 0, 0, torch.device("cpu"))
+            seed_step(config.train.seed, 0, data_rank=0, device=torch.device("cpu"))
             losses.append(_evaluated(task, model, batch, backward=False).loss)
         return not all(_alike(losses[0], loss, REPEATED_TOLERANCE) for loss in losses)
     return False
@@ -258,7 +258,7 @@ def _watched(
         lambda module: find_blocks(module, task.blocks(module)),
         task.loss,
         [map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches],
-        seed=lambda number: seed_step(config.train.seed, number, 0, torch.device("cpu")),
+        seed=lambda number: seed_step(config.train.seed, number, data_rank=0, device=torch.device("cpu")),
         other_answers=other_answers,
     )
     return tuple(observations)

@@ -1,6 +1,8 @@
-"""Where a run is tracked: configuration < environment < a SQLite database in the run's storage; needs no mlflow.
+"""Where a run is tracked.
 
-MLflow 3.17 no longer offers its file store, so a folder (or a `file:` URI) means the SQLite database `mlflow.db` in it.
+The configuration decides, then the environment, and by default it is a SQLite database in the run's
+storage. MLflow 3.17 no longer has a file store, so that a folder (or a `file:` URI) means the
+SQLite database `mlflow.db` in it. This file does not import mlflow.
 """
 
 import os
@@ -19,23 +21,39 @@ from app.errors import UserError
 
 _DATABASES = ("postgresql", "mysql", "mssql")
 _SERVERS = ("http", "https")
-_RIGHT = "write sqlite:///FOLDER/mlflow.db, http://HOST:PORT, a folder such as ./runs, or databricks"
+_ADVICE = (
+    "write sqlite:///FOLDER/mlflow.db, http://HOST:PORT, a folder such as ./runs, or databricks"
+)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The resolved place of a run's tracking."""
+    """Where a run is tracked.
 
-    uri: str  # MLflow's tracking URI; may hold credentials, so show `mask_uri(uri)`
+    Args:
+        uri: MLflow's tracking URI, which may contain credentials: show `mask_uri(uri)`.
+        experiment: The name of the MLflow experiment.
+        artifact_location: Where a new experiment keeps artifacts; None means that the server
+            decides.
+    """
+
+    uri: str
     experiment: str
-    artifact_location: str | None = None  # for a new experiment; None lets the tracking server decide
+    artifact_location: str | None = None
 
 
-def resolve_tracking(tracking: Any, storage: Any, environ: Mapping[str, str] = os.environ) -> Settings:
-    """Where to track.
+def resolve_tracking(
+    tracking: Any, storage: Any, environ: Mapping[str, str] = os.environ
+) -> Settings:
+    """Decide where to track a run.
 
-    tracking: the configuration's `tracking` (uri, experiment). storage: `run.storage`.
-    Raises UserError: the URI is not one that MLflow could use.
+    Args:
+        tracking: The configuration's `tracking`, with `uri` and `experiment`.
+        storage: `run.storage`.
+        environ: The environment variables.
+
+    Raises:
+        UserError: MLflow could not use the URI.
     """
     text = str(storage)
     local = unquote(urlsplit(text).path) if text.startswith("file:") else text
@@ -48,41 +66,49 @@ def resolve_tracking(tracking: Any, storage: Any, environ: Mapping[str, str] = o
     source, uri = next((source, str(uri).strip()) for source, uri in candidates.items() if uri)
     uri = _checked(uri, f"{source}={mask_uri(uri)!r}")
     experiment = tracking.experiment or environ.get("MLFLOW_EXPERIMENT_NAME") or "trireme"
-    base, artifacts = re.split("[:+]", uri)[0], None
-    if base == "sqlite":
+    scheme = re.split("[:+]", uri)[0]
+    artifacts = None
+    if scheme == "sqlite":
         artifacts = ((folder or sqlite_path(uri).parent) / "mlartifacts").as_uri()
-    elif base in _DATABASES:  # reached directly, such a store would put artifacts below the current folder
-        artifacts = (folder / "mlartifacts").as_uri() if folder else f"{text.rstrip('/')}/mlartifacts"
+    elif scheme in _DATABASES and folder:  # MLflow would put artifacts into the current folder
+        artifacts = (folder / "mlartifacts").as_uri()
+    elif scheme in _DATABASES:
+        artifacts = f"{text.rstrip('/')}/mlartifacts"
     return Settings(uri, experiment, artifacts)
 
 
 def _checked(uri: str, shown: str) -> str:
-    """The URI in the form that MLflow is given; UserError if MLflow could not use it."""
+    """The URI in MLflow's form; raises UserError if MLflow could not use it."""
     if uri == "databricks" or uri.startswith(("databricks://", "arn:aws:")):
         return uri
     try:
-        scheme, parts = re.split("[:+]", uri)[0], urlsplit(uri)
-        if " " in parts.netloc or parts.port == 0:  # which raises where it is not a number
+        scheme = re.split("[:+]", uri)[0]
+        parts = urlsplit(uri)
+        if " " in parts.netloc or parts.port == 0:  # `port` raises if it is not a number
             raise ValueError
     except ValueError:
-        raise UserError(f"{shown} is not an address of MLflow's: {_RIGHT}") from None
-    if (scheme in _SERVERS and parts.hostname) or (scheme in _DATABASES and (parts.netloc or parts.query)):
+        raise UserError(f"{shown} is not an address of MLflow's: {_ADVICE}") from None
+    is_server = scheme in _SERVERS and bool(parts.hostname)
+    is_database = scheme in _DATABASES and bool(parts.netloc or parts.query)
+    if is_server or is_database:
         return uri.rstrip("/")
-    # A bare word is more often a typing mistake than a new folder.
+    # A single word is more often a typing mistake than a new folder.
     if not re.match(r"sqlite:///.|file:|[~./]|mlruns$", uri) and not Path(uri).is_dir():
-        raise UserError(f"{shown} is not an address of MLflow's: {_RIGHT}")
+        raise UserError(f"{shown} is not an address of MLflow's: {_ADVICE}")
     folder = Path(unquote(parts.path) if scheme == "file" else uri)
-    file = (sqlite_path(uri) if scheme == "sqlite" else folder / "mlflow.db").expanduser().absolute()
+    file = sqlite_path(uri) if scheme == "sqlite" else folder / "mlflow.db"
+    file = file.expanduser().absolute()
     parent = next(folder for folder in file.parents if folder.exists())
-    if file.is_dir() or not (shown.startswith("run.storage=") or _can_write(parent)):  # a storage says it of itself
-        raise UserError(f"{shown}: the file {file} cannot be written: {_RIGHT}")
+    is_storage = shown.startswith("run.storage=")  # the storage reports that it is not writable
+    if file.is_dir() or not (is_storage or _is_writable(parent)):
+        raise UserError(f"{shown}: the file {file} cannot be written: {_ADVICE}")
     if file.is_file() and file.open("rb").read(15) not in (b"", b"SQLite format 3"):
-        raise UserError(f"{shown}: the file {file} is not a SQLite database: {_RIGHT}")
+        raise UserError(f"{shown}: the file {file} is not a SQLite database: {_ADVICE}")
     return f"sqlite:///{file}"
 
 
-def _can_write(folder: Path) -> bool:
-    try:  # root may write everywhere, says os.access, also into /proc
+def _is_writable(folder: Path) -> bool:
+    try:  # os.access says that root may write everywhere, even into /proc
         with tempfile.TemporaryDirectory(dir=folder):
             return True
     except OSError:
@@ -90,12 +116,21 @@ def _can_write(folder: Path) -> bool:
 
 
 def sqlite_path(uri: str) -> Path:
-    """The file of a SQLite URI. Taken literally, as SQLAlchemy does: `%20` is not a blank."""
+    """The file of a SQLite URI, without decoding: as for SQLAlchemy, `%20` is not a blank."""
     return Path(uri.split("?", 1)[0].removeprefix("sqlite:///"))
 
 
 def run_url(settings: Settings, experiment_id: str, run_id: str) -> str:
-    """The page of a run in the MLflow UI ("" while unknown). For SQLite: once `ui_command` is running."""
+    """The address of a run's page in the MLflow UI.
+
+    Args:
+        settings: Where the run is tracked; for SQLite the page exists while `ui_command` runs.
+        experiment_id: MLflow's id of the experiment.
+        run_id: MLflow's id of the run.
+
+    Returns:
+        The address; "" if an id or the Databricks host is missing.
+    """
     if not run_id or not experiment_id:
         return ""
     page = f"#/experiments/{experiment_id}/runs/{run_id}"
@@ -108,9 +143,13 @@ def run_url(settings: Settings, experiment_id: str, run_id: str) -> str:
 
 
 def ui_command(settings: Settings) -> str:
-    """The one shell command that opens the MLflow UI on these settings; for a server, the address to open."""
+    """The shell command that starts the MLflow UI; for a server, the address to open."""
     if settings.uri.startswith((*_SERVERS, "databricks")):
         return mask_uri(settings.uri)
-    python, store = shlex.quote(sys.executable), shlex.quote(mask_uri(settings.uri))
+    python = shlex.quote(sys.executable)
+    store = shlex.quote(mask_uri(settings.uri))
     # Without the variable the server starts its job runners: ten processes instead of two.
-    return f"MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false {python} -m mlflow ui --workers 1 --backend-store-uri {store}"
+    return (
+        f"MLFLOW_SERVER_ENABLE_JOB_EXECUTION=false {python} -m mlflow ui --workers 1 "
+        f"--backend-store-uri {store}"
+    )

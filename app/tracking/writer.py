@@ -1,11 +1,13 @@
 """The one process that talks to MLflow for a run: `python -m app.tracking.writer FOLDER ATTEMPT`.
 
-Every few seconds it reads what is new in the spool and delivers it. It ends when the driver appends no more
-(driver.lock is released when the run is over, and by the kernel when the driver dies) and all is delivered; a run that
-was not finished then ends as KILLED. It is not a child of the driver, and in a session of its own: `ray job stop` and
-Ctrl-C do not end it, so that it can still report how the run ended.
+Every few seconds it reads the spool's new events and delivers them. It ends when everything is
+delivered and the driver appends no more: the driver releases driver.lock at the end of the run, and
+the kernel releases it when the driver dies. A run without a finish then ends as KILLED. The writer
+is not a child of the driver and has a session of its own, so that `ray job stop` and Ctrl-C do not
+end it and it can still report how the run ended.
 
-The spools of runs within this run's folder, such as a sweep's trials, are delivered too, as they appear.
+The writer also delivers the spools of runs within this run's folder, such as a sweep's trials, as
+they appear.
 """
 
 import logging
@@ -20,11 +22,12 @@ from app.tracking.spool import State, look_at_lock, take_lock
 INTERVAL_SECONDS = 5.0
 POLL_SECONDS = 0.25
 BACKOFF_SECONDS = (0.25, 2.0)
-LINGER_SECONDS = 5.0  # that a writer whose driver is gone waits for MLflow to come back
-LOCK_SECONDS = 8.0  # that an earlier writer may take to end its call and make way
-CHILDREN = "*/tracking"  # the spools of a sweep's trials, from the folder that the sweep's spool is in
+LINGER_SECONDS = 5.0  # to wait for MLflow after the driver has gone
+LOCK_SECONDS = 8.0  # to wait for an earlier writer to finish its call and end
+CHILDREN = "*/tracking"  # the spools of a sweep's trials, from the folder of the sweep's spool
 ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # by default one call to an unreachable server blocks for four minutes
+    # By default a call to an unreachable server blocks for four minutes.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "CUDA_VISIBLE_DEVICES": "",
@@ -34,61 +37,87 @@ _log = logging.getLogger("writer")
 
 
 def serve(folder: Path, uri: str, attempt: str) -> None:
-    """Deliver until nothing more can come, or until a newer driver has a writer of its own.
+    """Deliver until no more events can come, or until a newer driver has a writer of its own.
 
-    uri: tracking URI, credentials included. attempt: what the driver that this writer serves has put into driver.lock.
+    Args:
+        folder: The spool.
+        uri: MLflow's tracking URI, with credentials.
+        attempt: The text in driver.lock of the driver that this writer serves.
     """
     from app.tracking.uploader import PermanentError, TransientError, Uploader
 
     uploaders = {folder: Uploader(folder, uri)}
-    delay, alone_since = BACKOFF_SECONDS[0], 0.0
+    retry_delay = BACKOFF_SECONDS[0]
+    failing_alone_since = 0.0  # since when MLflow has not answered and the driver has been gone
     while (driver := look_at_lock(folder, "driver"))[1] == attempt:
-        appending, _ = driver  # asked before reading: afterwards nothing is added
+        is_appending, _ = driver  # checked before reading: if False, no more events come
         for child in sorted(folder.parent.glob(CHILDREN)):
             if child not in uploaders and claim(child, attempt):
                 uploaders[child] = Uploader(child, uri)
         try:
-            # The parent first: children name its run.
-            going_on = [uploader.deliver() for uploader in uploaders.values()]
-            if not appending and not any(going_on):
+            # The parent's comes first, because children refer to its MLflow run.
+            unfinished = [uploader.deliver() for uploader in uploaders.values()]
+            if not is_appending and not any(unfinished):
                 return
-            pause, delay, alone_since = INTERVAL_SECONDS, BACKOFF_SECONDS[0], 0.0
+            pause = INTERVAL_SECONDS
+            retry_delay = BACKOFF_SECONDS[0]
+            failing_alone_since = 0.0
         except (TransientError, PermanentError) as error:
             for uploader in uploaders.values():
                 uploader.failed(str(error))
-            pause, delay = delay, min(2 * delay, BACKOFF_SECONDS[1])
-            alone_since = 0.0 if appending else alone_since or time.monotonic()
-            if alone_since and time.monotonic() - alone_since > LINGER_SECONDS:
-                return _log.warning("the driver is gone and MLflow does not answer: the rest stays in the spool")
-        until = time.monotonic() + pause
-        while look_at_lock(folder, "driver") == driver and (left := until - time.monotonic()) > 0:
+            pause = retry_delay
+            retry_delay = min(2 * retry_delay, BACKOFF_SECONDS[1])
+            now = time.monotonic()
+            failing_alone_since = 0.0 if is_appending else failing_alone_since or now
+            if failing_alone_since and now - failing_alone_since > LINGER_SECONDS:
+                _log.warning(
+                    "the driver is gone and MLflow does not answer: the rest stays in the spool"
+                )
+                return
+        deadline = time.monotonic() + pause
+        while look_at_lock(folder, "driver") == driver:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
             time.sleep(min(left, POLL_SECONDS))
     _log.warning("a newer start of this run takes over")
 
 
 def claim(folder: Path, attempt: str, seconds: float = 0.0) -> bool:
-    """Make this process the one that delivers the spool, until it ends; False where another one does."""
-    if take_lock(folder, "writer", seconds, attempt) is None:
+    """Make this process the one that delivers a spool, until the process ends.
+
+    Args:
+        folder: The spool.
+        attempt: The attempt that this writer serves.
+        seconds: How long to wait for an earlier writer to end.
+
+    Returns:
+        Whether it succeeded; False if another process delivers the spool.
+    """
+    if take_lock(folder, "writer", seconds=seconds, text=attempt) is None:
         return False
     state = State.load(folder)
-    state.problem, state.writer = "", os.getpid()
+    state.problem = ""
+    state.writer = os.getpid()
     state.save(folder)
     return True
 
 
 class MaskingFormatter(logging.Formatter):
-    """Lets no password into the log."""
+    """Masks secrets in log lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         return mask_text(super().format(record))
 
 
 def main(folder: str, attempt: str) -> None:
+    """Run the writer of a spool as an orphan process."""
     if os.fork():
-        os._exit(0)  # an orphan from the start
+        os._exit(0)
     if not claim(Path(folder), attempt, LOCK_SECONDS):
         sys.exit(print("another process is delivering this spool"))
-    os.dup2(2, 1)  # closes the pipe, for which the driver waits; what any library prints goes to the log
+    # This closes the pipe, for which the driver waits, and sends what libraries print to the log.
+    os.dup2(2, 1)
     handler = logging.StreamHandler()
     handler.setFormatter(MaskingFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(handlers=[handler])
@@ -97,7 +126,7 @@ def main(folder: str, attempt: str) -> None:
     try:
         serve(Path(folder), os.environ["MLFLOW_TRACKING_URI"], attempt)
     except Exception:
-        _log.exception("the writer ends here")
+        _log.exception("the writer ends with an error")
 
 
 if __name__ == "__main__":

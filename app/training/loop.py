@@ -192,7 +192,8 @@ class Training:
         config = self.config
         step = self.steps_done + 1
         is_logged = step in (1, self.job.steps) or step % config.train.log_every == 0
-        seed_step(config.train.seed, step, self.dims.seed_rank(self.place.rank), self.place.device)
+        data_rank = self.dims.seed_rank(self.place.rank)
+        seed_step(config.train.seed, step, data_rank=data_rank, device=self.place.device)
         rates = hooks.set_learning_rate(self.optimizer, config, self.task, step=self.steps_done, steps=self.job.steps)
         batches = [micro_batch.batch for micro_batch in micro_batches]
         weights = self._weights(micro_batches)
@@ -417,7 +418,8 @@ class Training:
         if data is None:
             return {}
         size = train.eval_batch_size or train.micro_batch_size or max(1, train.global_batch_size // self.dims.dp)
-        seed_step(train.seed, self.steps_done, self.data_rank, self.place.device)  # for metrics that draw
+        # For metrics that draw random numbers.
+        seed_step(train.seed, self.steps_done, data_rank=self.data_rank, device=self.place.device)
         return evaluate(self.task, self.parallel, data, size, self.data_rank, self.place.device, self.heartbeat)
 
     # --- beginning and end --------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What arrives in MLflow, in a SQLite database: everything, once, whatever went wrong on the way, drivers and writers
 that are killed and a server that is late among it."""
 
+import importlib
 import math
 import os
 import subprocess
@@ -17,7 +18,7 @@ from mlflow import MlflowClient
 from app.storage.lease import process_started
 from app.tasks import load_task
 from app.tracking import uploader
-from app.tracking.model import _origins
+from app.tracking.model import LOADER, PICKLING, _origins
 from app.tracking.spool import State
 from app.tracking.tracker import Tracker, WriterProcess, sync
 from app.tracking.writer import claim
@@ -265,6 +266,11 @@ def test_the_model_loads_where_there_is_only_mlflow_and_torch(
     assert Store(uri).query("select metric_name, metric_value from logged_model_metrics") == [("eval/loss", 0.25)]
 
 
+def test_the_modules_that_a_logged_model_names_exist() -> None:
+    assert callable(importlib.import_module(LOADER)._load_pyfunc)
+    assert callable(importlib.import_module(PICKLING).Pickler)
+
+
 # --- processes --------------------------------------------------------------------------------------------------------
 
 
@@ -345,7 +351,7 @@ def test_one_writer_delivers_a_run_and_its_children(tmp_path: Path, monkeypatch:
     first = child(0)
     assert first.finish("FAILED", message="diverged").complete and not (first.folder / "writer.log").exists()
     wait_until(lambda: file.exists() and store.run("status", "child-0") == "FAILED")
-    os.close(child(1)._driver or -1)  # as the kernel does for a process that was killed
+    os.close(child(1)._driver_lock or -1)  # as the kernel does for a process that was killed
     parent.metrics(7, {"best": 0.5})
     assert parent.finish("FINISHED", timeout=60).complete and store.steps("best") == [7]
     wait_until(lambda: store.run("status", "child-1") == "KILLED")

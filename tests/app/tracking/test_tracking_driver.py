@@ -205,7 +205,7 @@ def test_a_sampler_tells_of_the_machine_and_of_blind_gpus(tmp_path: Path, monkey
     monkeypatch.setattr(environment, "GPU_DEVICES", str(tmp_path / Path(environment.GPU_DEVICES).name))
     monkeypatch.setitem(sys.modules, "pynvml", None)
     (tmp_path / "nvidiactl").touch()
-    assert not Sample().blind, "there is no GPU"
+    assert not Sample().gpu_problem, "there is no GPU"
     for number in range(2):
         (tmp_path / f"nvidia{number}").touch()
     channel, emitted = SilentChannel(), list[Event]()

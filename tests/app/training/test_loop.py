@@ -83,7 +83,7 @@ def test_optimizers_learn_and_do_not_decay_biases_and_norms() -> None:
 def test_randomness_depends_on_seed_step_and_data_rank() -> None:
     drawn = []
     for key in [(0, 1, 0), (0, 1, 0), (0, 2, 0), (0, 1, 1), (1, 1, 0)]:
-        seed_step(*key, CPU)
+        seed_step(key[0], key[1], data_rank=key[2], device=CPU)
         drawn.append(torch.rand(1).item())
     assert drawn[0] == drawn[1] and len(set(drawn)) == 4
     assert len({mix(a, b) for a in range(50) for b in range(50)}) == 2500
