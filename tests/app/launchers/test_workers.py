@@ -29,6 +29,8 @@ from tests.chain import config
 from tests.cluster.test_pending import node
 from tests.running import ROOT, environment
 
+pytestmark = pytest.mark.pure
+
 ONE, TWO = {"CPU": 1.0}, {"CPU": 2.0}
 
 
