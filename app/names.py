@@ -17,6 +17,7 @@ import ast
 import contextlib
 import importlib
 import importlib.util
+import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,6 +35,12 @@ THEIRS = os.path.join(ROOT, FACE, "theirs")
 """Where a copy of Trireme's sources that MLflow keeps with a model has the user's of the same names."""
 MARKS = (os.path.join("app", "names.py"), os.path.join("app", "tasks", "by_value.py"))
 """A folder with one of these files holds another copy of Trireme, and no packages of a user's."""
+
+
+def module() -> str:
+    """What to write after `python -m`, as this program was started: `app` in a checkout that is not installed."""
+    words = sys.orig_argv
+    return "app" if ("-m", "app") in itertools.pairwise(words) else FACE
 
 
 @dataclass(frozen=True)

@@ -75,12 +75,17 @@ def compile_blocks(module: nn.Module, blocks: list[str], backend: str) -> None:
     on GPUs for anything that trains longer than compiling takes (a minute or so); `aot_eager` compiles nothing and
     shows whether a model can be. https://docs.pytorch.org/docs/stable/generated/torch.compile.html
 
+    DDP's gradients leave after each block's backward, while those below still compute. Only a model that is compiled
+    whole needs torch to cut its graph where DDP's buckets end, which would make several small graphs of every block
+    (https://docs.pytorch.org/docs/stable/notes/ddp.html#torchdynamo-ddpoptimizer).
+
     Raises:
         LayoutError: no such backend.
     """
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise LayoutError(f"train.compile_backend is {backend!r}: write one of {', '.join(known)}")
+    torch._dynamo.config.optimize_ddp = not blocks
     for name in blocks or [""]:
         block = module.get_submodule(name)
         block.forward = torch.compile(block.forward, backend=backend)

@@ -69,8 +69,8 @@ PRETENDED = 2
 def own_devices(device: torch.device) -> list[torch.device]:
     """All GPUs that are this worker's, its `device` first. Without GPUs the CPU, several times.
 
-    Where each worker sees its own only (Ray's actors) they are all its own; where all see all of a node's (torchrun,
-    Ray Train) the node's workers, by LOCAL_RANK and LOCAL_WORLD_SIZE, have equal shares.
+    Where each worker sees its own only (Ray's actors, Slurm's --gpus-per-task) they are all its own; where all see all
+    of a node's (torchrun, Ray Train) the node's workers, by LOCAL_RANK and LOCAL_WORLD_SIZE, have equal shares.
     """
     if device.type != "cuda":
         return [device] * PRETENDED
@@ -80,16 +80,21 @@ def own_devices(device: torch.device) -> list[torch.device]:
 
 def share(first: int, rank: int, workers: int, visible: int) -> list[int]:
     """Of `visible` GPUs those of local worker `rank` of `workers`, whose device is `first`; pure."""
-    each = max(1, visible // workers)
-    if first == rank * each:
+    each = visible // workers
+    if each and first == rank * each:
         return list(range(first, first + each))
     return list(range(visible)) if first == 0 else [first]
 
 
 def home(several: bool, rank: int, workers: int, visible: int) -> int:
-    """The GPU on which local worker `rank` of `workers` begins: its own, or the first of its share if each has several;
-    pure."""
-    return rank * max(1, visible // workers) if several else rank
+    """The GPU on which local worker `rank` of `workers` begins, one of the `visible` ones; pure.
+
+    It is the worker's own, or the first of its share where `several` are each worker's. Fewer GPUs than workers are
+    visible where a launcher shows each worker its own only: there every one of them is this worker's.
+    """
+    if several:
+        return rank * (visible // workers)
+    return rank % max(1, visible)
 
 
 def remark(name: str, devices: list[torch.device], used: int) -> tuple[str, ...]:

@@ -265,8 +265,10 @@ INTERNAL = re.compile(
     rf"|\b({DEPENDENCIES})(\.\w+)*\._[a-z]|from ({DEPENDENCIES})\S* import _"
 )
 
-DOCUMENTED = re.compile(r"torch\.cuda\.memory\.(_record_memory_history|_dump_snapshot)\b")
-"""Documented in spite of their underscore (docs.pytorch.org/docs/stable/torch_cuda_memory.html)."""
+DOCUMENTED = re.compile(
+    r"torch\.cuda\.memory\.(_record_memory_history|_dump_snapshot)\b|torch\._dynamo\.config\.optimize_ddp\b"
+)
+"""Documented in spite of their underscore (docs.pytorch.org/docs/stable/torch_cuda_memory.html, notes/ddp.html)."""
 
 
 def test_internals_of_dependencies_stand_in_two_files_of_at_most_12_entries() -> None:

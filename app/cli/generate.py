@@ -43,23 +43,24 @@ def generate(
         raise UserError('no text is given: write one, such as "def main(", or --interactive')
     sampling = Sampling(**sampled)  # type: ignore[arg-type]
     cli.console.status("reading the checkpoint")
-    found = trained(open_run(run), step, cli.console.say)
+    result = trained(open_run(run), step, cli.console.say)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, given = found.model.to(device), text_input(found.task)
+    model = result.model.to(device)
+    preprocessor = text_input(result.task)
     generator = torch.Generator(device).manual_seed(seed)
     if text is not None:
         pieces = [text]
         cli.console.part(text)
-        for piece in continuation(model, given, text, sampling, generator):
+        for piece in continuation(model, preprocessor, text, sampling=sampling, generator=generator):
             pieces.append(piece)
             cli.console.part(piece)
         cli.console.say("")
-        cli.answer({"status": "complete", "step": found.step, "text": "".join(pieces)})
+        cli.answer({"status": "complete", "step": result.step, "text": "".join(pieces)})
     while interactive:
         try:
             text = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return
-        for piece in continuation(model, given, text, sampling, generator):
+        for piece in continuation(model, preprocessor, text, sampling=sampling, generator=generator):
             cli.console.part(piece)
         cli.console.say("")

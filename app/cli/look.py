@@ -49,7 +49,7 @@ def watch(cli: Invocation, run: str) -> None:
         said = state.driver
         if state.progress and state.state == "running":
             cli.console.progress(StepsDone.from_record(state.progress), state.evaluated)
-        if cli.console.unheard:
+        if cli.console.output_closed:
             return
     ending = f"{state.name} {state.state} after step {state.step:,} of {state.steps:,}"
     if state.state == "stopped":

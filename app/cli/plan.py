@@ -18,8 +18,10 @@ from app.errors import UserError
 @click.option("--gpu", metavar="NAME", help="Such as rtx-4090, cpu, or h100-80gb:hbm=2.4TB/s,power=500W.")
 @click.option("--gpus-per-node", "per_node", type=int, metavar="N", help="GPUs of one node. Default: 8.")
 @click.option("--interconnect", metavar="RATE", help="Between nodes, per node: 400Gb (bits/s) or 50GB (bytes/s).")
-@click.option("--assume", multiple=True, metavar="NAME=VALUE", help="Instead of what the plan lists as assumed.")
-@click.option("--top", default=None, type=int, metavar="N", help="Layouts to show, 0 for all. Default: 8, in JSON 100.")
+@click.option("--assume", multiple=True, metavar="NAME=VALUE", help="Instead of what --assumptions lists.")
+@click.option("--top", default=None, type=int, metavar="N", help="Layouts to show, 0 for all. Default: 5, in JSON 100.")
+@click.option("--why", is_flag=True, help="Say of each strategy why it is, or is not, the best.")
+@click.option("--assumptions", is_flag=True, help="Show what the devices are taken to reach; --assume changes it.")
 @click.option("--picture", "chart", metavar="FILE", help="Draw speed by number of GPUs, and memory; .png or .svg.")
 @click.option("--write", metavar="FILE", help="Write the best layout as an experiment for `trireme train`.")
 @click.option(
@@ -56,9 +58,15 @@ def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
         plan = plan_experiment(config, machine, given, needs_data="--max-batch" if options["max_batch"] else "")
     row, found, top = plan.best, {}, options["top"]
     if top is None:
-        top = 100 if cli.as_json else 8
+        top = 100 if cli.as_json else 5
     if not cli.as_json:
-        console.result(output.text(plan, top or len(plan.rows)))
+        shown = output.text(
+            plan,
+            top or len(plan.rows),
+            with_reasons=options["why"],
+            with_assumptions=options["assumptions"],
+        )
+        console.result(shown)
     if options["max_batch"]:
         from app.planner.trial import max_batch
 
@@ -106,6 +114,13 @@ def _fixed_by_file(config: Config) -> set[str]:
     return keys | {"train.activation_checkpointing", "train.precision"}
 
 
+def _figures(value: Any) -> str:
+    """A figure as a person reads it, or several by name."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_figures(each)}" for name, each in value.items())
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 @verb("calibrate")
 @click.option(
     "--workers", type=click.IntRange(min=1), metavar="N", help="Processes per node. Default: one per GPU, else 4."
@@ -130,6 +145,5 @@ def calibrate(cli: Invocation, workers: int | None) -> None:
         count = torch.cuda.device_count()
         found = measure(min(workers or count, count) if count else workers or 4)
     name, path = keep(found)
-    figures = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in found.items()}
-    lines = [f"  {key}: {value}" for key, value in figures.items() if key != "gpu"]
+    lines = [f"  {key}: {_figures(value)}" for key, value in found.items() if key != "gpu"]
     cli.answer({**found, "gpu": name, "file": str(path)}, "\n".join([name, *lines, f"kept in {path}"]))

@@ -1,4 +1,7 @@
-"""What the person sees: a live line on a terminal, elsewhere a line every few seconds; no other program's output."""
+"""What a person sees: a live line on a terminal, elsewhere a line every few seconds.
+
+The output of libraries and other programs goes into a log instead.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from app.console.masking import mask_text
 
@@ -27,56 +30,72 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 5.0
 FIRST_SILENCE = 4.0
 NEXT_SILENCE = 20.0
-"""Seconds without a line, first and again, after which a person is told what is waited for."""
+"""Seconds without output before the first and before each later "waiting for …" line."""
 
 
 class Console:
-    """Writes to the streams the process was started with, also while `capture` keeps all other output away."""
+    """Writes to the process's original streams, even while `capture` redirects all other output.
+
+    Args:
+        quiet: Print no progress and no remarks, as for --json and for ranks other than 0.
+    """
 
     def __init__(self, *, quiet: bool = False) -> None:
-        self.quiet = quiet  # for --json and for ranks other than 0: no progress, no remarks
+        self.quiet = quiet
         self._out: IO[str] = sys.stdout
         self._err: IO[str] = sys.stderr
-        self.unheard = False  # whether what it wrote went nowhere: `| head -1` has read enough, or the terminal is gone
-        self._live = False
+        self.output_closed = False
+        """Whether writing failed: `| head -1` has read enough, or the terminal is gone."""
+        self._has_live_line = False
         self._last_line = 0.0
-        self._waits: Waits | None = None
-        self._record: Any = None  # where what is said is kept as JSON lines
+        self._waiting: WaitingNotice | None = None
+        self._json_log: JsonLines | None = None
 
     @contextlib.contextmanager
-    def capture(self, log: Path, labels: Mapping[str, Any] | None = None) -> Iterator[None]:
-        """Sends everything to `log` but what this console writes; with labels as JSON lines, and that too."""
-        before, opened = (self._out, self._err), list[IO[str]]()
-        with output_to(log) as originals, json_output(labels) as self._record:
-            if _is_descriptor_1(self._out):  # a notebook's goes another way than to `log`
-                # line buffered, so that lines appear when they are said
-                opened = [os.fdopen(os.dup(fd), "w", buffering=1) for fd in originals]
-                self._out, self._err = opened
-            had_faults = faulthandler.is_enabled()
+    def capture(self, log: Path, labels: Mapping[str, object] | None = None) -> Iterator[None]:
+        """Redirect all output to a log, except what this console writes.
+
+        Args:
+            log: The file to append to.
+            labels: If given, Python's output becomes JSON lines with these labels, and what this
+                console writes is copied there as well.
+        """
+        original_streams = self._out, self._err
+        duplicates: list[IO[str]] = []
+        with output_to(log) as originals, json_output(labels) as self._json_log:
+            if _is_descriptor_1(self._out):  # a notebook's output does not go through a descriptor
+                # Line buffered, so that each line appears as soon as it is written.
+                duplicates = [os.fdopen(os.dup(fd), "w", buffering=1) for fd in originals]
+                self._out, self._err = duplicates
+            had_faulthandler = faulthandler.is_enabled()
             with contextlib.suppress(OSError, ValueError, AttributeError):
-                faulthandler.enable(self._err, all_threads=False)  # where this process itself trains, a person sees it
+                # If this process trains by itself, the person sees its crash.
+                faulthandler.enable(self._err, all_threads=False)
             try:
                 yield
             except BaseException:
-                with log.open("a") as file:  # where it happened
-                    traceback.print_exc(file=self._record or file)
+                with log.open("a") as file:
+                    traceback.print_exc(file=self._json_log or file)
                 raise
             finally:
                 self._clear()
                 faulthandler.disable()
-                if had_faults:
+                if had_faulthandler:
                     faulthandler.enable(sys.__stderr__ or 2)
-                for stream in opened:
-                    with contextlib.suppress(OSError):  # nobody reads what was still to be written
+                for stream in duplicates:
+                    with contextlib.suppress(OSError):  # the reader of a pipe may be gone
                         stream.close()
-                self._out, self._err = before
+                self._out, self._err = original_streams
 
-    def _keep(self, text: str) -> None:
-        if self._record:
-            self._record.write(f"{text}\n")
+    def _copy_to_log(self, text: str) -> None:
+        if self._json_log:
+            self._json_log.write(f"{text}\n")
 
     def restore(self) -> None:
-        """Gives this process its own streams back, also within `capture`: it is about to become another program."""
+        """Restore the process's own streams before it executes another program.
+
+        Works within `capture` too.
+        """
         self._clear()
         _flush()
         for fd, stream in enumerate((self._out, self._err), start=1):
@@ -85,45 +104,45 @@ class Console:
             os.dup2(stream.fileno(), fd)
 
     def say(self, text: str) -> None:
-        """A remark worth keeping."""
-        self._keep(text)
+        """Print a remark that should stay on the screen."""
+        self._copy_to_log(text)
         if not self.quiet:
             self._print(text)
 
     def error(self, text: str) -> None:
-        """What went wrong; said even when quiet."""
-        self._keep(text)
+        """Print what went wrong, even when quiet."""
+        self._copy_to_log(text)
         self._print(text, stream=self._err)
 
     def result(self, text: str) -> None:
-        """The answer itself (JSON for machines); said even when quiet."""
+        """Print the command's result, such as JSON for machines, even when quiet."""
         self._print(text)
 
     def part(self, text: str) -> None:
-        """A piece of a line."""
+        """Print a piece of a line."""
         if not self.quiet:
             self._print(text, end="")
 
     def status(self, text: str) -> None:
-        """What is going on just now: on a terminal the live line, elsewhere nothing."""
+        """Show what is happening now in the live line of a terminal; elsewhere do nothing."""
         if not self.quiet and self._out.isatty():
             self._rewrite(text)
 
     def waits_for(self, what: str) -> None:
-        """From now on, whenever nothing has been said for a while, says that this is waited for, and since when.
+        """From now on print "waiting for …" whenever nothing has been printed for a while.
 
         Args:
-            what: "Ray to start"; "" ends it.
+            what: For example "Ray to start"; "" stops the notices.
         """
-        if self._waits is not None:
-            self._waits.over.set()
-            self._waits = None
+        if self._waiting is not None:
+            self._waiting.stop.set()
+            self._waiting = None
         if what and not self.quiet:
-            self._waits = Waits(what, lambda text: self._print(text))
+            self._waiting = WaitingNotice(what, lambda text: self._print(text))
 
     @contextlib.contextmanager
     def if_slow(self, text: str) -> Iterator[None]:
-        """Says what is going on, on the standard error stream, once it has taken a second."""
+        """Print a remark to standard error if the block takes more than a second."""
         timer = threading.Timer(1.0, lambda: self._write(f"{text}\n", self._err))
         if not self.quiet:
             timer.start()
@@ -133,82 +152,90 @@ class Console:
             timer.cancel()
 
     def progress(self, event: StepsDone, evaluated: Mapping[str, float]) -> None:
-        """The state of training.
+        """Show the state of training.
 
         Args:
             event: How far the workers are.
-            evaluated: The newest figures on held-out data, by name; empty before the first evaluation.
+            evaluated: The newest metrics on held-out data by name, empty before the first
+                evaluation.
         """
         if self.quiet:
             return
         if self._out.isatty():
             self._rewrite(progress_line(event, evaluated))
-        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES or event.step >= event.steps:
+            return
+        is_due = time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES
+        if is_due or event.step >= event.steps:
             self._last_line = time.monotonic()
             self._print(progress_line(event, evaluated))
 
     def _print(self, text: str, *, end: str = "\n", stream: IO[str] | None = None) -> None:
-        if self._waits is not None:
-            self._waits.said_at = time.monotonic()
+        if self._waiting is not None:
+            self._waiting.last_output = time.monotonic()
         self._clear()
         self._write(text + end, stream or self._out)
 
     def _write(self, text: str, stream: IO[str]) -> None:
-        """Work does not end because nobody reads about it any more: then it goes on, and says nothing."""
+        """Write to a stream; training goes on if nobody reads it any more."""
         try:
             stream.write(text)
             stream.flush()
-        except UnicodeEncodeError:  # of a stream that knows ASCII only
+        except UnicodeEncodeError:  # the stream's encoding is ASCII, for example
             encoding = getattr(stream, "encoding", None) or "ascii"
             self._write(text.encode(encoding, "backslashreplace").decode(encoding), stream)
         except (OSError, ValueError):
-            self.unheard = True
+            self.output_closed = True
 
     def _rewrite(self, text: str) -> None:
         try:
             width = (os.get_terminal_size(self._out.fileno()).columns or 80) - 1
         except OSError:  # the terminal is gone
-            self.unheard = True
+            self.output_closed = True
             return
         self._write("\r\x1b[2K" + text[:width], self._out)
-        self._live = True
+        self._has_live_line = True
 
     def _clear(self) -> None:
-        if self._live:
+        if self._has_live_line:
             self._write("\r\x1b[2K", self._out)
-            self._live = False
+            self._has_live_line = False
 
 
-class Waits:
-    """A thread that says what is waited for, until `over` is set.
+class WaitingNotice:
+    """A thread that prints "waiting for …" during silences, until `stop` is set.
 
     Args:
-        what: As in "waiting for …".
+        what: What comes after "waiting for".
         say: Prints a line.
     """
 
     def __init__(self, what: str, say: Callable[[str], None]) -> None:
         self.what = what
         self.say = say
-        self.began = time.monotonic()
-        self.said_at = self.began
-        self.over = threading.Event()
-        threading.Thread(target=self._run, daemon=True, name="waits").start()
+        self.started = time.monotonic()
+        self.last_output = self.started
+        self.stop = threading.Event()
+        threading.Thread(target=self._run, daemon=True, name="waiting-notice").start()
 
     def _run(self) -> None:
         silence = FIRST_SILENCE
-        while not self.over.wait(0.2):
+        while not self.stop.wait(0.2):
             now = time.monotonic()
-            if now - self.said_at >= silence:
+            if now - self.last_output >= silence:
                 silence = NEXT_SILENCE
-                self.said_at = now
-                self.say(f"waiting for {self.what} ({duration(now - self.began)})")
+                self.last_output = now
+                self.say(f"waiting for {self.what} ({duration(now - self.started)})")
 
 
 @contextlib.contextmanager
 def output_to(log: Path) -> Iterator[tuple[int, int]]:
-    """Sends file descriptors 1 and 2 (our own prints, Ray's C++ side, child processes) to the end of `log`; gives
-    duplicates of what they were."""
+    """Redirect file descriptors 1 and 2 to the end of a file.
+
+    That covers our own prints, Ray's C++ code and child processes.
+
+    Yields:
+        Duplicates of the original descriptors.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     _flush()
     originals = os.dup(1), os.dup(2)
@@ -225,17 +252,26 @@ def output_to(log: Path) -> Iterator[tuple[int, int]]:
 
 
 class JsonLines(io.TextIOBase):
-    """A stream whose every line becomes a JSON object with labels, in one write to a file descriptor. What is not
-    Python's (C++, child processes) stays plain lines between them: nothing waits in a pipe that a crash would empty."""
+    """A stream that turns each line into a JSON object, in one write to a file descriptor.
 
-    def __init__(self, descriptor: int, labels: Mapping[str, Any]) -> None:
-        self._descriptor, self._labels, self._begun = descriptor, labels, ""
+    Output that does not come from Python (C++, child processes) stays as plain lines between the
+    objects: passing it through a pipe would lose the last lines before a crash.
+
+    Args:
+        descriptor: Where to write.
+        labels: Fields of every object, besides `time` and `text`.
+    """
+
+    def __init__(self, descriptor: int, labels: Mapping[str, object]) -> None:
+        self._descriptor = descriptor
+        self._labels = labels
+        self._incomplete_line = ""
 
     def fileno(self) -> int:
         return self._descriptor
 
     def write(self, text: str) -> int:
-        *lines, self._begun = (self._begun + text).split("\n")
+        *lines, self._incomplete_line = (self._incomplete_line + text).split("\n")
         for line in lines:
             now = datetime.now(UTC).isoformat(timespec="milliseconds")
             record = json.dumps({"time": now, **self._labels, "text": mask_text(line)})
@@ -243,39 +279,54 @@ class JsonLines(io.TextIOBase):
         return len(text)
 
 
-def log_labels(config: Config, attempt: str, rank: int | str) -> dict[str, Any] | None:
-    """What stands in every line of a log: with run.log_format=json, else None."""
-    labels = {"run": config.run.name, "attempt": attempt, "rank": rank, "host": socket.gethostname()}
-    return labels if config.run.log_format == "json" else None
+def log_labels(config: Config, attempt: str, rank: int | str) -> dict[str, object] | None:
+    """The labels of every log line with run.log_format=json; None for plain lines."""
+    if config.run.log_format != "json":
+        return None
+    return {
+        "run": config.run.name,
+        "attempt": attempt,
+        "rank": rank,
+        "host": socket.gethostname(),
+    }
 
 
 @contextlib.contextmanager
-def json_output(labels: Mapping[str, Any] | None) -> Iterator[JsonLines | None]:
-    """Python's output as JSON lines; the stream that makes them. Without labels nothing changes."""
+def json_output(labels: Mapping[str, object] | None) -> Iterator[JsonLines | None]:
+    """Write Python's output as JSON lines; without labels change nothing.
+
+    Yields:
+        The stream that writes the lines, or None.
+    """
     if labels is None:
         yield None
         return
     streams = sys.stdout, sys.stderr
-    out = sys.stdout = sys.stderr = JsonLines(1, labels)
+    json_lines = JsonLines(1, labels)
+    sys.stdout = json_lines
+    sys.stderr = json_lines
     try:
-        yield out
+        yield json_lines
     finally:
         sys.stdout, sys.stderr = streams
 
 
 @contextlib.contextmanager
 def worker_output(job: Job, rank: int) -> Iterator[None]:
-    """Sends a worker's output, prints included, to logs/rank-N.log of the run, where that is on this machine."""
+    """Redirect a worker's output to logs/rank-N.log of the run, if the run's storage is local."""
     from app.storage.storage import Storage
 
-    run, labels = Storage(job.folder), log_labels(job.config, job.attempt, rank)
-    if not run.is_local:
+    storage = Storage(job.folder)
+    labels = log_labels(job.config, job.attempt, rank)
+    if not storage.is_local:
         yield
         return
     streams = sys.stdout, sys.stderr
-    with output_to(run.local_path / "logs" / f"rank-{rank}.log"):
-        sys.stdout, sys.stderr = os.fdopen(1, "w", 1, closefd=False), os.fdopen(2, "w", 1, closefd=False)
-        faulthandler.enable(sys.stderr, all_threads=False)  # a signal that ends this process is named in the log
+    with output_to(storage.local_path / "logs" / f"rank-{rank}.log"):
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        # The log names the signal if one kills this process.
+        faulthandler.enable(sys.stderr, all_threads=False)
         try:
             with json_output(labels):
                 try:
@@ -288,7 +339,7 @@ def worker_output(job: Job, rank: int) -> Iterator[None]:
 
 
 def _is_descriptor_1(stream: IO[str]) -> bool:
-    """Not so of a notebook's output, which goes another way."""
+    """Whether the stream writes to descriptor 1; a notebook's output does not."""
     try:
         return stream.fileno() == 1
     except (OSError, ValueError, AttributeError):
@@ -302,14 +353,22 @@ def _flush() -> None:
 
 
 def progress_line(event: StepsDone, evaluated: Mapping[str, float]) -> str:
-    """`step 120/500  loss 0.2314  mean 1,204 samples/s  0:41 left  310 MB`; where a GPU's peak is known, after the rate
-    also `151 per GPU, MFU 41.2%`; after the first evaluation also `held out 0.2401`. The speed is that of `Speed` in
+    """The state of training in one line.
+
+    For example `step 120/500  loss 0.2314  mean 1,204 samples/s  0:41 left  310 MB per worker`.
+    After the first evaluation the line has `held out 0.2401` as well, and on GPUs whose peak
+    performance is known `151 per GPU, MFU 41.2%`. The speed is that of `Speed` in
     app/training/loop.py.
+
+    Args:
+        event: How far the workers are.
+        evaluated: The newest metrics on held-out data by name.
     """
     parts = [f"step {event.step:,}/{event.steps:,}"]
     if event.loss is not None:
         loss_step = event.loss_step or event.step
-        parts.append(f"loss {event.loss:.4f}" + (f" (step {loss_step:,})" if loss_step != event.step else ""))
+        of_step = f" (step {loss_step:,})" if loss_step != event.step else ""
+        parts.append(f"loss {event.loss:.4f}{of_step}")
     if "loss" in evaluated:
         parts.append(f"held out {evaluated['loss']:.4f}")
     parts.append(f"mean {quantity(event.rate)} {event.unit}/s")
@@ -321,21 +380,22 @@ def progress_line(event: StepsDone, evaluated: Mapping[str, float]) -> str:
 
 
 def evaluation_line(values: dict[str, float]) -> str:
-    """`loss 0.07353, accuracy 98.00%`."""
-    return ", ".join(
-        f"{name} {f'{value:.2%}' if name == 'accuracy' else f'{value:.4g}'}" for name, value in values.items()
-    )
+    """The metrics of an evaluation in one line: `loss 0.07353, accuracy 98.00%`."""
+    parts = []
+    for name, value in values.items():
+        number = f"{value:.2%}" if name == "accuracy" else f"{value:.4g}"
+        parts.append(f"{name} {number}")
+    return ", ".join(parts)
 
 
 def quantity(value: float) -> str:
-    """Three significant digits, thousands separated: 1,204 or 0.532."""
+    """A number with at least three significant digits and separated thousands: 1,204 or 0.532."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:
-    """0:41, 12:05, 3:07:00, 2 d 04:00:00."""
-    whole = round(seconds)
-    days, rest = divmod(whole, 86400)
+    """Seconds as 0:41, 12:05, 3:07:00 or 2 d 04:00:00."""
+    days, rest = divmod(round(seconds), 86400)
     hours, rest = divmod(rest, 3600)
     minutes, secs = divmod(rest, 60)
     if days:
@@ -344,7 +404,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Bytes in the unit that reads best: 310 MB, 1.4 GB."""
+    """Bytes in a readable unit: 310 MB, 1.4 GB."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit in ("bytes", "kB", "MB") else f"{count:.1f} {unit}"

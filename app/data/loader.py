@@ -1,28 +1,29 @@
-"""Batches, already on the device when the loop asks.
+"""Batches, already on the device when the training loop asks for them.
 
-app/data/order.py decides what the samples of a step are; here they are cut into ranks' shares and micro-batches,
-fetched, and moved. A batch is tensors in tuples, lists and dicts, nested as the data set likes; conventionally
-(inputs, targets).
+app/data/order.py decides which samples belong to a step. This file divides them between ranks and
+micro-batches, fetches them and moves them to the device. A batch is tensors in tuples, lists and
+dicts, nested as the data set likes; by convention (inputs, targets).
 
-A data set is map-style, with `__len__` and `__getitem__(i)`, or a stream (stream.py), or a Mixture of map-style ones
-(mixture.py). A map-style one may have, each faster or more able than the last:
+A data set is map-style, with `__len__` and `__getitem__(i)`, or a stream (stream.py), or a Mixture
+of map-style data sets (mixture.py). A map-style data set may have methods that fetch faster:
 
-- `__getitems__(indices)`: a whole batch in one call. A returned list is taken for a list of samples and
-  collated (PyTorch's convention); anything else (tuple, dict, tensor) for a batch that is ready.
-- `batch_at(indices, positions)`: likewise a ready batch, told also the position of each sample in the run's
-  stream, so that random augmentation can be a function of the position: the same after a resume and on any
-  number of workers.
+- `__getitems__(indices)`: a whole batch in one call. A list is a list of samples, which are
+  collated (PyTorch's convention); anything else (a tuple, dict or tensor) is a batch.
+- `batch_at(indices, positions)`: a batch, from the samples' numbers and their positions in the
+  run's stream. Random augmentation can be a function of the position: it is then the same after a
+  resume and on any number of workers.
 
-A data set may draw from the global generators of torch, NumPy and Python: they are seeded before every sample from
-(seed, position), in the training process as in data workers, so every layout and every start sees the same samples.
-(What a `__getitems__` or `batch_at` that makes ready batches draws is a function of the batch's first position.) With
-`data_workers=0` samples are fetched in the training process: on a GPU in a thread ahead of training, but for data sets
-that draw, since the thread would share the generators with the model.
+A data set may draw from the global generators of torch, NumPy and Python. They are seeded before
+every sample from (seed, position), in the training process and in data workers, so that every
+layout and every start sees the same samples. (If `__getitems__` or `batch_at` returns a batch, they
+are seeded once, from the batch's first position.) With `data_workers=0` the training process
+fetches the samples. On a GPU a thread does so ahead of training, unless the data set draws random
+numbers, since the thread would share the generators with the model.
 
-Whether a data set draws is found from `PROBED` samples from all over it. One that draws for none of these, but for
-others, is seeded once for each batch, by its first sample's position: a resumed run sees the same, another number of
-workers or micro-batches does not, and a GPU's thread is not seeded at all. An attribute `draws = True` of the data set
-says that it does.
+To find out whether a data set draws, `PROBED` samples from all over it are made. A data set that
+draws for other samples only is seeded once for each batch, from its first sample's position: a
+resumed run sees the same samples, but another number of workers or micro-batches does not, and the
+thread of a GPU is not seeded at all. Such a data set should have an attribute `draws = True`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ import queue
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -47,13 +47,14 @@ from strategies.tree import tree_leaves, tree_map
 
 Batch = Any
 T = TypeVar("T")
-Picks = list[tuple[int, int]]  # of a micro-batch: (sample number, position in the run's stream) of every sample
-PROBED = 8  # samples that are made to see whether a data set draws random numbers
-AHEAD = 2  # items that wait ready: one hides the time of making it, the second hides its variation
+Picks = list[tuple[int, int]]
+"""The samples of a micro-batch: (sample number, position in the run's stream) of each."""
+PROBED = 8  # samples that are made to find out whether a data set draws random numbers
+AHEAD = 2  # finished items: the first hides the time to make an item, the second its variation
 
 
 def map_tensors(function: Callable[[Tensor], Any], batch: Batch) -> Batch:
-    """The batch with each tensor replaced by `function` of it."""
+    """The batch with `function` applied to each tensor."""
     return tree_map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
@@ -63,25 +64,32 @@ def tensors(batch: Batch) -> list[Tensor]:
 
 
 def length(dataset: Dataset[Any]) -> int | None:
-    """Samples in a data set; None for a stream, which does not tell."""
+    """The number of samples in a data set; None for a stream."""
     return None if is_stream(dataset) else len(dataset)  # type: ignore[arg-type]
 
 
 def rows(batch: Batch) -> int:
-    """Rows of the first tensor in a batch."""
+    """The number of rows of the first tensor in a batch.
+
+    Raises:
+        UserError: The batch has no tensor.
+    """
     for tensor in tensors(batch):
         return tensor.shape[0] if tensor.dim() else 1
-    raise UserError("a batch holds no tensor; the task's data must give tensors, such as a tuple (inputs, targets)")
+    raise UserError(
+        "a batch holds no tensor; "
+        "the task's data must give tensors, such as a tuple (inputs, targets)"
+    )
 
 
 def number_on(device: torch.device, value: float | Tensor) -> Tensor:
-    """0-dimensional float64 there, without a copy from the host, for which the host would wait."""
+    """The value as a float64 scalar on the device, without a copy that the host would wait for."""
     if isinstance(value, Tensor):
         return value.to(device, torch.float64)
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
-# --- what a rank trains and evaluates on --------------------------------------------------------------------------
+# --- batches of a rank ----------------------------------------------------------------------------
 
 
 def train_batches(
@@ -100,50 +108,82 @@ def train_batches(
     note: Callable[[str], object] = lambda mark: None,
     counted: Callable[[Batch], Any] = lambda batch: batch,
 ) -> Generator[list[Any]]:
-    """For each of `steps` steps the list of this rank's micro-batches, on the device.
+    """This rank's micro-batches of each training step.
 
-    The stream continues at position `samples_seen`. `dp_size` divides the global batch; every rank gets the same number
-    of micro-batches, of which the last may be smaller (5 by 2: 2, 2, 1). mark: where a stream continues instead; note
-    is told the mark after each step; data_workers have no part in it. counted: makes of each micro-batch what is moved
-    to the device and yielded in its place; it is called with the batch as it was fetched, so that its numbers can be
-    read without waiting for a device.
+    Every rank gets the same number of micro-batches, of which the last may be smaller (5 samples by
+    2: 2, 2, 1).
+
+    Args:
+        dataset: Map-style, a stream or a Mixture.
+        seed: The run's seed.
+        global_batch_size: Samples of a step on all ranks; a multiple of `dp_size`.
+        micro_batch_size: Samples of a micro-batch; None means all of the rank's share.
+        dp_rank: This rank's number among those that have different data.
+        dp_size: The number of ranks that have different data.
+        samples_seen: The position in the run's stream at which a map-style data set continues.
+        steps: The number of steps.
+        device: Where to move the batches.
+        data_workers: Processes that fetch samples of a map-style data set; 0 means this process.
+        mark: Where a stream continues.
+        note: Called with the stream's mark after each step.
+        counted: Makes the item that is yielded from a micro-batch. It receives the batch as it was
+            fetched, so that it can read numbers without waiting for the device.
+
+    Yields:
+        The step's micro-batches, on the device.
     """
     share = global_batch_size // dp_size
-    cuts = micro_batch_slices(share, micro_batch_size)
+    slices = micro_batch_slices(share, micro_batch_size)
     if is_stream(dataset):
-        own = slice(dp_rank * share, (dp_rank + 1) * share)
-        step = {"steps": steps, "global_batch_size": global_batch_size, "own": own, "cuts": cuts}
-        read = partial(stream_steps, dataset, seed=seed, mark=mark, **step)  # type: ignore[arg-type]
 
-        def make() -> Iterator[tuple[str, list[Any]]]:
-            return ((mark, [counted(batch) for batch in batches]) for mark, batches in read())
+        def make_from_stream() -> Iterator[tuple[str, list[Any]]]:
+            steps_read = stream_steps(
+                dataset,
+                seed=seed,
+                mark=mark,
+                steps=steps,
+                global_batch_size=global_batch_size,
+                share=slice(dp_rank * share, (dp_rank + 1) * share),
+                micro_batches=slices,
+            )
+            for mark_after, batches in steps_read:
+                yield mark_after, [counted(batch) for batch in batches]
 
-        ahead = _ahead(device, beside=device.type == "cpu" or not draws(dataset, seed))
-        for mark, batches in prefetched(make, device, ahead=ahead):
-            note(mark)
+        in_thread = device.type != "cpu" and not draws(dataset, seed)
+        ahead = _ahead(device, in_thread=in_thread)
+        for mark_after, batches in prefetched(make_from_stream, device, ahead=ahead):
+            note(mark_after)
             yield batches
         return
-    drawn = draws(dataset, seed)
+    is_random = draws(dataset, seed)
+    ahead = _ahead(device, in_thread=bool(data_workers) or not is_random)
 
     def picks() -> Iterator[Picks]:
         order = order_of(dataset, seed)
         for step in range(steps):
             start = samples_seen + step * global_batch_size + dp_rank * share
             indices = order.indices(start, share).tolist()
-            for cut in cuts:
-                yield list(zip(indices[cut], range(start + cut.start, start + cut.stop), strict=True))
+            for part in slices:
+                positions = range(start + part.start, start + part.stop)
+                yield list(zip(indices[part], positions, strict=True))
 
-    def grouped() -> Iterator[list[Any]]:
-        source = _fetched(dataset, picks, seed if drawn or not ahead else None, drawn, data_workers)
-        for first in source:
-            yield [counted(batch) for batch in (first, *(next(source) for _ in cuts[1:]))]
+    def make_steps() -> Iterator[list[Any]]:
+        batches = _fetched(
+            dataset,
+            picks,
+            seed=seed if is_random or not ahead else None,
+            is_random=is_random,
+            data_workers=data_workers,
+        )
+        for first in batches:
+            micro_batches = [first, *(next(batches) for _ in slices[1:])]
+            yield [counted(batch) for batch in micro_batches]
 
-    ahead = _ahead(device, beside=bool(data_workers) or not drawn)
-    yield from prefetched(grouped, device, ahead=ahead)
+    yield from prefetched(make_steps, device, ahead=ahead)
 
 
 def micro_batch_slices(share: int, micro_batch_size: int | None) -> list[slice]:
-    """Where a rank's share of a global batch is cut into micro-batches: full ones, the last may be smaller."""
+    """Slices of a rank's share of a global batch; the last micro-batch may be smaller."""
     micro = micro_batch_size or share
     return [slice(begin, min(begin + micro, share)) for begin in range(0, share, micro)]
 
@@ -151,38 +191,59 @@ def micro_batch_slices(share: int, micro_batch_size: int | None) -> list[slice]:
 def eval_batches(
     dataset: Dataset[Any], *, batch_size: int, dp_rank: int, dp_size: int, device: torch.device
 ) -> Generator[tuple[Batch, float]]:
-    """This rank's part of the data in order, as (batch, weight), with equally many batches on every rank.
+    """This rank's part of the held-out data in order, in as many batches as on every other rank.
 
-    The weight is the number of samples in the batch, 0.0 for a batch that is only there so that every rank takes part
-    in the collectives; so sum(weight * mean) / sum(weight) over all ranks is the mean over the data.
+    Over all ranks, sum(weight * mean) / sum(weight) is the mean over the data.
+
+    Args:
+        dataset: Map-style.
+        batch_size: Samples of a batch; the last batch may have fewer.
+        dp_rank: This rank's number among those that have different data.
+        dp_size: The number of ranks that have different data.
+        device: Where to move the batches.
+
+    Yields:
+        (batch, weight). The weight is the number of samples, or 0.0 for a batch that only lets this
+        rank take part in the collectives.
     """
-    parts, drawn = shares(len(dataset), dp_size), draws(dataset, HELD_OUT_SEED)  # type: ignore[arg-type]
-    ahead = _ahead(device, beside=not drawn)
-    mine = parts[dp_rank]
-    rounds = -(-(parts[0].stop - parts[0].start) // batch_size)
+    parts = shares(len(dataset), dp_size)  # type: ignore[arg-type]
+    is_random = draws(dataset, HELD_OUT_SEED)
+    ahead = _ahead(device, in_thread=not is_random)
+    seed = HELD_OUT_SEED if is_random or not ahead else None
+    part = parts[dp_rank]
+    most_samples = parts[0].stop - parts[0].start
+    rounds = -(-most_samples // batch_size)
 
     def batches() -> Iterator[tuple[Batch, float]]:
         for number in range(rounds):
-            begin = mine.start + number * batch_size
-            indices = list(range(begin, min(begin + batch_size, mine.stop)))
+            begin = part.start + number * batch_size
+            indices = list(range(begin, min(begin + batch_size, part.stop)))
             picks = [(index, index) for index in indices or [0]]
-            yield fetch(dataset, picks, HELD_OUT_SEED if drawn or not ahead else None, drawn), float(len(indices))
+            batch = fetch(dataset, picks, seed=seed, is_random=is_random)
+            yield batch, float(len(indices))
 
     yield from prefetched(batches, device, ahead=ahead)
 
 
-# --- fetching -----------------------------------------------------------------------------------------------------
+# --- fetching -------------------------------------------------------------------------------------
 
 
-def fetch(dataset: Dataset[Any], picks: Picks, seed: int | None = 0, drawn: bool = True) -> Batch:
-    """One batch, by the most able way the data set offers.
+def fetch(
+    dataset: Dataset[Any], picks: Picks, *, seed: int | None = 0, is_random: bool = True
+) -> Batch:
+    """One batch, by the fastest method that the data set has.
 
-    seed: of the generators that samples are drawn under; None leaves them alone. drawn: whether the data set draws;
-    where not, they are seeded once for the batch. Of a stream it is the first samples, as many as are picked.
+    Args:
+        dataset: Map-style, or a stream, which gives its first samples, as many as are picked.
+        picks: (sample number, position) of each sample.
+        seed: Seeds the generators; None leaves them alone.
+        is_random: Whether the data set draws random numbers. If not, the generators are seeded only
+            once for the batch.
     """
     if is_stream(dataset):
         return default_collate(examples(dataset, len(picks), seed or 0))
-    indices, positions = [index for index, _ in picks], [position for _, position in picks]
+    indices = [index for index, _ in picks]
+    positions = [position for _, position in picks]
     if type(dataset) is TensorDataset:
         return tuple(tensor[torch.as_tensor(indices)] for tensor in dataset.tensors)
     if seed is not None:
@@ -193,26 +254,31 @@ def fetch(dataset: Dataset[Any], picks: Picks, seed: int | None = 0, drawn: bool
         batch = dataset.__getitems__(indices)
         if not isinstance(batch, list):
             return batch
-        if seed is None or not drawn:
+        if seed is None or not is_random:
             return default_collate(batch)
     samples = []
     for index, position in picks:
-        if seed is not None and drawn:
+        if seed is not None and is_random:
             seed_sample(seed, position)
         samples.append(dataset[index])
     return default_collate(samples)
 
 
 def pipeline_example(dataset: Dataset[Any], micro_batch_size: int | None) -> Batch:
-    """The micro-batch that a pipeline learns the model from: of two samples where micro-batches are larger than one,
-    because a layer such as BatchNorm1d does not train on one."""
+    """The micro-batch from which a pipeline learns the shapes between its stages.
+
+    It has two samples unless micro-batches have only one, because a layer such as BatchNorm1d does
+    not train on a single sample.
+    """
     rows = 1 if micro_batch_size == 1 else min(2, length(dataset) or 2)
     return fetch(dataset, [(index, index) for index in range(rows)])
 
 
 def draws(dataset: Dataset[Any], seed: int) -> bool:
-    """Whether making samples draws from the global generators; found by making some from all over the data, unless the
-    data set says so."""
+    """Whether making samples draws from the global generators.
+
+    The data set's attribute `draws` says so, or making samples from all over the data set shows it.
+    """
     if getattr(dataset, "draws", False):
         return True
     for number in range(PROBED if is_stream(dataset) else 0):
@@ -225,115 +291,150 @@ def draws(dataset: Dataset[Any], seed: int) -> bool:
     for index in range(0, n, max(1, n // PROBED)):
         seed_sample(seed, index)
         before = host_state()
-        fetch(dataset, [(index, index)], None)
+        fetch(dataset, [(index, index)], seed=None)
         if host_state() != before:
             return True
     return False
 
 
 def is_reproducible(dataset: Dataset[Any]) -> bool:
-    """Whether a sample is the same when it is made again under the same seed."""
-    first, again = (tensors(fetch(dataset, [(0, 0)])) for _ in range(2))
-    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again, strict=True))
+    """Whether the first sample is the same when it is made twice with the same seed."""
+    first = tensors(fetch(dataset, [(0, 0)]))
+    second = tensors(fetch(dataset, [(0, 0)]))
+    pairs = zip(first, second, strict=True)
+    return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
 
 
 def _fetched(
-    dataset: Dataset[Any], picks: Callable[[], Iterator[Picks]], seed: int | None, drawn: bool, data_workers: int
+    dataset: Dataset[Any],
+    picks: Callable[[], Iterator[Picks]],
+    *,
+    seed: int | None,
+    is_random: bool,
+    data_workers: int,
 ) -> Iterator[Batch]:
+    """The batches of `picks()`; see `fetch`."""
     if data_workers < 1:
-        return (fetch(dataset, pick, seed, drawn) for pick in picks())
+        return (fetch(dataset, pick, seed=seed, is_random=is_random) for pick in picks())
     loader = DataLoader(
-        _Fetching(dataset, seed or 0, drawn),
+        _WorkerDataset(dataset, seed or 0, is_random=is_random),
         batch_sampler=picks(),  # type: ignore[arg-type]
         num_workers=data_workers,
-        collate_fn=default_convert,  # a batch is one already
-        # A generator of its own: DataLoader would otherwise draw from the global one that dropout uses.
+        collate_fn=default_convert,  # `fetch` has collated the batch
+        # DataLoader would otherwise draw from the global generator, which dropout uses.
         generator=torch.Generator().manual_seed((seed or 0) % 2**63),
     )
     return iter(loader)
 
 
-class _Fetching(Dataset[Any]):
-    """A data set as DataLoader's worker processes see it: asked for picks, it answers with a batch."""
+class _WorkerDataset(Dataset[Any]):
+    """A data set for DataLoader's worker processes, which takes picks and returns a batch."""
 
-    def __init__(self, dataset: Dataset[Any], seed: int, drawn: bool) -> None:
-        self.dataset, self.seed, self.drawn = dataset, seed, drawn
+    def __init__(self, dataset: Dataset[Any], seed: int, *, is_random: bool) -> None:
+        self.dataset = dataset
+        self.seed = seed
+        self.is_random = is_random
 
     def __getitems__(self, picks: Picks) -> Batch:
-        return fetch(self.dataset, picks, self.seed, self.drawn)
+        return fetch(self.dataset, picks, seed=self.seed, is_random=self.is_random)
 
 
-# --- ahead of the loop --------------------------------------------------------------------------------------------
+# --- prefetching ----------------------------------------------------------------------------------
 
 
-def _ahead(device: torch.device, beside: bool) -> int:
-    """How many items are made ahead in a thread. On a CPU none: it would compute on the cores that train, and wake at
-    every step (experiments/LOG.md). beside: whether they can be made beside a training step."""
-    return AHEAD if beside and device.type != "cpu" else 0
+def _ahead(device: torch.device, *, in_thread: bool) -> int:
+    """How many items to make ahead of the loop.
 
+    On a CPU none: the thread would compute on the cores that train, and wake at every step
+    (experiments/LOG.md).
 
-def prefetched(make: Callable[[], Iterator[T]], device: torch.device, *, ahead: int | None = None) -> Generator[T]:
-    """What `make()` yields, moved to `device`, made in a thread up to `ahead` items ahead.
-
-    On CUDA an item is copied from pinned memory on a stream of its own, and the consumer's stream waits for that copy
-    only. An exception in the thread is raised to the consumer. `close()` and garbage collection stop the thread.
-
-    ahead: 0 for no thread; the default on a CPU.
+    Args:
+        device: Where the items go.
+        in_thread: Whether a thread may make items during a training step.
     """
-    ahead = _ahead(device, beside=True) if ahead is None else ahead
+    return AHEAD if in_thread and device.type != "cpu" else 0
+
+
+def prefetched(
+    make: Callable[[], Iterator[T]], device: torch.device, *, ahead: int | None = None
+) -> Generator[T]:
+    """Make items in a thread ahead of the consumer, and move them to a device.
+
+    On CUDA an item is copied from pinned memory on a separate stream, and the consumer's stream
+    waits only for that copy. An exception in the thread is raised to the consumer. `close()` and
+    garbage collection stop the thread.
+
+    Args:
+        make: Returns the items.
+        device: Where to move the items' tensors.
+        ahead: How many items to make ahead; 0, the default on a CPU, means without a thread.
+
+    Yields:
+        The items of `make()`, on the device.
+    """
+    ahead = _ahead(device, in_thread=True) if ahead is None else ahead
     if not ahead:
         for item in make():
-            yield item if device.type == "cpu" else map_tensors(lambda tensor: _moved(tensor, device), item)
+            yield item if device.type == "cpu" else _moved(item, device)
         return
     ready: queue.Queue[Any] = queue.Queue(maxsize=ahead)
     stop = threading.Event()
-    thread = threading.Thread(target=_produce, args=(make, device, ready, stop), name="trireme-prefetch", daemon=True)
+    thread = threading.Thread(
+        target=_produce, args=(make, device, ready, stop), name="trireme-prefetch", daemon=True
+    )
     thread.start()
     try:
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            value, copied = item
-            if copied is not None:
+        while (message := ready.get()) is not None:
+            if isinstance(message, BaseException):
+                raise message
+            item, copy_event = message
+            if copy_event is not None:
                 stream = torch.cuda.current_stream(device)
-                stream.wait_event(copied)
-                for tensor in tensors(value):
-                    # Its memory belongs to the copying stream; it must not be reused while this one computes.
+                stream.wait_event(copy_event)
+                for tensor in tensors(item):
+                    # The copying stream owns the memory, and must not reuse it during a step.
                     tensor.record_stream(stream)
-            yield value
+            yield item
     finally:
         stop.set()
-        while thread.is_alive():  # it may be waiting for room in the queue
+        while thread.is_alive():  # the thread may be waiting for room in the queue
             while not ready.empty():
                 ready.get_nowait()
             thread.join(timeout=0.02)
 
 
 def _produce(
-    make: Callable[[], Iterator[T]], device: torch.device, out: queue.Queue[Any], stop: threading.Event
+    make: Callable[[], Iterator[T]],
+    device: torch.device,
+    ready: queue.Queue[Any],
+    stop: threading.Event,
 ) -> None:
-    """Puts (item, event of its copy), then None, or the exception that ended it."""
+    """Put (item, event of its copy) for each item, and at the end None or an exception."""
     try:
         stream = None
         if device.type == "cuda":
             torch.cuda.set_device(device)
             stream = torch.cuda.Stream(device)
-            # A data set may live on the device; what put it there comes first.
+            # If the data set is on the device, wait until it has been copied there.
             stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):  # without a stream this does nothing
             for item in make():
-                moved = map_tensors(lambda tensor: _moved(tensor, device), item)
+                moved = _moved(item, device)
                 if stop.is_set():
                     return
-                out.put((moved, None if stream is None else stream.record_event()))
-        out.put(None)
-    except BaseException as error:  # whatever it is, it belongs to the consumer
-        # A caller that keeps the error must not keep what its frames hold alive, such as DataLoader's processes.
+                ready.put((moved, None if stream is None else stream.record_event()))
+        ready.put(None)
+    except BaseException as error:  # the consumer raises it
+        # A caller that keeps the error must not keep DataLoader's processes alive by its frames.
         traceback.clear_frames(error.__traceback__)
-        out.put(error)
+        ready.put(error)
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+def _moved(item: T, device: torch.device) -> T:
+    return map_tensors(lambda tensor: _moved_tensor(tensor, device), item)
+
+
+def _moved_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

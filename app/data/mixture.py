@@ -1,7 +1,8 @@
-"""Several data sets as one, each with a share of the samples: which is a function of (seed, position) alone.
+"""Several data sets as one, each with a share of the samples.
 
-Of every `BLOCK` positions each set gets its share exactly, at places shuffled by (seed, block), and its own samples
-come in its own order: each once per pass over that set, however often the others have been gone through by then.
+Which sample comes at a position is a function of (seed, position) alone. Each set gets exactly its
+share of every `BLOCK` positions, at places shuffled by (seed, block). The samples of a set come in
+the order of that set: each once per pass over the set, whatever the sizes of the other sets.
 """
 
 from __future__ import annotations
@@ -19,47 +20,74 @@ BLOCK = 1000
 
 
 class Mixture(ConcatDataset[Any]):
-    """Map-style data sets, whose samples have the same shapes, with weights: 3 and 1 are three quarters and one."""
+    """Map-style data sets with weights.
+
+    Args:
+        datasets: Data sets whose samples have the same shapes.
+        weights: One for each data set; 3 and 1 mean three quarters and one quarter.
+
+    Raises:
+        UserError: The number of weights is wrong, or one is below a thousandth of their sum.
+    """
 
     def __init__(self, datasets: Iterable[Dataset[Any]], weights: Sequence[float]) -> None:
         super().__init__(datasets)
-        given, whole = list(weights), sum(weights)
-        if len(given) != len(self.datasets) or not all(w * BLOCK >= whole > 0 for w in given):
+        total = sum(weights)
+        has_all = len(weights) == len(self.datasets)
+        if not has_all or not all(weight * BLOCK >= total > 0 for weight in weights):
             raise UserError(
-                f"the weights of {len(self.datasets)} mixed data sets are {given}: write one for each, none below a "
-                "thousandth of their sum"
+                f"the weights of {len(self.datasets)} mixed data sets are {list(weights)}: "
+                "write one for each, none below a thousandth of their sum"
             )
-        exact = np.array(given) * BLOCK / whole
+        exact = np.array(weights) * BLOCK / total
         self.counts = np.floor(exact).astype(int)
-        self.counts[np.argsort(self.counts - exact, kind="stable")[: BLOCK - self.counts.sum()]] += 1
+        # Sets with the largest remainders get the positions that rounding down has left over.
+        by_remainder = np.argsort(self.counts - exact, kind="stable")
+        self.counts[by_remainder[: BLOCK - self.counts.sum()]] += 1
 
     def order(self, seed: int) -> MixtureOrder:
-        """What the loader asks for in place of a shuffled Order."""
-        return MixtureOrder([len(each) for each in self.datasets], self.counts.tolist(), seed)  # type: ignore[arg-type]
+        """The order of samples, which the loader uses instead of a shuffled `Order`."""
+        sizes = [len(dataset) for dataset in self.datasets]  # type: ignore[arg-type]
+        return MixtureOrder(sizes, self.counts.tolist(), seed)
 
 
 class MixtureOrder:
-    """The endless stream of sample numbers, those of later data sets above those of earlier ones."""
+    """The endless stream of sample numbers of a `Mixture`.
+
+    As in a ConcatDataset, the numbers of each data set follow those of the one before.
+
+    Args:
+        sizes: The number of samples in each data set.
+        counts: The number of each data set's positions in a block.
+        seed: The run's seed.
+    """
 
     def __init__(self, sizes: Sequence[int], counts: Sequence[int], seed: int) -> None:
-        self.counts, self.seed = counts, seed
+        self.counts = counts
+        self.seed = seed
         self.parts = [Order(size, seed + number) for number, size in enumerate(sizes)]
         self.offsets = np.cumsum([0, *sizes[:-1]])
 
     def indices(self, start: int, count: int) -> Indices:
-        """See Order."""
+        """Sample numbers at positions start … start + count - 1."""
         first = start // BLOCK
-        blocks = [self._block(number) for number in range(first, (start + count - 1) // BLOCK + 1)]
-        return np.concatenate([np.empty(0, dtype=np.int64), *blocks])[start - first * BLOCK :][:count]
+        last = (start + count - 1) // BLOCK
+        blocks = [self._block(number) for number in range(first, last + 1)]
+        numbers = np.concatenate([np.empty(0, dtype=np.int64), *blocks])
+        return numbers[start - first * BLOCK :][:count]
 
     def _block(self, number: int) -> Indices:
-        which = np.searchsorted(np.cumsum(self.counts), permuted(BLOCK, self.seed, number, 0, BLOCK), side="right")
-        found = np.empty(BLOCK, dtype=np.int64)
-        for own, (part, offset, count) in enumerate(zip(self.parts, self.offsets, self.counts, strict=True)):
-            found[which == own] = offset + part.indices(number * count, count)
-        return found
+        places = permuted(BLOCK, seed=self.seed, epoch=number, begin=0, end=BLOCK)
+        dataset_at = np.searchsorted(np.cumsum(self.counts), places, side="right")
+        sample_numbers = np.empty(BLOCK, dtype=np.int64)
+        datasets = zip(self.parts, self.offsets, self.counts, strict=True)
+        for dataset, (part, offset, count) in enumerate(datasets):
+            sample_numbers[dataset_at == dataset] = offset + part.indices(number * count, count)
+        return sample_numbers
 
 
 def order_of(dataset: Dataset[Any], seed: int) -> Order | MixtureOrder:
-    """The order that samples are taken in: the data set's own `order(seed)`, else each once per epoch, shuffled."""
-    return dataset.order(seed) if isinstance(dataset, Mixture) else Order(len(dataset), seed)  # type: ignore[arg-type]
+    """A data set's order of samples: a mixture's own, else each once per epoch, shuffled."""
+    if isinstance(dataset, Mixture):
+        return dataset.order(seed)
+    return Order(len(dataset), seed)  # type: ignore[arg-type]

@@ -1,14 +1,17 @@
-"""Which sample comes when: a pure function of (seed, position); and which are held out for evaluation.
+"""The order of samples, as a pure function of (seed, position), and the samples held out.
 
-A run reads one endless stream of sample numbers. Position p of the stream lies in epoch p // n, and each epoch is a
-pseudorandom permutation of range(n) keyed by (seed, epoch). Nothing depends on the number of workers, and any position
-can be asked for directly, so a resumed run continues at its own position on whatever layout it finds.
+A run reads one endless stream of sample numbers. Position p of the stream lies in epoch p // n, and
+each epoch is a pseudorandom permutation of range(n) with the key (seed, epoch). Nothing depends on
+the number of workers, and any position can be computed directly, so that a resumed run continues at
+its position on any layout.
 
-Two ways of making the permutation, by size:
+The size decides how the permutation is made:
 
-- up to 65,536 samples: the sample numbers sorted by a 64-bit hash of (key, number); any of the n! orders may come up.
-- above: a Feistel network on the smallest power of four that holds n, with cycle walking (Black and Rogaway, "Ciphers
-  with arbitrary finite domains", 2002), so that only one block of results is kept, however large n is.
+- up to 65,536 samples: the sample numbers are sorted by a 64-bit hash of (key, number); each of the
+  n! orders is possible.
+- above: a Feistel network on the smallest power of four that holds n, with cycle walking (Black and
+  Rogaway, "Ciphers with arbitrary finite domains", 2002). Only one block of results is in memory,
+  however large n is.
 """
 
 from __future__ import annotations
@@ -24,16 +27,22 @@ Words = npt.NDArray[np.uint64]
 SORT_UP_TO = 1 << 16
 BLOCK = 1 << 12
 ROUNDS = 8
-HELD_OUT_SEED = 20_111  # fixed: runs with different seeds must be judged on the same samples
+HELD_OUT_SEED = 20_111  # fixed: runs with different seeds are evaluated on the same samples
 
 
 class Order:
-    """The endless stream of sample numbers of a data set of `n` samples."""
+    """The endless stream of sample numbers of a data set.
+
+    Args:
+        n: The number of samples in the data set.
+        seed: The run's seed.
+    """
 
     def __init__(self, n: int, seed: int) -> None:
         if n < 1:
             raise ValueError(f"an order needs at least one sample, not {n}")
-        self.n, self.seed = n, seed
+        self.n = n
+        self.seed = seed
         self._block_size = n if n <= SORT_UP_TO else BLOCK
         self._block_key: tuple[int, int] | None = None
         self._block: Indices = np.empty(0, dtype=np.int64)
@@ -54,21 +63,24 @@ class Order:
         if self._block_key != (epoch, block_number):
             begin = block_number * self._block_size
             end = min(begin + self._block_size, self.n)
-            self._block = permuted(self.n, self.seed, epoch, begin, end)
+            self._block = permuted(self.n, seed=self.seed, epoch=epoch, begin=begin, end=end)
             self._block_key = (epoch, block_number)
         return self._block
 
 
-def permuted(n: int, seed: int, epoch: int, begin: int, end: int) -> Indices:
+def permuted(n: int, *, seed: int, epoch: int, begin: int, end: int) -> Indices:
     """Elements begin … end - 1 of the epoch's permutation of range(n)."""
-    key = mix64(np.array([seed % 2**64], dtype=np.uint64) ^ mix64(np.array([epoch % 2**64], dtype=np.uint64)))
+    seed_word = np.array([seed % 2**64], dtype=np.uint64)
+    epoch_word = np.array([epoch % 2**64], dtype=np.uint64)
+    key = mix64(seed_word ^ mix64(epoch_word))
     if n <= SORT_UP_TO:
         ranks = mix64(mix64(np.arange(n, dtype=np.uint64)) ^ key)
         return np.argsort(ranks, kind="stable")[begin:end].astype(np.int64)
     half_bits = ((n - 1).bit_length() + 1) // 2
     values = np.arange(begin, end, dtype=np.uint64)
     values = _feistel(values, half_bits, key)
-    # Results outside range(n) are sent through again until they fall inside: still one-to-one on range(n).
+    # Cycle walking: encrypt results outside range(n) again until they fall inside it. The mapping
+    # stays one-to-one on range(n).
     outside = np.flatnonzero(values >= n)
     while len(outside):
         values[outside] = _feistel(values[outside], half_bits, key)
@@ -78,8 +90,10 @@ def permuted(n: int, seed: int, epoch: int, begin: int, end: int) -> Indices:
 
 def _feistel(values: Words, half_bits: int, key: Words) -> Words:
     """A permutation of range(4 ** half_bits), element by element."""
-    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    left, right = values >> shift, values & mask
+    shift = np.uint64(half_bits)
+    mask = np.uint64((1 << half_bits) - 1)
+    left = values >> shift
+    right = values & mask
     for round_number in range(ROUNDS):
         round_key = mix64(key + np.uint64(round_number))
         left, right = right, left ^ (mix64(right ^ round_key) & mask)
@@ -87,7 +101,10 @@ def _feistel(values: Words, half_bits: int, key: Words) -> Words:
 
 
 def mix64(values: Words) -> Words:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014): every input bit reaches every output bit."""
+    """The finaliser of SplitMix64, in which every input bit affects every output bit.
+
+    Source: Steele, Lea and Flood, 2014.
+    """
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -95,49 +112,74 @@ def mix64(values: Words) -> Words:
 
 
 def shares(count: int, parts: int) -> list[slice]:
-    """Split range(count) into `parts` contiguous slices whose sizes differ by at most one, the larger first."""
+    """Split range(count) into contiguous slices whose sizes differ by at most one, larger first.
+
+    Args:
+        count: The number of elements.
+        parts: The number of slices.
+    """
     small, larger = divmod(count, parts)
     bounds = [part * small + min(part, larger) for part in range(parts + 1)]
     return [slice(bounds[part], bounds[part + 1]) for part in range(parts)]
 
 
-# --- holding out --------------------------------------------------------------------------------------------------
+# --- holding out ----------------------------------------------------------------------------------
 
 
 def held_out(total: int, eval_samples: int | None, default_fraction: float) -> int:
-    """How many of `total` samples to hold out, at least one being left to train on: `eval_samples`, or a fraction."""
+    """How many samples to hold out, such that at least one remains for training.
+
+    Args:
+        total: The number of samples.
+        eval_samples: `task_args.eval_samples`; None means the default fraction.
+        default_fraction: The fraction to hold out by default.
+
+    Raises:
+        UserError: `eval_samples` is not a whole number below `total`.
+    """
     if eval_samples is None:
         return min(round(total * default_fraction), total - 1)
-    if isinstance(eval_samples, bool) or not isinstance(eval_samples, int) or not 0 <= eval_samples < total:
+    is_whole = isinstance(eval_samples, int) and not isinstance(eval_samples, bool)
+    if not is_whole or not 0 <= eval_samples < total:
         raise UserError(
-            f"task_args.eval_samples is {eval_samples!r}; write a whole number below {total}, the number of samples"
+            f"task_args.eval_samples is {eval_samples!r}; "
+            f"write a whole number below {total}, the number of samples"
         )
     return eval_samples
 
 
 def hold_out(n: int, count: int, labels: Indices | None = None) -> tuple[Indices, Indices]:
-    """Split range(n) into (training, `count` held out), each shuffled.
+    """Split the numbers of samples into those to train on and those held out, each shuffled.
 
-    With labels, every class is held out in proportion to its size (largest remainders make up the count).
+    Args:
+        n: The number of samples.
+        count: How many to hold out.
+        labels: Each sample's class, (n,). If given, every class is held out in proportion to its
+            size; the classes with the largest remainders make up the count.
+
+    Returns:
+        (training samples, held-out samples)
     """
     shuffled = Order(n, HELD_OUT_SEED).indices(0, n)
     if labels is None:
         return shuffled[count:], shuffled[:count]
     sizes = np.bincount(labels)
     quotas = sizes * count / n
-    taken = np.floor(quotas).astype(np.int64)
-    most_short = np.argsort(taken - quotas, kind="stable")
-    taken[most_short[: count - taken.sum()]] += 1
+    class_counts = np.floor(quotas).astype(np.int64)
+    by_remainder = np.argsort(class_counts - quotas, kind="stable")
+    class_counts[by_remainder[: count - class_counts.sum()]] += 1
 
-    # A sample's number among those of its class, in shuffled order, decides.
+    # The first samples of each class, in shuffled order, are held out.
     by_class = np.argsort(labels[shuffled], kind="stable")
     starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
     number_in_class = np.empty(n, dtype=np.int64)
     number_in_class[by_class] = np.arange(n) - np.repeat(starts, sizes)
-    held = number_in_class < taken[labels[shuffled]]
-    # Among those left, classes that came late in the shuffled order lie early: shuffle again.
-    return _shuffled(shuffled[~held]), _shuffled(shuffled[held])
+    is_held_out = number_in_class < class_counts[labels[shuffled]]
+    # Removing the first samples of each class leaves the classes unevenly spread: shuffle again.
+    return _shuffled(shuffled[~is_held_out]), _shuffled(shuffled[is_held_out])
 
 
 def _shuffled(samples: Indices) -> Indices:
-    return samples[Order(len(samples), HELD_OUT_SEED).indices(0, len(samples))] if len(samples) else samples
+    if len(samples) == 0:
+        return samples
+    return samples[Order(len(samples), HELD_OUT_SEED).indices(0, len(samples))]

@@ -1,14 +1,17 @@
-"""Streams: training data that can only be read from its beginning on: an IterableDataset, or whatever has `__iter__`.
+"""Streams: training data that can only be read from its beginning, such as an IterableDataset.
 
-A stream has one order, its own, and a step takes the next samples of it: position p of the run is the p-th sample of
-the stream, begun again at its end (after `set_epoch(n)`, if it has that). So every worker reads all of it and keeps its
-share: a step's samples do not depend on the number of workers, and workers that need the same samples have them. Where
-reading is what takes the time, give data that is asked by number (sets.py), of which each worker reads its own.
+Anything with `__iter__` and without numbered samples is a stream. A stream has an order of its own,
+and a step takes its next samples: position p of the run is the p-th sample of the stream, which
+starts again at its end (after `set_epoch(n)`, if it has that method). Every worker reads the whole
+stream and keeps its share, so that the samples of a step do not depend on the number of workers,
+and workers that need the same samples have them. If reading takes most of the time, use data with
+numbered samples (sets.py) instead, of which each worker reads only its own.
 
-To continue after p samples, a stream has `state_dict` and `load_state_dict`, itself or its iterator, as torchdata's
-StatefulDataLoader wants them and Hugging Face's IterableDataset has them: JSON, kept in the checkpoint. One without, or
-whose state does not bring back the samples that follow (a shuffle buffer's does not), is read again up to p.
-Samples are made under generators seeded by (seed, p), as those of any data set.
+To continue after p samples, a stream or its iterator has `state_dict` and `load_state_dict`, as in
+torchdata's StatefulDataLoader and Hugging Face's IterableDataset. The state is JSON, and the
+checkpoint keeps it. A stream without a state, or whose state does not restore the samples that
+follow (that of a shuffle buffer does not), is read again up to p. Samples are made with generators
+seeded by (seed, p), like those of any data set.
 """
 
 from __future__ import annotations
@@ -30,89 +33,116 @@ from app.data.sets import document, reason_of
 from app.errors import UserError
 from strategies.tree import tree_leaves
 
-TRIED = 3  # samples read before, and after, the state that is tried out
-SHUFFLE_BUFFER = b"BufferShuffledExamplesIterable"  # of Hugging Face's, which its states leave out
+TRIED = 3  # samples that are read before and after a state to test it
+SHUFFLE_BUFFER = b"BufferShuffledExamplesIterable"
+"""Hugging Face's class for a shuffle buffer, which is not part of the stream's state."""
 
 
 def is_stream(data: Any) -> bool:
-    """Whether samples have no numbers to ask for them by."""
+    """Whether the data can be iterated over, but not indexed."""
     numbered = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not numbered)
 
 
-_BEGINNINGS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_INITIAL_STATES: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def beginning_of(data: Any) -> Any:
-    """The state that the stream had when it was first seen; None where it keeps none itself."""
-    if data not in _BEGINNINGS:
-        _BEGINNINGS[data] = copy.deepcopy(data.state_dict()) if hasattr(data, "load_state_dict") else None
-    return _BEGINNINGS[data]
+def initial_state(data: Any) -> Any:
+    """The state that the stream had at the first call; None if only its iterator has a state."""
+    if data not in _INITIAL_STATES:
+        has_state = hasattr(data, "load_state_dict")
+        _INITIAL_STATES[data] = copy.deepcopy(data.state_dict()) if has_state else None
+    return _INITIAL_STATES[data]
 
 
 class Reader:
-    """Reads a stream, sample by sample, from a mark (what `mark` of an earlier one gave; "": from its beginning on)."""
+    """Reads a stream sample by sample.
+
+    Args:
+        data: The stream.
+        seed: The run's seed.
+        mark: Where to start: what another reader's `mark` returned, or "" for the beginning.
+    """
 
     def __init__(self, data: Any, seed: int, mark: str = "") -> None:
-        self.data, self.seed = data, seed
-        self._beginning = beginning_of(data)
-        known: dict[str, Any] = json.loads(mark) if mark else {"position": 0, "epoch": 0, "taken": 0, "state": None}
-        self.position, self.taken = known["position"], 0
-        self._begin(known["epoch"], known["state"])
-        self.taken = known["taken"] if known["state"] is not None else 0
-        while self.taken < known["taken"]:  # without a state: what was seen is passed over
-            self._take(self.position - known["taken"] + self.taken)
+        self.data = data
+        self.seed = seed
+        self._initial_state = initial_state(data)
+        fields: dict[str, Any] = {"position": 0, "epoch": 0, "taken": 0, "state": None}
+        if mark:
+            fields = json.loads(mark)
+        self.position: int = fields["position"]
+        samples_in_epoch: int = fields["taken"]
+        self._begin(fields["epoch"], fields["state"])
+        # Without a state, read the epoch again up to the position.
+        self.samples_in_epoch = samples_in_epoch if fields["state"] is not None else 0
+        while self.samples_in_epoch < samples_in_epoch:
+            self._take(self.position - samples_in_epoch + self.samples_in_epoch)
 
     def _begin(self, epoch: int, state: Any = None) -> None:
-        self.epoch, start = epoch, self._beginning if state is None else state
-        if self._beginning is not None:
-            self.data.load_state_dict(start)
+        self.epoch = epoch
+        self.samples_in_epoch = 0
+        if self._initial_state is not None:
+            self.data.load_state_dict(self._initial_state if state is None else state)
         if hasattr(self.data, "set_epoch"):
             self.data.set_epoch(epoch)
         self._iterator = iter(self.data)
-        if self._beginning is None and state is not None:
+        if self._initial_state is None and state is not None:
             self._iterator.load_state_dict(state)  # type: ignore[attr-defined]
 
     def _take(self, position: int) -> Any:
         seed_sample(self.seed, position)
         sample = next(self._iterator)
-        self.taken += 1
+        self.samples_in_epoch += 1
         return sample
 
     def next(self) -> Any:
-        """The next sample. Raises UserError: there is none at all."""
+        """The next sample.
+
+        Raises:
+            UserError: The stream has no samples.
+        """
         try:
             sample = self._take(self.position)
         except StopIteration:
-            if self.taken == 0:
+            if self.samples_in_epoch == 0:
                 raise UserError(
-                    f"the training data, a {type(self.data).__name__}, gives no sample when it is read first"
+                    f"the training data, a {type(self.data).__name__}, gives no sample"
                 ) from None
-            self.taken = 0
             self._begin(self.epoch + 1)
             return self.next()
         self.position += 1
         return sample
 
     def state(self) -> Any:
-        """The stream's own; None where it has none."""
-        owner = self.data if self._beginning is not None else self._iterator
+        """The state of the stream or its iterator; None if neither has one."""
+        owner = self.data if self._initial_state is not None else self._iterator
         return owner.state_dict() if hasattr(owner, "load_state_dict") else None
 
     def mark(self, *, with_state: bool = True) -> str:
-        """From where another Reader would go on."""
-        known = {"position": self.position, "epoch": self.epoch, "taken": self.taken}
-        return json.dumps(known | {"state": self.state() if with_state else None})
+        """Where another reader continues, as JSON.
+
+        Args:
+            with_state: Include the stream's state; otherwise the other reader reads the epoch
+                again.
+        """
+        fields = {
+            "position": self.position,
+            "epoch": self.epoch,
+            "taken": self.samples_in_epoch,
+            "state": self.state() if with_state else None,
+        }
+        return json.dumps(fields)
 
     def rewind(self) -> None:
-        """Reads no more, and leaves the stream at its beginning."""
+        """Stop reading and put the stream back to its beginning."""
         self._iterator = iter(())
-        if self._beginning is not None:
-            self.data.load_state_dict(self._beginning)
+        if self._initial_state is not None:
+            self.data.load_state_dict(self._initial_state)
 
 
 def examples(data: Any, count: int, seed: int = 0) -> list[Any]:
-    """The first samples of a stream, which is left at its beginning."""
+    """The first samples of a stream, which is put back to its beginning."""
     reader = Reader(data, seed)
     try:
         return [reader.next() for _ in range(count)]
@@ -121,11 +151,14 @@ def examples(data: Any, count: int, seed: int = 0) -> list[Any]:
 
 
 def continues_exactly(data: Any) -> bool:
-    """Whether the stream's state brings back the samples that follow: tried with the first ones, which do not tell of a
-    buffer of more."""
+    """Whether the stream's state restores the samples that follow.
+
+    The first samples are read twice to test it. They do not reveal a buffer that is larger than
+    `TRIED`, so that Hugging Face's shuffle buffers are recognised by their class.
+    """
     reader = Reader(data, 0)
-    with contextlib.suppress(Exception):  # not everything pickles
-        import cloudpickle  # not at the top: a machine that trains without Ray may lack it
+    with contextlib.suppress(Exception):  # not every stream can be pickled
+        import cloudpickle  # not at the top: it comes with Ray, which may be missing
 
         if SHUFFLE_BUFFER in cloudpickle.dumps(data):
             return False
@@ -138,38 +171,73 @@ def continues_exactly(data: Any) -> bool:
         expected = [reader.next() for _ in range(TRIED)]
         reader = Reader(data, 0, mark)
         return all(_same(sample, reader.next()) for sample in expected)
-    except (TypeError, ValueError):  # no JSON
+    except (TypeError, ValueError):  # the state is not JSON
         return False
     finally:
         reader.rewind()
 
 
-def _same(one: Any, other: Any) -> bool:
-    """Whether two samples are made of equal values."""
-    pairs = zip(tree_leaves(one), tree_leaves(other), strict=True)
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else repr(a) == repr(b) for a, b in pairs)
+def _same(first: Any, second: Any) -> bool:
+    """Whether two samples consist of equal values."""
+    for a, b in zip(tree_leaves(first), tree_leaves(second), strict=True):
+        is_equal = torch.equal(a, b) if isinstance(a, Tensor) else repr(a) == repr(b)
+        if not is_equal:
+            return False
+    return True
 
 
 def stream_steps(
-    data: Any, *, seed: int, mark: str, steps: int, global_batch_size: int, own: slice, cuts: Sequence[slice]
+    data: Any,
+    *,
+    seed: int,
+    mark: str,
+    steps: int,
+    global_batch_size: int,
+    share: slice,
+    micro_batches: Sequence[slice],
 ) -> Iterator[tuple[str, list[Any]]]:
-    """For each step (the mark after it, this worker's micro-batches): samples `own` of the global batch, in `cuts`."""
-    exact = continues_exactly(data)
+    """The micro-batches of a worker, step by step.
+
+    Args:
+        data: The stream.
+        seed: The run's seed.
+        mark: Where to start; see `Reader`.
+        steps: The number of steps.
+        global_batch_size: Samples of a step on all workers.
+        share: The samples of a global batch that belong to this worker.
+        micro_batches: Slices of the share.
+
+    Yields:
+        (the mark after the step, this worker's micro-batches)
+    """
+    with_state = continues_exactly(data)
     reader = Reader(data, seed, mark)
     for _ in range(steps):
-        whole = [reader.next() for _ in range(global_batch_size)][own]
-        yield reader.mark(with_state=exact), [default_collate(whole[cut]) for cut in cuts]
+        samples = [reader.next() for _ in range(global_batch_size)][share]
+        batches = [default_collate(samples[part]) for part in micro_batches]
+        yield reader.mark(with_state=with_state), batches
 
 
 class TokenStream(IterableDataset[Any]):
-    """TokenWindows' samples (text.py) from the documents of a stream with a state, as they come.
+    """Samples like those of TokenWindows (text.py), from the documents of a stream with a state.
 
-    encode: a document's text to its tokens; documents that are null are left out. The state is the stream's before the
-    first document that is still used, and how many of its tokens are used up.
+    The state is that of the stream before the first document that is still in use, and how many of
+    its tokens have been used.
+
+    Args:
+        rows: A Hugging Face IterableDataset.
+        column: The column of the documents' texts; rows where it is null are skipped.
+        encode: Returns the tokens of a text.
+        sequence_length: Tokens of a sample.
     """
 
-    def __init__(self, rows: Any, column: str, encode: Callable[[str], list[int]], sequence_length: int) -> None:
-        self.rows, self.column, self.encode, self.sequence_length = rows, column, encode, sequence_length
+    def __init__(
+        self, rows: Any, *, column: str, encode: Callable[[str], list[int]], sequence_length: int
+    ) -> None:
+        self.rows = rows
+        self.column = column
+        self.encode = encode
+        self.sequence_length = sequence_length
         self._state: dict[str, Any] = {"rows": rows.state_dict(), "used": 0}
 
     def state_dict(self) -> dict[str, Any]:
@@ -183,29 +251,35 @@ class TokenStream(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         self.rows.load_state_dict(self._state["rows"])
-        rows, used = iter(self.rows), self._state["used"]
-        documents: deque[tuple[Any, list[int]]] = deque()
-        have, length = -used, self.sequence_length
-        before = self._state["rows"]
+        rows = iter(self.rows)
+        length = self.sequence_length
+        used = self._state["used"]  # tokens of the first document
+        unused = -used  # tokens of all documents here
+        documents: deque[tuple[Any, list[int]]] = deque()  # (the stream's state before it, tokens)
+        state_before = self._state["rows"]
         while True:
-            while have <= length:  # the last token of a window is a target only
+            while unused <= length:  # the last token of a window is a target only
                 try:
                     row = next(rows, None)
-                except Exception as error:  # the library's own, pyarrow's and each file system's
-                    raise UserError(f"task_args.data cannot be read further: {reason_of(error)}") from error
+                except Exception as error:  # from the library, pyarrow or a file system
+                    raise UserError(
+                        f"task_args.data cannot be read further: {reason_of(error)}"
+                    ) from error
                 if row is None:
                     return
                 text = document(row.get(self.column), "task_args.data", self.column)
-                documents.append((before, [] if text is None else self.encode(text)))
-                have += len(documents[-1][1])
-                before = self.rows.state_dict()
+                encoded = [] if text is None else self.encode(text)
+                documents.append((state_before, encoded))
+                unused += len(encoded)
+                state_before = self.rows.state_dict()
             tokens: list[int] = []
             for number, (_, encoded) in enumerate(documents):
                 begin = 0 if number else used
                 tokens += encoded[begin : begin + length + 1 - len(tokens)]
-            used, have = used + length, have - length
+            used += length
+            unused -= length
             while used >= len(documents[0][1]):
                 used -= len(documents.popleft()[1])
             self._state = {"rows": documents[0][0], "used": used}
-            found = torch.tensor(tokens)
-            yield found[:-1], found[1:]
+            window = torch.tensor(tokens)
+            yield window[:-1], window[1:]

@@ -1,4 +1,4 @@
-"""Tables from CSV and Parquet, and their columns made into numbers."""
+"""Tables from CSV and Parquet files, and the encoding of their columns as numbers."""
 
 from __future__ import annotations
 
@@ -32,25 +32,36 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
 
-BUILT_IN = {"diamonds": ("plotnine", "data/diamonds.csv", "plotnine")}  # name: (package, file in it, what to install)
-MOST_CATEGORIES = 64  # of a text column, that get an input of their own
-MISSING = ["", "NA", "N/A", "NaN", "nan", "null", "NULL", "?"]  # what stands for a missing value in a CSV file
-EXACT = 2**53  # whole numbers up to here are what they are in float64
-FEWEST_STEPS = 1000  # of float64 between the least and the largest value of a column, for its values to be told apart
+BUILT_IN = {"diamonds": ("plotnine", "data/diamonds.csv", "plotnine")}
+"""Name: (package, file in it, what to install)."""
+MOST_CATEGORIES = 64  # of a text column with an input each; the others share one
+MISSING = ["", "NA", "N/A", "NaN", "nan", "null", "NULL", "?"]
+"""Cells of a CSV file that are missing values."""
+EXACT = 2**53  # float64 represents all whole numbers up to here
+FEWEST_STEPS = 1000
+"""A column whose range is fewer steps of float64 than this has values that float64 confuses."""
 NUMBER_LIKE = r"^\s*[-+(]?\s*[$€£¥]?\s*\d[\d.,'’_/:\s\x{a0}\x{202f}TZ+-]*\s*[%$€£¥]?\)?\s*$"
-"""RE2 of what may be meant as a number or a date, with currency and percent signs, and digits in groups."""
-GROUPED_NUMBER = r"^\s*[-+]?\s*[$€£¥]?\s*(\d{1,3}([.,'’_\s\x{a0}\x{202f}]\d{3})+|\d+)([.,]\d+)?(\s*[%$€£¥])?\s*$"
-"""RE2 of what can hardly be anything but a number."""
+"""RE2 of a possible number or date, with currency and percent signs, and digits in groups."""
+GROUPED_NUMBER = (
+    r"^\s*[-+]?\s*[$€£¥]?\s*(\d{1,3}([.,'’_\s\x{a0}\x{202f}]\d{3})+|\d+)"
+    r"([.,]\d+)?(\s*[%$€£¥])?\s*$"
+)
+"""RE2 of what is almost certainly a number, with currency and percent signs and grouped digits."""
 PLAIN_NUMBER = r"^\s*[-+]?(\d+\.?\d*|\.\d+)\s*$"
-"""RE2 of what a CSV file's column would be numbers of; a Parquet file's, which says that it is text, is text."""
+"""RE2 of a number as Arrow reads it from a CSV file; in a Parquet file's text column it is text."""
 LARGEST = float(np.finfo(np.float32).max)
-MOSTLY = 0.9  # of a column's values look like numbers: then it is a column of numbers
+MOSTLY = 0.9  # the share of values like numbers from which a column is meant to be numbers
 ROW_SHOWN = 60  # characters of a wrong row that a message shows
 
 
 @dataclass(frozen=True)
 class Column:
-    """`values` (n,): float64 with NaN where missing, or text (object) with None where missing."""
+    """A column of a table.
+
+    Args:
+        name: The column's name.
+        values: (n,), float64 with NaN for missing values, or text (object) with None.
+    """
 
     name: str
     values: Array
@@ -60,40 +71,56 @@ class Column:
         return self.values.dtype.kind == "f"
 
     def missing(self) -> npt.NDArray[np.bool_]:
-        """(n,): where there is no value."""
+        """Whether each value is missing, (n,)."""
         if self.numeric:
             return np.isnan(self.values)
         return np.array([value is None for value in self.values], dtype=bool)
 
     def classes(self, rows: Indices, source: str) -> tuple[list[str], npt.NDArray[np.int64]]:
-        """(names of the classes in order, class of each of the rows, none of which is missing)."""
+        """The classes of a column of labels.
+
+        Args:
+            rows: The numbers of rows, none of which has a missing value.
+            source: The table, for messages.
+
+        Returns:
+            (the names of the classes in order, the class of each row)
+
+        Raises:
+            UserError: The values are not classes, or all the same.
+        """
         values = self.values[rows]
         if self.numeric and (values != np.floor(values)).any():
-            raise UserError(f"{source}: column {self.name!r} holds fractions; name a column of classes")
+            raise UserError(
+                f"{source}: column {self.name!r} holds fractions; name a column of classes"
+            )
         if self.numeric and np.abs(values).max() >= EXACT:
             raise UserError(
-                f"{source}: column {self.name!r} holds numbers above 2**53, too large to tell classes apart; write "
-                "names that are text"
+                f"{source}: column {self.name!r} holds numbers above 2**53, "
+                "too large to tell classes apart; write names that are text"
             )
-        distinct, codes = np.unique(values if self.numeric else values.astype(str), return_inverse=True)
+        comparable = values if self.numeric else values.astype(str)
+        distinct, codes = np.unique(comparable, return_inverse=True)
         if len(distinct) < 2:
             raise UserError(
-                f"{source}: column {self.name!r} has one value only, {distinct[0]}; give at least two classes"
+                f"{source}: column {self.name!r} has one value only, {distinct[0]}; "
+                "give at least two classes"
             )
-        return [str(int(each)) if self.numeric else str(each) for each in distinct], codes.astype(np.int64)
+        names = [str(int(each)) if self.numeric else str(each) for each in distinct]
+        return names, codes.astype(np.int64)
 
 
 class Table(Mapping[str, Column]):
-    """The columns of a file by name, each converted when it is first asked for.
+    """The columns of a file by name, each converted when it is first used.
 
-    So a column that cannot be used does no harm to those who leave it out.
+    A column that cannot be converted is an error only if it is used.
 
     Args:
-        table: As Arrow has read it.
+        table: The file's content, from Arrow.
         path: The file, for messages.
-        text: Names of columns that are text whatever they look like.
+        text: Names of columns to read as text, even if they look like numbers.
         refuse_numbers_in_text: See `read_table`.
-        decimal_point: Of the file's numbers.
+        decimal_point: The decimal point of the file's numbers.
     """
 
     def __init__(
@@ -114,14 +141,21 @@ class Table(Mapping[str, Column]):
         self._decimal_point = decimal_point
 
     def __getitem__(self, name: str) -> Column:
-        """The column. Raises UserError: it is nested, binary or otherwise neither numbers, dates nor text."""
+        """Convert a column.
+
+        Raises:
+            UserError: The column is nested, binary or of another type that is not numbers, dates or
+                text.
+        """
         if name not in self._columns:
             place = f"{self._path}: column {name!r}"
             chunks = self._unread[name]
             if name in self._text:
                 values = _text_values(chunks, self._path, place)
             else:
-                values = _values(chunks, self._path, place, self._decimal_point)
+                values = _values(
+                    chunks, path=self._path, place=place, decimal_point=self._decimal_point
+                )
                 if self._refuse_numbers_in_text and values.dtype == object:
                     _require_text(_plain(chunks), place)
             self._columns[name] = Column(name, values)
@@ -131,31 +165,34 @@ class Table(Mapping[str, Column]):
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
-    def __contains__(self, name: object) -> bool:  # Mapping's own would convert the column
+    def __contains__(self, name: object) -> bool:  # Mapping's method would convert the column
         return name in self._names
 
     def __len__(self) -> int:
         return len(self._names)
 
 
-def read_table(data: str, *, text: Collection[str] = (), refuse_numbers_in_text: bool = False) -> tuple[Table, Path]:
-    """A built-in set, a .csv or .tsv file (compressed too), or a .parquet file.
+def read_table(
+    data: str, *, text: Collection[str] = (), refuse_numbers_in_text: bool = False
+) -> tuple[Table, Path]:
+    """Read a table.
 
-    Numbers, booleans (0 and 1), dates, times and durations (seconds) are numeric columns, strings are text. A CSV
-    file's separator (comma, semicolon, tab or |) and decimal comma are told from its first rows.
+    Numbers, booleans (0 and 1), dates, times and durations (seconds) become numeric columns, and
+    strings become text. The first rows of a CSV file decide its separator (comma, semicolon, tab or
+    |) and whether it has decimal commas.
 
     Args:
-        data: The built-in set's name or the file's path.
-        text: Names of columns that are taken as text, as they are written; of the others, what looks like numbers is
-            numbers.
-        refuse_numbers_in_text: Raise for a column of numbers or dates in a form that is not read, or with a few words
-            among them, which would otherwise be text.
+        data: The name of a built-in set, or the path of a .csv or .tsv file, which may be
+            compressed, or of a .parquet file.
+        text: Names of columns to read as text, even if they look like numbers.
+        refuse_numbers_in_text: Raise UserError for a column of numbers or dates that would become
+            text, because they are in a form that is not supported or there are a few words.
 
     Returns:
-        The columns by name, and the file.
+        (the columns by name, the file)
 
     Raises:
-        UserError: The file cannot be read, or not as a table; a column that is asked for cannot be used.
+        UserError: The file cannot be read as a table.
     """
     if data in BUILT_IN:
         package, file, install = BUILT_IN[data]
@@ -168,13 +205,16 @@ def read_table(data: str, *, text: Collection[str] = (), refuse_numbers_in_text:
     elif ".csv" in suffixes or ".tsv" in suffixes:
         table, decimal_point = _read_csv(path, text)
     else:
-        raise UserError(f"task_args.data: {path} is not a table; give {', '.join(BUILT_IN)}, a .csv or a .parquet file")
+        raise UserError(
+            f"task_args.data: {path} is not a table; "
+            f"give {', '.join(BUILT_IN)}, a .csv or a .parquet file"
+        )
     if table.num_rows == 0:
         raise UserError(f"{path} has no rows; give a table with some")
     names = table.column_names
-    double = next((name for name in names if names.count(name) > 1), None)
-    if double is not None:
-        raise UserError(f"{path} has more than one column {double!r}; rename one")
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise UserError(f"{path} has more than one column {duplicate!r}; rename one")
     columns = Table(
         table,
         path=path,
@@ -185,20 +225,32 @@ def read_table(data: str, *, text: Collection[str] = (), refuse_numbers_in_text:
     return columns, path
 
 
-def column_of(columns: Mapping[str, Column], name: str, key: str, source: str) -> Column:
-    """The column called `name`; `key` is the configuration key that names it. Raises UserError."""
-    require_column(columns, name, key, source)
+def column_of(columns: Mapping[str, Column], name: str, *, key: str, source: str) -> Column:
+    """The column with this name; see `require_column`."""
+    require_column(columns, name, key=key, source=source)
     return columns[name]
 
 
-def require_column(columns: Mapping[str, Column], name: str, key: str, source: str) -> None:
-    """Raise UserError if there is no column called `name`; see `column_of`."""
+def require_column(columns: Mapping[str, Column], name: str, *, key: str, source: str) -> None:
+    """Check that there is a column with this name.
+
+    Args:
+        columns: The columns of a table.
+        name: The name to look for.
+        key: The configuration key that holds the name.
+        source: The table, for messages.
+
+    Raises:
+        UserError: There is no such column.
+    """
     if name not in columns:
-        near, known = nearest(name, columns), ", ".join(columns)
-        raise UserError(f"{key}: {source} has no column {name!r}{near}; it has {known}")
+        raise UserError(
+            f"{key}: {source} has no column {name!r}{nearest(name, columns)}; "
+            f"it has {', '.join(columns)}"
+        )
 
 
-# --- files ----------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def _read_parquet(path: Path) -> pa.Table:
@@ -212,7 +264,7 @@ def _read_parquet(path: Path) -> pa.Table:
 
 
 def _read_csv(path: Path, text: Collection[str]) -> tuple[pa.Table, str]:
-    """The table, and what its numbers have for a decimal point."""
+    """(the table, its decimal point)"""
     import pyarrow
     from pyarrow import csv
 
@@ -241,7 +293,7 @@ def _read_csv(path: Path, text: Collection[str]) -> tuple[pa.Table, str]:
                     column_types={name: pyarrow.string() for name in text},
                 ),
             )
-        assert table.column_names is not None  # decodes them
+        assert table.column_names is not None  # Arrow decodes the names here
     except UnicodeDecodeError as error:
         raise not_utf8(path) from error
     except (pyarrow.ArrowException, *BROKEN) as error:
@@ -252,8 +304,8 @@ def _read_csv(path: Path, text: Collection[str]) -> tuple[pa.Table, str]:
         raise _unreadable(path, "CSV", error) from error
     if table.num_rows and _ends_in_quotes(path, table):
         raise UserError(
-            f'{path}: a cell that begins with " never ends, so that the rest of the file is in it; write "" for a '
-            "quotation mark, and one at the cell's end"
+            f'{path}: a cell that begins with " never ends, so that the rest of the file is in it; '
+            'write "" for a quotation mark, and one at the end of the cell'
         )
     for number, field in enumerate(table.schema):
         if field.name not in text and pyarrow.types.is_string(field.type):
@@ -262,17 +314,17 @@ def _read_csv(path: Path, text: Collection[str]) -> tuple[pa.Table, str]:
 
 
 def _csv_source(path: Path) -> Any:
-    """What Arrow reads: bytes of UTF-8, decompressed as they are read."""
+    """The file's text in UTF-8 for Arrow, decompressed as it is read."""
     import pyarrow
 
-    known = file_format(path)
-    if known.encoding not in ("utf-8", "utf-8-sig"):
+    form = file_format(path)
+    if form.encoding not in ("utf-8", "utf-8-sig"):
         with open_utf8(path) as file:
             return pyarrow.BufferReader(file.read())
-    if known.compression == "xz":
+    if form.compression == "xz":
         return pyarrow.PythonFile(lzma.open(path), mode="r")
-    if known.compression:
-        return pyarrow.input_stream(str(path), compression=known.compression)
+    if form.compression:
+        return pyarrow.input_stream(str(path), compression=form.compression)
     return pyarrow.OSFile(str(path))
 
 
@@ -292,20 +344,24 @@ def _unreadable(path: Path, kind: str, error: Exception) -> UserError:
 def _ends_in_quotes(path: Path, table: pa.Table) -> bool:
     """Whether the last cell begins with a quotation mark that the file does not close.
 
-    Arrow takes the end of the file for the end of such a cell. One that is not the last of its row lacks the columns
-    after it, which is an error already.
+    Arrow ends such a cell at the end of the file. If the cell is not in the last column, the row
+    has too few columns, which is an error of its own.
     """
-    last = table.column(table.num_columns - 1)[table.num_rows - 1].as_py()
-    if not isinstance(last, (str, bytes)) or not (set(last) & set("\r\n" if isinstance(last, str) else b"\r\n")):
+    cell = table.column(table.num_columns - 1)[table.num_rows - 1].as_py()
+    if isinstance(cell, str):
+        has_line_end = "\r" in cell or "\n" in cell
+    else:
+        has_line_end = isinstance(cell, bytes) and (b"\r" in cell or b"\n" in cell)
+    if not has_line_end:
         return False
+    end = b""
     with open_utf8(path) as file:
-        end = b""
         while chunk := file.read(1 << 20):
             end = (end + chunk)[-(1 << 16) :]
     return not end.rstrip().endswith(b'"')
 
 
-# --- columns --------------------------------------------------------------------------------------------------------
+# --- columns --------------------------------------------------------------------------------------
 
 
 def _without_missing(column: pa.ChunkedArray) -> pa.ChunkedArray:
@@ -317,13 +373,14 @@ def _without_missing(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Without dictionaries and extension types."""
+    """The column without dictionaries and extension types."""
     import pyarrow as pa
     from pyarrow import types
 
     while True:
         if isinstance(column.type, pa.BaseExtensionType):
-            column = pa.chunked_array([chunk.storage for chunk in column.chunks], column.type.storage_type)
+            storage = [chunk.storage for chunk in column.chunks]
+            column = pa.chunked_array(storage, column.type.storage_type)
         elif types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
         elif types.is_string_view(column.type):
@@ -332,7 +389,8 @@ def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
             return column
 
 
-def _values(column: pa.ChunkedArray, path: Path, place: str, decimal_point: str) -> Array:
+def _values(column: pa.ChunkedArray, *, path: Path, place: str, decimal_point: str) -> Array:
+    """Numbers, or text if the column has no type of numbers; see `Column`."""
     import pyarrow as pa
     from pyarrow import types
 
@@ -343,25 +401,29 @@ def _values(column: pa.ChunkedArray, path: Path, place: str, decimal_point: str)
         return np.asarray(column.to_numpy(), dtype=np.float64) / 1e6
     if types.is_time(kind) or types.is_duration(kind):
         ticks = column.cast(pa.int32() if types.is_time32(kind) else pa.int64())
-        return np.asarray(ticks.to_numpy(), dtype=np.float64) / {"s": 1, "ms": 1e3, "us": 1e6, "ns": 1e9}[kind.unit]
-    if types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind):
+        ticks_per_second = {"s": 1, "ms": 1e3, "us": 1e6, "ns": 1e9}[kind.unit]
+        return np.asarray(ticks.to_numpy(), dtype=np.float64) / ticks_per_second
+    is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+    if is_number or types.is_boolean(kind):
         numbers = np.asarray(column.cast(pa.float64(), safe=False).to_numpy(), dtype=np.float64)
         _require_distinguishable(column, numbers, place)
         return numbers
     if types.is_null(kind):
         return np.full(len(column), None, dtype=object)
-    if decimal_point == "," and _all_match(column, f"^\\s*({THOUSANDS_BY_POINT.pattern}(,\\d+)?|\\d+(,\\d+)?)\\s*$"):
+    grouped = rf"^\s*({THOUSANDS_BY_POINT.pattern}(,\d+)?|\d+(,\d+)?)\s*$"
+    if decimal_point == "," and _all_match(column, grouped):
         return _without_groups(column)
     return _strings(column, path, place)
 
 
 def _text_values(column: pa.ChunkedArray, path: Path, place: str) -> Array:
-    """As text, numbers and dates too; in a CSV file as they are written, with None for empty cells."""
+    """The column as text, with None for empty cells; cells of a CSV file stay as they are."""
     import pyarrow as pa
     from pyarrow import types
 
     column = _plain(column)
-    if not (types.is_nested(column.type) or _is_binary(column.type) or types.is_large_string(column.type)):
+    kind = column.type
+    if not (types.is_nested(kind) or _is_binary(kind) or types.is_large_string(kind)):
         column = column.cast(pa.string())
     values = _strings(column, path, place)
     values[values == ""] = None
@@ -380,28 +442,35 @@ def _is_binary(kind: pa.DataType) -> bool:
 
 
 def _strings(column: pa.ChunkedArray, path: Path, place: str) -> Array:
-    """Text, None where missing. Raises UserError for anything else."""
+    """Text with None for missing values; raises UserError for a column of another type."""
     import pyarrow
     from pyarrow import types
 
     kind = column.type
     if _is_binary(kind) and ".parquet" not in path.suffixes and ".pq" not in path.suffixes:
-        raise not_utf8(path)  # Arrow reads a CSV file's column of such bytes as binary
+        raise not_utf8(path)  # Arrow reads such a column of a CSV file as binary
     if types.is_string(kind) or types.is_large_string(kind):
         try:
             return np.array(column.to_numpy(), dtype=object)
         except (UnicodeDecodeError, pyarrow.ArrowException) as error:
-            raise UserError(f"{place} holds text that is not UTF-8: write the file again") from error
-    form = "nested" if types.is_nested(kind) else "binary" if _is_binary(kind) else "of a type without numbers or text"
+            raise UserError(
+                f"{place} holds text that is not UTF-8: write the file again"
+            ) from error
+    if types.is_nested(kind):
+        form = "nested"
+    elif _is_binary(kind):
+        form = "binary"
+    else:
+        form = "of a type without numbers or text"
     shown = str(kind).replace("\n", " ")[:ROW_SHOWN]
     raise UserError(
-        f"{place} is {form} ({shown}): make columns of numbers, dates or text of it, or, with the task tabular, "
-        "leave it out by task_args.ignore"
+        f"{place} is {form} ({shown}): make columns of numbers, dates or text of it, or, "
+        "with the task tabular, leave it out by task_args.ignore"
     )
 
 
 def _require_distinguishable(column: pa.ChunkedArray, numbers: Array, place: str) -> None:
-    """Raise UserError if large numbers, such as counts of nanoseconds, become (nearly) all the same in float64."""
+    """Raise UserError if float64 cannot distinguish large numbers such as counts of nanoseconds."""
     from pyarrow import compute, types
 
     finite = numbers[np.isfinite(numbers)]
@@ -414,8 +483,8 @@ def _require_distinguishable(column: pa.ChunkedArray, numbers: Array, place: str
         span = float(limits["max"] - limits["min"])
     if 0 < span < FEWEST_STEPS * math.ulp(largest):
         raise UserError(
-            f"{place} holds numbers near {largest:.0f}, which 64-bit floating point cannot tell apart: subtract a "
-            "constant from them, or leave the column out by task_args.ignore"
+            f"{place} holds numbers near {largest:.0f}, which 64-bit floating point cannot tell "
+            "apart: subtract a constant from them, or leave the column out by task_args.ignore"
         )
 
 
@@ -427,18 +496,19 @@ def _all_match(column: pa.ChunkedArray, pattern: str) -> bool:
 
 
 def _without_groups(column: pa.ChunkedArray) -> Array:
-    """Numbers such as 1.234,5."""
+    """The numbers in texts such as 1.234,5."""
     import pyarrow as pa
     from pyarrow import compute
 
-    digits = compute.replace_substring(compute.replace_substring(column, ".", ""), ",", ".")
-    return np.asarray(compute.utf8_trim_whitespace(digits).cast(pa.float64()).to_numpy(), dtype=np.float64)
+    ungrouped = compute.replace_substring(column, ".", "")
+    plain = compute.utf8_trim_whitespace(compute.replace_substring(ungrouped, ",", "."))
+    return np.asarray(plain.cast(pa.float64()).to_numpy(), dtype=np.float64)
 
 
 def _require_text(column: pa.ChunkedArray, place: str) -> None:
-    """Raise UserError if text is numbers in a form that is not read, or with a few other words among them.
+    """Raise UserError if a text column is numbers in an unsupported form, or with a few words.
 
-    As text each number would be a category of its own.
+    As text, each number would be a category.
     """
     from pyarrow import compute, types
 
@@ -446,23 +516,31 @@ def _require_text(column: pa.ChunkedArray, place: str) -> None:
     if types.is_null(column.type) or len(present) == 0 or _all_match(present, PLAIN_NUMBER):
         return
     advice = (
-        "write numbers as 1234.5, dates as 2024-12-31 and missing values as NA; or task_args.categories, which names "
-        "columns of categories, or task_args.ignore, which leaves columns out"
+        "write numbers as 1234.5, dates as 2024-12-31 and missing values as NA; "
+        "or task_args.categories, which names columns of categories, "
+        "or task_args.ignore, which leaves columns out"
     )
     if _all_match(present, GROUPED_NUMBER):
-        unread = present.filter(compute.invert(compute.match_substring_regex(present, PLAIN_NUMBER)))[0]
-        raise UserError(f"{place} holds numbers written as {_shown(unread)}, which would be read as text; {advice}")
+        is_plain = compute.match_substring_regex(present, PLAIN_NUMBER)
+        unsupported = present.filter(compute.invert(is_plain))[0]
+        raise UserError(
+            f"{place} holds numbers written as {_shown(unsupported)}, "
+            f"which would be read as text; {advice}"
+        )
     matches = compute.match_substring_regex(present, NUMBER_LIKE)
     share = compute.mean(matches).as_py()
     if share < MOSTLY or compute.count_distinct(present).as_py() <= MOST_CATEGORIES:
         return
     if share == 1:
         raise UserError(
-            f"{place} holds numbers or dates written as {_shown(present[0])}, which would be read as text; {advice}"
+            f"{place} holds numbers or dates written as {_shown(present[0])}, "
+            f"which would be read as text; {advice}"
         )
-    other = present.filter(compute.invert(matches))[0]
+    word = present.filter(compute.invert(matches))[0]
     number = present.filter(matches)[0]
-    raise UserError(f"{place} holds numbers such as {_shown(number)}, but also {_shown(other)}; {advice}")
+    raise UserError(
+        f"{place} holds numbers such as {_shown(number)}, but also {_shown(word)}; {advice}"
+    )
 
 
 def _shown(value: pa.Scalar) -> str:
@@ -471,50 +549,79 @@ def _shown(value: pa.Scalar) -> str:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a column becomes numbers, with statistics of the training rows only.
+    """The encoding of a column as numbers, with statistics of the training rows only.
 
-    A numeric column becomes one number of mean 0 and deviation 1, missing (and infinite) values 0, and, if any is
-    missing in the training rows (`other`), a second number that is 1 where it is. A text column becomes one number per
-    category of the training rows (1 where it is this one), of the most frequent `MOST_CATEGORIES`; others, unknown
-    and missing values share one more where there are any (`other`), and are all zeros where not.
+    A numeric column becomes one number with mean 0 and deviation 1, in which missing and infinite
+    values are 0. With `other` a second number is 1 for those values and 0 otherwise.
+
+    A text column becomes one number for each of the most frequent `MOST_CATEGORIES` categories of
+    the training rows, which is 1 for that category and 0 otherwise. With `other` one more number is
+    1 for rarer, unknown and missing values; without it these are all zeros.
+
+    Args:
+        name: The column's name.
+        other: Whether the training rows have missing values or rarer categories.
+        mean: The mean of a numeric column.
+        std: The deviation of a numeric column.
+        codes: The number of each category of a text column.
     """
 
     name: str
     other: bool
     mean: float = 0.0
     std: float = 1.0
-    codes: dict[str, int] | None = None  # of a text column
+    codes: dict[str, int] | None = None
 
     @staticmethod
     def fit(column: Column, train: Indices) -> Encoding:
-        """Raises UserError: the numbers are too large for their mean and deviation."""
+        """Compute the statistics of a column.
+
+        Args:
+            column: The column.
+            train: The numbers of the training rows.
+
+        Raises:
+            UserError: The numbers are too large for a mean and deviation in float64.
+        """
         values = column.values[train]
         if not column.numeric:
             counts = Counter(value for value in values if value is not None)
             frequent = sorted(counts, key=lambda name: (-counts[name], name))[:MOST_CATEGORIES]
             codes = {name: code for code, name in enumerate(sorted(frequent))}
-            return Encoding(column.name, sum(counts.values()) < len(train) or len(frequent) < len(counts), codes=codes)
-        present = values[np.isfinite(values)]
-        mean, std = mean_and_deviation(present, column.name)
-        return Encoding(column.name, len(present) < len(train), mean, std)
+            has_missing = sum(counts.values()) < len(train)
+            has_rare = len(frequent) < len(counts)
+            return Encoding(column.name, other=has_missing or has_rare, codes=codes)
+        finite = values[np.isfinite(values)]
+        mean, std = mean_and_deviation(finite, column.name)
+        return Encoding(column.name, other=len(finite) < len(train), mean=mean, std=std)
 
     def encode(self, values: Array) -> Floats:
-        """(n,) as in a `Column` → (n, width)."""
+        """Encode values, (n,) as in a `Column`, as (n, width)."""
         if self.codes is not None:
             width = len(self.codes) + 1
-            one_hot = np.eye(width, dtype=np.float32)[[self.codes.get(value, width - 1) for value in values]]
+            codes = [self.codes.get(value, width - 1) for value in values]
+            one_hot = np.eye(width, dtype=np.float32)[codes]
             return one_hot if self.other else one_hot[:, :-1]
-        finite = np.isfinite(values)
-        scaled = np.where(finite, (np.where(finite, values, 0.0) - self.mean) / self.std, 0.0)
-        scaled = np.clip(scaled, -LARGEST, LARGEST)  # so that no finite number becomes infinite in float32
-        return np.stack([scaled, ~finite] if self.other else [scaled], axis=1).astype(np.float32)
+        is_finite = np.isfinite(values)
+        centered = np.where(is_finite, values, 0.0) - self.mean
+        scaled = np.where(is_finite, centered / self.std, 0.0)
+        scaled = np.clip(scaled, -LARGEST, LARGEST)  # no finite number becomes infinite in float32
+        columns = [scaled, ~is_finite] if self.other else [scaled]
+        return np.stack(columns, axis=1).astype(np.float32)
 
 
 def mean_and_deviation(values: Array, name: str) -> tuple[float, float]:
-    """Of finite numbers; the deviation is 1 where they are all the same, or none.
+    """The mean and deviation of finite numbers.
+
+    Args:
+        values: The numbers.
+        name: Their column, for messages.
+
+    Returns:
+        (mean, deviation); the deviation is 1 if the numbers are all the same, or there are none.
 
     Raises:
-        UserError: They are too large for float64; `name` is the column's.
+        UserError: The numbers are too large for a mean and deviation in float64.
     """
     if len(values) == 0:
         return 0.0, 1.0
@@ -523,9 +630,9 @@ def mean_and_deviation(values: Array, name: str) -> tuple[float, float]:
         deviation = float(values.std())
     if not (math.isfinite(mean) and math.isfinite(deviation)):
         raise UserError(
-            f"column {name!r} holds numbers as large as {np.abs(values).max():g}, whose deviation is not finite: write "
-            "them in a larger unit, or take their logarithm"
+            f"column {name!r} holds numbers as large as {np.abs(values).max():g}, "
+            "whose deviation is not finite: write them in a larger unit, or take their logarithm"
         )
-    # Rounding gives a column of 0.1 a deviation of 1e-17, by which other rows must not be divided.
+    # Rounding gives a column of 0.1 a deviation of 1e-17; dividing other rows by it would be wrong.
     is_constant = deviation == 0 or values.min() == values.max()
     return mean, 1.0 if is_constant else deviation

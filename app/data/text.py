@@ -1,7 +1,9 @@
-"""Text as token files: found, tokenised once, kept in the cache by its content, read a few windows at a time.
+"""Text as files of tokens.
 
-A corpus may be far larger than memory. Windows are read with pread instead of a mapping (np.memmap), whose pages pile
-up in the process's resident memory, and which ends the process with SIGBUS where the file becomes unreadable.
+A text is tokenised once and the tokens are cached under a hash of the text. A corpus may be far
+larger than memory, so that a few windows are read at a time, by pread: the pages of a mapping
+(np.memmap) count as resident memory, and the process ends with SIGBUS if the file becomes
+unreadable.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -30,122 +32,191 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 PYTHON = "python"  # the built-in corpus: the source of Python's own library
-BYTES = "bytes"  # instead of a tokenizer: every byte of the files is a token, of 256
-CHUNK = 1 << 20  # bytes or characters that are read at once
+BYTES = "bytes"  # instead of a tokenizer: each byte of the files is one of 256 tokens
+CHUNK = 1 << 20  # bytes or characters to read at once
 SUFFIXES = (".bin", ".npy")
 TOKEN_DTYPES = ("uint8", "uint16", "uint32")
-CHECK_AT_ONCE = 1 << 20  # tokens at either end of a file that are checked before training; the rest when read
+CHECK_AT_ONCE = 1 << 20
+"""Tokens at either end of a file to check before training; the others are checked when read."""
 
 
 def read_tokens(
-    data: str | Sequence[str], tokenizer: str, token_dtype: str, vocab_size: int | None, text: str = "text"
+    data: str | Sequence[str],
+    *,
+    tokenizer: str,
+    token_dtype: str,
+    vocab_size: int | None,
+    text: str = "text",
 ) -> tuple[list[TokenFile], int, float | None]:
-    """(token files, the least size of the vocabulary, bytes of text per token if known) of text or token files, or of
-    the column `text` of a data set (sets.py).
+    """The tokens of text files, token files or a data set.
 
-    Raises UserError, also if a token at the beginning or end of a token file is outside the vocabulary.
+    Args:
+        data: Text or token files, or a data set (sets.py).
+        tokenizer: `BYTES` or the path of a tokenizer.json.
+        token_dtype: The number type in .bin token files.
+        vocab_size: The size of the vocabulary, which token files need.
+        text: The column of a data set that has the texts.
+
+    Returns:
+        (token files, the least size of the vocabulary, bytes of text per token if known)
+
+    Raises:
+        UserError: The data cannot be read, or a token at the beginning or the end of a token file
+            is outside the vocabulary.
     """
     if is_dataset(data):
-        rows = documents(data, text)
-        encode, size = encoder(tokenizer)
-        key = hashlib.sha256(f"documents {files_key(data)} {text}".encode()).hexdigest()[:16]
-        if tokenizer == BYTES:
-            kept = _kept(key, size, (np.frombuffer(f"{row}\n".encode(), np.uint8) for row in rows), str(data))
-            return [kept], size, 1.0
-        key += identity(existing(tokenizer, "task_args.tokenizer"))
-        return [_kept(key, size, (encode(row) for row in rows), str(data))], size, None
+        return _dataset_tokens(data, tokenizer, text)
     paths = find_files(data)
-    of_data_sets = [path for path in paths if is_dataset(str(path))]  # which a pattern's own end does not tell
-    if of_data_sets and len(of_data_sets) == len(paths):
-        return read_tokens([str(path) for path in paths], tokenizer, token_dtype, vocab_size, text)
-    if of_data_sets:
-        plain = next(path for path in paths if path not in of_data_sets)
-        raise UserError(f"task_args.data mixes data sets ({of_data_sets[0]}) with text ({plain}); give one kind")
-    made_of_tokens = [path for path in paths if path.suffix in SUFFIXES]
-    if not made_of_tokens:
+    # A pattern such as data/* may match the files of a data set.
+    dataset_files = [path for path in paths if is_dataset(str(path))]
+    if dataset_files and len(dataset_files) == len(paths):
+        return _dataset_tokens([str(path) for path in paths], tokenizer, text)
+    if dataset_files:
+        plain = next(path for path in paths if path not in dataset_files)
+        raise UserError(
+            f"task_args.data mixes data sets ({dataset_files[0]}) with text ({plain}); "
+            "give one kind"
+        )
+    token_files = [path for path in paths if path.suffix in SUFFIXES]
+    if not token_files:
         file, size, text_bytes = tokenise(paths, tokenizer)
         return [file], size, text_bytes / file.length
-    if len(made_of_tokens) < len(paths):
-        plain = next(path for path in paths if path not in made_of_tokens)
-        raise UserError(f"task_args.data mixes token files ({made_of_tokens[0]}) with text ({plain}); give one kind")
+    if len(token_files) < len(paths):
+        plain = next(path for path in paths if path not in token_files)
+        raise UserError(
+            f"task_args.data mixes token files ({token_files[0]}) with text ({plain}); "
+            "give one kind"
+        )
     if vocab_size is None:
-        raise UserError(f"task_args.vocab_size is needed with a token file such as {made_of_tokens[0]}; write it")
-    files = [open_tokens(path, token_dtype) for path in made_of_tokens]
+        raise UserError(
+            f"task_args.vocab_size is needed with a token file such as {token_files[0]}; write it"
+        )
+    files = [open_tokens(path, token_dtype) for path in token_files]
     for file in files:
-        some = min(CHECK_AT_ONCE, file.length)
-        check_tokens(file.windows([0, file.length - some], some), vocab_size, file.path)
+        length = min(CHECK_AT_ONCE, file.length)
+        ends = file.windows([0, file.length - length], length)
+        check_tokens(ends, vocab_size, file.path)
     return files, 1, None
 
 
-# --- text to tokens -----------------------------------------------------------------------------------------------
+def _dataset_tokens(
+    data: str | Sequence[str], tokenizer: str, text: str
+) -> tuple[list[TokenFile], int, float | None]:
+    """As `read_tokens` for a data set."""
+    texts = documents(data, text)
+    encode, size = encoder(tokenizer)
+    key = hashlib.sha256(f"documents {files_key(data)} {text}".encode()).hexdigest()[:16]
+    if tokenizer == BYTES:
+        chunks = (np.frombuffer(f"{each}\n".encode(), np.uint8) for each in texts)
+        return [_cached_tokens(chunks, key=key, vocab_size=size, source=str(data))], size, 1.0
+    key += identity(existing(tokenizer, "task_args.tokenizer"))
+    encoded = (encode(each) for each in texts)
+    return [_cached_tokens(encoded, key=key, vocab_size=size, source=str(data))], size, None
+
+
+# --- text to tokens -------------------------------------------------------------------------------
 
 
 def find_files(data: str | Sequence[str]) -> list[Path]:
-    """The files that `data` names: the built-in corpus, or paths and globs in the order given."""
+    """The files of a corpus.
+
+    Args:
+        data: `PYTHON` for the built-in corpus, or paths and globs, in order.
+
+    Raises:
+        MissingData: A path does not exist, or a glob matches nothing.
+        UserError: A path is a folder, or `data` is not paths and globs.
+    """
     if data == PYTHON:
         return _python_library()
     names = [data] if isinstance(data, str) else list(data)
     if not names or not all(isinstance(name, str) and name for name in names):
-        raise UserError(f"task_args.data is {data!r}; write a path or glob, a list of them, or {PYTHON}")
-    found: list[Path] = []
+        raise UserError(
+            f"task_args.data is {data!r}; write a path or glob, a list of them, or {PYTHON}"
+        )
+    corpus: list[Path] = []
     for name in names:
         if glob.has_magic(name):
             matches = map(Path, sorted(glob.glob(os.path.expanduser(name), recursive=True)))
             files = [path for path in matches if path.is_file()]
             if not files:
                 raise MissingData(
-                    f"task_args.data: no file matches {name!r} (looked in {Path.cwd()}); write another path or glob"
+                    f"task_args.data: no file matches {name!r} (looked in {Path.cwd()}); "
+                    "write another path or glob"
                 )
         else:
             files = [existing(name, "task_args.data")]
             if files[0].is_dir():
                 pattern = f"{name.rstrip('/')}/**/*.txt"
-                raise UserError(f"task_args.data: {name!r} is a folder; write a glob such as {pattern}")
-        found += files
-    return found
+                raise UserError(
+                    f"task_args.data: {name!r} is a folder; write a glob such as {pattern}"
+                )
+        corpus += files
+    return corpus
 
 
 def _python_library() -> list[Path]:
-    """The *.py files of Python's standard library in the order of their names, without its tests."""
+    """The *.py files of Python's standard library without its tests, sorted by name."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in left_out]  # site-packages is many times as large
+        folders[:] = [name for name in folders if name not in left_out]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
 def tokenise(files: Sequence[Path], tokenizer: str = BYTES) -> tuple[TokenFile, int, int]:
-    """(the files' tokens one after another, size of the vocabulary, bytes of text in UTF-8).
+    """Tokenise text files, unless their tokens are in the cache.
 
-    The tokens are kept in the cache under a hash of the files' contents and the tokenizer, and made only if they are
-    not there. `tokenizer` is "bytes" or the path of a Hugging Face tokenizers file (tokenizer.json).
+    Args:
+        files: The text files, in order.
+        tokenizer: `BYTES` or the path of a Hugging Face tokenizers file (tokenizer.json).
+
+    Returns:
+        (the tokens of all files in one file, size of the vocabulary, bytes of text in UTF-8)
+
+    Raises:
+        UserError: A file cannot be read, or there is no text in the files.
     """
     if tokenizer == BYTES:
-        vocab_size, key = 256, identity(*files)
+        vocab_size = 256
+        key = identity(*files)
         chunks = _byte_chunks(files)
     else:
         path = existing(tokenizer, "task_args.tokenizer")
         model = load_tokenizer(path)
-        vocab_size, key = model.get_vocab_size(), identity(*files, path)
+        vocab_size = model.get_vocab_size()
+        key = identity(*files, path)
         chunks = _encoded_chunks(files, model)
     if not all(file_format(file).is_plain for file in files):
         key += "-decoded"
-    others = f" and {len(files) - 1} other files" if len(files) > 1 else ""
-    return _kept(key, vocab_size, chunks, f"{files[0]}{others}"), vocab_size, sum(map(utf8_size, files))
+    source = f"{files[0]} and {len(files) - 1} other files" if len(files) > 1 else str(files[0])
+    token_file = _cached_tokens(chunks, key=key, vocab_size=vocab_size, source=source)
+    return token_file, vocab_size, sum(map(utf8_size, files))
 
 
 def encoder(tokenizer: str) -> tuple[Callable[[str], list[int]], int]:
-    """(what makes tokens of a document, which ends in a line's end; size of the vocabulary)"""
+    """The encoder of documents, which adds a line end to each.
+
+    Args:
+        tokenizer: `BYTES` or the path of a tokenizer.json.
+
+    Returns:
+        (a function from a text to its tokens, size of the vocabulary)
+    """
     if tokenizer == BYTES:
         return lambda text: list(f"{text}\n".encode()), 256
     model = load_tokenizer(existing(tokenizer, "task_args.tokenizer"))
-    return lambda text: model.encode(f"{text}\n", add_special_tokens=False).ids, model.get_vocab_size()
+
+    def encode(text: str) -> list[int]:
+        return model.encode(f"{text}\n", add_special_tokens=False).ids
+
+    return encode, model.get_vocab_size()
 
 
-def _kept(key: str, vocab_size: int, chunks: Iterator[Any], source: str) -> TokenFile:
-    """The tokens in the cache, made if they are not there."""
+def _cached_tokens(chunks: Iterator[Any], *, key: str, vocab_size: int, source: str) -> TokenFile:
+    """The tokens in the cache, which are computed only if they are not there."""
     dtype = "uint8" if vocab_size <= 1 << 8 else "uint16" if vocab_size <= 1 << 16 else "uint32"
 
     def make(path: Path) -> None:
@@ -153,15 +224,15 @@ def _kept(key: str, vocab_size: int, chunks: Iterator[Any], source: str) -> Toke
             for chunk in chunks:
                 out.write(np.asarray(chunk, dtype=dtype).tobytes())
 
-    made = cached(f"tokens-{key}.{dtype}.bin", make)
-    length = made.stat().st_size // np.dtype(dtype).itemsize
+    path = cached(f"tokens-{key}.{dtype}.bin", make)
+    length = path.stat().st_size // np.dtype(dtype).itemsize
     if length == 0:
         raise UserError(f"task_args.data: there is no text in {source}; give files with text")
-    return TokenFile(made, dtype, length)
+    return TokenFile(path, dtype, length)
 
 
 def _byte_chunks(files: Sequence[Path]) -> Iterator[Any]:
-    """Each file's bytes; what is compressed or UTF-16 is made plain, what is no text at all is left as it is."""
+    """Each file's bytes, decompressed, and converted to UTF-8 from UTF-16 or UTF-32."""
     for file in files:
         with open_utf8(file, any_bytes=True) as source:
             while chunk := source.read(CHUNK):
@@ -169,45 +240,56 @@ def _byte_chunks(files: Sequence[Path]) -> Iterator[Any]:
 
 
 def _encoded_chunks(files: Sequence[Path], tokenizer: Tokenizer) -> Iterator[Any]:
-    """Each file's tokens, a piece at a time. Raises UserError: a file is not UTF-8."""
+    """Each file's tokens, a piece at a time; raises UserError if a file is not UTF-8."""
     for file in files:
         with open_text(file) as source:
             for piece in _pieces(source):
                 yield tokenizer.encode(piece, add_special_tokens=False).ids
 
 
-def _pieces(source: Any) -> Iterator[str]:
-    """About CHUNK characters at a time, cut at the end of a line where there is one, so that no word is cut."""
-    left = ""
+def _pieces(source: TextIO) -> Iterator[str]:
+    """About CHUNK characters at a time, up to the end of a line or else of a word."""
+    pending = ""
     while chunk := source.read(CHUNK):
-        left += chunk
-        end = left.rfind("\n") + 1 or left.rfind(" ") + 1
+        pending += chunk
+        end = pending.rfind("\n") + 1 or pending.rfind(" ") + 1
         if end:
-            yield left[:end]
-            left = left[end:]
-    if left:
-        yield left
+            yield pending[:end]
+            pending = pending[end:]
+    if pending:
+        yield pending
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a Hugging Face tokenizers file. Raises UserError."""
+    """Load a Hugging Face tokenizers file.
+
+    Raises:
+        UserError: The file is not one.
+    """
     from tokenizers import Tokenizer
 
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise UserError(
-            f"task_args.tokenizer: {path} is not a Hugging Face tokenizers file ({str(error).splitlines()[0]}); "
-            f"write {BYTES} or the path of a tokenizer.json"
+            f"task_args.tokenizer: {path} is not a Hugging Face tokenizers file "
+            f"({str(error).splitlines()[0]}); write {BYTES} or the path of a tokenizer.json"
         ) from error
 
 
-# --- token files --------------------------------------------------------------------------------------------------
+# --- token files ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class TokenFile:
-    """`length` tokens of type `dtype` (a NumPy name), from byte `offset` of the file on."""
+    """A file of tokens.
+
+    Args:
+        path: The file.
+        dtype: NumPy's name for the tokens' number type.
+        length: The number of tokens.
+        offset: The first token's place in the file, in bytes.
+    """
 
     path: Path
     dtype: str
@@ -215,7 +297,7 @@ class TokenFile:
     offset: int = 0
 
     def windows(self, starts: Sequence[int], length: int) -> npt.NDArray[np.int64]:
-        """(len(starts), length): `length` tokens from each start on."""
+        """`length` tokens from each start: (len(starts), length)."""
         width = np.dtype(self.dtype).itemsize
         rows = np.empty((len(starts), length), dtype=np.int64)
         descriptor = os.open(self.path, os.O_RDONLY)
@@ -223,7 +305,10 @@ class TokenFile:
             for row, start in zip(rows, starts, strict=True):
                 content = os.pread(descriptor, length * width, self.offset + int(start) * width)
                 if len(content) < length * width:
-                    raise UserError(f"{self.path} became shorter while it was read; keep it as it is during a run")
+                    raise UserError(
+                        f"{self.path} became shorter while it was read; "
+                        "do not change it during a run"
+                    )
                 row[:] = np.frombuffer(content, self.dtype)
         finally:
             os.close(descriptor)
@@ -231,22 +316,35 @@ class TokenFile:
 
 
 def open_tokens(path: Path, dtype: str = "uint16") -> TokenFile:
-    """A .npy file of one dimension, or a .bin file of bare numbers of type `dtype`."""
+    """Open a file of tokens.
+
+    Args:
+        path: A .npy file of one dimension, or a .bin file of bare numbers.
+        dtype: The number type in a .bin file.
+
+    Raises:
+        UserError: The file is damaged, empty, or not of one dimension.
+    """
     size = path.stat().st_size
     if path.suffix == ".npy":
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except Exception as error:  # damaged headers raise many kinds
-            raise UserError(f"{path} cannot be read as a .npy file: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # a damaged header raises errors of many types
+            raise UserError(
+                f"{path} cannot be read as a .npy file: {str(error).splitlines()[0]}"
+            ) from error
         if not isinstance(array, np.memmap) or array.ndim != 1 or array.dtype.kind not in "ui":
-            raise UserError(f"{path} must hold one row of whole numbers, not {array.dtype} of shape {array.shape}")
-        file = TokenFile(path, array.dtype.str, len(array), array.offset)
+            raise UserError(
+                f"{path} must hold one row of whole numbers, "
+                f"not {array.dtype} of shape {array.shape}"
+            )
+        file = TokenFile(path, dtype=array.dtype.str, length=len(array), offset=array.offset)
     else:
         width = np.dtype(dtype).itemsize
         if size % width:
             raise UserError(
-                f"{path} has {size} bytes, not a multiple of {width} as {dtype} has; write task_args.token_dtype "
-                f"({', '.join(TOKEN_DTYPES)}), or make the file anew"
+                f"{path} has {size} bytes, not a multiple of {width} as {dtype} has; "
+                f"write task_args.token_dtype ({', '.join(TOKEN_DTYPES)}), or make the file anew"
             )
         file = TokenFile(path, dtype, size // width)
     if file.length == 0:
@@ -255,22 +353,31 @@ def open_tokens(path: Path, dtype: str = "uint16") -> TokenFile:
 
 
 class TokenWindows(Dataset[Any]):
-    """Samples (tokens 0 … T-1, tokens 1 … T) of T = `sequence_length`, one after another through the files.
+    """Consecutive windows of files as samples: (tokens 0 … T-1, tokens 1 … T).
 
-    A window never spans two files. A token outside the vocabulary raises UserError with its place.
+    A window never spans two files.
+
+    Args:
+        files: The files of tokens, in order.
+        sequence_length: T.
+        vocab_size: A sample with a token that is not below this raises UserError.
     """
 
     def __init__(self, files: Sequence[TokenFile], sequence_length: int, vocab_size: int) -> None:
-        self.files, self.sequence_length, self.vocab_size = list(files), sequence_length, vocab_size
+        self.files = list(files)
+        self.sequence_length = sequence_length
+        self.vocab_size = vocab_size
         # The last token of a window is a target only, and the first input of the next window.
-        per_file = [max(file.length - 1, 0) // sequence_length for file in files]
-        self._ends = np.cumsum(per_file)
-        self.begin, self.end = 0, int(self._ends[-1])
+        windows_per_file = [max(file.length - 1, 0) // sequence_length for file in files]
+        self._ends = np.cumsum(windows_per_file)
+        self.begin = 0
+        self.end = int(self._ends[-1])
 
     def part(self, begin: int, end: int) -> TokenWindows:
-        """Windows begin … end - 1 as a data set of their own."""
+        """Windows begin … end - 1 as another data set."""
         part = TokenWindows(self.files, self.sequence_length, self.vocab_size)
-        part.begin, part.end = begin, end
+        part.begin = begin
+        part.end = end
         return part
 
     def __len__(self) -> int:
@@ -283,15 +390,15 @@ class TokenWindows(Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Inputs and targets, each (len(indices), sequence_length) int64."""
         windows = np.asarray(indices, dtype=np.int64) + self.begin
-        which = np.searchsorted(self._ends, windows, side="right")
+        file_numbers = np.searchsorted(self._ends, windows, side="right")
         rows = np.empty((len(windows), self.sequence_length + 1), dtype=np.int64)
-        for number in np.unique(which):
+        for number in np.unique(file_numbers):
             file = self.files[number]
-            mine = np.flatnonzero(which == number)
-            first = self._ends[number - 1] if number else 0
-            starts = (windows[mine] - first) * self.sequence_length
-            rows[mine] = file.windows(starts.tolist(), rows.shape[1])
-            check_tokens(rows[mine], self.vocab_size, file.path)
+            file_rows = np.flatnonzero(file_numbers == number)
+            first_window = self._ends[number - 1] if number else 0
+            starts = (windows[file_rows] - first_window) * self.sequence_length
+            rows[file_rows] = file.windows(starts.tolist(), rows.shape[1])
+            check_tokens(rows[file_rows], self.vocab_size, file.path)
         tokens = torch.from_numpy(rows)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
@@ -301,6 +408,6 @@ def check_tokens(tokens: npt.NDArray[np.int64], vocab_size: int, path: Path) -> 
     if tokens.size and (tokens.max() >= vocab_size or tokens.min() < 0):
         wrong = tokens.max() if tokens.max() >= vocab_size else tokens.min()
         raise UserError(
-            f"{path} holds token {wrong}, but vocab_size is {vocab_size}; write the tokenizer's vocab_size, or the "
-            "file's own number type as task_args.token_dtype"
+            f"{path} holds token {wrong}, but vocab_size is {vocab_size}; "
+            "write the tokenizer's vocab_size, or the file's number type as task_args.token_dtype"
         )

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from app import names as program_names
 from app.config import Config
 from app.console.terminal import worker_output
 from app.errors import Interrupted, UserError
@@ -57,16 +59,57 @@ class Environment:
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
         """Raises UserError where neither has started this process."""
-        for names in (
-            ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-            ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
-        ):
-            if all(name in environ for name in names[:3]):
-                rank, size, local = (int(environ[name]) for name in names[:3])
-                return cls(rank, size, local, int(environ.get(names[3], size)))
+        if all(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+            world_size = int(environ["WORLD_SIZE"])
+            local_world_size = int(environ.get("LOCAL_WORLD_SIZE", world_size))
+            return cls(int(environ["RANK"]), world_size, int(environ["LOCAL_RANK"]), local_world_size)
+        if all(name in environ for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
+            rank, local_rank = int(environ["SLURM_PROCID"]), int(environ["SLURM_LOCALID"])
+            return cls(rank, int(environ["SLURM_NTASKS"]), local_rank, _tasks_of_node(environ))
         raise UserError(
             "launcher=torchrun finds neither RANK nor SLURM_PROCID in the environment: start with "
-            "torchrun --nproc-per-node 2 -m trireme train EXPERIMENT.yaml, or write launcher=ray"
+            f"torchrun --nproc-per-node 2 -m {program_names.module()} train EXPERIMENT.yaml, or write launcher=ray"
+        )
+
+
+def _tasks_of_node(environ: Mapping[str, str]) -> int:
+    """How many tasks Slurm has started on this node, of which it writes 4(x2),3 for three nodes' 4, 4 and 3."""
+    if "SLURM_NTASKS_PER_NODE" in environ:
+        return int(environ["SLURM_NTASKS_PER_NODE"])
+    written = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
+    by_node = list[int]()
+    for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", written):
+        by_node += [int(tasks)] * int(nodes or 1)
+    node = int(environ.get("SLURM_NODEID", "0"))
+    return by_node[node] if node < len(by_node) else int(environ["SLURM_NTASKS"])
+
+
+def own_device(here: Environment, strategy: str) -> torch.device:
+    """The device on which this process begins, which is the current one from here on."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    several = any(record.several_devices for record in registry.written(strategy))
+    gpu = home(several, here.local_rank, here.local_world_size, torch.cuda.device_count())
+    device = torch.device("cuda", gpu)
+    torch.cuda.set_device(device)
+    return device
+
+
+def require_own_gpu(device: torch.device, here: Environment, store: dist.Store) -> None:
+    """Collective over all processes.
+
+    Raises:
+        UserError: two processes would compute on one GPU, which NCCL refuses in its first collective.
+    """
+    uuid = torch.cuda.get_device_properties(device).uuid
+    users = store.add(f"gpu/{uuid}", 1)
+    most = torch.tensor(users)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    if most > 1:
+        raise UserError(
+            f"{most} processes would use one GPU: process {here.rank} is one of {here.local_world_size} on its node "
+            f"and sees {torch.cuda.device_count()} GPUs: start one process for each GPU (torchrun --nproc-per-node, "
+            "srun --ntasks-per-node), or with a GPU each (srun --gpus-per-task 1)"
         )
 
 
@@ -86,11 +129,8 @@ class Ranks:
             raise UserError("MASTER_ADDR and MASTER_PORT are not set: torchrun sets them; under Slurm export both")
         os.environ |= {"RANK": str(here.rank), "WORLD_SIZE": str(here.world_size), "LOCAL_RANK": str(here.local_rank)}
         os.environ["LOCAL_WORLD_SIZE"] = str(here.local_world_size)
-        several = any(record.several_devices for record in registry.written(config.strategy))
-        gpu = home(several, here.local_rank, here.local_world_size, torch.cuda.device_count())
-        device = torch.device("cuda", gpu) if torch.cuda.is_available() else torch.device("cpu")
+        device = own_device(here, config.strategy)
         if device.type == "cuda":
-            torch.cuda.set_device(device)
             take_share_of_node(here.local_world_size)
         self.store: Any = _own_store(here.rank)
         dist.init_process_group(
@@ -99,6 +139,12 @@ class Ranks:
             rank=here.rank,
             world_size=here.world_size,
         )
+        if device.type == "cuda":
+            try:
+                require_own_gpu(device, here, self.store)
+            except UserError:
+                self.leave()
+                raise
         self.place = Place(here.rank, here.world_size, here.local_rank, device)
 
     def leave(self) -> None:

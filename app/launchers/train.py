@@ -97,7 +97,7 @@ def _in_this_process(run: Run, config: Config, console: Console, settings: Setti
     if config.workers not in ("auto", "1"):
         raise UserError(
             f"launcher=local is one process, but workers={config.workers}: write workers=1, launcher=ray, or start "
-            f"with torchrun --nproc-per-node {config.workers} -m trireme train …"
+            f"with torchrun --nproc-per-node {config.workers} -m {names.module()} train …"
         )
     if (config.parallel.pp or 1) > 1 or "pipeline" in config.strategy:
         raise UserError(
@@ -154,7 +154,8 @@ def _under_torchrun(config: Config, console: Console, take_over: bool) -> Outcom
                 told.append(what)
                 tell(what)
 
-        where = f"{world} {'GPU' if ranks.place.device.type == 'cuda' else 'CPU'} processes of torchrun"
+        kind = "GPU" if ranks.place.device.type == "cuda" else "CPU"
+        where = f"{world} {kind} process{'es' if world > 1 else ''} of torchrun"
         launch = partial(_without_ray, TorchrunWorkers(ranks, say), world, here, where)
         try:
             outcome = _in_a_run(config, console, False, take_over, launch)

@@ -94,9 +94,19 @@ class FeedForward(nn.Module):
 
 
 class RMSNorm(nn.RMSNorm):
-    """With a weight of the input's type: torch has one kernel for that, and several where the types differ."""
+    """With a weight of the input's type: torch has one kernel for that, and several where the types differ.
+
+    The result is of that type too. On a GPU autocast of torch 2.12 and newer would compute it in float32 and give
+    float32 out, so that 16 bits would not stay 16 bits from block to block.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return self._normalised(x)
+        with torch.autocast(x.device.type, enabled=False):
+            return self._normalised(x)
+
+    def _normalised(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 

@@ -83,13 +83,30 @@ def settings_text(row: Estimate) -> str:
 
 
 def advice(plan: Plan) -> list[str]:
-    """Which strategy to use, with the figures behind it; and what would change it."""
+    """The answer first: what to use, how fast, at what cost and with how much room; then what speaks for another number
+    of GPUs, and what the step waits for."""
     machine, best = plan.machine, plan.best
     if best is None:
         return infeasible(plan)
-    sentences = _from_one_gpu(plan, best)
-    sentences.append(f"Use {best.candidate.layout.name}: {settings_text(best)}: {figures(best)}.")
+    sentences = [_answer(plan, best), *_from_one_gpu(plan, best), *_from_twice_as_many(plan, best)]
     return [*sentences, *_waiting(best), *([machine.assumed] if machine.assumed else [])]
+
+
+def _answer(plan: Plan, best: Estimate) -> str:
+    spare = size_text(best.capacity - best.memory_bytes)
+    where = f"{best.candidate.layout.name}{_devices(plan)}"
+    answer = f"Use {where} ({settings_text(best)}): {figures(best)}, {spare} to spare"
+    cost, steps = plan.layout(best)["cost_per_step"], plan.steps
+    if cost is not None and steps:
+        dollars = f"${cost * steps:,.2f}" if cost * steps >= 0.01 else "less than a cent"
+        answer += f"; {dollars} for the run of {steps:,} steps"
+    return f"{answer}."
+
+
+def _devices(plan: Plan) -> str:
+    """ " on 8 GPUs"; nothing of a CPU's cores."""
+    world = plan.machine.world
+    return "" if plan.machine.device.is_cpu else f" on {world} GPU{'s' if world > 1 else ''}"
 
 
 def _best(rows: list[Estimate]) -> Estimate | None:
@@ -103,14 +120,37 @@ def _from_one_gpu(plan: Plan, best: Estimate) -> list[str]:
     if one is None:
         return []
     needed, gain = size_text(one.memory_bytes), one.step_seconds / best.step_seconds
+    device = "worker" if plan.machine.device.is_cpu else "GPU"
     if not one.fits:
-        return [f"The model does not fit one GPU (at least {needed}, of {there:.0f} GiB): shard or split it."]
+        return [f"The model does not fit one {device} (at least {needed}, of {there:.0f} GiB): shard or split it."]
     if world == 1:
-        return [f"The model fits one GPU ({needed} of {there:.0f} GiB)."]
+        return [f"The model fits one {device} ({needed} of {there:.0f} GiB)."]
     return [
-        f"The model fits one GPU ({figures(one)}); {world} are {gain:.1f} × as fast, {100 * gain / world:.0f} % of "
-        f"ideal, so one GPU costs less while time does not matter."
+        f"The model fits one {device} ({figures(one)}); {world} are {gain:.1f} × as fast, {100 * gain / world:.0f} % "
+        f"of ideal, so one {device} costs less while time does not matter."
     ]
+
+
+MOST_DOUBLED = 64
+"""GPUs up to which it is said what twice as many would bring: beyond, planning those takes seconds."""
+
+
+NO_FASTER = 1.05
+
+
+def _from_twice_as_many(plan: Plan, best: Estimate) -> list[str]:
+    """What the next doubling would bring with the same global batch."""
+    world = plan.machine.world
+    if plan.machine.device.is_cpu or world > MOST_DOUBLED:
+        return []
+    fixed = {"train.activation_checkpointing": best.candidate.checkpointing}
+    twice = _best(plan.on_gpus(2 * world, fixed))
+    if twice is None or not twice.fits:
+        return []
+    gain = best.step_seconds / twice.step_seconds
+    if gain < NO_FASTER:
+        return [f"{2 * world} GPUs would be no faster."]
+    return [f"{2 * world} GPUs would be {gain:.2g} × as fast, and the run would cost {2 / gain:.2g} times as much."]
 
 
 def _waiting(best: Estimate) -> list[str]:

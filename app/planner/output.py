@@ -22,12 +22,21 @@ from strategies.dims import DEGREES
 COLUMNS = ("strategy", "degrees", "at once", "recompute", "precision", "GiB", "", "s/step", "{}/s", "MFU", "$/step")
 
 
-def text(plan: Plan, top: int = 8) -> str:
-    """The best layouts, the strategies' reasons, and the advice."""
+def text(plan: Plan, top: int = 5, *, with_reasons: bool = False, with_assumptions: bool = False) -> str:
+    """The advice, then the best layouts.
+
+    Args:
+        plan: What is planned.
+        top: Layouts to show.
+        with_reasons: Also why each strategy's best layout is, or is not, the best of all.
+        with_assumptions: Also what the devices are taken to reach.
+    """
     machine, read = plan.machine, plan.reader
     lines = [
+        *advice(plan),
+        "",
         f"{quantity(read.parameters / 1e6)} million parameters in {read.blocks} blocks, on {machine.world} × "
-        f"{machine.device.gpu.name} ({machine.device.capacity / GIB:.0f} GiB each, {machine.per_node} to a node)",
+        f"{machine.device.gpu.name} ({machine.device.capacity / GIB:.0f} GiB each, {machine.per_node} to a node): "
         f"{len(plan.rows):,} layouts, of which {sum(row.fits for row in plan.rows):,} fit",
         *([f"note: {read.note}"] if read.note else []),
         "",
@@ -35,16 +44,19 @@ def text(plan: Plan, top: int = 8) -> str:
         f"The first is the simplest of those within {100 * NEAR:.0f} % of the best. Speeds are the range in which 80 % "
         "of runs lie; with `close` a trial decides (--max-batch).",
         *_unmeasured(plan),
-        assumptions(machine.device, plan.rows[0].candidate.precision),
-        "",
-        "Why:",
-        *(f"  {family}: {reason}" for family, reason in families(plan).items()),
-        "",
-        *advice(plan),
     ]
     if machine.price_per_hour:
         lines.append("Prices are list prices of cluster/hardware.yaml; spot and reserved machines cost less.")
-    return "\n".join(lines)
+    if with_reasons:
+        lines += ["", "Why:", *(f"  {family}: {reason}" for family, reason in families(plan).items())]
+    if with_assumptions:
+        lines += ["", assumptions(machine.device, plan.rows[0].candidate.precision)]
+    missing = [option for option, is_there in ((WHY, with_reasons), (ASSUMPTIONS, with_assumptions)) if not is_there]
+    return "\n".join([*lines, *(["Further: " + "; ".join(missing) + "."] if missing else [])])
+
+
+WHY = "--why for each strategy's reason"
+ASSUMPTIONS = "--assumptions for what the devices are taken to reach"
 
 
 def _unmeasured(plan: Plan) -> list[str]:

@@ -1,8 +1,7 @@
-"""A run's trained weights as files for others: safetensors, one torch file, a folder that transformers loads, or its
-adapters, which peft loads.
+"""Export a run's trained weights: safetensors, a torch file, a transformers folder, peft adapters.
 
-The weights stream out of the sharded checkpoint file by file (app/checkpoint/reader.py); the folder appears
-when it is whole.
+The weights are read from the sharded checkpoint one file at a time (app/checkpoint/reader.py). The
+output folder appears under its name only when it is complete.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from app.checkpoint import Commit, Weights, export
 from app.errors import UserError, nearest
@@ -30,7 +29,7 @@ FORMATS = ("safetensors", "huggingface", "peft", "torch")
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """The files that an export has written."""
 
     step: int
     format: str
@@ -47,51 +46,72 @@ def export_run(
     step: int | None = None,
     warn: Callable[[str], None] = lambda sentence: None,
 ) -> Exported:
-    """Writes the newest good checkpoint of the run's folder (or that of `step`) into the folder `out`.
+    """Export a checkpoint of a run.
 
-    out: must be empty or not exist; default: export/FORMAT-step-N in the run's folder, or, if that is in an object
-        store, here. warn: told of each damaged checkpoint that was skipped.
+    Args:
+        run: The run's folder.
+        to: One of `FORMATS`.
+        out: The folder to write, which must be empty or not exist. By default
+            export/FORMAT-step-N in the run's folder, or, if that is in an object store,
+            RUN-FORMAT-step-N in the current folder.
+        step: The checkpoint of this step; None means the newest good one.
+        warn: Called with a sentence for each damaged checkpoint that is skipped.
+
+    Raises:
+        UserError: The run has no such checkpoint, its task does not support the format, or the
+            folder cannot be written.
     """
     if to not in FORMATS:
-        what = f"is {to!r}{nearest(to, FORMATS)}" if to else "is not given"
-        raise UserError(f"--to {what}; it can be {', '.join(FORMATS)}")
+        problem = f"is {to!r}{nearest(to, FORMATS)}" if to else "is not given"
+        raise UserError(f"--to {problem}; it can be {', '.join(FORMATS)}")
     storage = open_run(run)
     commit = checkpoint_of(storage, step, warn)
-    folder = _out(storage, to, commit.step, out)
+    folder = _output_folder(storage, out, name=f"{to}-step-{commit.step:08d}")
     task = _hugging_face(storage) if to in ("huggingface", "peft") else None
     if to == "peft" and task is not None and task.recipe.adapters is None:
-        raise UserError("the run has trained all weights, not adapters (task_args.lora): write --to huggingface")
-    with _appears(folder) as made:
+        raise UserError(
+            "the run has trained all weights, not adapters (task_args.lora): write --to huggingface"
+        )
+    with _atomic_folder(folder) as temporary:
         if task is not None and task.recipe.adapters is not None:
-            _write_adapted(task, commit, made, merged=to == "huggingface")
+            _write_adapted(task, commit, temporary, merge=to == "huggingface")
         elif task is not None:
-            _write_model_folder(task, commit, made)
+            _write_model_folder(task, commit, temporary)
         else:
-            export(commit, to="torch" if to == "torch" else "safetensors", out=made)
-        sizes = {path.name: path.stat().st_size for path in sorted(made.iterdir())}
-    return Exported(commit.step, to, folder, list(sizes), sum(sizes.values()))
-
-
-def _out(storage: Storage, to: str, step: int, written: str | None) -> Path:
-    name = f"{to}-step-{step:08d}"
-    usual = (
-        storage.local_path / "export" / name if storage.is_local else Path(f"{storage.url.rsplit('/', 1)[-1]}-{name}")
+            export(commit, to="torch" if to == "torch" else "safetensors", out=temporary)
+        sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
+    return Exported(
+        step=commit.step, format=to, folder=folder, files=list(sizes), size=sum(sizes.values())
     )
-    folder = usual if written is None else Path(written).expanduser()
+
+
+def _output_folder(storage: Storage, out: str | None, *, name: str) -> Path:
+    """The folder that --out names, or the default one, after a check that it is empty."""
+    if out is not None:
+        folder = Path(out).expanduser()
+    elif storage.is_local:
+        folder = storage.local_path / "export" / name
+    else:
+        run_name = storage.url.rsplit("/", 1)[-1]
+        folder = Path(f"{run_name}-{name}")
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise UserError(f"{folder} holds something already; write an empty or a new folder as --out")
+        raise UserError(f"{folder} is not empty; write an empty or a new folder as --out")
     return folder
 
 
 def _hugging_face(storage: Storage) -> HuggingFace:
-    """The run's task, if it is one whose model transformers can load."""
+    """The run's task, if transformers can load its model.
+
+    Raises:
+        UserError: It is another task.
+    """
     from app.tasks.huggingface.task import HuggingFace
 
     task = task_of(storage)
     if not isinstance(task, HuggingFace):
         raise UserError(
-            f"the run's task is {type(task).__name__}, whose model transformers does not have; write --to safetensors "
-            "or torch"
+            f"the run's task is {type(task).__name__}, whose model transformers does not have; "
+            "write --to safetensors or torch"
         )
     return task
 
@@ -100,17 +120,19 @@ def _write_model_folder(task: HuggingFace, commit: Commit, folder: Path) -> None
     model = task.structure()
     require_same(model, Weights(commit))
     task.write_folder(folder)
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})  # names of parameters that are another's too
+    # Tied parameters have two names; transformers expects only one of them in the file.
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     export(commit, to="safetensors", out=folder, leave_out=tied)
 
 
-def _write_adapted(task: HuggingFace, commit: Commit, folder: Path, merged: bool) -> None:
-    """The adapters in peft's own format; merged: the whole model, with what they have learnt added to its weights."""
-    model: Any = task.recipe.wrapped()
-    inner, weights = model.get_base_model(), Weights(commit)
-    require_same(inner, weights)
-    inner.load_state_dict({name: weights.read(name) for name in inner.state_dict()})
-    if merged:
+def _write_adapted(task: HuggingFace, commit: Commit, folder: Path, *, merge: bool) -> None:
+    """Write the adapters in peft's format, or with `merge` the model with the adapters merged."""
+    model = task.recipe.wrapped()
+    base_model = model.get_base_model()
+    weights = Weights(commit)
+    require_same(base_model, weights)
+    base_model.load_state_dict({name: weights.read(name) for name in base_model.state_dict()})
+    if merge:
         model.merge_and_unload().save_pretrained(folder)
         task.write_folder(folder)
     else:
@@ -119,13 +141,15 @@ def _write_adapted(task: HuggingFace, commit: Commit, folder: Path, merged: bool
 
 
 @contextmanager
-def _appears(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which is in its place once it is full."""
+def _atomic_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to `folder` when the block ends without an error."""
     temporary = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         temporary.mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror}); write another folder as --out") from error
+        raise UserError(
+            f"{folder} cannot be written ({error.strerror}); write another folder as --out"
+        ) from error
     try:
         yield temporary
         os.replace(temporary, folder)

@@ -1,4 +1,4 @@
-"""Text from a trained language model: what most probably comes next, token by token."""
+"""Text from a trained language model, drawn token by token."""
 
 from __future__ import annotations
 
@@ -22,10 +22,18 @@ from app.tasks.language import TextInput
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from the probabilities of all.
+    """How to draw the next token from the model's probabilities.
 
-    temperature: divides the logits; 0 takes the most probable. top_k: of that many of the most probable. top_p: of the
-    fewest whose probabilities reach this (Holtzman et al. 2020)."""
+    Args:
+        max_tokens: How many tokens to add at most.
+        temperature: Divides the logits; 0 takes the most probable token.
+        top_k: Draw only from this many of the most probable tokens.
+        top_p: Draw only from the fewest tokens whose probabilities together reach this (nucleus
+            sampling, Holtzman et al. 2020).
+
+    Raises:
+        UserError: A value is out of its range.
+    """
 
     max_tokens: int = 200
     temperature: float = 0.8
@@ -33,140 +41,203 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        wrong = {
-            "max-tokens": self.max_tokens if self.max_tokens < 1 else None,
-            "temperature": self.temperature if self.temperature < 0 else None,
-            "top-k": self.top_k if self.top_k is not None and self.top_k < 1 else None,
-            "top-p": self.top_p if self.top_p is not None and not 0 < self.top_p <= 1 else None,
-        }
-        for name, value in wrong.items():
-            if value is not None:
-                limits = (
-                    "above 0 and at most 1"
-                    if name == "top-p"
-                    else "at least 0"
-                    if name == "temperature"
-                    else "1 or more"
-                )
-                raise UserError(f"--{name} is {value}, but it must be {limits}")
+        if self.max_tokens < 1:
+            raise _out_of_range("max-tokens", self.max_tokens, "1 or more")
+        if self.temperature < 0:
+            raise _out_of_range("temperature", self.temperature, "at least 0")
+        if self.top_k is not None and self.top_k < 1:
+            raise _out_of_range("top-k", self.top_k, "1 or more")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise _out_of_range("top-p", self.top_p, "above 0 and at most 1")
 
     def draw(self, logits_V: Tensor, generator: torch.Generator) -> int:
-        """A token's number; generator: of the logits' device."""
+        """Draw a token.
+
+        Args:
+            logits_V: The logits of all tokens, (vocabulary,).
+            generator: A random-number generator on the device of the logits.
+
+        Returns:
+            The token's id.
+        """
         if self.temperature == 0:
             return int(logits_V.argmax())
         sorted_V, order_V = (logits_V.float() / self.temperature).sort(descending=True)
         if self.top_k is not None:
             sorted_V = sorted_V[: self.top_k]
-        chances_V = sorted_V.softmax(0)
-        if self.top_p is not None:  # a token is left out when those before it reach top_p already
-            chances_V = chances_V * (chances_V.cumsum(0) - chances_V < self.top_p)
-        return int(order_V[torch.multinomial(chances_V, 1, generator=generator)])
+        probabilities_V = sorted_V.softmax(0)
+        if self.top_p is not None:
+            # Drop a token if the more probable ones already reach top_p.
+            preceding_V = probabilities_V.cumsum(0) - probabilities_V
+            probabilities_V = probabilities_V * (preceding_V < self.top_p)
+        return int(order_V[torch.multinomial(probabilities_V, 1, generator=generator)])
+
+
+def _out_of_range(option: str, value: float, limits: str) -> UserError:
+    return UserError(f"--{option} is {value}, but it must be {limits}")
 
 
 def text_input(task: Task) -> TextInput | PairsInput:
-    """How the task turns texts into tokens and back. Raises UserError: it is not a language model's."""
-    found = task.preprocessor()
-    if not isinstance(found, (TextInput, PairsInput)):
+    """The preprocessor that turns texts into tokens for the task's model, and tokens into texts.
+
+    Raises:
+        UserError: The task does not train a language model.
+    """
+    preprocessor = task.preprocessor()
+    if not isinstance(preprocessor, (TextInput, PairsInput)):
         raise UserError(
-            f"the run's task is {type(task).__name__}, which does not continue texts: this is for language models "
-            "whose task_args name their tokenizer"
+            f"the run's task is {type(task).__name__}, which does not continue texts: "
+            "this is for language models whose task_args name their tokenizer"
         )
-    return found
+    return preprocessor
 
 
 def continuation(
-    model: nn.Module, given: TextInput | PairsInput, prompt: str, sampling: Sampling, generator: torch.Generator
+    model: nn.Module,
+    preprocessor: TextInput | PairsInput,
+    prompt: str,
+    *,
+    sampling: Sampling,
+    generator: torch.Generator,
 ) -> Iterator[str]:
-    """The text that follows the prompt (of a model with an encoder: that it makes of the prompt), piece by piece as it
-    is drawn, until its end or `max_tokens`."""
-    reader: _Reader
-    if isinstance(given, PairsInput):
-        reader, tokens = _PairsReader(model, given, prompt), torch.tensor([[given.start]])
+    """Generate text from a prompt.
+
+    Args:
+        model: The trained model, in evaluation mode.
+        preprocessor: From `text_input`.
+        prompt: The text to continue; a model with an encoder reads it and writes a text of its own.
+        sampling: How to draw tokens, and how many.
+        generator: A random-number generator on the model's device.
+
+    Yields:
+        The generated text in pieces, as tokens are drawn, until the model ends it or `max_tokens`.
+    """
+    predictor: _NextToken
+    if isinstance(preprocessor, PairsInput):
+        predictor = _EncoderDecoderNextToken(model, preprocessor, prompt)
+        tokens_BT = torch.tensor([[preprocessor.start]])
     else:
-        reader, tokens = _Reader(model, given), given.encode(prompt)
-    if given.end or isinstance(given, PairsInput):  # an answer
+        predictor = _NextToken(model, preprocessor)
+        tokens_BT = preprocessor.encode(prompt)
+    is_answer = bool(preprocessor.end) or isinstance(preprocessor, PairsInput)
+    if is_answer:
         yield "\n"
-    text, shown, first = "", "", tokens.shape[1]
-    ends = _end_tokens(model)
-    with contextlib.closing(reader):
-        for _ in range(min(sampling.max_tokens, reader.most)):
-            token = sampling.draw(reader.logits(tokens), generator)
-            if token in ends:
+    prompt_tokens = tokens_BT.shape[1]
+    end_tokens = _end_tokens(model)
+    text = ""
+    shown = 0  # characters of `text` that have been yielded
+    with contextlib.closing(predictor):
+        for _ in range(min(sampling.max_tokens, predictor.max_tokens)):
+            token = sampling.draw(predictor.logits(tokens_BT), generator)
+            if token in end_tokens:
                 break
-            tokens = torch.cat([tokens, torch.tensor([[token]])], 1)
-            text, ended, _ = given.decode(tokens[0, first:].tolist()).partition(given.end or "\0")
-            sure = text if ended else text[: len(text) - len(given.end)]
-            if not sure.endswith("\N{REPLACEMENT CHARACTER}"):  # else part of a letter, or of nothing
-                yield sure[len(shown) :]
-                shown = sure
-            if ended:
+            tokens_BT = torch.cat([tokens_BT, torch.tensor([[token]])], 1)
+            decoded = preprocessor.decode(tokens_BT[0, prompt_tokens:].tolist())
+            text, is_ended, _ = decoded.partition(preprocessor.end or "\0")
+            # The last characters may be the beginning of the end marker.
+            stable = text if is_ended else text[: len(text) - len(preprocessor.end)]
+            # A replacement character stands for the first bytes of a longer character.
+            if not stable.endswith("\N{REPLACEMENT CHARACTER}"):
+                yield stable[shown:]
+                shown = len(stable)
+            if is_ended:
                 break
-    yield text[len(shown) :]
+    yield text[shown:]
 
 
-class _Reader:
-    """Logits after the last token, with the keys and values of those before kept, as far as the model looks back; of a
-    model that is neither of `transformers` nor a GPT of ours, everything is computed again."""
+class _NextToken:
+    """The logits of the next token, with a key-value cache as far as the model looks back.
 
-    def __init__(self, model: nn.Module, given: TextInput) -> None:
-        self.model, self.given = model, given
+    A model that is neither from `transformers` nor our GPT computes every token again.
+
+    Args:
+        model: The language model.
+        preprocessor: How the model is called.
+    """
+
+    def __init__(self, model: nn.Module, preprocessor: TextInput) -> None:
+        self.model = model
+        self.preprocessor = preprocessor
         self.attentions = [module for module in model.modules() if isinstance(module, Attention)]
-        self.cache = _cache_name(model)
-        self.most = sys.maxsize
-        """Tokens that the model can write."""
-        self.past: Any = None
-        self.seen = 0
-        self._keep([])
+        self.cache_name = _cache_name(model)
+        self.max_tokens = sys.maxsize  # that the model can write
+        self.cache: Any = None
+        self.seen = 0  # tokens that are in the cache
+        self._set_kept([])
 
     @torch.no_grad()
     def logits(self, tokens_BT: Tensor) -> Tensor:
-        """tokens_BT: (1, T). Returns (V,)."""
-        new, end = tokens_BT[:, self.seen :], tokens_BT.shape[1]
-        if end > self.given.longest or not (self.attentions or "use_cache" in self.given.keywords):
-            self._keep(None)
-            return logits_of(called(self.model, self.given(tokens_BT)))[0, -1]
+        """The logits of the token after these.
+
+        Args:
+            tokens_BT: All tokens so far, (1, T).
+
+        Returns:
+            Logits, (vocabulary,).
+        """
+        end = tokens_BT.shape[1]
+        is_cached = bool(self.attentions) or "use_cache" in self.preprocessor.keywords
+        if end > self.preprocessor.longest or not is_cached:
+            self._set_kept(None)
+            return logits_of(called(self.model, self.preprocessor(tokens_BT)))[0, -1]
+        new_BT = tokens_BT[:, self.seen :]
         if self.attentions:
-            places = torch.arange(self.seen, end)[None]
-            output = called(self.model, {"tokens_BT": new, "position_ids": places})
+            positions = torch.arange(self.seen, end)[None]
+            output = called(self.model, {"tokens_BT": new_BT, "position_ids": positions})
         else:
-            output = called(self.model, {self.given.keyword: new, "use_cache": True, self.cache: self.past})
-            self.past = output[self.cache]
+            arguments = {
+                self.preprocessor.keyword: new_BT,
+                "use_cache": True,
+                self.cache_name: self.cache,
+            }
+            output = called(self.model, arguments)
+            self.cache = output[self.cache_name]
         self.seen = end
         return logits_of(output)[0, -1]
 
     def close(self) -> None:
-        self._keep(None)
+        self._set_kept(None)
 
-    def _keep(self, kept: list[Tensor] | None) -> None:
+    def _set_kept(self, kept: list[Tensor] | None) -> None:
         for attention in self.attentions:
             attention.kept = kept
 
 
-class _PairsReader(_Reader):
-    """The same of a decoder, whose encoder reads the prompt once."""
+class _EncoderDecoderNextToken(_NextToken):
+    """The same for a decoder whose encoder reads the prompt once."""
 
-    def __init__(self, model: nn.Module, given: PairsInput, prompt: str) -> None:
-        super().__init__(model, given)  # type: ignore[arg-type]
-        self.most = getattr(model.config, "max_position_embeddings", self.most)  # BART's; T5 has no such limit
-        self.source = given([prompt])
+    def __init__(self, model: nn.Module, preprocessor: PairsInput, prompt: str) -> None:
+        super().__init__(model, preprocessor)  # type: ignore[arg-type]
+        # BART has a limit, T5 has none.
+        self.max_tokens = getattr(model.config, "max_position_embeddings", self.max_tokens)
+        self.encoder_inputs = preprocessor([prompt])
 
     @torch.no_grad()
     def logits(self, tokens_BT: Tensor) -> Tensor:
-        asked = self.source | {"decoder_input_ids": tokens_BT[:, self.seen :], "use_cache": True, self.cache: self.past}
-        output = called(self.model, asked)
-        self.past, self.seen = output[self.cache], tokens_BT.shape[1]
-        if "encoder_outputs" not in self.source:
-            del self.source["input_ids"]
-            self.source["encoder_outputs"] = (output.encoder_last_hidden_state,)
+        arguments = {
+            **self.encoder_inputs,
+            "decoder_input_ids": tokens_BT[:, self.seen :],
+            "use_cache": True,
+            self.cache_name: self.cache,
+        }
+        output = called(self.model, arguments)
+        self.cache = output[self.cache_name]
+        self.seen = tokens_BT.shape[1]
+        if "encoder_outputs" not in self.encoder_inputs:
+            del self.encoder_inputs["input_ids"]
+            self.encoder_inputs["encoder_outputs"] = (output.encoder_last_hidden_state,)
         return logits_of(output)[0, -1]
 
 
 def _cache_name(model: nn.Module) -> str:
-    """What a model of `transformers` calls the keys and values of tokens before: from 5.24 on `cache`."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    """The argument of a `transformers` model for its key-value cache, which 5.24 renamed."""
+    is_renamed = "cache" in inspect.signature(model.forward).parameters
+    return "cache" if is_renamed else "past_key_values"
 
 
 def _end_tokens(model: nn.Module) -> set[int]:
-    """Of a model of `transformers`; others have none."""
-    found = getattr(getattr(model, "config", None), "eos_token_id", None)
-    return set(found) if isinstance(found, list) else {found} if isinstance(found, int) else set()
+    """The end-of-text tokens of a `transformers` model; other models have none."""
+    token_ids = getattr(getattr(model, "config", None), "eos_token_id", None)
+    if isinstance(token_ids, int):
+        return {token_ids}
+    return set(token_ids) if isinstance(token_ids, list) else set()

@@ -1,28 +1,36 @@
-"""What a run has logged, as a table: from the spool that its driver left on this machine, else from MLflow."""
+"""A run's logged metrics as a table: from the spool on this machine, else from MLflow."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from app.errors import UserError
 from app.run.manifest import local_folder
 from app.storage.storage import Storage
 from app.tracking.settings import resolve_tracking
-from app.tracking.spool import read
+from app.tracking.spool import Event, read
 
 if TYPE_CHECKING:
     import pandas
 
 Curves = dict[str, dict[int, float]]
+"""For each metric, its value at each step."""
 
 
 def history(storage: Storage) -> pandas.DataFrame:
-    """A row for each step at which something was logged, a column for each metric; the machines' own are left out.
+    """The metrics of a run, without the system metrics of its machines.
 
-    Raises UserError: the run has logged nowhere that can be read here.
+    Args:
+        storage: The run's folder.
+
+    Returns:
+        A row for each step at which something was logged, and a column for each metric.
+
+    Raises:
+        UserError: Neither a spool on this machine nor an MLflow run has the metrics.
     """
     import pandas
 
@@ -33,27 +41,36 @@ def history(storage: Storage) -> pandas.DataFrame:
     elif manifest.get("mlflow_run_id"):
         curves = _from_mlflow(storage, manifest["mlflow_run_id"])
     else:
-        raise UserError(f"{storage.url} has no metrics: it was not tracked, or on a machine whose spool is not here")
-    return pandas.DataFrame({name: pandas.Series(curve) for name, curve in curves.items()}).rename_axis("step")
+        raise UserError(
+            f"{storage.url} has no metrics: "
+            "the run was not tracked, or its spool is on another machine"
+        )
+    columns = {name: pandas.Series(curve) for name, curve in curves.items()}
+    return pandas.DataFrame(columns).rename_axis("step")
 
 
 def _from_spool(spool: Path) -> Curves:
     curves: Curves = {}
     for event in _events(spool):
-        if event.get("type") != "metrics" or event.get("step") is None:  # a machine's have times instead
+        # System metrics have a time instead of a step.
+        if event.get("type") != "metrics" or event.get("step") is None:
             continue
+        step = event["step"]
         for name, value in event["values"].items():
             curve = curves.setdefault(name, {})
-            if not curve or event["step"] > next(reversed(curve)):  # else a step that was taken again, as for MLflow
-                curve[event["step"]] = value
+            # A resumed run repeats steps; the first value of a step counts, as in MLflow.
+            is_replay = bool(curve) and step <= next(reversed(curve))
+            if not is_replay:
+                curve[step] = value
     return curves
 
 
-def _events(spool: Path) -> Iterator[dict[str, Any]]:
+def _events(spool: Path) -> Iterator[Event]:
     offset = 0
-    while found := read(spool, offset):
-        yield from (event for event, _ in found)
-        offset = found[-1][1]
+    while events := read(spool, offset):
+        for event, end in events:
+            yield event
+            offset = end
 
 
 def _from_mlflow(storage: Storage, run_id: str) -> Curves:
@@ -61,6 +78,12 @@ def _from_mlflow(storage: Storage, run_id: str) -> Curves:
 
     from app.results.trained import config_of
 
-    client = MlflowClient(resolve_tracking(config_of(storage).tracking, storage.url.rpartition("/")[0]).uri)
+    storage_root = storage.url.rpartition("/")[0]
+    settings = resolve_tracking(config_of(storage).tracking, storage_root)
+    client = MlflowClient(settings.uri)
     names = [name for name in client.get_run(run_id).data.metrics if not name.startswith("system/")]
-    return {name: {p.step: p.value for p in client.get_metric_history(run_id, name)} for name in names}
+    curves: Curves = {}
+    for name in names:
+        points = client.get_metric_history(run_id, name)
+        curves[name] = {point.step: point.value for point in points}
+    return curves

@@ -170,7 +170,9 @@ class LanguageModelling(InParts):
         if stream:
             least, self.bytes_per_token = self._stream(data, text, tokenizer, eval_samples), None
         for source in () if stream else sources:
-            files, least, self.bytes_per_token = read_tokens(source, tokenizer, token_dtype, vocab_size, text)
+            files, least, self.bytes_per_token = read_tokens(
+                source, tokenizer=tokenizer, token_dtype=token_dtype, vocab_size=vocab_size, text=text
+            )
             read.append(files)
         self.vocab_size = vocab_size or least
         if self.vocab_size < least:

@@ -129,11 +129,11 @@ class Tabular(Classification):
         columns, path = read_table(data, text=named, refuse_numbers_in_text=True)
         if target is None:
             raise UserError(f"task_args.target is needed: a column of {data} to predict; it has {', '.join(columns)}")
-        require_column(columns, target, "task_args.target", data)
+        require_column(columns, target, key="task_args.target", source=data)
         for name in left_out:
-            require_column(columns, name, "task_args.ignore", data)
+            require_column(columns, name, key="task_args.ignore", source=data)
         for name in named:
-            values = column_of(columns, name, "task_args.categories", data).values
+            values = column_of(columns, name, key="task_args.categories", source=data).values
             values[[value in MISSING for value in values]] = None
         goal = columns[target]
         rows = np.flatnonzero(~goal.missing())

@@ -359,7 +359,8 @@ class Training:
             StepsDone(
                 step=agreed.step,
                 steps=self.job.steps,
-                loss=self.progress.latest.get("train/loss"),
+                # One of before a resume is of no step of this start.
+                loss=self.progress.latest.get("train/loss") if self.logged_at else None,
                 loss_step=self.logged_at,
                 rate=self.speed.items_per_second,
                 unit=unit,

@@ -16,9 +16,9 @@ Backward takes sets one by one too: with l and o of *all* keys, pⱼ = exp(sⱼ 
 so one set's dq, dk and dv need nothing of another. Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867;
 Dao et al. 2022, https://arxiv.org/abs/2205.14135.
 
-Where torch has a flash kernel for the tensors that gives l (on GPUs in 16 bits, on CPUs), that computes; else products
-of a few queries at a time, so that the scores never exist whole. `operator` makes of a method's forward and backward
-an operation of torch's own: compiled code calls it, and selective recomputation keeps what it gave.
+Where torch has a kernel for the tensors that gives l (on GPUs in 16 bits: cuDNN's or flash; on CPUs), that computes;
+else products of a few queries at a time, so that the scores never exist whole. `operator` makes of a method's forward
+and backward an operation of torch's own: compiled code calls it, and selective recomputation keeps what it gave.
 
 Shapes: q (B, H, T, K); k, v (B, G, S, K), where H/G query heads share a key head; o as q; l (B, H, T), float32.
 """

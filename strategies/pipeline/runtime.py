@@ -93,7 +93,8 @@ class Runtime:
         release = "W" if schedule.split else "B"
         final = {op.chunk: i for i, op in enumerate(ops) if op.kind == release}
         seed = torch.initial_seed()
-        with self.autocast():  # remembers cast weights until it ends: all micro-batches in flight share one copy
+        # Both remember cast weights until they end: all micro-batches in flight share one copy of each.
+        with self.autocast(), self.deferred.casting_once():
             self._play(schedule, step, device, seed, ops, final)
         seed_generators(_mixed(seed, self.placement.parts, 0), device)
         self.comm.settle()

@@ -11,8 +11,9 @@ past the hooks that data parallelism relies on. Here x and dy are all that waits
 gathered, this worker's part.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +33,20 @@ class DeferredWeightGrad(TorchFunctionMode):
         super().__init__()
         self.waiting: list[Callable[[], None]] | None = None
         """None: nothing is deferred."""
+        self.narrow: dict[tuple[int, torch.dtype], Tensor] | None = None
+        """Weights as autocast computes with them, by id; None: they are cast whenever they are used."""
+
+    @contextlib.contextmanager
+    def casting_once(self) -> Iterator[None]:
+        """Within it, during which no weight changes, all micro-batches in flight share one 16-bit copy of each weight.
+
+        Autocast remembers its own copies, but only of what it is given as a parameter. Here it would be given the
+        weight without its gradient, which is found by itself."""
+        self.narrow = {}
+        try:
+            yield
+        finally:
+            self.narrow = None
 
     def wrap(self, module: nn.Module) -> None:
         """In place, and inside of whatever recomputes the module's forward in backward.
@@ -61,7 +76,19 @@ class DeferredWeightGrad(TorchFunctionMode):
         if parameter is None:
             return None
         source = gathered_from(input, weight)
-        return _Linear.apply(*_cast(input, weight.detach(), bias), parameter, self, *(source or (None, None)))
+        x = input.to(_product_dtype(input))
+        b = None if bias is None else bias.to(_product_dtype(bias))
+        return _Linear.apply(x, self._narrowed(weight), b, parameter, self, *(source or (None, None)))
+
+    def _narrowed(self, weight: Tensor) -> Tensor:
+        """The weight as autocast computes with it, without a gradient of its own."""
+        dtype, plain = _product_dtype(weight), weight.detach()
+        if self.narrow is None or not weight.is_leaf or weight.dtype == dtype:
+            return plain.to(dtype)
+        key = (id(weight), dtype)
+        if key not in self.narrow:
+            self.narrow[key] = plain.to(dtype)
+        return self.narrow[key]
 
     def put(self, work: Callable[[], None]) -> None:
         if self.waiting is None:
@@ -120,13 +147,10 @@ def _parameter(input: Any, weight: Any) -> Tensor | None:
     return getattr(weight, "of_parameter", None)
 
 
-def _cast(x: Tensor, w: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As autocast would."""
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """What autocast computes products of `x` in."""
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
-        return x, w, b
-    dtype = torch.get_autocast_dtype(kind)
-    return x.to(dtype), w.to(dtype), None if b is None else b.to(dtype)
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def finish(waiting: list[Callable[[], None]]) -> None:

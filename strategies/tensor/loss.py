@@ -8,6 +8,9 @@ With V words over R workers, each holds (N, V/R) logits. With m the largest logi
 so 3·N numbers are all-reduced instead of N·V gathered: for V = 128,000 that is the difference between kilobytes and
 gigabytes. Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, §3.
 
+It is computed in float32 from logits that may have 16 bits, rows by rows, and again in backward from the logits, the
+rows' m and s: what is kept is the logits, and no float32 number for each of them, of which there would be four at once.
+
 The head returns `VocabularyLogits`, a tensor that knows that it is split. `F.cross_entropy` of it is the above; views,
 casts and slices of rows leave it split; anything else gathers first, and is right too, at a higher cost. So a task's
 loss is plain PyTorch and gets a plain tensor.
@@ -16,21 +19,28 @@ loss is plain PyTorch and gets a plain tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from strategies.tensor.ops import Peers, gather_features
 from strategies.tree import tree_map
 
+CHUNK_NUMBERS = 1 << 24
+"""Of logits that are float32 at once: 64 MiB, large enough to fill a GPU."""
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _NOTHING = torch.empty(0, device="meta")  # under a fake mode no tensor made there could be of another class
 
 
 class VocabularyLogits(Tensor):
-    """Logits (…, V) of which this worker holds the columns `peers.bounds(V)` in `local`; itself without storage."""
+    """Logits (…, V) of which this worker holds the columns `peers.bounds(V)` in `local`; itself without storage.
+
+    dtype: of the logits; `local` has 16 bits still where they were made float32, as losses do, and nothing needs that.
+    """
 
     local: Tensor
     peers: Peers
@@ -38,14 +48,21 @@ class VocabularyLogits(Tensor):
     meta: Tensor
 
     @staticmethod
-    def __new__(cls, local: Tensor, peers: Peers, vocabulary: int) -> VocabularyLogits:
-        meta = torch.empty((*local.shape[:-1], vocabulary), dtype=local.dtype, device="meta")
+    def __new__(
+        cls, local: Tensor, peers: Peers, vocabulary: int, dtype: torch.dtype | None = None
+    ) -> VocabularyLogits:
+        meta = torch.empty((*local.shape[:-1], vocabulary), dtype=dtype or local.dtype, device="meta")
         self = _NOTHING.as_subclass(cls)
         self.local, self.peers, self.vocabulary, self.meta = local, peers, vocabulary, meta
         return self
 
     def gathered(self) -> Tensor:
-        return gather_features(self.local, self.peers, self.vocabulary)
+        return gather_features(self.local, self.peers, self.vocabulary).to(self.meta.dtype)
+
+    def own(self) -> Tensor:
+        """This worker's columns, in the logits' type from here on."""
+        self.local = self.local.to(self.meta.dtype)
+        return self.local
 
     @classmethod
     def __torch_function__(
@@ -61,10 +78,16 @@ class VocabularyLogits(Tensor):
             logits = args[0]
             if name in _ATTRIBUTES or func in _GETTERS:
                 return func(logits.meta, *args[1:], **kwargs)
+            if logits.local.dtype in SIXTEEN_BITS and _makes_float32(name, args[1:], kwargs):
+                return VocabularyLogits(logits.local, logits.peers, logits.vocabulary, torch.float32)
             if name in _ROWWISE and (own := _own_arguments(name, logits, args[1:], kwargs)) is not None:
-                return VocabularyLogits(func(logits.local, *own, **kwargs), logits.peers, logits.vocabulary)
-            if name in _HOOKS or func in _OF_LOCAL:
+                local = func(logits.local, *own, **kwargs)
+                dtype = local.dtype if name in _CASTS else logits.meta.dtype
+                return VocabularyLogits(local, logits.peers, logits.vocabulary, dtype)
+            if func in _OF_LOCAL:
                 return func(logits.local, *args[1:], **kwargs)
+            if name in _HOOKS:
+                return func(logits.own(), *args[1:], **kwargs)
         args, kwargs = tree_map(lambda x: x.gathered() if isinstance(x, VocabularyLogits) else x, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
@@ -76,9 +99,13 @@ _GETTERS = frozenset(getattr(Tensor, name).__get__ for name in ("shape", "dtype"
 _LOCAL_NAMES = ("device", "is_cuda", "is_cpu", "is_mps", "is_meta", "requires_grad", "grad_fn", "is_leaf")
 _OF_LOCAL = frozenset(getattr(Tensor, name).__get__ for name in _LOCAL_NAMES)
 _HOOKS = frozenset({"register_hook", "retain_grad", "backward"})
-_ROWWISE = frozenset(
-    {"float", "to", "double", "half", "bfloat16", "contiguous", "clone", "view", "reshape", "flatten", "__getitem__"}
-)
+_CASTS = frozenset({"float", "to", "double", "half", "bfloat16"})
+_ROWWISE = _CASTS | {"contiguous", "clone", "view", "reshape", "flatten", "__getitem__"}
+
+
+def _makes_float32(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the call changes logits to float32, and does nothing else."""
+    return not kwargs and ((name == "float" and not args) or (name == "to" and args == (torch.float32,)))
 
 
 def _own_arguments(name: str, logits: VocabularyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -132,33 +159,47 @@ def _cross_entropy(
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """(N, V/R) logits, (N,) targets, (N,) whether each counts → (N,) losses."""
+    """(N, V/R) logits, (N,) targets, (N,) whether each counts → (N,) losses, float32 (float64 of float64)."""
 
     @staticmethod
     def forward(
         ctx: Any, local: Tensor, target: Tensor, counted: Tensor, peers: Peers, vocabulary: int, smoothing: float
     ) -> Tensor:
-        logits = local.float()
+        wide = torch.promote_types(local.dtype, torch.float32)
         start, end = peers.bounds(vocabulary)
-        lowest = logits.new_full((logits.size(0), 1), -torch.inf)
-        largest = peers.all_reduce(torch.cat([logits, lowest], 1).amax(1) if end == start else logits.amax(1), "max")
-        shifted = logits - largest.unsqueeze(1)
+        lowest = local.new_full((local.size(0),), -torch.inf)
+        largest = peers.all_reduce((local.amax(1) if end > start else lowest).to(wide), "max")
         mine = (target >= start) & (target < end)
         column = (target - start).where(mine, 0).unsqueeze(1)
-        at_target = shifted.gather(1, column).squeeze(1) * mine if end > start else torch.zeros_like(largest)
-        spread = shifted.sum(1) if smoothing else torch.zeros_like(largest)
-        exponentials = shifted.exp()
-        sums = peers.all_reduce(torch.stack([exponentials.sum(1), at_target, spread]))
-        logarithm = sums[0].log()
-        losses = logarithm - (1 - smoothing) * sums[1] - smoothing * sums[2] / vocabulary
-        ctx.save_for_backward(exponentials / sums[0].unsqueeze(1), column, mine, counted)
-        ctx.dtype, ctx.smoothing, ctx.vocabulary = local.dtype, smoothing, vocabulary
+        sums = local.new_zeros((3, local.size(0)), dtype=wide)  # of exponentials, at the target, of logits; less m each
+        for some in _chunks(local) if end > start else ():
+            shifted = local[some] - largest[some, None]
+            sums[1, some] = shifted.gather(1, column[some]).squeeze(1) * mine[some]
+            if smoothing:
+                sums[2, some] = shifted.sum(1)
+            sums[0, some] = shifted.exp_().sum(1)
+        sums = peers.all_reduce(sums)
+        losses = sums[0].log() - (1 - smoothing) * sums[1] - smoothing * sums[2] / vocabulary
+        ctx.save_for_backward(local, largest, sums[0], column, mine, counted)
+        ctx.smoothing, ctx.vocabulary = smoothing, vocabulary
         return losses * counted
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        probabilities, column, mine, counted = ctx.saved_tensors
-        slope = probabilities - ctx.smoothing / ctx.vocabulary
-        if slope.size(1):
-            slope.scatter_add_(1, column, -(1 - ctx.smoothing) * mine.unsqueeze(1).to(slope.dtype))
-        return (slope * (gradient * counted).unsqueeze(1)).to(ctx.dtype), None, None, None, None, None
+        local, largest, exponentials, column, mine, counted = ctx.saved_tensors
+        to_local = torch.empty_like(local)
+        at_target = -(1 - ctx.smoothing) * mine.unsqueeze(1).to(largest.dtype)
+        weight = (gradient * counted).unsqueeze(1)
+        for some in _chunks(local) if local.size(1) else ():
+            slope = (local[some] - largest[some, None]).exp_().div_(exponentials[some, None])
+            if ctx.smoothing:
+                slope -= ctx.smoothing / ctx.vocabulary
+            to_local[some] = slope.scatter_add_(1, column[some], at_target[some]).mul_(weight[some])
+        return to_local, None, None, None, None, None
+
+
+def _chunks(local: Tensor) -> Iterator[slice]:
+    """Rows whose logits are few enough to be float32 at once."""
+    rows = max(1, CHUNK_NUMBERS // local.size(1))
+    return (slice(start, start + rows) for start in range(0, local.size(0), rows))

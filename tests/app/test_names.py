@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from app import names
 from tests.running import ROOT, environment
 
 FACE = f"{ROOT}:{ROOT / 'app'}"
@@ -343,3 +344,18 @@ def test_a_trained_model_loads_in_a_program_that_has_an_app_of_its_own(tmp_path:
     loaded = subprocess.run(load, cwd=tmp_path / "web", env=env, capture_output=True, text=True)
     assert loaded.returncode == 0, loaded.stderr
     assert loaded.stdout.split() == ["mine", "36", "2", "7"]
+
+
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [
+        (["python", "-m", "app", "train", "x.yaml"], "app"),
+        (["python", "-u", "-m", "app", "train"], "app"),
+        (["/usr/bin/trireme", "train", "app"], "trireme"),
+    ],
+)
+def test_advice_names_the_module_that_this_program_was_started_by(
+    words: list[str], module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "orig_argv", words)
+    assert names.module() == module

@@ -172,8 +172,10 @@ def test_each_worker_has_its_own_gpus_and_begins_on_the_first() -> None:
     assert share(0, 1, 1, 2) == [0, 1]  # an actor sees its own only, and LOCAL_WORLD_SIZE is not set
     assert share(0, 1, 2, 2) == [0, 1]  # the same, and it is
     assert share(1, 1, 2, 4) == [1]  # a device that is not the first of a share
-    assert share(3, 3, 4, 2) == [3]
+    assert share(0, 0, 4, 2) == share(0, 3, 4, 2) == [0, 1]  # four tasks that see two of their own each
     for rank, visible in itertools.product((0, 1), (2, 4, 5)):
         first = home(True, rank, 2, visible)
         assert share(first, rank, 2, visible)[0] == first < visible
     assert [home(False, rank, 4, 8) for rank in range(4)] == [0, 1, 2, 3]
+    for several, workers, visible in itertools.product((False, True), (4, 8), (1, 2, 3)):
+        assert all(home(several, rank, workers, visible) < visible for rank in range(workers))

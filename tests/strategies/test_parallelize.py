@@ -5,12 +5,14 @@ import functools
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from app.models.gpt import GPT
 from experiments.parity import curves
 from experiments.parity.curves import Curve, Trial
 from experiments.parity.rows import SINGLE, Row
@@ -261,3 +263,30 @@ def test_state_of_another_model_or_optimizer() -> None:
     sgd = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
     adam = torch.optim.AdamW(parallel.parameters())
     assert_refused(["does not fit '0.weight'"], parallel.load_optimizer_state, adam, parallel.optimizer_state(sgd))
+
+
+def _graphs(_: int, row: Row, options: Options) -> int:
+    """How many graphs the compiler is given in two steps."""
+    build = seeded(lambda: GPT(VOCABULARY, d_model=256, n_layers=2))  # a block takes 3 MiB
+    trial = Trial(build, models.language_loss, models.language_batch, steps=2)
+    graphs: list[torch.fx.GraphModule] = []
+    compiled = torch.compile
+
+    def compile_with(graph: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def compile_and_count(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+        return compiled(function, backend=compile_with)
+
+    with mock.patch.object(torch, "compile", compile_and_count):
+        curves.train(trial, row.layout, options, CPU)
+    return len(graphs)
+
+
+@pytest.mark.alone
+def test_buckets_of_ddp_cut_no_block_into_several_graphs() -> None:
+    options = Options(compile=True, bucket_mb=1.0)
+    alone = _graphs(0, SINGLE, options)
+    torch.compiler.reset()
+    assert run_distributed(_graphs, DDP.workers, DDP, options) == [alone] * DDP.workers

@@ -11,12 +11,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from strategies import torch_internals
 from strategies.layout import choose
 from strategies.options import Options
 from strategies.parallelize import parallelize
 from strategies.passing import Passing
 from strategies.precision import Product
-from strategies.tensor import ops, overlap
+from strategies.tensor import loss, ops, overlap
 from strategies.tensor.apply import one_part
 from strategies.tensor.loss import VocabularyLogits
 from tests.pool import run_distributed
@@ -142,6 +143,7 @@ GATHERED = ("argmax", "softmax", "transposed", "scaled")
 
 def _split_logits(rank: int) -> None:
     peers = ops.Peers(dist.group.WORLD)  # type: ignore[arg-type]
+    loss.CHUNK_NUMBERS = 4  # two rows of two words
     for vocabulary, arguments in itertools.product((7, 3), REDUCTIONS):
         torch.manual_seed(3)
         whole = (5 * torch.randn(6, vocabulary)).requires_grad_()
@@ -162,9 +164,49 @@ def _split_logits(rank: int) -> None:
         value = use(split)
         assert isinstance(value, VocabularyLogits) == (name not in GATHERED), name
         torch.testing.assert_close(value if name in GATHERED else value.gathered(), use(whole), msg=name)
+    narrow = VocabularyLogits(peers.part(whole.bfloat16(), -1), peers, 7)
+    for name, use in USES.items():
+        value = use(narrow.float())
+        assert value.dtype == use(whole).dtype and value.shape == use(whole).shape, name
+        torch.testing.assert_close(value if name in GATHERED else value.gathered(), use(whole.bfloat16().float()))
 
 
 @pytest.mark.alone
 def test_cross_entropy_and_any_other_use_of_split_logits_are_right() -> None:
     """3 words over 4 workers leave one with none; one target is ignored."""
     run_distributed(_split_logits, 4)
+
+
+class Wide(torch_internals.OperationMode):  # type: ignore[misc]
+    """The most numbers that a float32 tensor had, of those that operations under it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(each, Tensor) and each.dtype == torch.float32 and not each.is_meta:
+                self.most = max(self.most, each.numel())
+        return made
+
+
+def _wide_numbers(rank: int) -> tuple[int, int]:
+    """Of the loss of split logits of 16 bits and its backward: the largest float32 tensor, and bytes kept between."""
+    peers = ops.Peers(dist.group.WORLD)  # type: ignore[arg-type]
+    loss.CHUNK_NUMBERS = 1024
+    local = random(64, 512, seed=rank).bfloat16().requires_grad_()
+    with Wide() as wide:
+        with saved() as kept:
+            value = F.cross_entropy(VocabularyLogits(local, peers, 1024).float(), torch.arange(64))
+        value.backward()
+    assert local.grad is not None and local.grad.dtype == local.dtype and value.dtype == torch.float32
+    return wide.most, stored(kept, [local])
+
+
+@pytest.mark.alone
+def test_split_logits_are_float32_a_few_rows_at_a_time() -> None:
+    """64 rows of 512 words were 128 KiB each time that all were float32."""
+    for most, kept in run_distributed(_wide_numbers, 2):
+        assert most <= 1024 and kept < 4096

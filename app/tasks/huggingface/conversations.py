@@ -278,8 +278,8 @@ class TextPairs(Answers):
         if not isinstance(data, str):
             raise UserError(f"task_args.data is {data!r}; write the path of a .csv or .parquet file")
         columns, _ = read_table(data, text=(text, label))
-        given = column_of(columns, text, "task_args.text", data).values
-        wanted = column_of(columns, label, "task_args.label", data).values
+        given = column_of(columns, text, key="task_args.text", source=data).values
+        wanted = column_of(columns, label, key="task_args.label", source=data).values
         pairs = [(a, b) for a, b in zip(given, wanted, strict=True) if a is not None and b is not None]
         if len(pairs) < 2:
             raise UserError(f"{data} has {len(pairs)} rows with both texts; at least two are needed")

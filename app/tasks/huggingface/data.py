@@ -231,8 +231,8 @@ class LabelledText(Classification):
         if not isinstance(data, str):
             raise UserError(f"task_args.data is {data!r}; write the path of a .csv or .parquet file")
         columns, _ = read_table(data)
-        texts = column_of(columns, text, "task_args.text", data)
-        labels = column_of(columns, label, "task_args.label", data)
+        texts = column_of(columns, text, key="task_args.text", source=data)
+        labels = column_of(columns, label, key="task_args.label", source=data)
         if texts.numeric:
             raise UserError(f"task_args.text: column {text!r} of {data} holds numbers; name the column of the texts")
         filled = np.array([bool(value and value.strip()) for value in texts.values], dtype=bool)

@@ -281,6 +281,12 @@ def unmasked_attention() -> str:
     return "sdpa_unmasked"
 
 
+def takes_any_attention(structure: Any) -> bool:
+    """Whether the model computes torch's attention and would take another under any name; an older one, such as Falcon
+    or GPT-J, has a table of its own with the names that it takes."""
+    return structure.config._attn_implementation == "sdpa" and structure.is_backend_compatible()
+
+
 def trial(recipe: Recipe) -> Any:
     """The model on meta: its structure without memory. Raises UserError if its configuration makes none."""
     try:

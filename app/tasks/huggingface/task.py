@@ -31,6 +31,7 @@ from app.tasks.huggingface.model import (
     find,
     position_tables,
     settle,
+    takes_any_attention,
     trial,
     unmasked_attention,
 )
@@ -153,7 +154,7 @@ class HuggingFace(InParts):
             if "position_ids" not in known:
                 raise UserError(f"{found.base.model_type} takes no position_ids, so conversations cannot share a row")
             self._own_mask = structure.config._attn_implementation == "sdpa" and self._attends_fully()
-        elif self.kind == "causal_lm" and structure.config._attn_implementation == "sdpa" and self._attends_fully():
+        elif self.kind == "causal_lm" and takes_any_attention(structure) and self._attends_fully():
             self._build = replace(self.recipe, attention=unmasked_attention()).build
         mixtures = find_mixtures(structure) if getattr(self.config, "output_router_logits", False) else []
         self._balanced = len(mixtures)

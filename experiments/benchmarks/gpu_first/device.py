@@ -17,11 +17,11 @@ from experiments.benchmarks.gpu_first.check import OURS, Here, NotHere
 
 def machine(here: Here) -> None:
     """What there is. Also which rows of the parity matrix there are GPUs for; without a GPU one, in processes."""
-    from experiments.parity.rows import ROWS
-
     gpus = torch.cuda.device_count()
     names = [torch.cuda.get_device_name(number) for number in range(gpus)]
     here.found(gpus=gpus, names=names, torch=torch.__version__, cuda=torch.version.cuda, cpus=os.cpu_count())
+    from experiments.parity.rows import ROWS  # if that fails, it is known what GPUs there are
+
     rows = [row for row in ROWS if 2 <= row.workers <= max(2, gpus)]
     here.found(rows=[str(row) for row in rows if gpus or row.name == "ddp"])
     if gpus:

@@ -37,7 +37,9 @@ def main(arguments: Sequence[str], prog_name: str = "gpu first") -> None:
     with tempfile.TemporaryDirectory(prefix="trireme-gpu-", ignore_cleanup_errors=True) as folder:
         shared = Shared(Path(folder), None if options.budget is None else begun + options.budget, options.limit)
         machine = run(MACHINE, "cuda", "tiny", shared)  # it says itself how many GPUs there are
-        gpus, names = machine["found"].get("gpus", 0), machine["found"].get("rows", ())
+        if "gpus" not in machine["found"]:
+            sys.exit(f"what GPUs there are could not be found{_remark(machine)}")
+        gpus, names = machine["found"]["gpus"], machine["found"].get("rows", ())
         if not gpus and options.model is None:
             sys.exit("there is no GPU here: on a CPU write --model tiny")
         checks = chosen([*CHECKS, *map(row_check, names)], options.only)

@@ -136,7 +136,7 @@ def test_a_thread_makes_a_few_ahead_and_draws_nothing(noisy: bool, monkeypatch: 
         made.append(threading.current_thread().name)
         return torch.rand(1) if noisy else torch.zeros(1)
 
-    monkeypatch.setattr(loader, "_ahead", lambda device, beside: 2 if beside else 0)
+    monkeypatch.setattr(loader, "_ahead", lambda device, in_thread: 2 if in_thread else 0)
     batches = begun(Plain(64, value=value), batch=1, steps=30)
     made.clear()
     next(batches)

@@ -111,7 +111,7 @@ def test_each_sample_once_whatever_the_workers_and_resumes(documents: Path, make
 def test_texts_of_a_stream_are_cut_as_those_of_a_file(documents: Path) -> None:
     encode, size = encoder("bytes")
     rows = jsonl(documents)
-    made = TokenStream(rows, column(rows, "text", "task_args.text"), encode, 128)
+    made = TokenStream(rows, column=column(rows, "text", "task_args.text"), encode=encode, sequence_length=128)
     assert size == 256 and continues_exactly(made)
     text = "".join(f"{row['text']}\n" for row in jsonl(documents)).encode()
     windows = [bytes(inputs.tolist()) for inputs, _ in made]

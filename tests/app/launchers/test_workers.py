@@ -17,6 +17,7 @@ from app.errors import UserError
 from app.launchers import ray_workers, threads, train
 from app.launchers.actors import Placement, placement, resources_of_stages
 from app.launchers.ray_launch import ray_is_gone, resources_to_ask_for, when_over
+from app.launchers.torchrun import Environment
 from app.run.prepare import Prepared, with_idle_gpus
 from cluster import ClusterError
 from cluster.connect import Cluster
@@ -226,3 +227,18 @@ def test_a_run_that_does_not_end_by_itself_when_ray_is_gone_is_ended(
     assert abort.called != released
     if abort.called:
         abort.assert_called_with(1, f"trireme: {driver.failed}", say=driver.console.error)
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ({"SLURM_NTASKS_PER_NODE": "4"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "1"}, 4),
+        ({"SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"}, 3),
+        ({"SLURM_TASKS_PER_NODE": "16", "SLURM_STEP_TASKS_PER_NODE": "5,6", "SLURM_NODEID": "1"}, 6),
+        ({}, 11),
+    ],
+)
+def test_slurm_says_how_many_processes_a_node_has(written: dict[str, str], expected: int) -> None:
+    here = Environment.read({"SLURM_PROCID": "7", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1"} | written)
+    assert here == Environment(rank=7, world_size=11, local_rank=1, local_world_size=expected)

@@ -106,7 +106,7 @@ def test_experts_read_their_own_weights_and_the_loss_of_a_split_vocabulary_peaks
     assert seconds * gpu.bandwidth == pytest.approx(2 * 64 * (1408 * 2048 + 16 * 1408 + 16 * 2048))
     loss, logits = gpt.costs(PLAIN).parts["after"].at(4, 2), 4 * 64 * 256 // 2 * 4
     gathered = loss["forward_extra"] - 4 * 64 * 64 * 4  # the input, which is not kept
-    assert 3 * logits <= gathered < 5 * logits, "the logits, shifted, their exponentials, the shares"
+    assert 2 * logits <= gathered < 3 * logits, "the logits, and a chunk of them shifted, which here is all"
 
 
 class Gated(nn.Module):

@@ -13,7 +13,7 @@ from torch import nn
 
 from app.errors import UserError
 from app.models.prediction import called, logits_of
-from app.results.generate import Sampling, _PairsReader, _Reader, continuation, text_input
+from app.results.generate import Sampling, _EncoderDecoderNextToken, _NextToken, continuation, text_input
 from app.tasks import load_task
 from app.tasks.huggingface.inputs import PairsInput
 from app.tasks.language import TextInput
@@ -108,7 +108,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
         ("is not a run's folder", (tmp_path / "nowhere", *to)),
         ("whose model transformers does not have", (run, "--to", "huggingface")),
         ("no checkpoint of step 7", (run, *to, "--step", "7")),
-        ("holds something already", (run, *to, "--out", full)),
+        ("is not empty", (run, *to, "--out", full)),
         ("cannot be written", (run, *to, "--out", "/proc/nowhere/out")),
     ):
         assert said in refused("export", *words)
@@ -146,7 +146,8 @@ class Parrot(nn.Module):
 def test_letters_of_several_bytes_come_whole_and_no_more_is_read_than_the_model_knows() -> None:
     text = "für 1 € 🚀!"
     model, sampling = Parrot(text), Sampling(max_tokens=len(text.encode()), temperature=0.0)
-    pieces = list(continuation(model, TextInput(None, longest=6), "abc", sampling, torch.Generator()))
+    draw = torch.Generator()
+    pieces = list(continuation(model, TextInput(None, longest=6), "abc", sampling=sampling, generator=draw))
     assert "".join(pieces) == text and not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
     assert model.longest == 6
 
@@ -164,7 +165,7 @@ def test_keys_and_values_that_are_kept_change_nothing(task: str, args: dict[str,
     made = load_task(task, {"data": text, "sequence_length": 8, **args})
     network, given = made.build_model().eval(), text_input(made)
     plain, tokens = copy.deepcopy(network), given.encode("a penny saved")  # longer than what it looks back
-    kept = _Reader(network, given)
+    kept = _NextToken(network, given)
     for end in range(3, tokens.shape[1] + 1):
         whole = logits_of(called(plain, given(tokens[:, :end])))[0, -1]
         assert torch.allclose(kept.logits(tokens[:, :end]), whole, atol=1e-5)
@@ -181,11 +182,12 @@ def test_of_a_text_a_model_with_an_encoder_makes_another(model: str, config: dic
     task = load_task("huggingface", args)
     network, given = task.build_model().eval(), text_input(task)
     assert isinstance(given, PairsInput)
-    kept, tokens = _PairsReader(network, given, "word 3"), torch.tensor([[given.start, 5, 9, 60, 61]])
+    kept, tokens = _EncoderDecoderNextToken(network, given, "word 3"), torch.tensor([[given.start, 5, 9, 60, 61]])
     for end in range(1, 6):
         plain = network(**given(["word 3"]) | {"decoder_input_ids": tokens[:, :end], "use_cache": False})
         assert torch.allclose(kept.logits(tokens[:, :end]), plain.logits[0, -1], atol=1e-5)
-    said = "".join(continuation(network, given, "word 3", Sampling(50, 0.0), torch.Generator()))
+    sampling = Sampling(max_tokens=50, temperature=0.0)
+    said = "".join(continuation(network, given, "word 3", sampling=sampling, generator=torch.Generator()))
     assert said.startswith("\n") and "</s>" not in said
 
 

@@ -100,7 +100,7 @@ BAD_DOCUMENTS: list[tuple[bytes, str]] = [
     (lines([{"text": 1}] * N), "a.jsonl:1: column 'text' holds 1 (int), not a text"),
     (lines([*ROWS, {"text": ["a"]}]), "a.jsonl:61: column 'text' holds ['a'] (list), not a text"),
     (lines([*ROWS, {"text": {"a": 1}}]), "a.jsonl:61: column 'text' holds {'a': 1} (dict), not a text"),
-    (lines(ROWS) + rb'{"text": "\ud800"}', r"a.jsonl:61: column 'text' holds \ud800, half of a character"),
+    (lines(ROWS) + rb'{"text": "\ud800"}', r"a.jsonl:61: column 'text' holds \ud800, half of a surrogate pair"),
     (lines([{"body": "x", "title": "y"}] * N), "'text', but the data has the columns body, title: name one"),
     (lines([1, 2]), "a.jsonl:1 is not an object such as {'text': …}"),
     (b"\n\n", "a.jsonl has no rows"),

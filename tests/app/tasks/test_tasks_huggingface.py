@@ -42,6 +42,8 @@ GROUPED = SMALL | {"num_key_value_heads": 2}
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 GPT2 = {"n_embd": 16, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 GPT2 |= {"summary_first_dropout": 0.0}
+FALCON = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 32}
+"""Of the models that look their attention up in a table of their own."""
 OF_FOUR = {"num_experts_per_tok": 2, "moe_intermediate_size": 8}
 QWEN_MOE = OF_FOUR | {"num_experts": 4, "head_dim": 4, "decoder_sparse_step": 1}
 DEEPSEEK = SMALL | OF_FOUR | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
@@ -62,6 +64,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt2": ("gpt2", GPT2, "text.txt"),
     "gemma2": ("gemma2", GROUPED | {"head_dim": 4, "query_pre_attn_scalar": 4}, "text.txt"),
     "phi3": ("phi3", GROUPED | {"resid_pdrop": 0.0}, "text.txt"),
+    "falcon": ("falcon", FALCON, "text.txt"),
     "mixtral": ("mixtral", GROUPED | BALANCED | {"num_local_experts": 2}, "text.txt"),
     "bert": ("bert", SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, "reviews.csv"),
     "llama classifier": ("llama", GROUPED, "reviews.csv"),
@@ -97,7 +100,7 @@ def made(name: str, data: Path) -> Any:
     return HuggingFace(**arguments(name, data))
 
 
-@pytest.mark.parametrize("name", [*MODELS][:10])  # the others are made in the same ways
+@pytest.mark.parametrize("name", [*MODELS][:11])  # the others are made in the same ways
 def test_builds_and_has_gradients(name: str, data: Path) -> None:
     task = made(name, data)
     model, empty = built(task), task.structure()

@@ -156,6 +156,26 @@ def test_a_package_that_is_not_there_ends_the_program_badly_and_what_a_gpu_needs
     assert summary["lacks"] == ([lacks] if lacks else []) and machine["found"]["most"] == ["inf", 1.5]
 
 
+@pytest.mark.parametrize(
+    ("found", "ended", "words"),
+    [
+        ({"gpus": 0}, {}, ["there is no GPU here"]),
+        ({}, {"lacks": "torch"}, ["what GPUs there are could not be found: needs torch"]),
+        ({}, {"error": "ImportError: no libcudart.so.13", "trace": ""}, ["could not be found", "no libcudart.so.13"]),
+    ],
+)
+def test_it_is_said_why_no_gpu_was_found(
+    found: dict[str, int], ended: dict[str, str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "found").write_text(json.dumps({"found": found}) + "\n" + json.dumps(ended) + "\n")
+    line = program._judged("machine", tmp_path / "found", "", "")
+    monkeypatch.setattr(program, "run", lambda *_: line)
+    with pytest.raises(SystemExit) as why:
+        program.main([])
+    assert all(word in str(why.value) for word in words), why.value
+    assert found or "no GPU here" not in str(why.value)
+
+
 @pytest.mark.parametrize("words", [["--only", "nothing"], ["--limit", "0"], ["--budget", "-1"]])
 def test_what_is_written_wrongly_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -60,6 +60,32 @@ def test_attention_across_workers_is_attention(name: str) -> None:
     assert max(max(found) for found in run_distributed(_attentions, 4, name)) < 5e-6
 
 
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+def test_torchs_kernel_gives_what_products_do(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of keys in two parts, whose results are joined: the second half of the queries sees all of the first."""
+    tensors = [random(2, 4, 256, 64, seed=seed).to(device, torch.bfloat16) for seed in range(4)]
+
+    def attended() -> list[Tensor]:
+        q, grad = (tensor[:, :, 128:] for tensor in (tensors[0], tensors[3]))
+        before, own = ([tensor[:, :, part] for tensor in tensors[1:3]] for part in (slice(128), slice(128, None)))
+        out, lse = attention.attend(q, *own, causal=True, scale=0.2)
+        out = out.float()
+        attention.join_(out, lse, *attention.attend(q, *before, causal=False, scale=0.2))
+        of = attention.Answered(grad, q, out.bfloat16(), lse)
+        backward = attention.attend_backward
+        parts = [*backward(of, *own, causal=True, scale=0.2), *backward(of, *before, causal=False, scale=0.2)]
+        return [out, lse, *parts]
+
+    found = attended()
+    monkeypatch.setattr(attention, "flash_attention", lambda q, v: None)
+    for one, other in zip(found, attended(), strict=True):
+        assert (one.float() - other.float()).norm() < 0.02 * other.float().norm()
+
+
 def _operators(_: int) -> set[str]:
     """What torch's own check of operators says, for compiled code: shapes, layouts, gradients."""
     number, ops = number_of(dist.group.WORLD), torch.ops.trireme

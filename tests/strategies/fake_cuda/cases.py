@@ -1,5 +1,8 @@
 """What is tried on fake CUDA devices, which waits of the host are known, and what cannot be tried."""
 
+import itertools
+import os
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -9,14 +12,20 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from app.checkpoint.dcp import Stager
 from app.checkpoint.ranks import Ranks
 from app.config import OptimizerConfig
+from app.errors import UserError
+from app.launchers.torchrun import Environment, own_device, require_own_gpu
+from app.models.gpt import RMSNorm
 from app.training.optimizer import build_optimizer
 from experiments.parity.curves import Trial, begin, run_steps
 from experiments.parity.rows import ALL_FIVE, DEEPSPEED, MIXTURES, ROWS, SINGLE, THREE, Row
 from strategies import one_process, registry
+from strategies.context.apply import METHODS
+from strategies.context.attention import number_of
 from strategies.parallelize import Options
 from tests.strategies.fake_cuda import device as fake
 from tests.strategies.fake_cuda.loops import adapters, gpt, loop
@@ -171,6 +180,64 @@ def staging(rank: int) -> dict[str, Any]:
     return {"waits": known}
 
 
+def visible(rank: int) -> dict[str, Any]:
+    """Each of the node's processes sees its own GPU only, or several of its own, or both see the same one."""
+    store = dist.FileStore(f"{tempfile.gettempdir()}/visible", 2)
+
+    def begin(first: int, count: int, strategy: str, shown_to: str) -> list[int | None]:
+        here = Environment(rank, world_size=2, local_rank=2 + rank, local_world_size=4)
+        os.environ |= {"LOCAL_RANK": str(here.local_rank), "LOCAL_WORLD_SIZE": str(here.local_world_size)}
+        fake.show_only(first, count)
+        device = own_device(here, strategy)
+        assert torch.ones(1, device="cuda").device == device
+        require_own_gpu(device, here, dist.PrefixStore(shown_to, store))
+        return [own.index for own in one_process.own_devices(device)]
+
+    assert begin(rank, 1, "fsdp", "own") == [0]
+    assert begin(2 * rank, 2, "ddp_model_parallel", "own two") == [0, 1]
+    assert begin(0, 4, "fsdp", "all") == [2 + rank]
+    assert begin(0, 8, "ddp_model_parallel", "all") == [4 + 2 * rank, 5 + 2 * rank]
+    try:
+        begin(0, 1, "fsdp", "the same")
+    except UserError as error:
+        assert "2 processes would use one GPU" in str(error), error
+    else:
+        raise AssertionError("two processes on one GPU were not noticed")
+    return {}
+
+
+def norms(rank: int) -> dict[str, Any]:
+    """A norm gives what it gets under autocast, which has one of its own for CUDA, and so does its gradient."""
+    norm = RMSNorm(8).cuda()
+    for given, chosen in itertools.product((torch.float32, torch.bfloat16, torch.float16), repeat=2):
+        x = torch.randn(2, 8, device="cuda", dtype=given, requires_grad=True)
+        with torch.autocast("cuda", chosen, enabled=chosen != torch.float32):
+            normalised = norm(x)
+        assert normalised.dtype == given, f"{given} under autocast to {chosen} became {normalised.dtype}"
+        normalised.sum().backward()
+        assert x.grad is not None and x.grad.dtype == given
+    return {}
+
+
+def ring(rank: int) -> dict[str, Any]:
+    """Attention across workers on an H100 is cuDNN's, as it is on one, and its joined results are those of a CPU."""
+    group = number_of(dist.group.WORLD)
+    for method, causal in itertools.product((METHODS["ring"], METHODS["allgather"]), (True, False)):
+        torch.manual_seed(rank)
+        on_cpu = [torch.randn(2, heads, 8, 16).bfloat16().requires_grad_() for heads in (4, 2, 2)]
+        on_gpu = [tensor.detach().to("cuda").requires_grad_() for tensor in on_cpu]
+        fake.cudnn.clear()
+        for tensors in (on_cpu, on_gpu):
+            given = method.attention(*tensors, causal, 0.3, group)
+            given.square().sum().backward()
+        assert {"forward", "backward"} == set(fake.cudnn), fake.cudnn
+        for one, other in zip(on_gpu, on_cpu, strict=True):
+            assert one.grad is not None and other.grad is not None
+            off = (one.grad.cpu().float() - other.grad.float()).norm() / other.grad.float().norm()
+            assert off < 0.02, (method, causal, off)
+    return {}
+
+
 # --- the loop and its parts ---------------------------------------------------------------------------------------
 
 FP16 = {"app/training/optimizer.py:accepts": "whether the gradient overflowed decides whether this step counts"}
@@ -248,6 +315,8 @@ CASES += [of_row(SINGLE, precision="fp8"), of_row(Row("fsdp", 2), offload=True)]
 CASES += [of_row(Row("tensor", 2), sequence_parallel=False), *(of_row(Row(n, 2), images=True) for n in ("ddp", "fsdp"))]
 CASES += [of_row(row, False, "bf16", profiled=True) for row in FEWEST if str(row) == "pipeline (pp 2) zbv"]
 CASES += [Case("what holds up or ends a GPU", 1, faults), Case("staging a save", 1, staging, waits={})]
+CASES += [Case("which GPUs processes see", 2, visible), Case("norms under autocast", 1, norms)]
+CASES += [Case("attention across workers", 2, ring)]
 CASES += map(of_loop, LOOPS)
 
 

@@ -100,6 +100,18 @@ def _quiet() -> Iterator[None]:
         os.close(nothing)
 
 
+def show_only(first: int, count: int) -> None:
+    """From here on this process sees `count` devices, the machine's from `first` on, as CUDA_VISIBLE_DEVICES would."""
+    import torch
+
+    _library.fake_cuda_begin(count, _library.told)
+    names = [f"GPU-{first + index}" for index in range(count)]
+    torch.cuda.device_count = lambda: count  # type: ignore[assignment]
+    torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(  # type: ignore[assignment]
+        **vars(PROPERTIES), uuid=names[torch.device(device or "cuda").index or 0]
+    )
+
+
 def refuse_page_locks() -> None:
     """From here on cudaHostRegister refuses, and the CUDA runtime remembers that it did."""
     _library.fake_cuda_refuse(1)
@@ -220,6 +232,11 @@ def _face(devices: int) -> None:
     for key in ("CUDA", "AutogradCUDA"):
         operators.impl("scaled_dot_product_attention", _attention, key)
     operators.impl("addmm.dtype_out", _product_in_float32, "CUDA")  # which there is on CUDA alone
+    operators.impl("_scaled_dot_product_cudnn_attention", _cudnn_attention, "CUDA")
+    operators.impl("_scaled_dot_product_cudnn_attention_backward", _cudnn_attention_backward, "CUDA")
+    torch.backends.cuda.can_use_cudnn_attention = lambda params, debug=False: (  # type: ignore[assignment]
+        params.query.dtype in (torch.bfloat16, torch.float16) and params.query.requires_grad
+    )
 
 
 def _product_in_float32(
@@ -236,3 +253,53 @@ def _attention(q: Any, k: Any, v: Any, *given: Any, **named: Any) -> Any:
     if mask is not None and mask.dtype == torch.bool:  # this one would add it to the scores as 0 and 1
         named["attn_mask"] = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(mask.logical_not(), -torch.inf)
     return torch.ops.aten._scaled_dot_product_attention_math.default(q, k, v, **named)[0]
+
+
+cudnn: list[str] = []
+"""Which of cuDNN's operators were called."""
+
+
+def _shares(q: Any, k: Any, causal: bool, scale: float | None, lse: Any = None) -> Any:
+    """(what each query takes of each key, log-sum-exp with a last dimension of 1, as cuDNN has it), float32."""
+    import torch
+
+    scores = (q @ k.mT).float() * (scale or q.size(-1) ** -0.5)
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    if lse is None:
+        lse = scores.logsumexp(-1, keepdim=True)
+    return (scores - lse).exp(), lse
+
+
+def _cudnn_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    return_debug_mask: bool = False,
+    *,
+    scale: float | None = None,
+) -> Any:
+    import torch
+
+    assert bias is None and compute_log_sumexp and dropout_p == 0.0 and q.dtype == torch.bfloat16, "as it is called"
+    cudnn.append("forward")
+    shares, lse = _shares(q, k, is_causal, scale)
+    nothing = torch.empty((), dtype=torch.int64, device=q.device)
+    return (shares.to(v.dtype) @ v), lse, nothing, nothing, q.size(2), k.size(2), nothing, nothing, nothing
+
+
+def _cudnn_attention_backward(
+    grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, seed: Any, offset: Any, bias: Any, *given: Any, scale: float
+) -> Any:
+    *_, is_causal = given
+    assert lse.shape == (*q.shape[:-1], 1) and out.dtype == grad.dtype == q.dtype, "as cuDNN has them"
+    cudnn.append("backward")
+    shares, _ = _shares(q, k, is_causal, scale, lse)
+    slopes = shares * ((grad @ v.mT).float() - (grad.float() * out.float()).sum(-1, keepdim=True)) * scale
+    narrow = slopes.to(q.dtype)
+    return narrow @ k, narrow.mT @ q, shares.to(v.dtype).mT @ grad

@@ -213,7 +213,10 @@ def _types(_: int, name: str, workers: int, options: dict[str, Any]) -> tuple[in
     [
         ("pipeline", 2, {}, None),
         ("pipeline", 2, BF16, None),
+        ("pipeline", 2, BF16 | ZB_H1, None),
+        slow("pipeline", 2, BF16 | ZB_H1 | {"activation_checkpointing": "full"}, None),
         slow("tensor+pipeline", 4, BF16, None),
+        slow("tensor+pipeline", 4, BF16 | ZB_H1, None),
         slow("fsdp+pipeline", 4, BF16 | {"reduce_dtype": "fp32"}, torch.float32),
         ("fsdp+pipeline", 4, BF16 | {"reduce_dtype": "bf16"}, torch.bfloat16),
     ],
@@ -229,7 +232,7 @@ def test_weights_are_cast_once_and_what_crosses_has_the_type_of_arithmetic_and_i
         assert found["sent"] == ({("F", torch.float32)} if first else set()), "nothing tells an activation from a mask"
         assert found["taken"] == {torch.float32}
         if reduced is None:
-            assert casts == len(options), "not once for each micro-batch in flight"
+            assert casts == len(options.keys() & BF16), "not once for each micro-batch in flight"
         else:
             assert casts <= 1 and found["gathered"] == {wire} and found["gradients"] == {reduced}
 

@@ -70,7 +70,7 @@ def events_of(schedule: Schedule, stage: int, order: tuple[Arrival, ...], steps:
         patch.setattr(torch.autograd, "backward", lambda *_: None)
         patch.setattr(runtime.weight_grad, "finish", lambda _: None)
         comm: Any = p2p.P2PComm(schedule.placement, stage, None, CPU, [])  # type: ignore[arg-type]
-        deferred: Any = SimpleNamespace(waiting=None)
+        deferred: Any = SimpleNamespace(waiting=None, casting_once=contextlib.nullcontext)
         how: dict[str, Any] = {"autocast": contextlib.nullcontext, "wire": None, "sync": None, "deferred": deferred}
         made = runtime.Runtime(recorder, comm, schedule.placement, **how)  # type: ignore[arg-type]
         made._arrivals[schedule.name, count, schedule.chunks] = order
