@@ -15,7 +15,7 @@ demo: setup
 check: setup lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "pure and not slow"
 
-# First two at a time, then what trains on as many processes as there are processors (tests/conftest.py), which wait for
+# First two at a time, then what trains on as many processes as there are processors (tests/test_marks.py), which wait for
 # each other; lint and types take what that leaves.
 test: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "not slow and not alone"

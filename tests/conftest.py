@@ -2,9 +2,7 @@
 
 import contextlib
 import gc
-import inspect
 import os
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,35 +24,28 @@ HEAD = contextlib.ExitStack()
 LAST_IN_RAY = pytest.StashKey[pytest.Item | None]()
 ALONE = " and alone"
 """How the expression ends that chooses the second half of `make test`."""
-WHOLE = ("trireme", "torchrun", "start", "subprocess", "invoke", "CliRunner", "Reader", "load_task", "mlflow", "ROWS")
-"""What a module's tests begin processes with, or whole commands, models and trainings."""
+MARK_ALONE = "pytest.mark.alone"
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+"""All that was collected, before `-m` selects, whose marks tests/test_marks.py checks."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """The second half of `make test` imports only what can be in it."""
     only_alone = config.option.markexpr.endswith(ALONE) and collection_path.suffix == ".py"
-    return True if only_alone and "run_distributed" not in collection_path.read_text() else None
+    return True if only_alone and MARK_ALONE not in collection_path.read_text() else None
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What trains on the pool's ranks has the machine to itself (`alone`). The rest runs in two processes, and one of
-    them begins with all that needs the Ray head, which mostly waits. What is `pure` runs by itself too (Makefile)."""
-    order = {}
-    known: dict[Any, bool] = {}
-    asks = {item: "ray_environment" in getattr(item, "fixturenames", ()) for item in items}
-    in_ray = {item.path for item in items if asks[item] and not item.get_closest_marker("slow")}
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """One of the two processes of `make test` begins with all that needs the Ray head, which mostly waits; what is
+    `pure` is short and comes last, so that neither process ends long before the other."""
+    config.stash[COLLECTED] = list(items)
+    asks = [item for item in items if "ray_environment" in getattr(item, "fixturenames", ())]
+    in_ray = {item.path for item in asks if not item.get_closest_marker("slow")}
     for item in items:
-        names = dir(getattr(item, "module", None))
-        ray = item.path in in_ray  # with all of its file, whose fixtures are then made once
-        item.add_marker(pytest.mark.xdist_group("ray" if ray else item.path.stem))
-        pure = not ray and not any(name in names for name in WHOLE)
-        order[item] = not ray, pure  # what is short comes last, so that neither process ends long before the other
-        if not asks[item] and "run_distributed" in names and _reaches_pool(getattr(item, "function", None), known):
-            item.add_marker("alone")
-        elif pure:
-            item.add_marker("pure")
-    items.sort(key=order.__getitem__)
+        # With all of its file, whose fixtures are then made once.
+        item.add_marker(pytest.mark.xdist_group("ray" if item.path in in_ray else item.path.stem))
+    items.sort(key=lambda item: (item.path not in in_ray, item.get_closest_marker("pure") is not None))
 
 
 @pytest.hookimpl(trylast=True)
@@ -68,24 +59,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
                     tables.setdefault(head, []).append(line)
     for head, lines in tables.items():
         terminalreporter.write_line("\n".join(["", head, *sorted(lines), ""]))
-
-
-def _reaches_pool(function: Any, known: dict[Any, bool]) -> bool:
-    """Whether it names `run_distributed`, or a function of its module does that it names."""
-    function = getattr(function, "__wrapped__", function)
-    if not inspect.isfunction(function):
-        return False
-    if function not in known:
-        names, around = _names(function.__code__), function.__globals__
-        known[function] = "run_distributed" in names
-        known[function] |= any(_reaches_pool(around[name], known) for name in names & around.keys())
-    return known[function]
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Also those of functions and generators inside."""
-    inside = (_names(each) for each in code.co_consts if isinstance(each, types.CodeType))
-    return set(code.co_names).union(*inside)
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,8 @@ from app.config.io import load_config
 from app.errors import UserError
 from cluster.files import own_files
 
+pytestmark = pytest.mark.pure
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("app", "cluster", "experiments", "strategies", "tests")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(file for name in FOLDERS for file in (ROOT / name).rglob("*.md"))])

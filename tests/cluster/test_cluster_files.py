@@ -22,6 +22,8 @@ from cluster.document import Document, Problem, dotted, mistaken, schemas
 from cluster.files import FOLDER, bootstrap_config, own_files, read_cluster, validate_file
 from tests.running import Ended, here
 
+pytestmark = pytest.mark.pure
+
 SHM = "\n                - {name: shm, mountPath: /dev/shm}"
 EFA = "        - {DeviceIndex: 1, NetworkCardIndex: 3, InterfaceType: efa, SubnetId: subnet-0123456789abcdef0, "
 EFA += "Groups: [sg-0123456789abcdef0]}\n"

@@ -8,6 +8,8 @@ from cluster import ClusterError
 from cluster.pending import AutoscalerReport, Diagnosis, check_feasible, diagnose
 from cluster.shape import ClusterShape, NodeState, NodeType
 
+pytestmark = pytest.mark.pure
+
 BIG = NodeType("big", 8, "h100-80gb", 96.0, 0, None, None, 55.0, False, 0, 2)
 SMALL = NodeType("small", 1, "l4", 8.0, 0, None, None, 1.0, False, 0, 4)
 HEAD = NodeType("head", 0, "", 4.0, 0, None, None, 0.2, False, 1, 1)

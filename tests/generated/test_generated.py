@@ -17,7 +17,7 @@ from tests.generated.__main__ import Survey
 from tests.generated.compare import ALWAYS, RIVALS, WIDE, Comparison, Invalid, Kind, Rival, Verdict, drawn, shrunk
 from tests.generated.grammar import AXES, PLAIN, Model
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.pure]
 SECONDS = float(os.environ.get("TRIREME_GENERATED", "240"))
 """Of a drawn survey."""
 RIGHT = (Kind.EQUAL, Kind.REFUSED, Kind.NOTED, Kind.RANDOM)

@@ -1,5 +1,6 @@
 """Costs, by hand. That they are what ranks really hold, to the byte: test_parity.py."""
 
+import pytest
 from torch import nn
 
 from strategies import costs, fsdp, registry
@@ -7,6 +8,8 @@ from strategies.costs import Cost, ParameterSize, StepShape, part_of, rank_size,
 from strategies.parallelize import Options, choose
 from tests.layout_cost import layout_cost
 from tests.strategies.models import mixture
+
+pytestmark = pytest.mark.pure
 
 SIZES = (
     ParameterSize("embed", (8, 4)),

@@ -38,6 +38,7 @@ def _everything(_: int, folder: str) -> tuple[dict[int, Curve], dict[str, Curve]
     return stages, continued
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(not HERE, reason="the optional extra is not installed: make test-deepspeed")
 def test_every_stage_trains_the_same_model_and_checkpoints_go_both_ways(tmp_path: Path) -> None:
     truth = curves.train(gpt_trial(**TRIAL), choose("single", 1), Options(), CPU)
@@ -49,6 +50,7 @@ def test_every_stage_trains_the_same_model_and_checkpoints_go_both_ways(tmp_path
     assert all(difference.within(2e-5) for difference in found.values()), found
 
 
+@pytest.mark.pure
 def test_a_configuration_keeps_what_is_the_persons_and_takes_what_is_the_experiments() -> None:
     """DeepSpeed itself clips at 1.0, and refuses any optimizer but its own beside CPU offload. "auto" is Hugging
     Face's."""
@@ -60,6 +62,7 @@ def test_a_configuration_keeps_what_is_the_persons_and_takes_what_is_the_experim
     assert found["zero_force_ds_cpu_optimizer"] is False and given["train_batch_size"] == "auto"
 
 
+@pytest.mark.pure
 @pytest.mark.skipif(HERE, reason="deepspeed is installed here")
 def test_a_missing_package_is_said_before_anything_starts() -> None:
     with pytest.raises(LayoutError, match=r"needs the deepspeed package.*pip install deepspeed, or write strategy="):

@@ -52,6 +52,7 @@ def loss_of(gather: Callable[[Tensor], Tensor]) -> Callable[[Any, Tensor], Tenso
     return loss
 
 
+@pytest.mark.pure
 def test_gradients_in_parts_are_those_of_one_graph_with_the_same_random_numbers() -> None:
     weights = [size / sum(SIZES) for size in SIZES]
     parallel, gather = gatherer()
@@ -90,6 +91,7 @@ def test_gradients_in_parts_are_those_of_one_graph_with_the_same_random_numbers(
     assert all(torch.allclose(after[name], value) for name, value in buffers.items())
 
 
+@pytest.mark.pure
 def test_what_cannot_be_gathered_in_parts_is_one_sentence() -> None:
     def fails(words: list[str], loss: Callable[[BatchGather], Any], batches: list[Tensor] | None = None) -> None:
         _, gather = gatherer()
@@ -119,6 +121,7 @@ def ranks_differ(rank: int, batches: int) -> None:
     )
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("batches", [1, 2])
 def test_workers_that_give_rows_of_different_shapes_say_so(batches: int) -> None:
     run_distributed(ranks_differ, 2, batches)
@@ -153,6 +156,7 @@ def every_type(rank: int, batches: int) -> list[tuple[bool, float]]:
     return found
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("batches", [1, 2])
 def test_rows_of_every_type_come_in_order_and_gradients_go_back(batches: int) -> None:
     """Times the two workers whose mean DDP takes."""
@@ -179,6 +183,7 @@ def penalty(rank: int) -> tuple[float, float]:
     return (own.grad / 2 - alone.grad[2 * rank : 2 * rank + 2]).abs().max().item(), alone.grad.abs().max().item()
 
 
+@pytest.mark.alone
 def test_a_gradient_penalty_across_workers() -> None:
     for off, size in run_distributed(penalty, 2):
         assert size > 1 and off < 1e-4 * size

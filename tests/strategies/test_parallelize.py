@@ -82,6 +82,7 @@ NARROW = [(loss, "bf16") for loss in (models.classifier_loss, by_method)]
 SHARDED_STAGES = Row("fsdp+pipeline", 4, {"pp": 2})
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("row", "asked"),
     [(DDP, WHOLE + NARROW), (FSDP, WHOLE + NARROW), (Row("zero2", 2), WHOLE), (SHARDED_STAGES, WHOLE[:1])],
@@ -101,6 +102,7 @@ def _evaluated(_: int, row: Row) -> list[dict[str, Tensor] | None]:
     return [parallel.forward(figures, (tokens[:n], targets[:n])) for n in (16, 8) for tokens, targets in (_batch(0),)]
 
 
+@pytest.mark.alone
 def test_metrics_may_call_the_model_again_in_a_pipeline() -> None:
     *_, last = run_distributed(_evaluated, 2, Row("pipeline", 2))
     torch.testing.assert_close(last, _evaluated(0, SINGLE))
@@ -128,6 +130,7 @@ def _changing(_: int, row: Row) -> Curve:
     return curves.train(trial, row.layout, Options(find_unused_parameters=True), CPU)
 
 
+@pytest.mark.alone
 def test_a_step_may_leave_parameters_out_where_they_are_looked_for() -> None:
     found = curves.difference(_changing(0, SINGLE), run_distributed(_changing, 2, DDP)[0])
     assert found.within(1e-5), found
@@ -144,6 +147,7 @@ def _batch_norm(_: int, row: Row) -> Curve:
     return curves.train(trial, row.layout, Options(), CPU)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("row", [DDP, FSDP], ids=str)
 def test_batch_norm_under_a_split_batch_is_said_aloud(row: Row) -> None:
     """And its running statistics are those of rank 0's batches, as the sentence says."""
@@ -194,6 +198,7 @@ def _message(_: int, row: Row, make: Callable[[], nn.Module], plan: dict[str, st
     return "no error"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("row", "make", "plan", "words"),
     [
@@ -213,6 +218,7 @@ def test_a_model_that_does_not_fit_is_named_by_every_worker(row: Row, make: Any,
         assert re.search(words, message) and "\n" not in message
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -228,12 +234,14 @@ def test_a_plan_that_does_not_fit(change: dict[str, str], words: list[str]) -> N
     assert_refused(words, make_plan, PlainGPT(tied=True), GPT_PLAN | change, True)
 
 
+@pytest.mark.pure
 def test_a_tied_embedding_outside_the_plan_is_split_with_its_head() -> None:
     plan = make_plan(PlainGPT(tied=True), {"head": "colwise_rep"}, True)
     assert plan.dims == {"embed.weight": 0, "head.weight": 0}
     assert plan.styles["embed"] == "embedding" and plan.styles["head"] == "colwise_gather"
 
 
+@pytest.mark.pure
 def test_no_such_block_or_compile_backend() -> None:
     assert_refused(["'blocks.2'", "did you mean"], find_blocks, PlainGPT(), ["blocks.0", "blocks.2"])
     inside = "'blocks.0.q', which is inside the block 'blocks.0'"
@@ -242,6 +250,7 @@ def test_no_such_block_or_compile_backend() -> None:
     assert_refused(["aot_eager"], parallelize, mlp, choose("single", 1), options, device=CPU)
 
 
+@pytest.mark.pure
 def test_state_of_another_model_or_optimizer() -> None:
     parallel = parallelize(seeded(mlp), choose("single", 1), device=CPU)
     state = parallel.model_state()
@@ -275,6 +284,7 @@ def _graphs(_: int, row: Row, options: Options) -> int:
     return len(graphs)
 
 
+@pytest.mark.alone
 def test_buckets_of_ddp_cut_no_block_into_several_graphs() -> None:
     options = Options(compile=True, bucket_mb=1.0)
     alone = _graphs(0, SINGLE, options)

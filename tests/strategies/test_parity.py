@@ -26,6 +26,8 @@ from tests.pool import run_distributed
 from tests.strategies import models
 from tests.strategies.models import BF16, COMPILED, CPU, DDP, FSDP, TENSOR, gpt_trial, slow
 
+pytestmark = pytest.mark.alone
+
 HARD: dict[str, Any] = {"steps": 2, "micro_batches": 2, "clip": 0.5}
 EVERYTHING = {**HARD, "layers": 2, "tied": True}
 """Accumulation, clipping and tying; the models of ZOO have none of them."""

@@ -38,6 +38,7 @@ def _cpu_multiplies() -> bool:
 product = pytest.mark.skipif(not _cpu_multiplies(), reason="this torch's float8 product is for GPUs only (2.13: CPUs)")
 
 
+@pytest.mark.pure
 def test_a_tensor_of_any_size_fills_the_type_and_comes_back_to_its_rounding() -> None:
     for dtype, scale in ((FORWARD, 1e-6), (GRADIENT, 3e4)):
         x = _random(64, 32, scale=scale)
@@ -51,6 +52,7 @@ def test_a_tensor_of_any_size_fills_the_type_and_comes_back_to_its_rounding() ->
     assert not x8.float().any() and inverse.isfinite()
 
 
+@pytest.mark.pure
 @product
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_what_is_not_finite_shows(bad: float) -> None:
@@ -67,6 +69,7 @@ def _layer() -> tuple[Float8Linear, nn.Linear]:
     return layer, plain
 
 
+@pytest.mark.pure
 @product
 def test_a_layer_and_its_gradients_are_the_plain_ones_to_float8_rounding_and_forward_alone_adds_up_fast() -> None:
     results = []
@@ -84,6 +87,7 @@ def test_a_layer_and_its_gradients_are_the_plain_ones_to_float8_rounding_and_for
     assert [call.kwargs["use_fast_accum"] for call in called.call_args_list] == [True, False, False]
 
 
+@pytest.mark.pure
 @product
 def test_a_layer_split_by_columns_that_gathers_its_input_again_has_the_same_gradients() -> None:
     """tensor/ops.py computes them from the products by themselves, as float8's own backward does from what it saved."""
@@ -95,6 +99,7 @@ def test_a_layer_split_by_columns_that_gathers_its_input_again_has_the_same_grad
             assert found.shape == expected.shape and (found - expected).norm() <= most * expected.norm()
 
 
+@pytest.mark.pure
 def test_rows_that_16_does_not_divide_are_computed_in_bfloat16() -> None:
     layer, plain = _layer()
     x, weight, gradient = _random(3, 5, 64), plain.weight.bfloat16(), _random(3, 5, 48)
@@ -103,6 +108,7 @@ def test_rows_that_16_does_not_divide_are_computed_in_bfloat16() -> None:
     assert torch.equal(Float8Product.of_input(gradient, weight), gradient @ weight)
 
 
+@pytest.mark.pure
 def test_layers_of_blocks_whose_sizes_16_divides_are_chosen_and_no_others() -> None:
     chain = nn.Sequential(*(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 20), nn.Linear(20, 32)) for _ in "ab"))
     model = nn.ModuleDict({"blocks": chain, "head": nn.Linear(32, 64)})
@@ -114,6 +120,7 @@ def test_layers_of_blocks_whose_sizes_16_divides_are_chosen_and_no_others() -> N
     assert_refused(["no linear layer whose sizes 16 divide"], precision.use_float8, nn.Linear(20, 20), [])
 
 
+@pytest.mark.pure
 def test_it_is_refused_without_a_gpu_and_on_one_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_refused(["needs GPUs, but the workers have none"], precision.require_float8, CPU)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
@@ -136,6 +143,7 @@ def _losses(_: int, name: str, workers: int, kind: str, steps: int) -> list[floa
     return curves.run_steps(trial, parallel, trial.optimizer(parallel.parameters()), range(steps))[0]
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 @product
 def test_a_gpt_trains_in_it_as_in_bf16_and_over_workers_as_on_one() -> None:
@@ -148,6 +156,7 @@ def test_a_gpt_trains_in_it_as_in_bf16_and_over_workers_as_on_one() -> None:
         assert losses[-1] == pytest.approx(expected[-1], abs=0.15 * expected[0])
 
 
+@pytest.mark.pure
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_on_a_gpu_the_product_is_the_cpus() -> None:

@@ -16,6 +16,8 @@ from strategies.layout import LayoutError, choose
 from strategies.rehearsal import observe
 from strategies.traits import Observation, Trait, require_kept
 
+pytestmark = pytest.mark.pure
+
 WIDTH = 8
 NAMES = ("ddp", "fsdp", "zero1", "hsdp", "tensor", "pipeline")
 

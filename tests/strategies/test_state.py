@@ -34,6 +34,7 @@ def _begin(_: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     return parallel.full_model_state(), parallel.notes
 
 
+@pytest.mark.alone
 def test_a_model_that_cannot_be_built_on_meta_is_built_everywhere_and_that_is_said() -> None:
     """It begins bit for bit as on one device; rank 0 alone has whole weights."""
     (weights, notes), (nothing, _) = run_distributed(_begin, 2)
@@ -63,6 +64,7 @@ def _largest_tensor(rank: int) -> int:
     return max(size for _, size in watch.seen)
 
 
+@pytest.mark.alone
 def test_no_rank_but_the_first_holds_more_than_one_whole_tensor() -> None:
     assert max(run_distributed(_largest_tensor, 4)[1:]) == 64 * 64 * 4
 
@@ -80,6 +82,7 @@ def _reductions(_: int) -> dict[str, list[int]]:
     return found
 
 
+@pytest.mark.alone
 def test_accumulation_communicates_once_per_step_but_for_zero2() -> None:
     found = run_distributed(_reductions, 2)[0]
     once = found["fsdp"][0]
@@ -100,6 +103,7 @@ def _exact(gradients: list[Tensor]) -> float:
     return torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().item()
 
 
+@pytest.mark.pure
 def test_the_norm_is_right_to_float32_rounding_whatever_the_size_and_a_longer_gradient_is_scaled_to_the_bound() -> None:
     """torch's own would be off by 1e-5 and more."""
     for numbers in (1, PIECE + 1, 1 << 22):
@@ -119,6 +123,7 @@ def _poisoned(rank: int) -> tuple[float, bool]:
     return norm, all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, gradients))
 
 
+@pytest.mark.alone
 def test_one_bad_gradient_on_one_rank_is_seen_by_all_and_without_a_bound_gradients_stay_as_they_are() -> None:
     assert run_distributed(_poisoned, 4) == [(float("inf"), True)] * 4
 
@@ -130,6 +135,7 @@ def _norm_of_terms(rank: int) -> tuple[float, list[float]]:
     return GradNorm([parameter], CPU)(0.5).item(), parameter.grad.full_tensor().tolist()
 
 
+@pytest.mark.alone
 def test_a_gradient_that_is_still_a_sum_over_ranks_is_measured_whole() -> None:
     """As torch 2.11 leaves those of a norm whose input is split over the sequence."""
     norm = 13**0.5
@@ -140,6 +146,7 @@ def test_a_gradient_that_is_still_a_sum_over_ranks_is_measured_whole() -> None:
 # --- blocks, recomputation, images --------------------------------------------------------------------------------
 
 
+@pytest.mark.pure
 def test_blocks_are_found_and_those_that_share_a_weight_stay_together() -> None:
     chain = nn.ModuleDict({"a": nn.ModuleDict({"x": PlainGPT()}), "b": nn.ModuleDict({"x": PlainGPT()})})
     for model, blocks in (
@@ -160,6 +167,7 @@ class Layer(nn.Linear):
         return torch.tanh(super().forward(x))
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(("mode", "products"), [("none", 1), ("selective", 1), ("every_2", 1.25), ("full", 1.5)])
 def test_recomputation_repeats_forward_but_for_kept_matrix_products(mode: str, products: float) -> None:
     options = Options(activation_checkpointing=mode)
@@ -170,6 +178,7 @@ def test_recomputation_repeats_forward_but_for_kept_matrix_products(mode: str, p
     assert counter.get_total_flops() == products * 2 * 2 * (2 * 3 * 4 * 4)  # two layers, two products each
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(("norm", "with_weights"), [("GroupNorm", True), ("BatchNorm2d", True), ("BatchNorm2d", False)])
 def test_channels_come_last_in_images_and_weights_but_beside_group_norm(norm: str, with_weights: bool) -> None:
     model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(1, 4) if norm == "GroupNorm" else nn.BatchNorm2d(4))
@@ -184,6 +193,7 @@ def test_channels_come_last_in_images_and_weights_but_beside_group_norm(norm: st
 # --- state ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pure
 def test_optimizer_state_before_the_first_step_is_that_of_no_step() -> None:
     """Asking for it moves nothing, and training on from it is training from the start."""
     trial = models.ZOO["mlp"]
@@ -197,6 +207,7 @@ def test_optimizer_state_before_the_first_step_is_that_of_no_step() -> None:
     assert set(kept["state"]) == {name for name, _ in parallel.named_parameters()} and kept["groups"] == {}
 
 
+@pytest.mark.pure
 def test_what_an_optimizer_itself_counts_is_kept_and_hyperparameters_are_not() -> None:
     parallel = parallelize(seeded(mlp), SINGLE, device=CPU)
     first, second = (torch.optim.SGD(parallel.parameters(), lr=lr, momentum=0.9) for lr in (0.1, 0.2))

@@ -55,6 +55,7 @@ def _kept_and_whole(rank: int, changes: dict[str, Any]) -> tuple[Any, Any]:
         return found, _kept(rank, {} if changes in (COMPILED, BESIDE) else changes)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, COMPILED, BESIDE], ids=str)
 def test_backward_gathers_inputs_again_instead_of_keeping_them(changes: dict[str, Any]) -> None:
     (kept, gathered, gradients), (whole, never, expected) = run_distributed(_kept_and_whole, 2, changes)[0]
@@ -67,10 +68,12 @@ def test_backward_gathers_inputs_again_instead_of_keeping_them(changes: dict[str
         torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.alone
 def test_where_blocks_are_recomputed_nothing_is_gathered_a_third_time() -> None:
     assert run_distributed(_kept, 2, {"activation_checkpointing": "full"})[0][1] == 0
 
 
+@pytest.mark.pure
 def test_a_supposed_worker_sends_what_a_true_one_does() -> None:
     module = PlainGPT(layers=LAYERS)
     peers, _ = one_part(module, GPT_PLAN, 2)
@@ -112,6 +115,7 @@ def _beside(rank: int) -> tuple[list[str], list[Tensor], list[Tensor]]:
     return happened, [y, own.grad, a.grad, b.grad], [peers.part(t, dim) for t, dim in cuts]  # type: ignore[list-item]
 
 
+@pytest.mark.alone
 def test_pieces_travel_while_others_are_multiplied() -> None:
     pieces = 4
     sent = f"send {2 * 8 // pieces * 6 * 4}"
@@ -169,6 +173,7 @@ def _split_logits(rank: int) -> None:
         torch.testing.assert_close(value if name in GATHERED else value.gathered(), use(whole.bfloat16().float()))
 
 
+@pytest.mark.alone
 def test_cross_entropy_and_any_other_use_of_split_logits_are_right() -> None:
     """3 words over 4 workers leave one with none; one target is ignored."""
     run_distributed(_split_logits, 4)
@@ -202,6 +207,7 @@ def _wide_numbers(rank: int) -> tuple[int, int]:
     return wide.most, stored(kept, [local])
 
 
+@pytest.mark.alone
 def test_split_logits_are_float32_a_few_rows_at_a_time() -> None:
     """64 rows of 512 words were 128 KiB each time that all were float32."""
     for most, kept in run_distributed(_wide_numbers, 2):

@@ -14,6 +14,8 @@ from strategies.parallelize import Options, choose, parallelize
 from tests.pool import run_distributed
 from tests.strategies.models import CPU, language_loss, seeded
 
+pytestmark = pytest.mark.alone
+
 VOCABULARY, WIDTH, HEADS, SEQUENCE, ROWS = 20, 16, 4, 16, 8
 PLAN = {"embed": "embedding", "norm": "sequence", "head": "head"}
 for _style, _names in (("sequence", "norm1 norm2 drop"), ("colwise", "q k v up"), ("rowwise", "out down")):

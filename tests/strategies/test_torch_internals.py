@@ -24,6 +24,7 @@ NAMES = (
 )
 
 
+@pytest.mark.pure
 def test_each_entry_where_torch_has_none_of_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 1, 4, 8)
     assert torch_internals.flash_attention(q, q)
@@ -51,6 +52,7 @@ def _collectives(rank: int, operators: Any) -> list[list[float]]:
     return [t.tolist() for t in found]
 
 
+@pytest.mark.alone
 def test_collectives_that_write_nothing_over() -> None:
     assert run_distributed(_collectives, 2, "lacks them") == run_distributed(_collectives, 2, None)
 
@@ -65,12 +67,14 @@ def _stands_still(rank: int) -> str:
     return said
 
 
+@pytest.mark.alone
 def test_the_flight_recorder_names_the_rank_that_stands_still() -> None:
     records = dict(enumerate(run_distributed(_stands_still, 2)))
     found = rank_behind(records)
     assert (found and found.rank) == (1 if records[0] else None), "as torch itself writes records"
 
 
+@pytest.mark.pure
 def test_the_flight_recorders_of_nccl_and_gloo_are_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, backend in (("_dump_nccl_trace_json", "nccl"), ("_dump_fr_trace_json", "gloo")):
         said = json.dumps({"entries": [backend], "pg_config": backend})
@@ -79,6 +83,7 @@ def test_the_flight_recorders_of_nccl_and_gloo_are_one_record(monkeypatch: pytes
     assert found == {"entries": ["nccl", "gloo"], "pg_config": "nccl"}
 
 
+@pytest.mark.pure
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_nccl_tells_that_a_group_has_not_failed() -> None:
@@ -92,6 +97,7 @@ def test_nccl_tells_that_a_group_has_not_failed() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.pure
 def test_a_group_whose_collective_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL's backend is a stand-in, in the state that it is in after torch has aborted its communicators."""
     good, bad, of_cpus = mock.Mock(), mock.Mock(), mock.Mock()

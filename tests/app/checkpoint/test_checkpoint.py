@@ -22,6 +22,8 @@ from app.storage.storage import Storage
 from tests.app.checkpoint.kit import plain, save, state_of, steps
 from tests.running import flip
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize("place", ["local", "s3"])
 def test_what_is_saved_is_kept_and_the_rest_swept(place: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:

@@ -31,6 +31,8 @@ from tests.pool import DistributedFailure, run_distributed
 from tests.running import flip
 from tests.strategies.models import masked_trial
 
+pytestmark = pytest.mark.alone
+
 
 def whole(scale: float = 1.0) -> dict[str, torch.Tensor]:
     """The model that every layout below is a layout of."""

@@ -8,6 +8,8 @@ import pytest
 
 from app.cli import group
 
+pytestmark = pytest.mark.pure
+
 UNWANTED = r"\bnobody\b|\bis no [a-z]|\bso many\b|\bheld against\b|\bdear\b|\bhas not got\b|\belsewhere\b"
 
 

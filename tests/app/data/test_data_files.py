@@ -30,7 +30,7 @@ from app.data.tables import Column, Encoding, read_table
 from app.data.text import TokenFile, TokenWindows, find_files, open_tokens, tokenise
 from app.errors import UserError
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("own_cache")]
 
 
 def write(path: Path, content: str | bytes) -> Path:

@@ -20,6 +20,8 @@ from app.data.order import Order
 from app.errors import UserError
 from tests.running import wait_until
 
+pytestmark = pytest.mark.pure
+
 CPU = torch.device("cpu")
 
 

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from app.data.order import SORT_UP_TO, Order, held_out, hold_out, shares
 from app.errors import UserError
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.mark.parametrize("n", [1, 2, 97, SORT_UP_TO, SORT_UP_TO + 1])
 def test_every_sample_exactly_once_per_epoch_in_another_order(n: int) -> None:

@@ -19,7 +19,7 @@ from app.data.tables import MOST_CATEGORIES, Encoding, read_table
 from app.errors import UserError
 from app.tasks.tabular import Tabular
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("own_cache")]
 
 N = 100
 

@@ -22,6 +22,8 @@ from app.errors import UserError
 from app.run.inputs import digest
 from tests import running
 
+pytestmark = pytest.mark.pure
+
 BATCH = 8
 SMALL = "sequence_length: 64, d_model: 32, n_layers: 2, n_heads: 2"
 

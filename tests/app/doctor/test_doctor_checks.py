@@ -7,6 +7,8 @@ import pytest
 from app.doctor.checks import ClusterFacts, GpuFacts, NodeFacts, RingFacts, bad_nodes, judge
 from app.doctor.look import expected_rate, ranks_of
 
+pytestmark = pytest.mark.pure
+
 GB = 1_000_000_000
 VERSIONS = {"Python": "3.11", "ray": "2.60.0", "torch": "2.13.0", "NCCL": "2.27.3", "the NVIDIA driver": "570.1"}
 

@@ -19,6 +19,8 @@ from app.launchers.supervisor import Supervisor
 from app.launchers.workers import Failures, Status, WorkerLost
 from app.training.events import WorkerInfo
 
+pytestmark = pytest.mark.pure
+
 failure = partial(Failure, sentence="it broke", step=10, progressed=True)
 DIED, STILLBORN = failure(Kind.DIED), failure(Kind.DIED, progressed=False)
 ANNOUNCED, BUG = failure(Kind.PREEMPTED), failure(Kind.EXCEPTION)

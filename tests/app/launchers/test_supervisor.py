@@ -20,6 +20,8 @@ from app.training.events import StepsDone, TrainingDone, TrainingStarted, Worker
 from app.training.job import Job
 from tests.chain import config
 
+pytestmark = pytest.mark.pure
+
 Free = Callable[[Sequence[str]], Mapping[str, Mapping[str, float]]]
 
 

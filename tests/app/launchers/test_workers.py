@@ -16,7 +16,7 @@ from app.config.io import with_values
 from app.errors import UserError
 from app.launchers import ray_workers, threads, train
 from app.launchers.actors import Placement, placement, resources_of_stages
-from app.launchers.ray_launch import resources_to_ask_for, when_over
+from app.launchers.ray_launch import ray_is_gone, resources_to_ask_for, when_over
 from app.launchers.torchrun import Environment
 from app.run.prepare import Prepared, with_idle_gpus
 from cluster import ClusterError
@@ -29,6 +29,8 @@ from strategies.parallelize import choose
 from tests.chain import config
 from tests.cluster.test_pending import node
 from tests.running import ROOT, environment
+
+pytestmark = pytest.mark.pure
 
 ONE, TWO = {"CPU": 1.0}, {"CPU": 2.0}
 
@@ -209,6 +211,22 @@ def test_the_allocator_takes_it_also_once_torch_is_imported() -> None:
     code += "print([segment['is_expandable'] for segment in torch.cuda.memory_snapshot()])"
     env = {name: value for name, value in environment().items() if "ALLOC_CONF" not in name}
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env) == b"[True]\n"
+
+
+@pytest.mark.parametrize("released", [True, False])
+def test_a_run_that_does_not_end_by_itself_when_ray_is_gone_is_ended(
+    released: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    abort, driver = Mock(), Mock()
+    monkeypatch.setattr("app.launchers.ray_launch.abort", abort)
+    monkeypatch.setattr("app.launchers.ray_launch.END_SECONDS", 0.0)
+    driver.fail = lambda reason: setattr(driver, "failed", reason)
+    driver.run.lease.released = released
+    ray_is_gone(driver, "Ray's head is gone", private=False)
+    assert driver.failed.endswith("run the same command again to continue")
+    assert abort.called != released
+    if abort.called:
+        abort.assert_called_with(1, f"trireme: {driver.failed}", say=driver.console.error)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from app.models import cross_entropy as losses
 from app.models import one_kernel
 from app.models.cross_entropy import CHUNKS, cross_entropy, linear_cross_entropy
 
+pytestmark = pytest.mark.pure
+
 WORDS = 9000
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -50,6 +50,7 @@ MODELS: dict[str, tuple[Build, Tensor, tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_seed_and_the_same_state_give_the_same_model_with_all_gradients(name: str) -> None:
     build, inputs, shape = MODELS[name]
@@ -79,6 +80,7 @@ def test_the_same_seed_and_the_same_state_give_the_same_model_with_all_gradients
         assert torch.equal(model.blocks["0"](x), x)  # type: ignore[index, operator]
 
 
+@pytest.mark.pure
 def test_a_gpt_starts_at_chance_and_cannot_see_the_future() -> None:
     torch.manual_seed(0)
     model, inputs = gpt(), tokens(4, 16)
@@ -91,6 +93,7 @@ def test_a_gpt_starts_at_chance_and_cannot_see_the_future() -> None:
     assert not torch.allclose(model(before)[0, 5:], model(after)[0, 5:], atol=1e-3)
 
 
+@pytest.mark.pure
 def test_rotary_attention_depends_on_distance_only() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 1, 8, generator=generator, dtype=torch.float64).expand(1, 12, 1, 8) for _ in range(2))
@@ -104,6 +107,7 @@ def test_rotary_attention_depends_on_distance_only() -> None:
     assert torch.allclose(turned_q.norm(dim=-1), q.norm(dim=-1))
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(("depth", "millions"), [(18, 11.7), (34, 21.8), (50, 25.6)])
 def test_resnets_have_the_size_of_the_paper(depth: int, millions: float) -> None:
     with torch.device("meta"):
@@ -126,6 +130,7 @@ def step(options: dict[str, Any], dtype: torch.dtype | None) -> tuple[list[Tenso
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())], seen
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("options", [NARROW, FUSED, NARROW | FUSED])
 def test_options_change_nothing_in_float32_and_by_rounding_in_16_bits(options: dict[str, Any]) -> None:
     (plain, wide), (found, seen) = step({}, None), step(options, None)
@@ -177,6 +182,7 @@ LAYOUTS += [("tensor", {}, False, False), ("pipeline", {"schedule": "zb_h1"}, Fa
 LAYOUTS += [("pipeline", {}, False, True)]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("name", "options", "gives_loss", "fuses"), LAYOUTS)
 @pytest.mark.parametrize(("tied", "precision"), [(True, "fp32"), (False, "bf16")])
 def test_every_layout_trains_the_same_with_all_options(
@@ -193,6 +199,7 @@ def test_every_layout_trains_the_same_with_all_options(
 BLOCKS = [("bf16", "none", False), ("bf16", "selective", True), ("fp8", "selective", False)]
 
 
+@pytest.mark.pure
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "mode", "options"), BLOCKS)
 def test_a_block_of_a_gpt_is_compiled_as_one_graph(kind: str, mode: str, options: bool) -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.running import ROOT, environment
 
@@ -37,12 +38,27 @@ for name in ("first", "second"):
 time.sleep(60)
 """
 
+SUPERSEDED = """
+import sys, time
+from app.config.io import load_config
+from app.run.manifest import Run
+from app.storage import lease
+lease.OWN_SECONDS, lease.END_SECONDS = 0.1, 0.5
+first, second = (Run(load_config([], ["run.name=run", f"run.storage={sys.argv[1]}"])) for _ in "12")
+first.open(first.config, 5, print)
+second.lease.take(lease.read_lease(second.storage))
+try:
+    time.sleep(60)
+finally:
+    print("cleaned up")
+"""
 
-def start(program: str) -> subprocess.Popen[str]:
+
+def start(program: str, *arguments: str) -> subprocess.Popen[str]:
     """With streams that keep what is printed until they are flushed."""
     buffered = {name: value for name, value in environment().items() if name != "PYTHONUNBUFFERED"}
     return subprocess.Popen(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", program, *arguments],
         cwd=ROOT,
         env=buffered,
         text=True,
@@ -68,3 +84,11 @@ def test_of_two_threads_that_end_the_process_the_first_says_why() -> None:
     process = start(TWICE)
     out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (7, "first\n")
+
+
+def test_a_start_that_waits_while_another_takes_its_run_over_is_ended(tmp_path: Path) -> None:
+    process = start(SUPERSEDED, str(tmp_path))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 1, err
+    assert out.startswith("the run 'run' was taken over by process ")
+    assert out.endswith("this start ends, and leaves everything to it\n")

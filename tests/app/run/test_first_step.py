@@ -16,6 +16,8 @@ from strategies.layout import LayoutError
 from strategies.traits import Trait
 from tests.chain import Chain, config
 
+pytestmark = pytest.mark.pure
+
 HERE = "tests.app.run.test_first_step"
 PIPELINE = ("strategy=pipeline", "parallel.pp=2")
 

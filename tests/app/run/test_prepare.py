@@ -12,6 +12,8 @@ from app.training.job import strategy_options
 from strategies.layout import LayoutError, check, choose
 from tests.chain import config
 
+pytestmark = pytest.mark.pure
+
 PIPELINE = ["strategy=pipeline", "parallel.pp=2"]
 INTERLEAVED = ["parallel.schedule=interleaved_1f1b", "parallel.chunks=2", "train.micro_batch_size=6"]
 TRACED = ["parallel.trace_step=50", "train.steps=5", "train.micro_batch_size=4"]

@@ -10,6 +10,8 @@ from app.run.prepare import read_task
 from app.run.resolve import Resolved, default_micro_batch_size, resolve
 from tests.chain import config
 
+pytestmark = pytest.mark.pure
+
 GPT = ["task=language_modelling", "task_args={data: strategies/fsdp.py, n_layers: 1, d_model: 96}"]
 CONTEXT = [*GPT, "strategy=context", "parallel.cp=2"]
 

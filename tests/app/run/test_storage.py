@@ -25,6 +25,8 @@ from app.training.job import Job, Place, SilentChannel
 from tests.app.checkpoint.kit import save
 from tests.running import committed, wait_until
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture(params=["local", "memory", "s3"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:

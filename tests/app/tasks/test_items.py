@@ -191,6 +191,7 @@ FOUR = [
 ]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("kind", "strategy", "world", "more"),
     [
@@ -326,6 +327,7 @@ def shown(rank: int, world: int, strategy: str, folder: str, *more: str) -> tupl
     return rates, [m["train/mean_tokens_per_second"] for m in metrics], summary
 
 
+@pytest.mark.alone
 def test_tokens_a_second_are_counted_under_every_layout(tmp_path: Path) -> None:
     training, _ = training_of(settings(Tokens, "train.steps=6"), tmp_path)
     counts = [sum(each.items for each in step) for step in training.batches()]

@@ -330,6 +330,7 @@ PARITY = [
 ]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("strategy", "workers", "degrees", "names", "near"), PARITY)
 def test_trains_the_same_model(strategy: str, workers: int, degrees: Any, names: Any, near: float, base: Path) -> None:
     """Of an adapted one only adapters, and a new head, are sent to other workers."""

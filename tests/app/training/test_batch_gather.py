@@ -219,6 +219,7 @@ def cases() -> list[Any]:
     return found
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("strategy", "world", "degrees", "micro"), cases())
 def test_a_coupled_loss_is_the_same_under_every_layout(
     strategy: str, world: int, degrees: dict[str, int], micro: int | None
@@ -229,6 +230,7 @@ def test_a_coupled_loss_is_the_same_under_every_layout(
         assert_same(found[kind], truth(kind), 2e-5 if "tensor" in strategy else 5e-6)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 def test_without_gather_it_is_another_loss(strategy: str) -> None:
     world = 1 + (strategy == "ddp")
@@ -242,6 +244,7 @@ PARTS = ["train.micro_batch_size=4"]
 SIXTEEN = 3e-3
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("strategy", "options", "gate"),
     [
@@ -269,6 +272,7 @@ def test_options_change_no_number_but_by_rounding(strategy: str, options: list[s
             assert_same(found, truth("supervised"), gate)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("strategy", "micro"), [("single", 1), ("ddp", 1), ("fsdp", 2), ("ddp", 6)])
 def test_parts_without_items_give_their_rows_and_weigh_nothing(strategy: str, micro: int) -> None:
     found = on_ranks(1 + (strategy != "single"), strategy, {}, ["weighted"], [f"train.micro_batch_size={micro}"])
@@ -299,6 +303,7 @@ def alternated(rank: int, world: int, strategy: str, more: list[str]) -> Any:
     return training.parallel.full_model_state()
 
 
+@pytest.mark.alone
 def test_a_step_of_several_losses_some_of_which_are_coupled() -> None:
     expected = alternated(0, 1, "single", [])
     for strategy in ("ddp", "fsdp"):
@@ -324,6 +329,7 @@ def evaluated(rank: int, world: int, strategy: str) -> float:
     return training._figures()["loss"]
 
 
+@pytest.mark.alone
 def test_an_evaluation_is_of_its_batches_as_they_are() -> None:
     task = Coupled(kind="info_nce")
     training, _ = training_of(

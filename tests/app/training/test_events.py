@@ -35,6 +35,8 @@ from app.training.events import (
 from strategies.pipeline.simulate import Span
 from tests.chain import config
 
+pytestmark = pytest.mark.pure
+
 STEPS_DONE = StepsDone(
     step=12,
     steps=50,

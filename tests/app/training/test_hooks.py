@@ -47,6 +47,7 @@ def trained(rank: int, world: int, strategy: str, folder: str, *more: str) -> tu
         return metrics, weights, training.parallel.full_model_state()
 
 
+@pytest.mark.alone
 def test_a_step_of_its_own_and_an_early_end_are_the_same_under_every_layout(tmp_path: Path) -> None:
     metrics, *models = trained(0, 1, "single", str(tmp_path / "single"))
     named = ("train/real", "train/false", "eval/loss", "eval/ema_loss", "eval/ink")

@@ -12,6 +12,8 @@ from app.errors import UserError
 from app.training.job import strategy_options
 from strategies.options import Options
 
+pytestmark = pytest.mark.pure
+
 WRITTEN: dict[str, tuple[str, Any]] = {
     "train.precision": ("bf16", "bf16"),
     "train.compile": ("true", True),

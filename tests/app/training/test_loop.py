@@ -36,6 +36,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(
     ("name", "warmup", "final", "expected"),
     [
@@ -52,6 +53,7 @@ def test_learning_rates(name: str, warmup: int, final: float, expected: dict[int
     assert found == pytest.approx(expected)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize(("scaling", "factor", "less"), [("none", 1.0, 1.0), ("linear", 4.0, 0.25), ("sqrt", 2.0, 0.5)])
 def test_learning_rate_follows_the_batch(scaling: str, factor: float, less: float) -> None:
     optimizer = OptimizerConfig(lr=0.1, lr_scaling=scaling, lr_batch_size=64)
@@ -63,6 +65,7 @@ def test_learning_rate_follows_the_batch(scaling: str, factor: float, less: floa
     assert learning_rate(optimizer, constant, 50, 100) == pytest.approx(0.1), "without a batch size: as written"
 
 
+@pytest.mark.pure
 def test_optimizers_learn_and_do_not_decay_biases_and_norms() -> None:
     for name in ("adamw", "adam", "sgd", "torch.optim:RMSprop"):
         weight = nn.Parameter(torch.ones(2, 2))
@@ -80,6 +83,7 @@ def test_optimizers_learn_and_do_not_decay_biases_and_norms() -> None:
     assert all(p.dim() == 1 for p in others["params"]) and others["weight_decay"] == 0.0
 
 
+@pytest.mark.pure
 def test_randomness_depends_on_seed_step_and_data_rank() -> None:
     drawn = []
     for key in [(0, 1, 0), (0, 1, 0), (0, 2, 0), (0, 1, 1), (1, 1, 0)]:
@@ -89,6 +93,7 @@ def test_randomness_depends_on_seed_step_and_data_rank() -> None:
     assert len({mix(a, b) for a in range(50) for b in range(50)}) == 2500
 
 
+@pytest.mark.pure
 def test_loss_scale_skips_recovers_and_gives_up() -> None:
     scale = LossScale(enabled=True, growth_interval=3)
     weight = nn.Parameter(torch.ones(3))
@@ -128,6 +133,7 @@ def _agree(rank: int) -> None:
         sync.agree(1, stop=False, save=False)
 
 
+@pytest.mark.alone
 def test_two_ranks_agree_on_losses_flags_and_what_is_not_finite() -> None:
     run_distributed(_agree, 2)
 
@@ -135,6 +141,7 @@ def test_two_ranks_agree_on_losses_flags_and_what_is_not_finite() -> None:
 # --- the process ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.pure
 def test_torch_is_set_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     cudnn, said = SimpleNamespace(), list[Any]()
     monkeypatch.setattr(torch.backends, "cudnn", cudnn)
@@ -170,6 +177,7 @@ class Littering(Points):
         return super().loss(model, batch)
 
 
+@pytest.mark.pure
 def test_a_run_collects_garbage_between_steps_and_not_in_them_also_where_it_fails(tmp_path: Path) -> None:
     training, _ = training_of(config(f"task={__name__}:Littering", "train.steps=8", "train.eval_every=2"), tmp_path)
     assert training.run()["step"] == 8 and gc.isenabled()
@@ -226,6 +234,7 @@ def measure(rank: int, world: int, strategy: str, micro_batches: int) -> tuple[f
     return (*noise.estimate.value(), same)  # type: ignore[misc]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("strategy", "world", "micro_batches"), [("single", 1, 7), ("ddp", 2, 1), ("fsdp", 2, 2)])
 def test_noise_within_five_percent_of_the_closed_form(strategy: str, world: int, micro_batches: int) -> None:
     results = run_distributed(measure, world, world, strategy, micro_batches)
@@ -238,6 +247,7 @@ def test_noise_within_five_percent_of_the_closed_form(strategy: str, world: int,
     assert len({result[0] for result in results}) == 1, "every worker says the same"
 
 
+@pytest.mark.pure
 def test_no_noise_without_enough_or_without_signal() -> None:
     estimate = Estimate()
     for count, signal in ((4, 1.5), (20, 0.1)):  # then the batch's gradient is all noise
@@ -256,6 +266,7 @@ class Looks(Points):
         return super().loss(model, batch) * float(batch[0].sum())
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_transformers_formula_is_what_is_counted_of_it(tied: bool, own_cache: Path) -> None:
     task = LanguageModelling(data="python", d_model=64, n_layers=3, n_heads=2, sequence_length=128, tie_weights=tied)
@@ -267,12 +278,14 @@ def test_a_transformers_formula_is_what_is_counted_of_it(tied: bool, own_cache: 
     assert told == 128 * transformer_flops(multiplied(model), 3, 64, 128)
 
 
+@pytest.mark.pure
 def test_any_other_model_is_counted_on_meta() -> None:
     weights = 2 * 16 + 16 * 4
     assert sample_flops(Plain()) == 6 * weights - 2 * 2 * 16, "the first layer's input has no gradient"
     assert sample_flops(Looks()) is None
 
 
+@pytest.mark.pure
 def test_the_peak_is_the_catalogues_at_what_is_computed_in(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_flops(H100, "bf16") == peak_flops(H100, "fp8") == 989.4e12
     for precision, peak in (("highest", 67e12), ("high", 494.7e12)):
@@ -281,6 +294,7 @@ def test_the_peak_is_the_catalogues_at_what_is_computed_in(monkeypatch: pytest.M
     assert peak_flops("Imaginary RTX 9090", "bf16") is None
 
 
+@pytest.mark.pure
 def test_where_mfu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(rank: int, device: torch.device, name: str = H100, strategy: str = "ddp") -> Utilization | None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
@@ -294,6 +308,7 @@ def test_where_mfu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(1, GPU) is found(0, CPU) is found(0, GPU, "Imaginary RTX 9090") is None
 
 
+@pytest.mark.pure
 def test_the_loop_logs_and_shows_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop.Utilization, "of", lambda *_: Utilization(flops=2e6, peak=1e12, gpus=4))
     training, events = training_of(config("task=tests.tasks:Plain", "train.steps=3", "train.log_every=1"), tmp_path)
@@ -326,6 +341,7 @@ def test_the_loop_logs_and_shows_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
 
 
+@pytest.mark.pure
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_gpu_that_is_here_has_a_peak() -> None:

@@ -11,6 +11,8 @@ from app.launchers.failure_policy import mean_time_between_failures
 from app.training import persistence
 from app.training.persistence import checkpoint_interval
 
+pytestmark = pytest.mark.pure
+
 
 def test_the_interval_loses_least() -> None:
     def lost(seconds: float, stall: float, mean: float) -> float:

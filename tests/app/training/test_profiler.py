@@ -3,9 +3,12 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from torch.autograd import DeviceType
 
 from app.training.profiler import shares
+
+pytestmark = pytest.mark.pure
 
 ON_CPU, ON_GPU = DeviceType.CPU, DeviceType.CUDA
 

@@ -189,6 +189,7 @@ def _by_hand(rank: int, wrap: str) -> float:
     return training.forward_backward(training.inputs[index], training.targets[index]).item()
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_what_is_written_by_hand_for_a_divided_sequence_is_the_same_training() -> None:
     halves = run_distributed(_by_hand, 2, "context")

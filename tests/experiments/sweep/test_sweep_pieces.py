@@ -25,6 +25,8 @@ from experiments.sweep.trial import REACHED, STOP_FILE, Setting, TrialRun
 from experiments.sweep.trials import BATCH, RATE, Trial, TrialStore
 from tests.running import committed
 
+pytestmark = pytest.mark.pure
+
 BASE = """
 experiment: {task: "tests.tasks:Points", train: {steps: 40, global_batch_size: 16}}
 space: {train.global_batch_size: [8], optimizer.lr: [0.01, 1.0]}

@@ -53,6 +53,7 @@ def _attention(rank: int, name: str, causal: bool, kernel: bool) -> float:
     return max(float((a - cut(b)).abs().max()) for a, b in pairs)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("name", METHODS)
 def test_attention_across_workers_is_attention(name: str) -> None:
     """With torch's kernel, which keeps for backward what it is told to cost, and without."""
@@ -62,6 +63,7 @@ def test_attention_across_workers_is_attention(name: str) -> None:
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
 def test_torchs_kernel_gives_what_products_do(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of keys in two parts, whose results are joined: the second half of the queries sees all of the first."""
@@ -97,6 +99,7 @@ def _operators(_: int) -> set[str]:
     return set(torch.library.opcheck(ops.all_to_all.default, (q, number)).values())
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_compiled_code_is_told_what_operators_give() -> None:
     assert run_distributed(_operators, 1) == [{"SUCCESS"}]
@@ -112,6 +115,7 @@ def _metrics(rank: int, dims: dict[str, int]) -> tuple[float, float]:
     return float(parallel.total(value["loss"])), float(parallel.total(torch.tensor(3.0)))
 
 
+@pytest.mark.alone
 def test_evaluation_counts_each_sequence_once() -> None:
     truth = language_loss(masked_trial().build(), models.masked_batch(0)).item()
     for dims, copies in (({"cp": 4}, 1), ({"cp": 2}, 2)):
@@ -160,6 +164,7 @@ def _left_out(rank: int, dims: dict[str, int]) -> tuple[float, dict[str, Tensor]
     return float(loss), whole
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("dims", [{"cp": 2}, {"cp": 4}, {"cp": 2, "dp_replicate": 2}, {"cp": 2, "dp_shard": 2}])
 def test_parts_of_sequences_and_micro_batches_without_a_label_are_left_out(dims: dict[str, int]) -> None:
     loss, gradients = _left_out(0, {})
@@ -180,6 +185,7 @@ def _kept(_: int, workers: int, method: str) -> int:
     return models.stored(kept, parallel.parameters())
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("method", METHODS)
 def test_activations_fall_as_the_number_of_workers(method: str) -> None:
     assert max(run_distributed(_kept, 4, 4, method)) == pytest.approx(_kept(0, 1, method) / 4, rel=0.05)
@@ -206,6 +212,7 @@ def _own_plan(_: int) -> float:
     return float(parallel.total(parallel.forward_backward([batch], [1.0], lambda model, own: model(own["x"]).mean())))
 
 
+@pytest.mark.alone
 def test_a_plan_of_ones_own() -> None:
     truth = float(seeded(TimeFirst)()(random(8, 3, 4), torch.arange(8).unsqueeze(0)).mean())
     assert run_distributed(_own_plan, 2)[0] == pytest.approx(truth, rel=1e-6)
@@ -239,10 +246,12 @@ def _refusals(_: int) -> None:
     assert_refused(["Linear cannot be told"], parallelize, plain, layout, device=CPU)  # it has no places, and no plan
 
 
+@pytest.mark.alone
 def test_a_model_that_cannot_be_split_is_refused_by_every_worker() -> None:
     run_distributed(_refusals, 2)
 
 
+@pytest.mark.pure
 def test_lengths_and_methods() -> None:
     check_length(64, 4, "ring")
     assert_refused(["3 tokens", "write a sequence length of 8"], check_length, 3, 4, "ring")

@@ -32,6 +32,7 @@ def _continued(rank: int, folder: str) -> None:
     _train(2, Row("ddp+tensor+expert", 4, {"tp": 2, "ep": 2}), range(2, 3), load=f"{folder}/4", save=f"{folder}/2")
 
 
+@pytest.mark.alone
 @pytest.mark.slow
 def test_however_the_batch_is_divided_and_from_any_layouts_checkpoint_training_is_the_same(tmp_path: Any) -> None:
     whole, truth = _train(1, SINGLE), _train(2, SINGLE)
@@ -52,6 +53,7 @@ def _all_choose_the_first(rank: int) -> tuple[list[float], float]:
     return x.grad.flatten().tolist(), scale.grad.item()
 
 
+@pytest.mark.alone
 def test_a_worker_whose_experts_nobody_chose_takes_part_in_backward() -> None:
     assert run_distributed(_all_choose_the_first, 2, timeout=30) == [([1.0] * 3, 3.0), ([1.0] * 3, 0.0)]
 
@@ -70,6 +72,7 @@ def _sent(_: int, row: Row, mode: str) -> list[int]:
     return given
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("ep", "mode", "forwards"), [(4, "none", 1), (2, "full", 2), (2, "selective", 2)])
 def test_what_is_exchanged_is_what_it_costs_to_the_byte(ep: int, mode: str, forwards: int) -> None:
     sent = run_distributed(_sent, 4, Row("ddp+expert", 4, {"ep": ep}), mode)
@@ -79,6 +82,7 @@ def test_what_is_exchanged_is_what_it_costs_to_the_byte(ep: int, mode: str, forw
     assert [counts for _, counts in sent] == [MIXTURE_LAYERS * EXPERTS * 8 * forwards] * 4
 
 
+@pytest.mark.pure
 def test_selective_recomputation_keeps_experts_products_and_many_shards_share_few_experts_by_rows() -> None:
     assert is_kept(torch.ops.trireme.grouped_linear.default)
     assert [shard_dim((4, 24, 16), ways) for ways in (1, 2, 4, 8, 5)] == [0, 0, 0, 1, 0]
@@ -91,6 +95,7 @@ def _load(_: int, row: Row) -> dict[str, list[float]]:
     return parallel.router_metrics()
 
 
+@pytest.mark.alone
 def test_load_and_entropy_are_the_global_batchs_and_nothing_is_dropped() -> None:
     alone, (here, there) = _load(0, SINGLE), run_distributed(_load, 2, Row("ddp+expert", 2, {"ep": 2}))
     assert len(alone) == MIXTURE_LAYERS and here == there
@@ -99,6 +104,7 @@ def test_load_and_entropy_are_the_global_batchs_and_nothing_is_dropped() -> None
         assert here[name] == pytest.approx(alone[name], rel=1e-6, abs=1e-9)
 
 
+@pytest.mark.pure
 def test_mixtures_are_told_by_their_looks() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -111,6 +117,7 @@ def test_mixtures_are_told_by_their_looks() -> None:
             assert {each.top_k for each in found} == {config.num_experts_per_tok}
 
 
+@pytest.mark.pure
 def test_what_cannot_be_split_is_refused() -> None:
     words = ["parallel.ep is 3", "8 experts", "1, 2, 4, 8"]
     assert_refused(words, parallelize, models.mixture, choose("ddp", 3, ep=3), device=CPU)

@@ -53,6 +53,7 @@ def _train(_: int, name: str, workers: int, pp: int, asked: list[Any]) -> list[C
     return [curves.train(_trial(trial), layout, Options(**options), CPU) for trial, options in asked]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("name", "workers", "pp", "asked"),
     [
@@ -102,6 +103,7 @@ def _one_step(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("options", ALL, ids=str)
 def test_every_schedule_with_a_smaller_last_micro_batch_evaluation_and_a_profile(options: dict[str, Any]) -> None:
     stages, model, batches = run_distributed(_one_step, 2, options), _trial().build(), _batches()
@@ -154,6 +156,7 @@ def _held(rank: int) -> list[tuple[float, int]]:
     return found
 
 
+@pytest.mark.alone
 def test_activations_in_memory_are_as_many_as_the_formula_says() -> None:
     for rank, answer in enumerate(run_distributed(_held, 2)):
         for given, (held, formula) in zip(ALL, answer):
@@ -204,6 +207,7 @@ def _types(_: int, name: str, workers: int, options: dict[str, Any]) -> tuple[in
     return max((times for at, times in casts.times.items() if at in own), default=0), found
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("name", "workers", "options", "reduced"),
     [

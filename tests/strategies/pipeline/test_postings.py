@@ -22,6 +22,8 @@ from strategies.pipeline.schedules import SCHEDULES, Op, Placement, Schedule
 from strategies.pipeline.simulate import Times, simulate
 from tests.strategies.pipeline.test_schedules import every, make
 
+pytestmark = pytest.mark.pure
+
 CPU = torch.device("cpu")
 
 

@@ -13,6 +13,8 @@ from strategies.pipeline import partition, schedules
 from strategies.pipeline.schedules import FOLDED, SCHEDULES, SPLIT, Op, Placement, Schedule
 from strategies.pipeline.simulate import Times, alive_by_formula, bubble, bubble_by_formula, figures, simulate
 
+pytestmark = pytest.mark.pure
+
 make = schedules.make.__wrapped__
 """Without its cache, which `make mutants` would find filled by schedules that have no mutation."""
 

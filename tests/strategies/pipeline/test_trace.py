@@ -16,6 +16,8 @@ from strategies.pipeline.stage import Stage
 from tests.strategies import models
 from tests.strategies.models import CPU, HEADS, VOCABULARY, WIDTH, Block, PlainGPT, assert_refused, language_loss
 
+pytestmark = pytest.mark.pure
+
 
 class Skips(nn.Module):
     """Values that skip ahead of blocks: the embedding to every block and the head, a block's output to a later one's
