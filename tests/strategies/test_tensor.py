@@ -215,6 +215,7 @@ def test_split_logits_are_float32_a_few_rows_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.pure
 def test_split_logits_of_a_part_of_a_sequence_have_no_gradient_where_no_label_counts(
     counts: bool,
 ) -> None:
