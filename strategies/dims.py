@@ -29,6 +29,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from strategies.options import STRATEGIES
 from strategies.options import Options as Options  # for traits.py, which imports it from here
 
 if TYPE_CHECKING:
@@ -48,6 +49,12 @@ def meant(written: str, known: Iterable[str], otherwise: str) -> str:
         return difflib.SequenceMatcher(None, written, word).ratio() + 0.2 * (len(word) == len(written))
 
     return f"did you mean {max(near, key=likeness)}?" if near else otherwise
+
+
+def unknown_strategy(name: str) -> str:
+    """The sentence about a strategy that there is not."""
+    otherwise = f"write one of auto, {', '.join(STRATEGIES)}"
+    return f"strategy {name!r} is not known: {meant(name, STRATEGIES, otherwise)}"
 
 
 NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -7,7 +7,7 @@ import importlib.util
 
 from strategies import ddp, deepspeed, fsdp, one_process
 from strategies.context import apply as context
-from strategies.dims import Layout, LayoutError, meant
+from strategies.dims import Layout, LayoutError, unknown_strategy
 from strategies.expert import apply as expert
 from strategies.pipeline import apply as pipeline
 from strategies.strategy import Strategy
@@ -63,8 +63,7 @@ def find(name: str) -> Strategy:
         LayoutError: no such strategy; the nearest is named.
     """
     if name not in STRATEGIES:
-        names = f"write one of auto, {', '.join(STRATEGIES)}"
-        raise LayoutError(f"strategy {name!r} is not known: {meant(name, STRATEGIES, names)}")
+        raise LayoutError(unknown_strategy(name))
     return STRATEGIES[name]
 
 

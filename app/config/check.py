@@ -7,7 +7,7 @@ from typing import Any
 
 from app.config import Config
 from app.errors import UserError, nearest
-from strategies.dims import meant
+from strategies.dims import unknown_strategy
 from strategies.options import (
     CONTEXT_METHODS,
     PIPELINE_SCHEDULES,
@@ -97,14 +97,17 @@ def _names(config: Config) -> Iterator[str]:
     """Names that would otherwise be looked up when torch, and perhaps Ray, have been waited for."""
     for name in config.strategy.replace("×", "+").split("+"):
         if name.strip() not in ("auto", *STRATEGIES):
-            otherwise = f"write one of auto, {', '.join(STRATEGIES)}"
-            yield f"strategy {name.strip()!r} is not known: {meant(name.strip(), STRATEGIES, otherwise)}"
-    optimizer = config.optimizer.name
-    if ":" not in optimizer and optimizer not in OPTIMIZERS:
-        yield (
-            f"optimizer.name is {optimizer!r}, but it must be one of {', '.join(OPTIMIZERS)} or an import path such as "
-            f"my_package.my_module:MyOptimizer{nearest(optimizer.lower(), OPTIMIZERS)}"
-        )
+            yield unknown_strategy(name.strip())
+    if ":" not in config.optimizer.name and config.optimizer.name not in OPTIMIZERS:
+        yield unknown_optimizer(config.optimizer.name)
+
+
+def unknown_optimizer(name: str) -> str:
+    """The sentence about an optimizer that is neither one of torch's that a name is enough for, nor an import path."""
+    return (
+        f"optimizer.name is {name!r}, but it must be one of {', '.join(OPTIMIZERS)} or an import path such as "
+        f"my_package.my_module:MyOptimizer{nearest(name.lower(), OPTIMIZERS)}"
+    )
 
 
 def _resources(key: str, resources: dict[str, float]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from app.config import OptimizerConfig, ScheduleConfig
+from app.config.check import unknown_optimizer
 from app.errors import NonFiniteError, UserError
 from app.tasks.user_code import user_module
 
@@ -24,10 +25,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         return BUILT_IN[name]
     module, colon, attribute = name.partition(":")
     if not colon:
-        raise UserError(
-            f"optimizer.name is {name!r}, but it must be one of {', '.join(BUILT_IN)} or an import path "
-            "such as my_package.my_module:MyOptimizer"
-        )
+        raise UserError(unknown_optimizer(name))
     try:
         found = getattr(user_module(module, attribute), attribute)
     except (ImportError, AttributeError) as error:
