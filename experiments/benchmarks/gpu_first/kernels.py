@@ -1,6 +1,6 @@
 """Checks of the kernels that a GPT of 1.3 B parameters is made of: its products, its attention, and what the GPU draws.
 
-What these take, added up, is the least that a step can take (the issue of 60 % MFU starts from that sum).
+What these take, added up, is the least that a step can take.
 """
 
 import contextlib
