@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from strategies.blocks import separable
 from strategies.state import BATCH_NORMS
 from strategies.traits import Observation, Trait
-from strategies.tree import tree_leaves
+from strategies.tree import tree_leaves, tree_map
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -358,7 +358,8 @@ class _Watch(TorchFunctionMode):
     # --- a step -----------------------------------------------------------------------------------------------------
 
     def step(self, loss: Loss, batch: Any, *, backward: bool) -> None:
-        """Runs the loss, and its backward, while watching."""
+        """Runs the loss, and its backward, while watching. The batch stays as it is, whatever the model does to it."""
+        batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
         before = {name: parameter.detach().clone() for name, parameter in self.named.items()}
         self._from_batch = {id(leaf): leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
         buffers_before = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}

@@ -195,7 +195,7 @@ def _operations(config: Config, task: Task, batch: Batch) -> float:
         if _numbers(model) > PARAMETERS // 20:
             return math.inf
         with FlopCounterMode(display=False) as counter:
-            task.loss(model, batch)
+            task.loss(model, _copied(batch))
         return float(counter.get_total_flops())
     except Exception:
         return math.inf
@@ -211,7 +211,11 @@ def _with_numbers(config: Config, task: Task, batches: list[Batch], *, thorough:
         steps = [_evaluated(task, _build(config, task, cpu), batch, backward=thorough) for batch in batches[:3]]
         couples = coupling(*steps) or repeating(steps[1], _evaluated_twice_over(config, task, batches[1], thorough))
         if couples:
-            remark = items_remark(task, batches[0], lambda batch: task.loss(_build(config, task, cpu).eval(), batch))
+            remark = items_remark(
+                task,
+                batches[0],
+                lambda batch: task.loss(_build(config, task, cpu).eval(), _copied(batch)),
+            )
     return FirstStep(
         observations,
         with_numbers=True,
@@ -242,7 +246,7 @@ def _is_stateful(config: Config, task: Task, batch: Batch) -> bool:
 
 def _error_of_one(config: Config, task: Task, batch: Batch, device: torch.device) -> str:
     """What the model says to one sample of a batch that it takes; "" where it takes it."""
-    one = map_tensors(lambda tensor: tensor[:1] if tensor.dim() else tensor, batch)
+    one = map_tensors(lambda tensor: tensor[:1].clone() if tensor.dim() else tensor, batch)
     try:
         task.loss(_build(config, task, device).train(), one)
     except Exception as error:
@@ -297,6 +301,11 @@ def _rows(batch: Batch, half: int) -> Batch:
     return map_tensors(lambda tensor: tensor.chunk(2)[half] if tensor.dim() else tensor, batch)
 
 
+def _copied(batch: Batch) -> Batch:
+    """The batch for one call of the model, which may change it in place."""
+    return map_tensors(torch.Tensor.clone, batch)
+
+
 def _numbers(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
@@ -316,7 +325,7 @@ class _Step:
 
 
 def _evaluated(task: Task, model: nn.Module, batch: Batch, *, backward: bool) -> _Step:
-    loss = task.loss(model.eval(), batch)
+    loss = task.loss(model.eval(), _copied(batch))
     if backward:
         loss.backward()
     gradients = [p.grad.to_dense() for p in model.parameters() if p.grad is not None]

@@ -202,6 +202,9 @@ class Stage:
         arrived: the tensors that the part before sent, in order.
         """
         is_last = part == self.assignment.parts - 1
+        if len(self.own) > 1:
+            # Each part runs the model's code from its beginning, which may change the batch in place.
+            batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
         tensors = iter(arrived)
         received = {  # in the structures that the modules returned
             name: tree_map(lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf, placeholders[name])

@@ -184,7 +184,7 @@ class Tracer:
             child.forward = self._watched(path, child.forward)
 
     def trace(self, loss: Callable[[nn.Module, Any], Any], batch: Any, training: bool = True) -> Trace:
-        """Runs `loss(model, batch)` without numbers.
+        """Runs `loss(model, batch)` without numbers, on a copy of the batch, which the model may change in place.
 
         Raises:
             LayoutError: a model whose blocks do not form a chain.
@@ -192,6 +192,7 @@ class Tracer:
         self.module.train(training)
         self._trace, self._seen, self._twice = Trace(), {}, False
         self._left = set()
+        batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
         with _OperationCount() as self._count, torch.no_grad():
             with PlaceholderTensor.watched() as self._used:
                 try:

@@ -122,6 +122,8 @@ SURVEYED = {
     ("attributes python_counter", "single checkpointing"): Kind.REFUSED,
     ("hardest orthogonal two_blocks", "ddp"): Kind.NOTED,
     ("bfloat16 python_counter tokens", "pipeline 1f1b"): Kind.NOTED,
+    ("in_place_batch loss_inside", "pipeline zbv"): Kind.EQUAL,
+    ("in_place_batch loss_inside", "pipeline 1f1b"): Kind.EQUAL,
 }
 """What a survey of drawn models found wrong: choices, a strategy, and what becomes of it. `make test` has some."""
 

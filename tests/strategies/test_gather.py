@@ -92,6 +92,23 @@ def test_gradients_in_parts_are_those_of_one_graph_with_the_same_random_numbers(
 
 
 @pytest.mark.pure
+def test_a_batch_that_the_model_changes_in_place_is_changed_once() -> None:
+    """Although the loss is computed several times."""
+
+    def gradients(change: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        parallel, gather = gatherer()
+        loss = loss_of(gather)
+        torch.manual_seed(5)
+        weights = [size / sum(SIZES) for size in SIZES]
+        gather.forward_backward(parts(), weights, lambda module, x: loss(module, change(x)), scale=1.0)
+        return [parameter.grad for parameter in parallel.parameters()]
+
+    in_place = gradients(lambda x: x.mul_(0.5))
+    out_of_place = gradients(lambda x: x * 0.5)
+    assert all(torch.equal(mine, other) for mine, other in zip(in_place, out_of_place, strict=True))
+
+
+@pytest.mark.pure
 def test_what_cannot_be_gathered_in_parts_is_one_sentence() -> None:
     def fails(words: list[str], loss: Callable[[BatchGather], Any], batches: list[Tensor] | None = None) -> None:
         _, gather = gatherer()
