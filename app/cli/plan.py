@@ -24,9 +24,6 @@ from app.errors import UserError
 @click.option("--assumptions", is_flag=True, help="Show what the devices are taken to reach; --assume changes it.")
 @click.option("--picture", "chart", metavar="FILE", help="Draw speed by number of GPUs, and memory; .png or .svg.")
 @click.option("--write", metavar="FILE", help="Write the best layout as an experiment for `trireme train`.")
-@click.option(
-    "--layout-picture", "picture", metavar="FILE", help="Draw the best layout's ranks and dimensions, in HTML."
-)
 @click.option("--max-batch", is_flag=True, help="Find the largest micro-batch that runs here, in new processes.")
 def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
     """Predict which layouts of an experiment fit, how fast they train and at what cost, before anything starts.
@@ -46,7 +43,6 @@ def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
 
     config, console = read(arguments), cli.console
     _require_writable("--picture", options["chart"], SUFFIXES)
-    _require_writable("--layout-picture", options["picture"], (".html",))
     _require_writable("--write", options["write"], ())
     given = frozenset(key.partition("=")[0].strip() for key in split(arguments)[1])
     asked = ("cluster", "gpus", "gpu", "per_node", "interconnect", "assume")
@@ -79,12 +75,6 @@ def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
     if options["chart"]:
         draw(plan, options["chart"], top or len(plan.rows))
         console.say(f"drawn in {options['chart']}")
-    if options["picture"] and row is not None:
-        from app.planner import picture
-        from experiments.report.page import render
-
-        Path(options["picture"]).write_text(render(picture.content(plan, row)))
-        console.say(f"drawn in {options['picture']}")
     if options["write"]:
         if row is None and found:
             raise UserError(f"--write {options['write']}: no micro-batch that was tried runs, so nothing is written")
