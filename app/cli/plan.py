@@ -50,7 +50,7 @@ def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
     if options["max_batch"]:
         require_here(machine, "--max-batch")
         given = (given | _fixed_by_file(config)) - {"train.micro_batch_size"}
-    with console.if_slow("reading the model; it is remembered"):
+    with console.if_slow("reading the model"):
         plan = plan_experiment(config, machine, given, needs_data="--max-batch" if options["max_batch"] else "")
     row, found, top = plan.best, {}, options["top"]
     if top is None:

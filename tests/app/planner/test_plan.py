@@ -288,7 +288,7 @@ def test_what_is_wrong_is_one_sentence(arguments: str, said: str, small: Reader,
     reads(small)
     result = _run(*arguments.split(), code=2)
     assert said in result.output
-    lines = result.output.strip().removeprefix("reading the model; it is remembered\n").splitlines()
+    lines = result.output.strip().removeprefix("reading the model\n").splitlines()
     assert len(lines) == 1 and len(result.output) < 400 and "Traceback" not in result.output
 
 
