@@ -177,12 +177,13 @@ def plan(
     import pandas
 
     from app.planner import output
-    from app.planner.machine import Asked, find
+    from app.planner.machine import MachineOptions, find_machine
     from app.planner.stand_in import plan_experiment
 
     with _one_at_a_time():
         config, words = _read(experiment, keys)
-        machine = find(Asked(cluster, gpus, gpu, gpus_per_node, interconnect), config.workers)
+        options = MachineOptions(cluster=cluster, gpus=gpus, gpu=gpu, per_node=gpus_per_node, interconnect=interconnect)
+        machine = find_machine(options, config.workers)
         given = frozenset(word.partition("=")[0] for word in words)
         found = plan_experiment(config, machine, given)
     rows = [found.layout(row) for row in found.rows]

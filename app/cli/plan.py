@@ -38,7 +38,7 @@ def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
     """
     from app.planner import output
     from app.planner.chart import SUFFIXES, draw
-    from app.planner.machine import Asked, find, require_here
+    from app.planner.machine import MachineOptions, find_machine, require_here
     from app.planner.stand_in import plan_experiment
 
     config, console = read(arguments), cli.console
@@ -46,7 +46,7 @@ def plan(cli: Invocation, arguments: tuple[str, ...], **options: Any) -> None:
     _require_writable("--write", options["write"], ())
     given = frozenset(key.partition("=")[0].strip() for key in split(arguments)[1])
     asked = ("cluster", "gpus", "gpu", "per_node", "interconnect", "assume")
-    machine = find(Asked(*(options[key] for key in asked)), config.workers)
+    machine = find_machine(MachineOptions(**{key: options[key] for key in asked}), config.workers)
     if options["max_batch"]:
         require_here(machine, "--max-batch")
         given = (given | _fixed_by_file(config)) - {"train.micro_batch_size"}

@@ -12,7 +12,7 @@ from app.config import Config
 from app.errors import UserError
 from app.planner.advice import infeasible, size_text
 from app.planner.estimate import Estimate
-from app.planner.machine import Machine, is_here, running
+from app.planner.machine import Machine, is_here, machine_of_run
 from app.planner.output import experiment
 from app.planner.plan import Plan, make_plan, ranked
 from app.planner.trial import run as run_trial
@@ -72,21 +72,32 @@ def choose_layout(
     if all(degrees[name] is not None for name in ("dp_replicate", "dp_shard", "tp", "pp")):
         return Choice(choose("auto", workers, **degrees))
     try:
-        return _planned(config, task, machine or running(workers, per_node), written, is_kept)
+        return _planned(
+            config, task, machine or machine_of_run(workers, per_node), written, is_kept
+        )
     except NoLayoutFits:
         raise
     except Exception as error:  # whatever is wrong with a plan, the run itself may be right
         layout = choose("auto", workers, **degrees)
-        return Choice(layout, f"strategy auto is {layout}, without a plan: {str(error) or type(error).__name__}")
+        return Choice(
+            layout,
+            f"strategy auto is {layout}, without a plan: {str(error) or type(error).__name__}",
+        )
 
 
 def _planned(
-    config: Config, task: Task, machine: Machine, given: set[str], is_kept: Callable[[Layout, Options], bool]
+    config: Config,
+    task: Task,
+    machine: Machine,
+    given: set[str],
+    is_kept: Callable[[Layout, Options], bool],
 ) -> Choice:
     train, cut = config.train, "parallel.pp" in given
     given |= {"train.precision"}
     given |= {"train.micro_batch_size"} if train.micro_batch_size is not None else set()
-    given |= {"train.activation_checkpointing"} if train.activation_checkpointing != "none" else set()
+    given |= (
+        {"train.activation_checkpointing"} if train.activation_checkpointing != "none" else set()
+    )
     given |= {"parallel.offload"} if config.parallel.offload or machine.device.is_cpu else set()
     given |= {"parallel.schedule", "parallel.chunks"} if cut else set()
     plan = make_plan(config, task, machine, given=frozenset(given))
@@ -99,15 +110,17 @@ def _planned(
     plan.rows = [row for row in plan.rows if keeps(row)] or plan.rows
     row, tried = _chosen(plan, cut)
     if row is None:
-        raise NoLayoutFits(f"strategy auto finds no layout that fits{tried}. " + " ".join(infeasible(plan)))
+        raise NoLayoutFits(
+            f"strategy auto finds no layout that fits{tried}. " + " ".join(infeasible(plan))
+        )
     candidate = row.candidate
     values: dict[str, Any] = {
         "train.micro_batch_size": candidate.micro_batch,
         "train.activation_checkpointing": candidate.checkpointing,
         "parallel.offload": candidate.offload,
     }
-    if row.reduces_each is not None:
-        values["parallel.accumulate_sharded"] = row.reduces_each
+    if row.reduces_each_microbatch is not None:
+        values["parallel.accumulate_sharded"] = row.reduces_each_microbatch
     if candidate.dims.pp > 1 and not cut:
         values |= {"parallel.schedule": candidate.schedule, "parallel.chunks": candidate.chunks}
         values["parallel.stages"] = list(row.stages or ())
@@ -136,8 +149,11 @@ def _chosen(
     if not close:
         return None, ""
     if not is_here(plan.machine):
-        row = max(close, key=lambda one: one.chance)
-        return row, f": close to the GPU's memory, and not tried, because {plan.machine.name} is not this machine"
+        row = max(close, key=lambda one: one.fit_probability)
+        return (
+            row,
+            f": close to the GPU's memory, and not tried, because {plan.machine.name} is not this machine",
+        )
     attempt = attempt or _attempt
     failures = list[str]()
     while (nearest := _least_change(plan, close, cut)) and len(failures) < TRIES:
@@ -147,7 +163,10 @@ def _chosen(
         failures.append(failure)
         size = nearest.memory_bytes
         close = [one for one in close if one.memory_bytes < size]
-    return None, f" ({len(failures)} that are close to the device's memory were tried: {failures[-1]})"
+    return (
+        None,
+        f" ({len(failures)} that are close to the device's memory were tried: {failures[-1]})",
+    )
 
 
 def _attempt(plan: Plan, row: Estimate) -> str:
@@ -163,7 +182,11 @@ def _least_change(plan: Plan, rows: list[Estimate], cut: bool) -> Estimate | Non
 
     def change(row: Estimate) -> int:
         one = row.candidate
-        return max(one.checkpointing != asked, 2 * (one.dims.pp > 1 and not cut), 3 * (one.offload != moved))
+        return max(
+            one.checkpointing != asked,
+            2 * (one.dims.pp > 1 and not cut),
+            3 * (one.offload != moved),
+        )
 
     least = min(map(change, rows), default=0)
     return next(iter(ranked([row for row in rows if change(row) == least])), None)

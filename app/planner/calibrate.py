@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from app.errors import RunFailed
-from app.planner.device import Device, device, remember
+from app.planner.device import Device, device, save_measured_values
 from app.planner.processes import in_processes
 from cluster.addresses import join_address
 from cluster.hardware import HardwareError, add_gpu, gpu
@@ -55,7 +55,9 @@ def calibrate_cluster(workers: int | None = None) -> dict[str, Any]:
         RunFailed: a node failed, or its devices were not free.
     """
     alive = living_nodes()
-    unit, usual = ("GPU", 10**6) if any(node.total.get("GPU", 0) >= 1 for node in alive) else ("CPU", 4)
+    unit, usual = (
+        ("GPU", 10**6) if any(node.total.get("GPU", 0) >= 1 for node in alive) else ("CPU", 4)
+    )
     most = int(max(node.total.get(unit, 0) for node in alive))
     nodes = [node for node in alive if node.total.get(unit, 0) == most][:2]
     count = min(workers or usual, most)
@@ -67,7 +69,9 @@ def calibrate_cluster(workers: int | None = None) -> dict[str, Any]:
     return found
 
 
-def _on_nodes(function: Callable[[int], Any], nodes: list[NodeState], unit: str, count: int) -> list[Any]:
+def _on_nodes(
+    function: Callable[[int], Any], nodes: list[NodeState], unit: str, count: int
+) -> list[Any]:
     """What `function(rank)` gives on each of the nodes, at the same time, with `count` of the devices of each."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -75,15 +79,21 @@ def _on_nodes(function: Callable[[int], Any], nodes: list[NodeState], unit: str,
     demand = {"num_gpus": count, "num_cpus": 0} if unit == "GPU" else {"num_cpus": count}
     strategies = [NodeAffinitySchedulingStrategy(node.id, soft=False) for node in nodes]
     tasks = [
-        ray.remote(function).options(**demand, scheduling_strategy=there, max_retries=0).remote(rank)
+        ray.remote(function)
+        .options(**demand, scheduling_strategy=there, max_retries=0)
+        .remote(rank)
         for rank, there in enumerate(strategies)
     ]
     try:
         return list(ray.get(tasks, timeout=PATIENCE))
     except ray.exceptions.GetTimeoutError:
-        raise RunFailed(f"a node's devices were in use, or hung, for {PATIENCE:.0f} s: try again later") from None
+        raise RunFailed(
+            f"a node's devices were in use, or hung, for {PATIENCE:.0f} s: try again later"
+        ) from None
     except ray.exceptions.RayError as error:
-        raise RunFailed(f"calibration failed on a node: {str(getattr(error, 'cause', error)).strip()}") from None
+        raise RunFailed(
+            f"calibration failed on a node: {str(getattr(error, 'cause', error)).strip()}"
+        ) from None
     finally:
         for task in tasks:
             ray.cancel(task, force=True)
@@ -92,7 +102,9 @@ def _on_nodes(function: Callable[[int], Any], nodes: list[NodeState], unit: str,
 def _link(rank: int, address: str) -> dict[str, float]:
     """On each of two nodes."""
     own = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    dist.init_process_group("nccl" if own.type == "cuda" else "gloo", init_method=address, rank=rank, world_size=2)
+    dist.init_process_group(
+        "nccl" if own.type == "cuda" else "gloo", init_method=address, rank=rank, world_size=2
+    )
     try:
         return _links(own, "across")
     finally:
@@ -105,7 +117,7 @@ def keep(found: dict[str, Any]) -> tuple[str, Path]:
     name, entry = values.pop("gpu"), values.pop("entry", None)
     if entry is not None:
         add_gpu(name, entry)
-    return name, remember(name, values)
+    return name, save_measured_values(name, values)
 
 
 # --- in the processes -------------------------------------------------------------------------------------------
@@ -127,18 +139,36 @@ def _alone(own: Any) -> dict[str, Any]:
     known: Device | None = None
     with contextlib.suppress(HardwareError):
         known = device(gpu(written).name)
-    base = known or Device(gpu("cpu"))
+    base = known or Device(gpu=gpu("cpu"))
     name = known.gpu.name if known else re.sub(r"[^a-z0-9]+", "-", written.lower()).strip("-")
-    able = ("fp32", "bf16") if own.type == "cpu" else ("fp32", "bf16", "fp16") if known is None else known.gpu.peak
-    reached = {precision: _matmul_rate(own, precision, base) for precision in DTYPES if precision in able}
+    able = (
+        ("fp32", "bf16")
+        if own.type == "cpu"
+        else ("fp32", "bf16", "fp16")
+        if known is None
+        else known.gpu.peak
+    )
+    reached = {
+        precision: _matmul_rate(own, precision, base) for precision in DTYPES if precision in able
+    }
     x = torch.randn(2**26 if own.type == "cuda" else 2**23, device=own)  # more than fits in caches
     y, little = torch.empty_like(x), torch.ones(8, device=own, requires_grad=True)
     bandwidth = 2 * x.nbytes / seconds_of(lambda: torch.add(x, 1.0, out=y), own)
-    found: dict[str, Any] = {"gpu": name, "operation": seconds_of(lambda: little + 1.0, own, wait=False)}
+    found: dict[str, Any] = {
+        "gpu": name,
+        "operation": seconds_of(lambda: little + 1.0, own, wait=False),
+    }
     if own.type == "cpu":  # a core has no datasheet: what is measured is the peak
-        found |= {"peak": reached, "matmul": dict.fromkeys(reached, 1.0), "memory_bandwidth": bandwidth, "stream": 1.0}
+        found |= {
+            "peak": reached,
+            "matmul": dict.fromkeys(reached, 1.0),
+            "memory_bandwidth": bandwidth,
+            "stream": 1.0,
+        }
     elif known is not None:
-        found["matmul"] = {precision: rate / known.gpu.rate(precision) for precision, rate in reached.items()}
+        found["matmul"] = {
+            precision: rate / known.gpu.rate(precision) for precision, rate in reached.items()
+        }
         if not known.fitted:
             found["stream"] = min(1.0, known.stream * bandwidth / known.gpu.memory_bandwidth / ADD)
     else:
@@ -146,7 +176,10 @@ def _alone(own: Any) -> dict[str, Any]:
         found["entry"] = {
             "memory": torch.cuda.get_device_properties(own).total_memory // 2**20,
             "bandwidth": bandwidth / ADD / 1e9,
-            "peak": {precision: rate / usual.get(precision, 0.72) / 1e12 for precision, rate in reached.items()},
+            "peak": {
+                precision: rate / usual.get(precision, 0.72) / 1e12
+                for precision, rate in reached.items()
+            },
             "link": 25.0,
             "source": "measured by trireme calibrate",
             "aka": [written],
@@ -158,21 +191,32 @@ def _matmul_rate(own: Any, precision: str, base: Device) -> float:
     """FLOP/s that an endlessly large product would reach, from a large one and device.py's factor for its size."""
     size = 4096 if own.type == "cuda" else 512
     a, b = torch.randn(2, size, size, device=own).to(getattr(torch, DTYPES[precision]))
-    return float(2 * size**3 / base.product_share(size, size, size) / seconds_of(lambda: a @ b, own))
+    return float(
+        2 * size**3 / base.product_share(size, size, size) / seconds_of(lambda: a @ b, own)
+    )
 
 
 def _links(own: Any, where: str) -> dict[str, float]:
     """Bytes/s and seconds per hop of an all-reduce between all processes; where: "within" a node or "across" two."""
     ways = dist.get_world_size()
-    large, small = torch.randn(2**26 if own.type == "cuda" else 2**21, device=own), torch.randn(8, device=own)
+    large, small = (
+        torch.randn(2**26 if own.type == "cuda" else 2**21, device=own),
+        torch.randn(8, device=own),
+    )
     most = dist.ReduceOp.MAX  # the sum of sums of sums would not be finite for long
     slow = seconds_of(lambda: dist.all_reduce(large, op=most), own, together=True)
     quick = seconds_of(lambda: dist.all_reduce(small, op=most), own, together=True)
     moved, hops = 2 * large.nbytes * (ways - 1) / ways, 2 * math.log2(ways)
-    return {f"link_{where}": moved / max(1e-9, slow - quick), f"latency_{where}": quick / hops, where: 1.0}
+    return {
+        f"link_{where}": moved / max(1e-9, slow - quick),
+        f"latency_{where}": quick / hops,
+        where: 1.0,
+    }
 
 
-def seconds_of(function: Callable[[], Any], own: Any, *, wait: bool = True, together: bool = False) -> float:
+def seconds_of(
+    function: Callable[[], Any], own: Any, *, wait: bool = True, together: bool = False
+) -> float:
     """Seconds of one call, from five blocks of calls: the least, whatever else the machine does.
 
     wait: until the device has done them. together: all ranks make the same number of calls; the median, as networks

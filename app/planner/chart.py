@@ -14,7 +14,12 @@ SUFFIXES = (".png", ".svg")
 COLOURS = ("#2563a8", "#d98324", "#3a8f5c", "#a23b72", "#6b7280")
 FEWER, MORE = 6, 2  # halvings and doublings of the number of GPUs that are looked at
 SHOWN = 12  # layouts of which the memory is
-KINDS = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer", "activations": "activations"}
+KINDS = {
+    "parameters": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+}
 OTHER = "other (on its way, buffers, margin)"
 
 
@@ -29,7 +34,9 @@ def best_by_number(plan: Plan) -> dict[int, Estimate | None]:
         rows = ranked(plan.on_gpus(number, plan.fixed, pipelines=True))
         return rows[0] if rows and rows[0].fits else None
 
-    return {number: plan.best if number == world else best(number) for number in (*fewer, world, *more)}
+    return {
+        number: plan.best if number == world else best(number) for number in (*fewer, world, *more)
+    }
 
 
 def draw(plan: Plan, path: str, top: int) -> None:
@@ -41,7 +48,10 @@ def draw(plan: Plan, path: str, top: int) -> None:
     figure = Figure(figsize=(9, sum(heights)), layout="constrained")
     gpus = f"{plan.machine.world:,} × {plan.machine.device.gpu.name}"
     model = f"{quantity(plan.reader.parameters / 1e6)} million parameters"
-    figure.suptitle(f"{model}, planned for {gpus}, global batch {plan.config.train.global_batch_size:,}", fontsize=11)
+    figure.suptitle(
+        f"{model}, planned for {gpus}, global batch {plan.config.train.global_batch_size:,}",
+        fontsize=11,
+    )
     parts: Any = figure.subfigures(2, 1, height_ratios=heights)
     speed, memory = (part.subplots() for part in parts)
     _speeds(speed, plan)
@@ -59,7 +69,10 @@ def _speeds(axes: Any, plan: Plan) -> None:
     found, unit = best_by_number(plan), plan.reader.task.unit
     fitting = {number: row for number, row in found.items() if row is not None}
     name = "CPU workers" if plan.machine.device.is_cpu else "GPUs"
-    names = {n: row.candidate.layout.name.replace("+", "\n") if row else "nothing\nfits" for n, row in found.items()}
+    names = {
+        n: row.candidate.layout.name.replace("+", "\n") if row else "nothing\nfits"
+        for n, row in found.items()
+    }
     axes.set_xscale("log", base=2)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticks(list(found), [f"{number:,}\n{names[number]}" for number in found])
@@ -71,13 +84,22 @@ def _speeds(axes: Any, plan: Plan) -> None:
         return
     items = plan.config.train.global_batch_size * plan.reader.items_per_sample
     speeds = {number: items / row.step_seconds for number, row in fitting.items()}
-    low, high = ([abs(row.range[side] - 1) * speeds[n] for n, row in fitting.items()] for side in (0, 1))
+    low, high = (
+        [abs(row.speed_range[side] - 1) * speeds[n] for n, row in fitting.items()]
+        for side in (0, 1)
+    )
     known = plan.machine.world if plan.machine.world in speeds else min(speeds)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     axes.yaxis.set_major_formatter(EngFormatter(sep=" "))
     axes.yaxis.set_minor_locator(NullLocator())
-    axes.plot(list(speeds), [speeds[known] * n / known for n in speeds], ":", color="#8793a1", label="in proportion")
+    axes.plot(
+        list(speeds),
+        [speeds[known] * n / known for n in speeds],
+        ":",
+        color="#8793a1",
+        label="in proportion",
+    )
     axes.errorbar(
         list(speeds),
         list(speeds.values()),
@@ -96,17 +118,26 @@ def _speeds(axes: Any, plan: Plan) -> None:
 def _memory(axes: Any, plan: Plan, rows: list[Estimate]) -> None:
     capacity = plan.machine.device.capacity
     unit, size = ("GiB", GIB) if max(row.memory_bytes for row in rows) > GIB else ("MiB", 2**20)
-    left, labels = [0.0] * len(rows), [f"{row.candidate.layout.name}\n{settings_text(row)}" for row in rows]
+    left, labels = (
+        [0.0] * len(rows),
+        [f"{row.candidate.layout.name}\n{settings_text(row)}" for row in rows],
+    )
     for colour, kind in zip(COLOURS, (*KINDS.values(), OTHER)):
         width = [
-            sum(value for part, value in row.memory.items() if KINDS.get(part, OTHER) == kind) / size for row in rows
+            sum(value for part, value in row.memory.items() if KINDS.get(part, OTHER) == kind)
+            / size
+            for row in rows
         ]
         axes.barh(range(len(rows)), width, 0.7, left, color=colour, label=kind)
         left = [a + b for a, b in zip(left, width)]
     if capacity / size < 20 * max(left):
-        axes.axvline(capacity / size, color="#b0344a", lw=1.6, label=f"limit: {capacity / size:.0f} {unit}")
+        axes.axvline(
+            capacity / size, color="#b0344a", lw=1.6, label=f"limit: {capacity / size:.0f} {unit}"
+        )
     else:
-        axes.plot([], [], color="#b0344a", label=f"limit: {capacity / size:,.0f} {unit}, far to the right")
+        axes.plot(
+            [], [], color="#b0344a", label=f"limit: {capacity / size:,.0f} {unit}, far to the right"
+        )
     axes.set_yticks(range(len(rows)), labels)
     axes.invert_yaxis()
     axes.set_xlabel(f"{unit} on the fullest device")

@@ -14,7 +14,9 @@ import torch.multiprocessing as multiprocessing
 from app.errors import RunFailed
 
 
-def in_processes(function: Callable[..., Any], workers: int, *arguments: Any, timeout: float) -> Any:
+def in_processes(
+    function: Callable[..., Any], workers: int, *arguments: Any, timeout: float
+) -> Any:
     """What `function(rank, device, *arguments)` gives on rank 0 of new processes, with a device each.
 
     function: of a module, not of another function. What it gives is passed as JSON.
@@ -23,7 +25,12 @@ def in_processes(function: Callable[..., Any], workers: int, *arguments: Any, ti
     """
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.start_processes(
-            _run, (workers, folder, function, arguments), nprocs=workers, join=False, daemon=True, start_method="spawn"
+            _run,
+            (workers, folder, function, arguments),
+            nprocs=workers,
+            join=False,
+            daemon=True,
+            start_method="spawn",
         )
         until = time.monotonic() + timeout
         try:
@@ -32,7 +39,9 @@ def in_processes(function: Callable[..., Any], workers: int, *arguments: Any, ti
                     raise RunFailed(f"{workers} processes took more than {timeout:.0f} s")
         except multiprocessing.ProcessRaisedException as error:
             raise RunFailed(str(error).strip().splitlines()[-1][:300]) from None
-        except multiprocessing.ProcessExitedException as error:  # killed, perhaps because the host's memory ended
+        except (
+            multiprocessing.ProcessExitedException
+        ) as error:  # killed, perhaps because the host's memory ended
             raise RunFailed(str(error)) from None
         finally:
             for process in context.processes:
@@ -41,14 +50,18 @@ def in_processes(function: Callable[..., Any], workers: int, *arguments: Any, ti
         return json.loads(Path(folder, "found").read_text())
 
 
-def _run(rank: int, workers: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _run(
+    rank: int, workers: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     store = dist.FileStore(f"{folder}/store", workers)
-    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=workers)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=workers
+    )
     found = function(rank, device, *arguments)
     if rank == 0:
         Path(folder, "found").write_text(json.dumps(found))

@@ -77,7 +77,9 @@ def _without_weights(config: Config) -> str:
     elif isinstance(named, str) and named.count("/") == 1:
         return ""  # on the hub, which has them
     written = json.loads(json.dumps(args.get("config") or {}))
-    settled = json.dumps(settle(find(named, weights=False), {}, written).to_dict(), sort_keys=True, default=str)
+    settled = json.dumps(
+        settle(find(named, weights=False), {}, written).to_dict(), sort_keys=True, default=str
+    )
 
     def make(folder: Path) -> None:
         folder.mkdir()
@@ -93,7 +95,11 @@ def _on_made_up(name: str, args: dict[str, Any], error: MissingData) -> Task:
     args |= {"eval_samples": 0} if "eval_samples" in args else {}
     if issubclass(kind, LanguageModelling):
         size = args.get("vocab_size") or _vocabulary(args, "task_args.vocab_size")
-        left = {key: value for key, value in args.items() if key not in ("stream", "text", "token_dtype")}
+        left = {
+            key: value
+            for key, value in args.items()
+            if key not in ("stream", "text", "token_dtype")
+        }
         return tasks.load_task(name, left | {"vocab_size": size, "data": _tokens(args)})
     if name != "huggingface":
         raise UserError(
@@ -121,14 +127,24 @@ def _of_transformers(args: dict[str, Any], error: MissingData) -> dict[str, Any]
         return {"data": _table(args, "target", [text] * ROWS, text)}
     classes = own.get("num_labels") or (found.base.num_labels if found.folder else None)
     if classes is None:
-        raise UserError(f"{error}; to plan without it write task_args.config.num_labels, the number of classes")
+        raise UserError(
+            f"{error}; to plan without it write task_args.config.num_labels, the number of classes"
+        )
     labels = [f"class {i % classes}" for i in range(max(ROWS, 2 * classes))]
     if kind == "sequence_classification":
         return {"data": _table(args, "label", labels, text)}
-    sides, channels = (own.get(key) or getattr(found.base, key, None) for key in ("image_size", "num_channels"))
+    sides, channels = (
+        own.get(key) or getattr(found.base, key, None) for key in ("image_size", "num_channels")
+    )
     if not sides or not channels:
-        raise UserError(f"{error}; to plan without it write task_args.config.image_size and num_channels")
-    shape = (len(labels), channels, *(sides if isinstance(sides, (list, tuple)) else (sides, sides)))
+        raise UserError(
+            f"{error}; to plan without it write task_args.config.image_size and num_channels"
+        )
+    shape = (
+        len(labels),
+        channels,
+        *(sides if isinstance(sides, (list, tuple)) else (sides, sides)),
+    )
 
     def make(path: Path) -> None:
         with open(path, "wb") as out:
@@ -142,7 +158,9 @@ def _vocabulary(args: dict[str, Any], key: str) -> int:
     data, tokenizer = args.get("data") or [], args.get("tokenizer")
     names = [data] if isinstance(data, str) else list(data)
     if tokenizer is None and (not names or any(Path(name).suffix in SUFFIXES for name in names)):
-        raise UserError(f"task_args.data is not there: to plan without it write {key}, how many tokens there are")
+        raise UserError(
+            f"task_args.data is not there: to plan without it write {key}, how many tokens there are"
+        )
     return encoder(tokenizer or BYTES)[1]
 
 

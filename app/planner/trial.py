@@ -62,9 +62,17 @@ def max_batch(plan: Plan) -> tuple[str, Estimate | None, dict[str, Any]]:
     largest, predicted = sizes[place] if place >= 0 else 0, fitting[-1] if fitting else 0
     found: dict[str, Any] = {"predicted": predicted, "largest": largest, "share": sizes[-1]}
     found["tries"] = [{"micro_batch_size": size, **asdict(trial)} for size, trial in tries.items()]
-    said = f"{largest} is the largest that runs ({tries[largest].bytes / GIB:.2f} GiB)" if largest else "none runs"
+    said = (
+        f"{largest} is the largest that runs ({tries[largest].bytes / GIB:.2f} GiB)"
+        if largest
+        else "none runs"
+    )
     failed = min((size for size, trial in tries.items() if trial.seconds is None), default=None)
-    end = f"{failed} does not ({tries[failed].failure})" if failed else "it is the worker's whole share of the batch"
+    end = (
+        f"{failed} does not ({tries[failed].failure})"
+        if failed
+        else "it is the worker's whole share of the batch"
+    )
     sentence = f"largest micro-batch under {row.candidate.layout.name}: predicted {predicted}, tried: {said}; {end}"
     return sentence, _with_size(plan, row, largest) if largest else None, found
 
@@ -89,17 +97,23 @@ def search(first: int, sizes: Sequence[int], runs: Callable[[int], bool]) -> int
 def _sizes(plan: Plan, row: Estimate) -> list[int]:
     """Micro-batches that the layout can have; a pipeline's are equal, and as many as its schedule can use."""
     candidate, share = row.candidate, plan.space.global_batch // row.candidate.dims.dp
-    pp, as_it_is = candidate.dims.pp, {"parallel.schedule": candidate.schedule, "parallel.chunks": candidate.chunks}
+    pp, as_it_is = (
+        candidate.dims.pp,
+        {"parallel.schedule": candidate.schedule, "parallel.chunks": candidate.chunks},
+    )
     return [
         size
         for size in range(1, share + 1)
-        if pp == 1 or (share % size == 0 and schedules_of(pp, share // size, plan.space.blocks, as_it_is))
+        if pp == 1
+        or (share % size == 0 and schedules_of(pp, share // size, plan.space.blocks, as_it_is))
     ]
 
 
 def _with_size(plan: Plan, row: Estimate, size: int) -> Estimate:
     share = plan.space.global_batch // row.candidate.dims.dp
-    return plan.estimator.estimate(row.candidate._replace(micro_batch=size, micro_batches=-(-share // size)))
+    return plan.estimator.estimate(
+        row.candidate._replace(micro_batch=size, micro_batches=-(-share // size))
+    )
 
 
 def _experiment(plan: Plan, row: Estimate, size: int) -> dict[str, Any]:
@@ -125,7 +139,9 @@ def _train(rank: int, device: Any, tree: dict[str, Any], limit: float) -> tuple[
     if device.type == "cpu":
         used = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
         most = 1024 * int(used[1]) + int(limit) if used else resource.RLIM_INFINITY
-        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1])
+        )
     config, world = from_dict(tree), dist.get_world_size()
     layout = choose(config.strategy, world, **{name: tree["parallel"][name] for name in DEGREES})
     with tempfile.TemporaryDirectory() as folder:
@@ -136,7 +152,10 @@ def _train(rank: int, device: Any, tree: dict[str, Any], limit: float) -> tuple[
             training.step(micro_batches)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-        seconds, size = time.perf_counter() - begun, max(0, memory_bytes(device) - training.memory_before)
+        seconds, size = (
+            time.perf_counter() - begun,
+            max(0, memory_bytes(device) - training.memory_before),
+        )
         training.close()
     most_of_all = torch.tensor([seconds, size], dtype=torch.float64, device=device)
     dist.all_reduce(most_of_all, op=dist.ReduceOp.MAX)

@@ -11,7 +11,7 @@ from typing import Any
 from app.config.io import load_config
 from app.planner.device import Device, family_of
 from app.planner.estimate import Estimate
-from app.planner.machine import Asked, find
+from app.planner.machine import MachineOptions, find_machine
 from app.planner.plan import GIB, Plan
 from app.planner.ranges import Traits
 from app.planner.read import Reader
@@ -43,7 +43,7 @@ class Compared:
     def is_inside(self) -> bool:
         """Whether the published speed is inside the range that the plan shows."""
         assert self.plan is not None
-        return self.plan.range[0] <= 1 / (1 + self.error) <= self.plan.range[1]
+        return self.plan.speed_range[0] <= 1 / (1 + self.error) <= self.plan.speed_range[1]
 
     @property
     def memory_error(self) -> float:
@@ -118,7 +118,7 @@ def prepare(run: Run) -> Prepared:
         return Prepared(run, None, "the sequence's length was not published")
     try:
         config = load_config([], words)
-        machine = find(Asked(**options), config.workers)
+        machine = find_machine(MachineOptions(**options), config.workers)
         key = json.dumps([run.task, run.task_args, options["gpu"] == "cpu", run.sequence_parallel, run.tp > 1])
         kept = _reader(key)
         given = frozenset(word.partition("=")[0] for word in words)

@@ -170,14 +170,14 @@ def _curves(config: Config, plan: Plan, task: Any, *, on_gpu: bool) -> dict[str,
 
 def _curve(config: Config, plan: Plan, task: Any, strategy: str, on_gpu: bool) -> dict[int, float]:
     from app.planner.advice import predict
-    from app.planner.machine import cpus, running
+    from app.planner.machine import cpus, machine_of_run
     from app.planner.plan import reader_of
 
     largest, batch = max(plan.workers), config.train.global_batch_size
     wanted = {*plan.workers, *(factor * largest for factor in answer.AHEAD)}
     if any(batch % n for n in wanted):
         return {}
-    machine = running(largest) if on_gpu else cpus(largest)
+    machine = machine_of_run(largest) if on_gpu else cpus(largest)
     reader, curve = reader_of(config, task, machine), dict[int, float]()
     for n in sorted(wanted):
         prepared = _prepared(config, plan, task, strategy, n)

@@ -37,7 +37,17 @@ from tests.running import invoke
 BF16 = ("train.precision=bf16", "train.global_batch_size=64")
 FEWER = ("train.precision", "train.activation_checkpointing")
 """Fixed where these do not matter: a sixth of the layouts."""
-SPACE = Space(64, 8, 256, 8, 8, 128, True, ("bf16",), length=16384)
+SPACE = Space(
+    world=64,
+    per_node=8,
+    global_batch=256,
+    blocks=8,
+    heads=8,
+    tp_sequence=128,
+    splits_layers=True,
+    precisions=("bf16",),
+    cp_sequence=16384,
+)
 
 
 def test_a_collective_waits_for_the_slowest_link() -> None:
@@ -66,11 +76,11 @@ def test_every_layout_multiplies_to_the_workers_is_runnable_and_there_once() -> 
     assert {"fsdp+tensor", "hsdp+tensor+pipeline", "zero1+tensor"} <= {one.layout.name for one in found}
     assert {one.schedule for one in found} == {*SCHEDULES, ""}
     assert {one.dims.cp for one in found} == {1, 2, 4}, "4,096 tokens a worker at least"
-    short = enumerate_layouts(replace(SPACE, length=4096), {})
-    split = enumerate_layouts(replace(SPACE, length=4096), {"parallel.cp": 8})
+    short = enumerate_layouts(replace(SPACE, cp_sequence=4096), {})
+    split = enumerate_layouts(replace(SPACE, cp_sequence=4096), {"parallel.cp": 8})
     assert {one.dims.cp for one in short} == {1}
     assert {"ddp+context", "fsdp+context", "hsdp+tensor+context"} <= {one.layout.name for one in split}
-    assert not enumerate_layouts(replace(SPACE, length=None), {"parallel.cp": 2})
+    assert not enumerate_layouts(replace(SPACE, cp_sequence=None), {"parallel.cp": 2})
 
 
 def test_a_key_that_is_given_is_fixed_and_is_why_others_are_left_out(small: Reader) -> None:
@@ -165,7 +175,7 @@ def test_a_gpus_loss_without_its_logits_is_planned_where_a_device_has_the_whole_
 def test_gradients_are_reduced_each_time_only_where_memory_asks_for_it(large: Reader) -> None:
     for gpu, size, each in (("h200", 1, False), ("t4", 1, True), ("h200", 8, None)):  # one micro-batch is no question
         found = _predicted(large, "fsdp", f"train.micro_batch_size={size}", machine=gpus(gpu=gpu))
-        assert found.reduces_each is each, gpu
+        assert found.reduces_each_microbatch is each, gpu
 
 
 def _advised(reader: Reader, machine: Machine, *overrides: str, given: tuple[str, ...] = ()) -> tuple[Plan, str]:
@@ -314,7 +324,7 @@ def test_auto_for_one_worker_and_where_nothing_fits(tiny: Reader, monkeypatch: p
     assert row.compare(1.0, 2 * row.memory_bytes)["plan/memory_error"] == -0.5
     with pytest.raises(NoLayoutFits, match=r"auto finds no layout that fits.*smallest cluster"):
         choose_layout(config, tiny.task, 2, with_memory(cpus(2), 10_000))
-    monkeypatch.setattr("app.planner.auto.running", lambda *_: 1 / 0)
+    monkeypatch.setattr("app.planner.auto.machine_of_run", lambda *_: 1 / 0)
     found = choose_layout(config, tiny.task, 4)
     assert found.layout.name == "ddp" and "without a plan: division by zero" in found.sentence
 
@@ -367,7 +377,7 @@ def test_auto_starts_no_layout_that_is_close_before_it_has_been_tried(close: Pla
     assert row is sure and not sentence, "a slower one that fits goes before all of them, and needs no try"
     away = replace(close, machine=gpus(1))
     row, sentence = auto._chosen(away, False, no_attempt)
-    assert row is max(close.rows, key=lambda one: one.chance) and "not tried, because" in sentence
+    assert row is max(close.rows, key=lambda one: one.fit_probability) and "not tried, because" in sentence
 
 
 GPT = "task_args.d_model={} task_args.n_layers={} task_args.n_heads={} task_args.vocab_size=50304"

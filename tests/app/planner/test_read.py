@@ -30,8 +30,8 @@ from strategies.layout import choose
 
 GPT = {"data": "python", "sequence_length": 64, "d_model": 64, "n_layers": 4, "n_heads": 4}
 DIGITS = {"data": "digits", "model": "resnet"}
-VALUES = {"saved", "kept", "boundary", "crossing", "extra", "sent", "calls", "moved_forward", "attention_backward"}
-VALUES |= {"operations_forward"}
+VALUES = {"saved", "kept", "boundary", "crossing", "extra", "sent", "collectives"}
+VALUES |= {"moved_forward", "attention_backward", "operations_forward"}
 
 
 class Values(Task):
