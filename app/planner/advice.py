@@ -1,7 +1,7 @@
 """The layout that a user is advised to take, and what would hold a model that fits nowhere."""
 
 from app.config import Config
-from app.planner.device import device
+from app.planner.device import device_named
 from app.planner.estimate import Estimate
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine, machine_of_run
@@ -287,7 +287,7 @@ def _smallest_cluster(needed_bytes: dict[int, float]) -> str:
     """The cluster of the catalogue with the lowest list price, and the fewest machines."""
     offers = []
     for instance in all_instances().values():
-        capacity = device(instance.gpu).capacity
+        capacity = device_named(instance.gpu).capacity
         enough = (gpus for gpus, needed in needed_bytes.items() if needed <= capacity)
         gpus = next(enough, None)
         if gpus is not None:

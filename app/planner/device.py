@@ -146,7 +146,7 @@ class Device:
         return float((np.maximum(computing, moving) * repeats).sum())
 
 
-def device(name: str, measured: dict[str, Any] | None = None) -> Device:
+def device_named(name: str, measured: dict[str, Any] | None = None) -> Device:
     """A device of the catalogue.
 
     Its constants are the defaults, overridden by those of its family, its own, and measured ones.

@@ -203,7 +203,7 @@ def enumerate_layouts(space: Space, fixed: Fixed, family: str | None = None) -> 
         fixed: What the user has fixed.
         family: Only layouts of this strategy (`Candidate.family`); None for all.
     """
-    candidates = []
+    candidates: list[Candidate] = []
     for dims in _possible_dims(space, fixed):
         samples, remainder = divmod(space.global_batch, dims.dp)
         if remainder or not samples:

@@ -17,7 +17,7 @@ import torch
 
 from app import names
 from app.errors import UserError
-from app.planner.device import Device, apply_assumptions, device, measured_values
+from app.planner.device import Device, apply_assumptions, device_named, measured_values
 from cluster.files import cluster_file, read_cluster
 from cluster.hardware import all_instances, cheapest
 from cluster.hardware import gpu as known_gpu
@@ -353,7 +353,7 @@ def _machine_of_node(node: NodeType, world: int, name: str) -> Machine:
             "(set it with --interconnect)."
         )
     return Machine(
-        device=device(node.gpu, values),
+        device=device_named(node.gpu, values),
         world=world,
         per_node=node.gpus,
         link_across=link_across or UNKNOWN_NETWORK,

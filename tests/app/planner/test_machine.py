@@ -16,7 +16,7 @@ from app.config.io import load_config
 from app.errors import RunFailed, UserError
 from app.planner import calibrate, trial
 from app.planner.calibrate import keep
-from app.planner.device import assumptions, device
+from app.planner.device import assumptions, device_named
 from app.planner.machine import MachineOptions, cpus, find_machine, of_shape
 from app.planner.output import experiment
 from app.planner.plan import make_plan
@@ -94,7 +94,10 @@ def test_one_that_is_not_in_it_is_known_once_measured_and_a_variant_is_what_is_w
     whole, limited = hardware.gpu("h100"), hardware.gpu("h100:hbm=2.4TB/s,power=500W")
     assert (limited.memory_bandwidth, limited.watts, limited.base) == (2.4e12, 500, "h100-80gb")
     assert limited.clock == pytest.approx((500 / 700) ** (1 / 3)) and whole.clock == 1
-    assert device(limited.name).peak("bf16") < device("h100").peak("bf16") and device(limited.name).fitted
+    assert (
+        device_named(limited.name).peak("bf16") < device_named("h100").peak("bf16")
+        and device_named(limited.name).fitted
+    )
 
 
 @pytest.mark.parametrize(

@@ -362,21 +362,21 @@ def test_auto_starts_no_layout_that_is_close_before_it_has_been_tried(close: Pla
         tried.append(row)
         return "out of memory" if len(tried) < 3 else ""
 
-    row, sentence = auto._chosen(close, False, attempt)
+    row, sentence = auto._choose(close, has_pipeline=False, attempt=attempt)
     assert row is tried[2] and "was tried" in sentence
     sizes = [one.memory_bytes for one in tried]
     assert sizes == sorted(set(sizes), reverse=True), "after one that ran out only smaller ones are tried"
-    row, sentence = auto._chosen(close, False, lambda *_: "out of memory")
+    row, sentence = auto._choose(close, has_pipeline=False, attempt=lambda *_: "out of memory")
     assert row is None and "were tried: out of memory" in sentence
     sure = replace(close.rows[-1], capacity=2 * close.rows[-1].memory_bytes, seconds={"compute": 9.0})
 
     def no_attempt(plan: Plan, row: Estimate) -> str:
         raise AssertionError("nothing is to be tried")
 
-    row, sentence = auto._chosen(replace(close, rows=[*close.rows, sure]), False, no_attempt)
+    row, sentence = auto._choose(replace(close, rows=[*close.rows, sure]), has_pipeline=False, attempt=no_attempt)
     assert row is sure and not sentence, "a slower one that fits goes before all of them, and needs no try"
     away = replace(close, machine=gpus(1))
-    row, sentence = auto._chosen(away, False, no_attempt)
+    row, sentence = auto._choose(away, has_pipeline=False, attempt=no_attempt)
     assert row is max(close.rows, key=lambda one: one.fit_probability) and "not tried, because" in sentence
 
 
