@@ -35,7 +35,7 @@ from app.models.cross_entropy import LARGE_VOCABULARY, cross_entropy
 from app.models.gpt import GPT, TENSOR_PLAN
 from app.models.mixture import OPTIONS, MixtureGPT
 from app.models.mixture import TENSOR_PLAN as MIXTURE_PLAN
-from app.models.prediction import Preprocessor, called, logits_of, texts_of
+from app.models.prediction import Preprocessor, call_model, logits_of, texts_of
 from app.tasks.base import Batch
 from app.tasks.items import same_for_every_row
 from app.tasks.parts import InParts, checked_model, one_of, require_known, whole
@@ -89,7 +89,7 @@ class TextInput(Preprocessor):
     def _continuation(self, model: nn.Module, text: str) -> str:
         tokens = self.encode(text)
         for _ in range(NEW_TOKENS):
-            logits_BTV = logits_of(called(model, self(tokens)))
+            logits_BTV = logits_of(call_model(model, self(tokens)))
             tokens = torch.cat([tokens, logits_BTV[:, -1].argmax(-1, keepdim=True).cpu()], 1)
         return self.decode(tokens[0, -NEW_TOKENS:].tolist())
 
@@ -293,7 +293,7 @@ def drawn(model: nn.Module, given: Callable[[Tensor], Any], prompt_T: Tensor, lo
     for _ in range(SAMPLED):
         seen_T = tokens_T[-longest:]
         whole_T = F.pad(seen_T, (0, longest - len(seen_T)))
-        logits_V = logits_of(called(model, given(whole_T[None])))[0, len(seen_T) - 1]
+        logits_V = logits_of(call_model(model, given(whole_T[None])))[0, len(seen_T) - 1]
         whole_V = logits_V.full_tensor() if isinstance(logits_V, DTensor) else logits_V
         tokens_T = torch.cat([tokens_T, torch.multinomial(whole_V.float().cpu().softmax(-1), 1)])
     return tokens_T[len(prompt_T) :]
