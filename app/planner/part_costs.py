@@ -19,6 +19,9 @@ from app.planner.read import AUTOCAST, CAST, PLAIN, Variant
 from app.planner.trace import AFTER
 from strategies.activation_checkpointing import checkpoint_every, kept_bytes, recomputed_blocks
 
+FUSED_VALUES = ("moved_forward", "moved_backward", "operations_forward", "operations_backward")
+"""The values of a trace that a compiler makes smaller."""
+
 
 class Work(NamedTuple):
     """What a worker does with a micro-batch, as far as the costs of parts depend on it.
@@ -126,6 +129,19 @@ class _PhaseCost:
     product_seconds: float
 
 
+class _Recomputed(NamedTuple):
+    """The shares of blocks that activation checkpointing runs again.
+
+    Args:
+        recomputed: Those of which at least something is recomputed.
+        fully: Those that are recomputed as a whole; `selective` keeps the results of products and
+            collectives.
+    """
+
+    recomputed: float
+    fully: float
+
+
 def part_costs(
     model: ModelCosts,
     work: Work,
@@ -161,80 +177,96 @@ def _part_cost(
     is_block = name.startswith("block")
     values = part.at(work.batch, work.tp)
     if is_fused:
-        for kind in (
-            "moved_forward",
-            "moved_backward",
-            "operations_forward",
-            "operations_backward",
-        ):
+        for kind in FUSED_VALUES:
             values[kind] = min(values[kind], values[f"fused_{kind}"])
     if work.precision == "fp8" and not is_block:  # fp8 is for the linear layers of blocks only
         work = work._replace(precision="bf16")
     forward = _phase_cost(part, values, phase="forward", work=work, device=device)
     backward = _phase_cost(part, values, phase="backward", work=work, device=device)
-
-    mode = work.checkpointing
-    recomputed_share = 0.0
+    shares = _Recomputed(0.0, 0.0)
     if is_block:
-        recomputed_share = recomputed_blocks(mode, len(model.order)) / len(model.order)
-    # `selective` keeps the results of products and collectives; the other modes keep none.
-    fully_recomputed_share = recomputed_share if checkpoint_every(mode) else 0.0
-    if fully_recomputed_share:
-        recompute_seconds = forward.seconds * fully_recomputed_share
-    else:
-        moving_seconds = values["moved_forward"] / device.bandwidth
-        product_seconds = forward.seconds - forward.attention_seconds - moving_seconds
-        repeated_seconds = moving_seconds + max(0.0, product_seconds) * device.again
-        recompute_seconds = repeated_seconds * recomputed_share
-
-    has_fused_backward = is_fused and is_block
-    saved = values["saved"]
-    if has_fused_backward:  # torch.compile's partitioner computes the rest again
-        saved -= values["fusible"]
-    checkpointed = saved
-    if recomputed_share:
-        results = values["kept"] * (1 - device.again)
-        checkpointed = kept_bytes(mode, saved, results, values["boundary"])
-    saved_on_average = checkpointed * recomputed_share + saved * (1 - recomputed_share)
-    # Micro-batches share 16-bit copies of parameters, except where a compiled block of a pipeline
-    # or of tensor parallelism saves them: there each micro-batch has its own.
-    shared_copies = values["copies"]
-    if has_fused_backward and not work.variant.whole_model:
-        shared_copies = 0.0
-    needed_in_backward = values["saved"]
-    if recomputed_share:
-        needed_in_backward += values["regathered"]
-    # Backward repeats the collectives of forward and gathers inputs again. If a block is
-    # recomputed, the recomputation gathers them.
-    kept_share = 1 - fully_recomputed_share
-    tp_bytes = values["sent"] * kept_share + 3 * values["sent_forward"] * fully_recomputed_share
-    tp_collectives = (
-        values["collectives"] * kept_share
-        + 3 * values["collectives_forward"] * fully_recomputed_share
+        shares = _recomputed_shares(work.checkpointing, len(model.order))
+    saved_bytes, recomputed_bytes = _saved_bytes(
+        values, shares, work=work, device=device, has_fused_backward=is_fused and is_block
     )
     return PartCost(
         name=name,
         count=model.counts[name],
         forward_seconds=forward.seconds,
-        backward_seconds=backward.seconds + recompute_seconds,
+        backward_seconds=backward.seconds + _recompute_seconds(forward, values, shares, device),
         launch_forward_seconds=forward.launch_seconds,
-        launch_backward_seconds=(
-            backward.launch_seconds + forward.launch_seconds * fully_recomputed_share
-        ),
+        launch_backward_seconds=backward.launch_seconds + forward.launch_seconds * shares.fully,
         flops=forward.flops + backward.flops,
-        saved_bytes=saved_on_average - shared_copies * (1 - recomputed_share),
-        recomputed_bytes=max(0.0, needed_in_backward - checkpointed),
+        saved_bytes=saved_bytes,
+        recomputed_bytes=recomputed_bytes,
         working_bytes=max(values["extra"], values["forward_extra"] - values["saved"]),
         stage_input_bytes=values["crossing"],
-        tp_bytes=tp_bytes,
-        tp_collectives=tp_collectives,
+        # Backward repeats the collectives of forward, and gathers inputs again. If the part is
+        # recomputed, its recomputation gathers them: three times those of forward in all.
+        tp_bytes=values["sent"] * (1 - shares.fully) + 3 * values["sent_forward"] * shares.fully,
+        tp_collectives=(
+            values["collectives"] * (1 - shares.fully)
+            + 3 * values["collectives_forward"] * shares.fully
+        ),
         query_numel=values["queries"],
         key_value_numel=values["keys"],
-        attention_forwards=1 + recomputed_share,
+        attention_forwards=1 + shares.recomputed,
         attention_seconds=(forward.attention_seconds, backward.attention_seconds),
         overlappable_seconds=(
-            forward.product_seconds * (1 + fully_recomputed_share) + backward.product_seconds / 2
+            forward.product_seconds * (1 + shares.fully) + backward.product_seconds / 2
         ),
+    )
+
+
+def _recomputed_shares(mode: str, blocks: int) -> _Recomputed:
+    recomputed = recomputed_blocks(mode, blocks) / blocks
+    return _Recomputed(recomputed, recomputed if checkpoint_every(mode) else 0.0)
+
+
+def _recompute_seconds(
+    forward: _PhaseCost, values: dict[str, float], shares: _Recomputed, device: Device
+) -> float:
+    """The time of recomputation in backward, on average over the blocks."""
+    if shares.fully:
+        return forward.seconds * shares.fully
+    moving_seconds = values["moved_forward"] / device.bandwidth
+    product_seconds = forward.seconds - forward.attention_seconds - moving_seconds
+    selective_seconds = moving_seconds + max(0.0, product_seconds) * device.again
+    return selective_seconds * shares.recomputed
+
+
+def _saved_bytes(
+    values: dict[str, float],
+    shares: _Recomputed,
+    *,
+    work: Work,
+    device: Device,
+    has_fused_backward: bool,
+) -> tuple[float, float]:
+    """What a part keeps for backward, on average over the blocks.
+
+    Returns:
+        (bytes of each micro-batch, without copies that micro-batches share; bytes that are there
+        again once the part is recomputed)
+    """
+    saved = values["saved"]
+    if has_fused_backward:  # torch.compile's partitioner saves as little as it can
+        saved -= values["fusible"]
+    checkpointed = saved
+    needed_in_backward = values["saved"]
+    if shares.recomputed:
+        results = values["kept"] * (1 - device.again)
+        checkpointed = kept_bytes(work.checkpointing, saved, results, values["boundary"])
+        needed_in_backward += values["regathered"]
+    average = checkpointed * shares.recomputed + saved * (1 - shares.recomputed)
+    # Micro-batches share 16-bit copies of parameters, except where a compiled block of a pipeline
+    # or of tensor parallelism saves them: there each micro-batch has its own.
+    shared_copies = values["copies"]
+    if has_fused_backward and not work.variant.whole_model:
+        shared_copies = 0.0
+    return (
+        average - shared_copies * (1 - shares.recomputed),
+        max(0.0, needed_in_backward - checkpointed),
     )
 
 

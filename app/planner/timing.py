@@ -168,22 +168,16 @@ def _add_tensor(case: Case, exposed: Exposed) -> None:
     sent = case.sum_of_parts([part.tp_bytes for part in case.parts])
     collectives = case.sum_of_parts([part.tp_collectives for part in case.parts])
     hop_seconds = links.hop_across if tp > links.per_node else links.hop_within
-    # The route of `gather` counts the hops of one collective already.
-    seconds = links.gather(sent * tp / (tp - 1), tp, 1) + max(collectives - 1, 0) * (
-        (tp - 1) * hop_seconds
-    )
+    seconds = links.gather(sent * tp / (tp - 1), tp, 1)  # with the hops of one collective
+    seconds += max(collectives - 1, 0) * ((tp - 1) * hop_seconds)
     hidden = 0.0
     if case.options.async_tp and candidate.schedule not in SPLIT and sent:
-        seconds_per_byte = seconds / sent * case.machine.device.async_tp
-        hidden = case.sum_of_parts(
-            [
-                min(
-                    seconds_per_byte * part.tp_bytes,
-                    OVERLAPPABLE_SHARE * part.overlappable_seconds,
-                )
-                for part in case.parts
-            ]
-        )
+        hideable_per_byte = seconds / sent * case.machine.device.async_tp
+        hidden_by_part = [
+            min(hideable_per_byte * part.tp_bytes, OVERLAPPABLE_SHARE * part.overlappable_seconds)
+            for part in case.parts
+        ]
+        hidden = case.sum_of_parts(hidden_by_part)
     exposed.tensor += (seconds - hidden) * candidate.micro_batches
 
 
@@ -196,10 +190,8 @@ def _add_context(case: Case, exposed: Exposed) -> None:
         return
     for part, count in zip(case.parts, case.counts):
         sent = method.sent_bytes(part.query_numel, part.key_value_numel, cp, case.work.itemsize)
-        times_of_phase = (part.attention_forwards, 1.0)
-        for bytes_sent, times, attention_seconds in zip(
-            sent, times_of_phase, part.attention_seconds
-        ):
+        repeats = (part.attention_forwards, 1.0)
+        for bytes_sent, times, attention_seconds in zip(sent, repeats, part.attention_seconds):
             seconds = case.machine.links.gather(bytes_sent * cp / (cp - 1), cp, candidate.dims.tp)
             left = max(0.0, seconds - attention_seconds) if method.HIDDEN else seconds
             exposed.context += left * times * count * candidate.micro_batches
