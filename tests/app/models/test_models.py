@@ -212,6 +212,8 @@ def test_a_block_of_a_gpt_is_compiled_as_one_graph(kind: str, mode: str, options
     activation_checkpointing.apply(model, names, mode)
     block = model.get_submodule(names[0])
     x = torch.randn(2, 8, 32, dtype=torch.bfloat16 if options else torch.float32, requires_grad=True)
+    turns = rotary_table(torch.zeros(2, 8), 16)
+    compiled = torch.compile(block.forward, fullgraph=True, backend="aot_eager")
     with precision.autocast(kind, "cpu")():
-        torch.compile(block.forward, fullgraph=True, backend="aot_eager")(x).float().square().mean().backward()
+        compiled(x, turns).float().square().mean().backward()
     assert x.grad is not None and all(parameter.grad is not None for parameter in block.parameters())
