@@ -37,7 +37,7 @@ class Preprocessor:
 
     example: Any
 
-    def __call__(self, given: Any) -> tuple[Any, ...] | dict[str, Any]:
+    def __call__(self, inputs: Any) -> tuple[Any, ...] | dict[str, Any]:
         """The arguments of the model, by position or by name."""
         raise NotImplementedError
 
@@ -45,9 +45,9 @@ class Preprocessor:
         """What the model's output means: a table, or arrays."""
         return _arrays(logits_of(output))
 
-    def predict(self, model: nn.Module, given: Any) -> Any:
+    def predict(self, model: nn.Module, inputs: Any) -> Any:
         """The answers of the model."""
-        return self.read(call_model(model, self(given)))
+        return self.read(call_model(model, self(inputs)))
 
 
 class Predictor(nn.Module):
@@ -66,13 +66,13 @@ class Predictor(nn.Module):
         self.model = model
         self.preprocessor = preprocessor
 
-    def forward(self, given: Any) -> Any:
-        return call_model(self.model, self.preprocessor(given))
+    def forward(self, inputs: Any) -> Any:
+        return call_model(self.model, self.preprocessor(inputs))
 
     @torch.no_grad()
-    def predict(self, given: Any, params: Any = None) -> Any:
+    def predict(self, inputs: Any, params: Any = None) -> Any:
         """The answers of the model, with the signature that MLflow calls."""
-        return self.preprocessor.predict(self.model, given)
+        return self.preprocessor.predict(self.model, inputs)
 
 
 def call_model(model: nn.Module, arguments: tuple[Any, ...] | dict[str, Any]) -> Any:
@@ -153,11 +153,11 @@ def logits_of(output: Any) -> Any:
     return getattr(output, "logits", output)
 
 
-def texts_of(given: Any) -> list[str]:
+def texts_of(inputs: Any) -> list[str]:
     """The texts in a string, a list, or the first column of a table."""
-    if isinstance(given, str):
-        return [given]
-    values = given.iloc[:, 0] if hasattr(given, "iloc") else np.ravel(given)
+    if isinstance(inputs, str):
+        return [inputs]
+    values = inputs.iloc[:, 0] if hasattr(inputs, "iloc") else np.ravel(inputs)
     return [str(text) for text in values]
 
 
@@ -218,26 +218,26 @@ class Arguments(Preprocessor):
             ]
         return value
 
-    def __call__(self, given: Any) -> tuple[Any, ...]:
+    def __call__(self, inputs: Any) -> tuple[Any, ...]:
         """(positional arguments, arguments by name)
 
         Raises:
             ValueError: An array is missing.
         """
-        if not isinstance(given, Mapping):
-            given = {next(iter(self.slots)): given}
-        missing = self.slots.keys() - given.keys()
+        if not isinstance(inputs, Mapping):
+            inputs = {next(iter(self.slots)): inputs}
+        missing = self.slots.keys() - inputs.keys()
         if missing:
             names = ", ".join(self.slots)
             raise ValueError(f"the model needs {names}, but {min(missing)} is not given")
         tensors = {
-            name: torch.as_tensor(np.asarray(given[name])).to(dtype)
+            name: torch.as_tensor(np.asarray(inputs[name])).to(dtype)
             for name, (dtype, _) in self.slots.items()
         }
         return _filled(self.args, tensors), _filled(self.kwargs, tensors)
 
-    def predict(self, model: nn.Module, given: Any) -> Any:
-        args, kwargs = self(given)
+    def predict(self, model: nn.Module, inputs: Any) -> Any:
+        args, kwargs = self(inputs)
         return self.read(model(*args, **kwargs))
 
 

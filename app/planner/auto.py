@@ -99,7 +99,7 @@ def _planned_choice(
     is_kept: Callable[[Layout, Options], bool],
 ) -> Choice:
     has_pipeline = config.parallel.pp is not None
-    plan = make_plan(config, task, machine, given=_given_keys(config, machine))
+    plan = make_plan(config, task, machine, fixed_keys=_fixed_keys(config, machine))
     options = strategy_options(config)
 
     def keeps_training(row: Estimate) -> bool:
@@ -131,19 +131,21 @@ def _planned_choice(
     return Choice(layout=candidate.layout, sentence=sentence, values=values, prediction=row)
 
 
-def _given_keys(config: Config, machine: Machine) -> frozenset[str]:
+def _fixed_keys(config: Config, machine: Machine) -> frozenset[str]:
     """The keys of the configuration whose values auto leaves as they are."""
-    given = {"train.precision"}
-    given |= {f"parallel.{name}" for name in DEGREES if getattr(config.parallel, name) is not None}
+    fixed_keys = {"train.precision"}
+    fixed_keys |= {
+        f"parallel.{name}" for name in DEGREES if getattr(config.parallel, name) is not None
+    }
     if config.train.micro_batch_size is not None:
-        given.add("train.micro_batch_size")
+        fixed_keys.add("train.micro_batch_size")
     if config.train.activation_checkpointing != "none":
-        given.add("train.activation_checkpointing")
+        fixed_keys.add("train.activation_checkpointing")
     if config.parallel.offload or machine.device.is_cpu:
-        given.add("parallel.offload")
+        fixed_keys.add("parallel.offload")
     if config.parallel.pp is not None:
-        given |= {"parallel.schedule", "parallel.chunks"}
-    return frozenset(given)
+        fixed_keys |= {"parallel.schedule", "parallel.chunks"}
+    return frozenset(fixed_keys)
 
 
 def _choose(

@@ -160,12 +160,12 @@ class Space:
     tp_experts: int = 0
 
 
-def fixed_by(config: Config, given: frozenset[str]) -> Fixed:
+def fixed_by(config: Config, fixed_keys: frozenset[str]) -> Fixed:
     """What the user has fixed.
 
     Args:
         config: The configuration.
-        given: Its keys whose values stay.
+        fixed_keys: Keys of it whose values stay.
 
     Raises:
         UserError: The strategy is one that is not planned.
@@ -176,7 +176,7 @@ def fixed_by(config: Config, given: frozenset[str]) -> Fixed:
     fixed: Fixed = {}
     for key in KEYS:
         value = reduce(getattr, key.split("."), config)
-        if key in given and value not in (None, "auto"):
+        if key in fixed_keys and value not in (None, "auto"):
             fixed[key] = value
     strategy = registry.records(fixed.get("strategy", "single"))[0]
     if not strategy.plannable:
@@ -185,9 +185,8 @@ def fixed_by(config: Config, given: frozenset[str]) -> Fixed:
             "which does the same for less, or auto"
         )
     parallel = config.parallel
-    if (
-        "parallel.stages" in given and parallel.stages
-    ):  # their number says how many stages there are
+    if "parallel.stages" in fixed_keys and parallel.stages:
+        # Their number says how many stages there are.
         chunks = schedules.chunks_of(parallel.schedule, parallel.chunks)
         fixed["parallel.schedule"] = parallel.schedule
         fixed["parallel.chunks"] = chunks
@@ -210,8 +209,8 @@ def enumerate_layouts(space: Space, fixed: Fixed, family: str | None = None) -> 
             continue
         for strategy in _possible_strategies(dims):
             layout = Layout(_layout_name(strategy, dims), dims)
-            is_wanted = family in (None, layout.parts[-1]) and _has_fixed_strategy(layout, fixed)
-            if is_wanted:
+            is_of_family = family in (None, layout.parts[-1])
+            if is_of_family and _has_fixed_strategy(layout, fixed):
                 candidates += _candidates_of(layout, strategy, samples, space=space, fixed=fixed)
     return candidates
 

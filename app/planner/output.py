@@ -179,7 +179,7 @@ def cells(plan: Plan, row: Estimate) -> tuple[str, ...]:
 def between(low: float, high: float) -> str:
     """A range of speeds, such as 6.1–7.0 k."""
     prefixes = ((1e9, " G"), (1e6, " M"), (1e3, " k"))
-    factor, prefix = next((each for each in prefixes if high >= each[0]), (1.0, ""))
+    factor, prefix = next((pair for pair in prefixes if high >= pair[0]), (1.0, ""))
     digits = max(0, 1 - int(math.log10(max(high / factor, 1e-9))))
     return f"{low / factor:.{digits}f}–{high / factor:.{digits}f}{prefix}"
 

@@ -143,7 +143,7 @@ def make_plan(
     task: Task,
     machine: Machine,
     *,
-    given: frozenset[str] = frozenset(),
+    fixed_keys: frozenset[str] = frozenset(),
     reader: Reader | None = None,
 ) -> Plan:
     """Plan an experiment.
@@ -152,18 +152,18 @@ def make_plan(
         config: The experiment.
         task: Its task.
         machine: The machine.
-        given: Keys whose values stay, such as train.micro_batch_size.
+        fixed_keys: Keys whose values stay, such as train.micro_batch_size.
         reader: Of the same task, if there is one.
 
     Raises:
         UserError: The model or a value cannot be planned.
         LayoutError: No layout is possible.
     """
-    fixed = fixed_by(config, given)
-    precisions = _precisions(config, machine, is_fixed="train.precision" in given)
+    fixed = fixed_by(config, fixed_keys)
+    precisions = _precisions(config, machine, is_fixed="train.precision" in fixed_keys)
     if reader is None:
         reader = reader_of(config, task, machine, splits=fixed.get("parallel.tp") != 1)
-    if "parallel.stages" in given and config.parallel.stages:
+    if "parallel.stages" in fixed_keys and config.parallel.stages:
         chunks = fixed["parallel.pp"] * fixed["parallel.chunks"]
         partition.require_sizes(config.parallel.stages, reader.blocks, chunks)
     if reader.tp:  # whether the model can be split is known only once it has been read
@@ -174,7 +174,7 @@ def make_plan(
     candidates = enumerate_layouts(space, fixed)
     if not candidates:
         refuse(config, fixed, space)
-    estimator = estimator_of(config, reader, machine, given)
+    estimator = estimator_of(config, reader, machine, fixed_keys)
     return Plan(
         config=config,
         reader=reader,
@@ -267,7 +267,7 @@ def reader_of(config: Config, task: Task, machine: Machine, *, splits: bool = Tr
 
 
 def estimator_of(
-    config: Config, reader: Reader, machine: Machine, given: frozenset[str] | None = None
+    config: Config, reader: Reader, machine: Machine, fixed_keys: frozenset[str] | None = None
 ) -> Estimator:
     """An estimator of a configuration's layouts.
 
@@ -275,10 +275,10 @@ def estimator_of(
         config: The configuration.
         reader: Its model.
         machine: The machine.
-        given: Keys whose values stay; None for all.
+        fixed_keys: Keys whose values stay; None for all.
     """
     options = strategy_options(config)
-    if given is not None and "parallel.stages" not in given:
+    if fixed_keys is not None and "parallel.stages" not in fixed_keys:
         options = replace(options, stages=None)
     return Estimator(
         reader=reader,

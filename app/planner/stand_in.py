@@ -41,7 +41,7 @@ LENGTH = 512
 def plan_experiment(
     config: Config,
     machine: Machine,
-    given: frozenset[str],
+    fixed_keys: frozenset[str],
     *,
     needs_data: str = "",
     reader: Reader | None = None,
@@ -51,7 +51,7 @@ def plan_experiment(
     Args:
         config: The experiment.
         machine: The machine.
-        given: Keys whose values stay.
+        fixed_keys: Keys whose values stay.
         needs_data: The option of the command line that needs the real data; "" if none does.
         reader: Of the same task, if it has been planned before.
 
@@ -60,7 +60,7 @@ def plan_experiment(
         LayoutError: No layout is possible.
     """
     if reader is not None:
-        return make_plan(config, reader.task, machine, given=given, reader=reader)
+        return make_plan(config, reader.task, machine, fixed_keys=fixed_keys, reader=reader)
     notes = []
     args = dict(config.task_args)
     folder = "" if needs_data else _folder_instead_of_weights(config)
@@ -79,7 +79,7 @@ def plan_experiment(
         task = _task_without_data(config.task, args, error)
         notes.append(DATA_NOTE)
         has_data = False
-    plan = make_plan(config, task, machine, given=given)
+    plan = make_plan(config, task, machine, fixed_keys=fixed_keys)
     if not has_data:
         plan.reader.samples = None
     if plan.reader.note:

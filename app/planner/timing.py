@@ -210,16 +210,22 @@ def _add_sharded_unit(
         ("forward", part.forward_seconds, part.launch_forward_seconds),
         ("backward", part.backward_seconds, part.launch_backward_seconds),
     ):
-        of_phase = [each for each in collectives if each.phase == phase and each.times]
+        of_phase = [
+            collective
+            for collective in collectives
+            if collective.phase == phase and collective.times
+        ]
         hiding_seconds = compute_seconds * device.hidden if part.is_block else 0.0
         if of_phase and part.is_block:  # the host's work for it, while the block waits for launches
             late_seconds = max(launch_seconds + host_seconds - compute_seconds, 0.0)
             exposed.shard += min(late_seconds, host_seconds) * micro_batches * count
         # With some micro-batches all of the collectives run, with others a few of them only.
         previous_times = 0
-        for times in sorted({each.times for each in of_phase}):
+        for times in sorted({collective.times for collective in of_phase}):
             together = sum(
-                _collective_seconds(case, each) for each in of_phase if each.times >= times
+                _collective_seconds(case, collective)
+                for collective in of_phase
+                if collective.times >= times
             )
             repeats = times - previous_times
             exposed.shard += max(together - hiding_seconds, 0.0) * repeats * count

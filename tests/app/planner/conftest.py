@@ -65,4 +65,4 @@ def with_memory(machine: Machine, size: float) -> Machine:
 
 def plan_of(reader: Reader, machine: Machine, *overrides: str, given: tuple[str, ...] = ()) -> Plan:
     config = load_config([EXPERIMENT], overrides)
-    return make_plan(config, reader.task, machine, given=frozenset(given), reader=reader)
+    return make_plan(config, reader.task, machine, fixed_keys=frozenset(given), reader=reader)

@@ -159,10 +159,10 @@ def test_max_batch_writes_what_runs(tmp_path: Path, tiny: Reader, monkeypatch: p
     two = [min(64, 2 * 2 * each["micro_batch_size"]) for each in tried]
     assert [each["global_batch_size"] for each in tried] == two, "two micro-batches tell the memory of many"
     config, given = load_config([], [*TINY, "strategy=ddp"]), frozenset({"strategy", "train.activation_checkpointing"})
-    plan = make_plan(config, tiny.task, cpus(2), given=given, reader=tiny)
+    plan = make_plan(config, tiny.task, cpus(2), fixed_keys=given, reader=tiny)
     machine = with_memory(cpus(2), trial._with_size(plan, plan.rows[0], 5).memory_bytes)
     monkeypatch.setattr(trial, "run", lambda *_: Trial(failure="no"))
-    _, row, found = max_batch(make_plan(config, tiny.task, machine, given=given, reader=tiny))
+    _, row, found = max_batch(make_plan(config, tiny.task, machine, fixed_keys=given, reader=tiny))
     assert row is None and (found["predicted"], found["largest"], found["share"]) == (5, 0, 32)
     written = load_config([], ["strategy=ddp", "parallel.ep=2", "parallel.cp=2"])
     assert {"strategy", "parallel.ep", "parallel.cp"} <= _fixed_by_file(written), "what a file says of a layout stays"

@@ -346,7 +346,7 @@ def test_auto_keeps_state_in_host_memory_where_nothing_else_fits(large: Reader, 
 def close(tiny: Reader) -> Plan:
     """Every layout is close to the memory of this machine."""
     config = load_config([], [*TINY, "strategy=auto"])
-    plan = make_plan(config, tiny.task, cpus(1), given=frozenset({"parallel.offload"}), reader=tiny)
+    plan = make_plan(config, tiny.task, cpus(1), fixed_keys=frozenset({"parallel.offload"}), reader=tiny)
     plan.rows = [
         replace(row, capacity=row.memory_bytes * 1.02, seconds={"compute": 1.0 + i / 10})
         for i, row in enumerate(sorted(plan.rows, key=lambda row: -row.memory_bytes))

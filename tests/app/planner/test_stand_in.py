@@ -35,7 +35,7 @@ def test_split_experts_take_less_memory_and_time_to_send_tokens() -> None:
     changes = [f"{key}={value}" for key, value in fixed.items()]
     config, given = load_config((MIXTURE,), [*(f"task_args.{arg}" for arg in args), *changes]), frozenset(fixed)
     reader = read.Reader(load_task(config.task, config.task_args))
-    plan = make_plan(config, reader.task, gpus(8), given=given, reader=reader)
+    plan = make_plan(config, reader.task, gpus(8), fixed_keys=given, reader=reader)
     found = (row for row in plan.rows if row.candidate.dims.dp_replicate == 8 and row.candidate.micro_batch == 1)
     rows = {row.candidate.dims.ep: row for row in found}
     assert set(rows) == {1, 2, 4, 8}
