@@ -46,15 +46,15 @@ def loop(row: Row, made: dict[str, Any], on: str, rank: int) -> dict[str, Any]:
     if on == "cuda":
         torch.cuda.set_device(rank)
     training = Training(job, Place(rank, row.workers, rank, torch.device(on)), SilentChannel())
-    owner, step = (training.profiler, "take") if training.profiler else (training, "step")
-    taken, waits = getattr(owner, step), list[tuple[str, str]]()
+    take_step = training.step
+    waits: list[tuple[str, str]] = []
 
     def counted(micro_batches: list[Any]) -> None:
         fake.waits.clear()
-        taken(micro_batches)
+        take_step(micro_batches)
         waits.extend(fake.waits)
 
-    setattr(owner, step, counted)
+    training.step = counted  # type: ignore[method-assign]
     summary = training.run()
     training.close()
     assert latest_good(job.checkpoints)[0] is not None and summary["step"] == train.steps
