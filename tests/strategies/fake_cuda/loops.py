@@ -42,10 +42,19 @@ def loop(row: Row, made: dict[str, Any], on: str, rank: int) -> dict[str, Any]:
     # Adam's usual epsilon scales up what is zero but for rounding, as adapters' gradients are at first
     found = {"parallel": parallel, "train": train, "optimizer": OptimizerConfig(eps=1e-5)}
     config = Config(name, arguments, row.name, profile=ProfileConfig(profiled), **found)
-    job = Job(config, row.layout, folder, "attempt", "uid", train.steps or 0, folder)
+    job = Job(
+        config=config,
+        layout=row.layout,
+        folder=folder,
+        attempt="attempt",
+        run_uid="uid",
+        steps=train.steps or 0,
+        cwd=folder,
+    )
     if on == "cuda":
         torch.cuda.set_device(rank)
-    training = Training(job, Place(rank, row.workers, rank, torch.device(on)), SilentChannel())
+    place = Place(rank=rank, world_size=row.workers, local_rank=rank, device=torch.device(on))
+    training = Training(job, place, SilentChannel())
     take_step = training.step
     waits: list[tuple[str, str]] = []
 
