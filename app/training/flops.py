@@ -82,13 +82,13 @@ def multiplied_parameters(model: nn.Module) -> int:
         owner = model.get_submodule(name.rpartition(".")[0])
         if not isinstance(owner, nn.Embedding):
             multiplied[id(parameter)] = parameter
-    counts: dict[int, int] = {}
-    for key, parameter in multiplied.items():
-        count = parameter.numel()
-        counts[key] = count if parameter.requires_grad else count * 2 // 3
+    counts = {key: parameter.numel() for key, parameter in multiplied.items()}
     for mixture in find_mixtures(model):
         for parameter in mixture.experts.parameters(recurse=False):
             counts[id(parameter)] = parameter.numel() * mixture.top_k // mixture.count
+    for key, parameter in multiplied.items():
+        if not parameter.requires_grad:
+            counts[key] = counts[key] * 2 // 3
     return sum(counts.values())
 
 

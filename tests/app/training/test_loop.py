@@ -17,6 +17,7 @@ from app.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from app.console.terminal import progress_line
 from app.data.randomness import mix, seed_step
 from app.errors import NonFiniteError, UserError
+from app.models.mixture import MixtureGPT
 from app.tasks.language import LanguageModelling
 from app.training import flops, loop
 from app.training.events import StepsDone
@@ -278,6 +279,14 @@ def test_a_transformers_formula_is_what_is_counted_of_it(tied: bool, own_cache: 
     told = sample_flops(task)
     assert told == pytest.approx(flops._count_flops(task, model), rel=0.005), "but for the norms' weights"
     assert told == 128 * transformer_flops(multiplied_parameters(model), 3, 64, 128)
+
+
+@pytest.mark.pure
+def test_two_thirds_of_frozen_parameters_count_and_so_do_frozen_experts() -> None:
+    with torch.device("meta"):
+        model = MixtureGPT(256, d_model=64, n_layers=2, n_heads=2, n_experts=8, top_k=2)
+    trained = multiplied_parameters(model)
+    assert multiplied_parameters(model.requires_grad_(False)) == pytest.approx(trained * 2 / 3, rel=1e-3)
 
 
 @pytest.mark.pure
