@@ -165,6 +165,6 @@ def evaluate(
         totals = parallel.total(torch.stack([items, *sums.values()]))
         metrics = dict(zip(sums, (totals[1:] / totals[0]).tolist(), strict=True))
     if dims.pp > 1:  # the ranks of the last stage tell the others
-        metrics = next(each for each in Ranks().all(metrics) if each is not None)
+        metrics = next(each for each in Ranks().all_gather(metrics) if each is not None)
     assert metrics is not None
     return metrics | task.derived(metrics)

@@ -20,7 +20,9 @@ def expert_metrics(parallel: Parallel) -> dict[str, float]:
     by_layer = parallel.router_metrics()
     if parallel.layout.dims.pp > 1:
         by_layer = {
-            name: metrics for stage in Ranks().all(by_layer) for name, metrics in stage.items()
+            name: metrics
+            for stage in Ranks().all_gather(by_layer)
+            for name, metrics in stage.items()
         }
     if not by_layer:
         return {}

@@ -381,7 +381,7 @@ class Training:
         metrics = self.evaluator.run(self.steps_done)
         self.progress.evaluations.append(metrics)
         ends_early = hooks.stops_early(self.config, self.task, self.progress.evaluations)
-        self.progress.ended = any(Ranks().all(ends_early))
+        self.progress.ended = any(Ranks().all_gather(ends_early))
         if self.progress.ended and self.place.rank == 0:
             message = f"training ends early, after step {self.steps_done:,}"
             self.channel.emit(WarningIssued(message=message))
@@ -431,7 +431,7 @@ class Training:
         """Parameters of the whole model, of which a stage of a pipeline has a part."""
         counts = {name: parameter.numel() for name, parameter in self.parallel.named_parameters()}
         if self.dims.pp > 1:
-            for stage_counts in Ranks().all(counts):
+            for stage_counts in Ranks().all_gather(counts):
                 counts |= stage_counts
         return sum(counts.values())
 

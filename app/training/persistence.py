@@ -106,7 +106,9 @@ class Persistence:
         self.frozen = {name for name, parameter in named if not parameter.requires_grad}
         self.frozen_saved = False
         self.frozen_checkpointer: Checkpointer | None = None
-        if any(Ranks().all(bool(self.frozen))):  # every stage of a pipeline makes one, or none does
+        if any(
+            Ranks().all_gather(bool(self.frozen))
+        ):  # every stage of a pipeline makes one, or none does
             self.frozen_checkpointer = Checkpointer(
                 f"{job.checkpoints}/{FROZEN}",
                 keep_last=1,

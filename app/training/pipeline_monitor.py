@@ -70,7 +70,7 @@ class PipelineMonitor:
 
     def _profile(self, step: int, take_step: Callable[[], None], log: Log) -> None:
         local_spans = [astuple(span) for span in self.parallel.profile(take_step)]
-        by_rank = [[Span(*span) for span in spans] for spans in Ranks().all(local_spans)]
+        by_rank = [[Span(*span) for span in spans] for spans in Ranks().all_gather(local_spans)]
         parallel = self.job.config.parallel
         log(step, figures(by_rank, parallel.schedule, parallel.chunks))
         if step == self.trace_step:

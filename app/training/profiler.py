@@ -116,7 +116,7 @@ class Profiler:
     def finish(self) -> None:
         """Collect the tables of all ranks, and send them to the driver. A collective call."""
         self.close()
-        tables = [table for table in Ranks().all(self.table) if table is not None]
+        tables = [table for table in Ranks().all_gather(self.table) if table is not None]
         if self.place.rank == 0 and tables:
             content = {"steps": [self.first, self.last], "ranks": tables}
             text = json.dumps(content, indent=1)

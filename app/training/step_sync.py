@@ -257,7 +257,7 @@ class StepSync:
             {name: float(loss) for name, loss in pending.losses.items()} for pending in self._logged
         ]
         totals: list[dict[str, float]] = [{} for _ in self._logged]
-        for losses_of_rank in self._ranks.all(local):
+        for losses_of_rank in self._ranks.all_gather(local):
             for total, losses in zip(totals, losses_of_rank, strict=True):
                 for name, loss in losses.items():
                     total[name] = total.get(name, 0.0) + loss / self.loss_copies
@@ -281,7 +281,7 @@ class StepSync:
         return _NonFinite(min(loss_step, gradient_step), is_gradient=loss_step > gradient_step)
 
     def _raise_non_finite(self, local: _NonFinite) -> None:
-        by_rank = self._ranks.all(local)
+        by_rank = self._ranks.all_gather(local)
         first = min(by_rank)
         ranks = [str(rank) for rank, each in enumerate(by_rank) if each == first]
         where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
