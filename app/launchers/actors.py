@@ -64,7 +64,7 @@ class WorkerActor:
             world_size=len(nodes),
             timeout=timedelta(seconds=PROCESS_GROUP_SECONDS),
         )
-        place = Place(rank, len(nodes), local_rank, device)
+        place = Place(rank=rank, world_size=len(nodes), local_rank=local_rank, device=device)
         with surroundings(job, place, channel, node_rank):
             channel.emit(TrainingDone(summary=loop.train(job, place, channel)))
         dist.barrier()  # no rank closes its connections while another still uses them

@@ -82,7 +82,8 @@ class LocalWorkers:
 
     def start(self, job: Job) -> None:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        self.training = TrainingThread(job, Place(0, 1, 0, device), self.channel)
+        place = Place(rank=0, world_size=1, local_rank=0, device=device)
+        self.training = TrainingThread(job, place, self.channel)
 
     def poll(self, stop: bool) -> Poll:
         assert self.training is not None

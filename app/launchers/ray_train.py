@@ -27,7 +27,12 @@ def train_loop(given: dict[str, Any]) -> None:
     from app.training import loop
 
     job, context = ray.cloudpickle.loads(given["job"]), get_context()
-    place = Place(context.get_world_rank(), context.get_world_size(), context.get_local_rank(), get_device())
+    place = Place(
+        rank=context.get_world_rank(),
+        world_size=context.get_world_size(),
+        local_rank=context.get_local_rank(),
+        device=get_device(),
+    )
     channel = RayChannel(given["queue"], given["attempt"], place.rank)
     enter(job, channel)
     with surroundings(job, place, channel, context.get_node_rank()):

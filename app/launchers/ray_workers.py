@@ -224,12 +224,12 @@ def enter(job: Job, channel: RayChannel, label: str = "") -> WorkerInfo:
     """The first thing a worker does: goes to the driver's folder, and says where it is."""
     work_in(job.cwd)
     info = WorkerInfo(
-        channel.rank,
-        os.getpid(),
-        ray.util.get_node_ip_address(),
-        ray.get_runtime_context().get_node_id(),
-        label,
-        oom_kills(),
+        rank=channel.rank,
+        pid=os.getpid(),
+        ip=ray.util.get_node_ip_address(),
+        node=ray.get_runtime_context().get_node_id(),
+        label=label,
+        oom_kills=oom_kills(),
     )
     channel.emit(WorkerStarted(info=info))
     return info

@@ -145,7 +145,7 @@ class Ranks:
             except UserError:
                 self.leave()
                 raise
-        self.place = Place(here.rank, here.world_size, here.local_rank, device)
+        self.place = Place(rank=here.rank, world_size=here.world_size, local_rank=here.local_rank, device=device)
 
     def leave(self) -> None:
         gc.collect()  # DDP's Reducer, were it the last to hold the group, could wait for gloo's threads for ever
@@ -214,7 +214,7 @@ class StoreHeartbeat:
         """
         self.rank = ranks.place.rank
         self.store = _watch_store(job, ranks)
-        self.info = WorkerInfo(self.rank, os.getpid(), socket.gethostname(), "")
+        self.info = WorkerInfo(rank=self.rank, pid=os.getpid(), ip=socket.gethostname(), node="")
         self.store.set(f"info/{self.rank}", json.dumps(asdict(self.info)))
         self.patience = max(SILENT_SECONDS, SILENT * job.config.fault.hang_seconds)
         self.first: tuple[bytes, float] = (b"", time.monotonic())  # rank 0's heartbeat, and since when it is that

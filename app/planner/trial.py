@@ -129,8 +129,17 @@ def _train(rank: int, device: Any, tree: dict[str, Any], limit: float) -> tuple[
     config, world = from_dict(tree), dist.get_world_size()
     layout = choose(config.strategy, world, **{name: tree["parallel"][name] for name in DEGREES})
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(config, layout, folder, "trial", "", STEPS, os.getcwd())
-        training = Training(job, Place(rank, world, rank, device), SilentChannel())
+        job = Job(
+            config=config,
+            layout=layout,
+            folder=folder,
+            attempt="trial",
+            run_uid="",
+            steps=STEPS,
+            cwd=os.getcwd(),
+        )
+        place = Place(rank=rank, world_size=world, local_rank=rank, device=device)
+        training = Training(job, place, SilentChannel())
         for micro_batches in training.batches():
             begun = time.perf_counter()
             training.step(micro_batches)

@@ -48,13 +48,16 @@ def train_run(driver: Driver, prepared: Prepared, where: str, train: Callable[[J
     with driver.signals():
         with _ending(driver):
             spot = provider_of(cluster_file(prepared.config.cluster.file))
-            known = (run.folder, run.attempt, run.manifest.uid, prepared.steps, os.getcwd())
             console.waits_for("the workers to start")
             train(
                 Job(
-                    prepared.config,
-                    prepared.layout,
-                    *known,
+                    config=prepared.config,
+                    layout=prepared.layout,
+                    folder=run.folder,
+                    attempt=run.attempt,
+                    run_uid=run.manifest.uid,
+                    steps=prepared.steps,
+                    cwd=os.getcwd(),
                     leased=True,
                     spot_provider=spot,
                     sources=prepared.sources,

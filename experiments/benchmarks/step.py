@@ -81,8 +81,17 @@ def _worker(rank: int, device: Any, model: str, strategy: str, blocks: int, keys
         words = [*OURS[model], *_keys(strategy)[1], f"train.steps={steps}", f"run.storage={folder}", "run.name=ours"]
         config = load_config([], [*words, *NEVER_SAVED, *keys])
         prepared = prepare(config, read_task(config), world, devices_per_node=None)
-        job = Job(prepared.config, prepared.layout, f"{folder}/ours", "ours", "ours", steps, os.getcwd())
-        ours = Training(job, Place(rank, world, rank, device), SilentChannel())
+        job = Job(
+            config=prepared.config,
+            layout=prepared.layout,
+            folder=f"{folder}/ours",
+            attempt="ours",
+            run_uid="ours",
+            steps=steps,
+            cwd=os.getcwd(),
+        )
+        place = Place(rank=rank, world_size=world, local_rank=rank, device=device)
+        ours = Training(job, place, SilentChannel())
         batches: Any = ours.batches()
         plain = MODELS[model](steps, strategy)
         sides = {"by hand": plain.advance, "Trireme": lambda: ours.advance(batches)}

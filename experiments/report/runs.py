@@ -200,7 +200,7 @@ def _facts(record: RunRecord) -> list[tuple[str, str, str]]:
 
 
 def _mean_speed(record: RunRecord, metrics: dict[str, float]) -> tuple[float, str] | None:
-    """The speed that the terminal and `trireme runs` show, too: Speed of app/training/loop.py; and of what."""
+    """The speed that the terminal and `trireme runs` show, too: Speed of app/training/reporting.py; and of what."""
     summary = record.summary
     if summary.get("rate"):
         return summary["rate"], summary["unit"]

@@ -23,7 +23,7 @@ from app.errors import RunFailed
 from app.launchers.ray_workers import work_in
 from app.training.job import Job, Place, SilentChannel, memory_bytes
 from app.training.loop import Training
-from app.training.profiler import shares
+from app.training.profiler import seconds_by_kind
 from cluster.remote import free_port
 from strategies.pipeline.simulate import COMPUTE, Span, figures
 
@@ -92,7 +92,7 @@ def measured(told: Sequence[Told], config: Config) -> Measured:
 class NothingKept:
     """Stands for the loop's persistence."""
 
-    def __init__(self, *args: object) -> None: ...
+    def __init__(self, **arguments: object) -> None: ...
 
     def resume(self, progress: object) -> None: ...
 
@@ -128,7 +128,7 @@ class Bench:
                 activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.gpu else [])]
                 with profile(activities=activities) as profiled:
                     self._block(training, batches)
-                told.shares = shares(profiled.events(), self.steps, self.gpu)
+                told.shares = seconds_by_kind(profiled.events(), self.steps, self.gpu)
         return told
 
     @contextlib.contextmanager
@@ -137,7 +137,7 @@ class Bench:
         if self.place.world_size > 1:
             backend = "cpu:gloo,cuda:nccl" if self.gpu else "gloo"
             dist.init_process_group(backend, address, rank=self.place.rank, world_size=self.place.world_size)
-        training = Training(job, self.place, SilentChannel(), NothingKept)
+        training = Training(job, self.place, SilentChannel(), make_persistence=NothingKept)
         batches = training.batches()
         try:
             yield training, batches
@@ -181,7 +181,9 @@ def run(job: Job, workers: int, per_worker: dict[str, float], blocks: int, steps
         for rank in range(workers):
             inside = PlacementGroupSchedulingStrategy(group, rank)
             worker: Any = ray.remote(Bench).options(scheduling_strategy=inside, **options)
-            actors.append(worker.remote(Place(rank, workers, rank, device), blocks, steps))
+            actors.append(
+                worker.remote(Place(rank=rank, world_size=workers, local_rank=rank, device=device), blocks, steps)
+            )
         address = ray.get(actors[0].address.remote())
         calls = [actor.measure.remote(job, address) for actor in actors]
         left: list[Any] = calls

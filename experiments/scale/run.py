@@ -146,7 +146,15 @@ def _point(
     (strategy, workers), config = key, prepared.config
     console.status(f"measuring {strategy} on {workers} workers, {number + 1} of {plan.repeats}")
     steps, batch = (plan.blocks + 2) * plan.steps, config.train.global_batch_size
-    job = Job(config, prepared.layout, str(folder), "", "scale", steps, os.getcwd())
+    job = Job(
+        config=config,
+        layout=prepared.layout,
+        folder=str(folder),
+        attempt="",
+        run_uid="scale",
+        steps=steps,
+        cwd=os.getcwd(),
+    )
     found = point.measured(point.run(job, workers, each, plan.blocks, plan.steps), config)
     rate = f"{1e3 * found.step:.1f} ms per step, {batch / found.step:,.0f} samples/s"
     console.say(f"{strategy}, {workers} worker{'s' if workers > 1 else ''}, {number + 1}: {rate}")

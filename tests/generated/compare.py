@@ -156,7 +156,7 @@ class NothingKept:
 
     average = None
 
-    def __init__(self, *_: Any) -> None: ...
+    def __init__(self, **_: Any) -> None: ...
 
     def resume(self, progress: Any) -> None:
         """There is nothing to continue from."""
@@ -169,8 +169,9 @@ def _train(rank: int, job: Any, folder: str) -> None:
     from app.training.job import Place, SilentChannel
     from app.training.loop import Training
 
-    place = Place(rank, job.layout.dims.world_size, rank, torch.device("cpu"))
-    training = Training(job, place, SilentChannel(), keeper=NothingKept)
+    world_size = job.layout.dims.world_size
+    place = Place(rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"))
+    training = Training(job, place, SilentChannel(), make_persistence=NothingKept)
     try:
         batches = training.batches()
         try:
@@ -326,7 +327,15 @@ class Comparison:
             except Exception as error:
                 text = f"prepare: {type(error).__name__}: {error}"
                 return Verdict(Kind.WRONG, text, _signature(text))
-        job = Job(prepared.config, prepared.layout, "/nowhere", _file(rival.name), "", STEPS, os.getcwd())
+        job = Job(
+            config=prepared.config,
+            layout=prepared.layout,
+            folder="/nowhere",
+            attempt=_file(rival.name),
+            run_uid="",
+            steps=STEPS,
+            cwd=os.getcwd(),
+        )
         return job, prepared.notes
 
     def _here(self, job: Any, folder: str) -> Curve:

@@ -101,10 +101,10 @@ def test_a_difference_and_a_flipped_bit_on_one_rank_are_known_on_all(tmp_path: P
 
 def _plan(rank: int, folder: str) -> None:
     ranks = Ranks(own_group=True)
-    assert ranks.divide(lambda: rank, lambda all_: [10 * each for each in all_]) == 10 * rank
+    assert ranks.run_and_divide(lambda: rank, lambda all_: [10 * each for each in all_]) == 10 * rank
     for what, then in ((lambda: {0: 0}[rank], list), (lambda: 1, lambda all_: [1 // 0])):
         with pytest.raises(RankFailed, match=r"^rank (1: KeyError: 1|0: ZeroDivisionError: .*)$"):
-            ranks.divide(what, then)
+            ranks.run_and_divide(what, then)
     checkpointer = Checkpointer(folder)
     with pytest.raises(NotFinite):
         checkpointer.save(state_of(None), meta={"step": 1}, finite=rank == 0)

@@ -41,7 +41,7 @@ def test_a_worker_that_crashed_says_by_which_signal_and_where(by: str, tmp_path:
     (tmp_path / "rank-1.log").write_text("epoch 1\n")
     sizes = log_sizes(tmp_path)
     dies(tmp_path / "rank-1.log", by)
-    infos = {rank: WorkerInfo(rank, 100 + rank, f"10.0.0.{rank}", "node") for rank in range(2)}
+    infos = {rank: WorkerInfo(rank=rank, pid=100 + rank, ip=f"10.0.0.{rank}", node="node") for rank in range(2)}
     state = State(infos, 7, True, tmp_path, Nodes(), sizes)
     for failures in ({1: WorkerLost(details="End of file")}, {0: LOST_PEER}):
         failure = classify(failures, state, [])
@@ -65,7 +65,8 @@ def test_ray_own_words_for_it_are_understood(tmp_path: Path) -> None:
 def test_a_killed_rank_of_torchrun_is_named_by_the_rank_that_lost_it(tmp_path: Path) -> None:
     log = tmp_path / "rank-1.log"
     pid = dies(log, "SIGKILL")
-    infos = {0: WorkerInfo(0, 1, socket.gethostname(), ""), 1: WorkerInfo(1, pid, socket.gethostname(), "")}
+    host = socket.gethostname()
+    infos = {rank: WorkerInfo(rank=rank, pid=each, ip=host, node="") for rank, each in enumerate((1, pid))}
     failures = {0: LOST_PEER}
     failure = classify(failures, State(infos, 4, True, tmp_path, Nodes(), {}), [])
     assert failure.kind is Kind.DIED

@@ -123,7 +123,9 @@ def test_what_cuda_says_of_a_device_that_can_compute_no_more() -> None:
     assert {text: device_failure(RuntimeError(text)) for text in said} == said
 
 
-INFOS = {rank: WorkerInfo(rank, 44 + rank, f"10.0.0.{rank}", f"n{rank}", oom_kills=1) for rank in range(4)}
+INFOS = {
+    rank: WorkerInfo(rank=rank, pid=44 + rank, ip=f"10.0.0.{rank}", node=f"n{rank}", oom_kills=1) for rank in range(4)
+}
 WHO = "worker 3, process 47 on 10.0.0.3,"
 PEER = {1: RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")}
 SAVING = {1: CheckpointError(str(PEER[1]))}
@@ -304,7 +306,7 @@ def test_a_hang_is_laid_to_that_rank_and_not_to_rank_0(silent: list[int], case: 
     """All wait in `.cpu()`, where heartbeats name the first rank."""
     workers = mock.Mock(restartable=True, ask={"flight_recorder": CASES[case][0], "stack": {}}.get)
     supervisor = Supervisor(workers, mock.Mock(step=9))
-    supervisor.infos = {rank: WorkerInfo(rank, 0, "", "") for rank in range(4)}
+    supervisor.infos = {rank: WorkerInfo(rank=rank, pid=0, ip="", node="") for rank in range(4)}
     blamed = supervisor._end_hang(Hang(0, "has been training for 20 s without progress", frozenset(silent)))
     assert list(blamed) == [ended] and str(blamed[ended]).startswith(said)
     assert workers.kill.call_args == mock.call([supervisor.infos[ended]])

@@ -43,7 +43,15 @@ class Scene:
         keys = [f"fault.{key}={value}" for key, value in ({"elastic_seconds": 0.0} | fault).items()]
         self.elastic = elastic("strategy=ddp", *keys, free=self.free)
         first = self.elastic.first
-        self.job = Job(first.config, first.layout, "/nowhere", "x", "y", 5, "/")
+        self.job = Job(
+            config=first.config,
+            layout=first.layout,
+            folder="/nowhere",
+            attempt="x",
+            run_uid="y",
+            steps=5,
+            cwd="/",
+        )
         run = mock.Mock(local_folder=Path("/nowhere"), storage=None, **{"lease.successor": None})
         settings = resolve_tracking(first.config.tracking, "/nowhere")
         self.said: list[str] = []
@@ -87,7 +95,9 @@ class Scene:
         self.now = job
         self.sizes.append(job.layout.dims.world_size)
         places = ([*self.free(job.excluded_nodes)] * 4)[: self.sizes[-1]]
-        self.infos = [WorkerInfo(rank, 100 + rank, f"10.0.0.{rank}", name) for rank, name in enumerate(places)]
+        self.infos = [
+            WorkerInfo(rank=rank, pid=100 + rank, ip=f"10.0.0.{rank}", node=name) for rank, name in enumerate(places)
+        ]
         self.attempt = next(self.left)
         self.statuses: dict[int, Status] = {}
 

@@ -66,7 +66,7 @@ FOR_DRIVER: list[DriverEvent] = [
     TrainingDone(summary={"step": 50, "stopped": False}),
 ]
 FOR_LAUNCHER: list[Event] = [
-    WorkerStarted(info=WorkerInfo(1, 42, "10.0.0.1", "node", "stage 1 of 2", 3)),
+    WorkerStarted(info=WorkerInfo(rank=1, pid=42, ip="10.0.0.1", node="node", label="stage 1 of 2", oom_kills=3)),
     WorkerDied(rank=1, details="the node died"),
     NodePreempted(node="node", reason="spot", message="the node 10.0.0.1 is about to go (spot)"),
 ]

@@ -17,10 +17,11 @@ from app.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from app.console.terminal import progress_line
 from app.data.randomness import mix, seed_step
 from app.errors import NonFiniteError, UserError
+from app.models.mixture import MixtureGPT
 from app.tasks.language import LanguageModelling
 from app.training import flops, loop
 from app.training.events import StepsDone
-from app.training.flops import Utilization, multiplied, peak_flops, sample_flops, transformer_flops
+from app.training.flops import Utilization, multiplied_parameters, peak_flops, sample_flops, transformer_flops
 from app.training.job import Place
 from app.training.noise_scale import Estimate, NoiseScale
 from app.training.optimizer import LossScale, build_optimizer, learning_rate
@@ -58,11 +59,13 @@ def test_learning_rates(name: str, warmup: int, final: float, expected: dict[int
 def test_learning_rate_follows_the_batch(scaling: str, factor: float, less: float) -> None:
     optimizer = OptimizerConfig(lr=0.1, lr_scaling=scaling, lr_batch_size=64)
     constant = ScheduleConfig(warmup_steps=10)
-    assert learning_rate(optimizer, constant, 50, 100, 256) == pytest.approx(0.1 * factor)
+    assert learning_rate(optimizer, constant, 50, steps=100, batch_size=256) == pytest.approx(0.1 * factor)
     bottom = 0.1 if factor > 1 else 0.0  # Goyal et al.: from the unscaled rate up
-    assert learning_rate(optimizer, constant, 0, 100, 256) == pytest.approx(bottom + (0.1 * factor - bottom) / 10)
-    assert learning_rate(optimizer, ScheduleConfig(), 5, 100, 16) == pytest.approx(0.1 * less)
-    assert learning_rate(optimizer, constant, 50, 100) == pytest.approx(0.1), "without a batch size: as written"
+    assert learning_rate(optimizer, constant, 0, steps=100, batch_size=256) == pytest.approx(
+        bottom + (0.1 * factor - bottom) / 10
+    )
+    assert learning_rate(optimizer, ScheduleConfig(), 5, steps=100, batch_size=16) == pytest.approx(0.1 * less)
+    assert learning_rate(optimizer, constant, 50, steps=100) == pytest.approx(0.1), "without a batch size: as written"
 
 
 @pytest.mark.pure
@@ -115,7 +118,7 @@ def test_loss_scale_skips_recovers_and_gives_up() -> None:
 
 def _agree(rank: int) -> None:
     sync = StepSync(1, first_step=1)
-    assert sync.due(1)
+    assert sync.is_due(1)
     sync.add(torch.tensor(1.0 + rank))
     sync.log(1, {"lr": 0.1}, torch.tensor(7.0))
     sync.add(torch.tensor(9.0))
@@ -252,7 +255,7 @@ def test_no_noise_without_enough_or_without_signal() -> None:
     estimate = Estimate()
     for count, signal in ((4, 1.5), (20, 0.1)):  # then the batch's gradient is all noise
         for _ in range(count):
-            estimate.add(2.0, signal, 1 / 4, 8)
+            estimate.add(small=2.0, large=signal, inverse_small=1 / 4, batch_size=8)
         assert estimate.value() is None
     parallel = parallelize(Line, choose("single", 1), Options(), device=CPU)
     assert NoiseScale.of(parallel, 10, 1) is None and NoiseScale.of(parallel, 10, 2) is not None
@@ -272,10 +275,18 @@ def test_a_transformers_formula_is_what_is_counted_of_it(tied: bool, own_cache: 
     task = LanguageModelling(data="python", d_model=64, n_layers=3, n_heads=2, sequence_length=128, tie_weights=tied)
     with torch.device("meta"):
         model = task.build_model()
-    assert multiplied(model) == sum(p.numel() for p in model.parameters()) - (0 if tied else 256 * 64)
+    assert multiplied_parameters(model) == sum(p.numel() for p in model.parameters()) - (0 if tied else 256 * 64)
     told = sample_flops(task)
-    assert told == pytest.approx(flops._counted(task, model), rel=0.005), "but for the norms' weights"
-    assert told == 128 * transformer_flops(multiplied(model), 3, 64, 128)
+    assert told == pytest.approx(flops._count_flops(task, model), rel=0.005), "but for the norms' weights"
+    assert told == 128 * transformer_flops(multiplied_parameters(model), 3, 64, 128)
+
+
+@pytest.mark.pure
+def test_two_thirds_of_frozen_parameters_count_and_so_do_frozen_experts() -> None:
+    with torch.device("meta"):
+        model = MixtureGPT(256, d_model=64, n_layers=2, n_heads=2, n_experts=8, top_k=2)
+    trained = multiplied_parameters(model)
+    assert multiplied_parameters(model.requires_grad_(False)) == pytest.approx(trained * 2 / 3, rel=1e-3)
 
 
 @pytest.mark.pure
@@ -298,7 +309,9 @@ def test_the_peak_is_the_catalogues_at_what_is_computed_in(monkeypatch: pytest.M
 def test_where_mfu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(rank: int, device: torch.device, name: str = H100, strategy: str = "ddp") -> Utilization | None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        return Utilization.of(Plain(), choose(strategy, 8), Place(rank, 8, 0, device), "bf16")
+        return Utilization.of(
+            Plain(), choose(strategy, 8), Place(rank=rank, world_size=8, local_rank=0, device=device), "bf16"
+        )
 
     known = found(0, GPU)
     assert known is not None and known.gpus == 8 and known.mfu(8 * known.peak / known.flops) == 1.0
@@ -345,5 +358,5 @@ def test_the_loop_logs_and_shows_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_gpu_that_is_here_has_a_peak() -> None:
-    found = Utilization.of(Plain(), choose("single", 1), Place(0, 1, 0, GPU), "bf16")
+    found = Utilization.of(Plain(), choose("single", 1), Place(rank=0, world_size=1, local_rank=0, device=GPU), "bf16")
     assert found is not None and found.gpus == 1 and found.peak > 1e13

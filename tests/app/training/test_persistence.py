@@ -36,9 +36,9 @@ def test_a_save_is_due_by_the_measured_cost(monkeypatch: pytest.MonkeyPatch) -> 
     kept.checkpointer = SimpleNamespace(last_total_seconds=0.1, last_stall_seconds=0.0)
     kept.longest_stall, kept.saved_at = None, 100.0
     monkeypatch.setattr(persistence.time, "monotonic", lambda: 107.0)
-    assert not kept.overdue(), "nothing is measured yet: a minute"
+    assert not kept.is_overdue(), "nothing is measured yet: a minute"
     kept.longest_stall = 0.3
-    assert 7 > kept.interval() == pytest.approx(checkpoint_interval(0.3, 0.1, 60.0)) and kept.overdue()
+    assert 7 > kept.interval() == pytest.approx(checkpoint_interval(0.3, 0.1, 60.0)) and kept.is_overdue()
     kept.checkpointer.last_stall_seconds = 0.4  # a GPU's copying was known only after save() had returned
     assert kept.interval() == pytest.approx(checkpoint_interval(0.4, 0.1, 60.0))
     kept.job.config = with_values(config, {"checkpoint.auto": False})

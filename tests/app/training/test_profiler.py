@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch.autograd import DeviceType
 
-from app.training.profiler import shares
+from app.training.profiler import seconds_by_kind
 
 pytestmark = pytest.mark.pure
 
@@ -19,7 +19,7 @@ def event(name: str, start: float, end: float, device: Any = ON_CPU, **more: Any
 
 
 def milliseconds(events: list[Any], on_gpu: bool) -> dict[str, float]:
-    found = shares(events, steps=1, on_gpu=on_gpu)
+    found = seconds_by_kind(events, steps=1, on_gpu=on_gpu)
     return {name.removesuffix("_seconds"): round(value * 1e3, 6) for name, value in found.items()}
 
 

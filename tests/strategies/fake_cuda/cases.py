@@ -161,8 +161,8 @@ def staging(rank: int) -> dict[str, Any]:
         staged = stager.stage(state)
         waits[:] = fake.waits
         staged.wait()
-        assert all(torch.equal(staged.data[name], tensor.cpu()) for name, tensor in state.items())
-        return staged.data
+        assert all(torch.equal(staged.values[name], tensor.cpu()) for name, tensor in state.items())
+        return staged.values
 
     for _ in range(2):
         data = save(stager)
