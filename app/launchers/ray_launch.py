@@ -120,7 +120,9 @@ class RayLaunch:
         check_devices(config or self.config, "cuda" if gpus else "cpu")
         per_node = int(self.cluster.gpus_of_largest / gpus) if gpus else None
         prepared = prepare(config or self.config, task, workers, devices_per_node=per_node)
-        return with_idle_gpus(prepared, workers, gpus, self.cluster.gpus, "the cluster")
+        return with_idle_gpus(
+            prepared, workers=workers, gpus_per_worker=gpus, gpus=self.cluster.gpus, pool="the cluster"
+        )
 
     def meter(self, storage: Storage) -> Meter | None:
         """What counts the cost of a run in this storage; see `meter_for`."""

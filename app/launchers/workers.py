@@ -49,8 +49,12 @@ class WorkerLost(Exception):
 
 
 def kill_process(pid: int) -> None:
-    """Ends a process of this machine at once, if there is one of this number."""
-    with contextlib.suppress(ProcessLookupError):
+    """Ends a worker's process on this machine at once, if it still exists.
+
+    A process that may not be signalled belongs to another user: the worker has ended, and the
+    kernel has given its number to that process.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
 
 

@@ -211,13 +211,30 @@ def _randomness(config: Config, task: Task, dims: ParallelDims) -> Iterator[str]
     yield f"{said}, and a resumed run does not see what it would have seen; {instead}"
 
 
-def with_idle_gpus(prepared: Prepared, workers: int, each: float, gpus: float, pool: str) -> Prepared:
-    """With a remark where the pool (cluster or machine) has `gpus` GPUs, and workers with `each` of them leave some."""
-    left = gpus - workers * each
-    note = f"{left:g} of {pool}'s {gpus:g} GPUs are not used: workers={workers} takes {workers * each:g}"
-    if gpus and not each:
-        note = f"this run computes on CPUs, but {pool} has {gpus:g} GPUs: write resources_per_worker.GPU=1"
-    return prepared if left < 1 else replace(prepared, notes=(*prepared.notes, note))
+def with_idle_gpus(
+    prepared: Prepared, *, workers: int, gpus_per_worker: float, gpus: float, pool: str
+) -> Prepared:
+    """Adds a note if the workers leave GPUs of the cluster or machine unused.
+
+    Args:
+        prepared: The prepared run.
+        workers: Of the run, in this pool.
+        gpus_per_worker: GPUs that each worker takes; 0 for workers on CPUs.
+        gpus: GPUs that the pool has.
+        pool: Names the pool, for example "the cluster".
+    """
+    used = workers * gpus_per_worker
+    unused = gpus - used
+    if unused < 1:
+        return prepared
+    if gpus_per_worker:
+        note = f"{unused:g} of {pool}'s {gpus:g} GPUs are not used: workers={workers} takes {used:g}"
+    else:
+        note = (
+            f"this run computes on CPUs, but {pool} has {gpus:g} GPUs: "
+            "write resources_per_worker.GPU=1"
+        )
+    return replace(prepared, notes=(*prepared.notes, note))
 
 
 def _count_micro_batches(config: Config, dp: int) -> int:
