@@ -51,7 +51,7 @@ class Supervisor:
             if failures:
                 job = self._recover(job, failures)
             elif driver.summary.get("stopped") and self.more is not None and not driver.stop_requested():
-                driver.lost()
+                driver.workers_lost()
                 job = self._resize(job, self.more, f"there is room for {self.more} workers again")
             else:
                 break
@@ -65,7 +65,7 @@ class Supervisor:
         failures = sum(failure.kind is not Kind.NO_CAPACITY for failure in self.history)
         return replace(
             job,
-            mtbf_seconds=mean_time_between_failures(failures, time.monotonic() - driver.began, nodes),
+            mtbf_seconds=mean_time_between_failures(failures, time.monotonic() - driver.start_clock, nodes),
         )
 
     # --- one attempt --------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ class Supervisor:
                 case _:
                     self.driver.handle(event)
         if found.ended:
-            self.driver.lost()
+            self.driver.workers_lost()
 
     def _starting_failed(self, job: Job, found: Poll, now: float) -> Failures:
         """While workers start: whether their places will not come, or one of them does not begin."""
@@ -135,7 +135,7 @@ class Supervisor:
     def _end_hang(self, hang: Hang) -> dict[int | None, BaseException]:
         """Keeps every rank's stack and last collectives with the MLflow run, and ends those that hold up the others."""
         driver, infos = self.driver, self.infos
-        driver.lost()
+        driver.workers_lost()
         self.hangs += 1
         driver.count_hangs(self.hangs)
         stacks = self.workers.ask("stack")
@@ -163,7 +163,7 @@ class Supervisor:
         Raises: see `run`.
         """
         driver, elastic = self.driver, self.elastic
-        driver.lost()
+        driver.workers_lost()
         while not self.nodes.reachable():  # what watches them (cluster/watch.py) says so, and ends or restarts the run
             self._pause(0.2)
         logs = driver.run.local_folder / "logs"
