@@ -92,7 +92,7 @@ def train(
 
 
 def chosen_launcher(config: Config) -> str:
-    """The configuration's launcher; `auto` means torchrun in its or Slurm's environment, else Ray."""
+    """The launcher to use; `auto` means torchrun if its variables are set, and otherwise Ray."""
     if config.launcher != "auto":
         return config.launcher
     is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
@@ -264,7 +264,7 @@ def _as_rank_0(ranks: Ranks, config: Config, console: Console, take_over: bool) 
     processes = Processes(
         workers=TorchrunWorkers(ranks, tell_once),
         world_size=world_size,
-        on_this_machine=ranks.here.local_world_size,
+        on_this_machine=ranks.environment.local_world_size,
         description=f"{world_size} {device_kind} process{plural} of torchrun",
     )
 

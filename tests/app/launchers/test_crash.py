@@ -49,7 +49,7 @@ def test_a_worker_that_crashed_says_by_which_signal_and_where(by: str, tmp_path:
     sizes = log_sizes(tmp_path)
     dies(tmp_path / "rank-1.log", by)
     infos = {rank: WorkerInfo(rank, 100 + rank, f"10.0.0.{rank}", "node") for rank in range(2)}
-    state = State(infos, 7, True, tmp_path, Nodes(), sizes)
+    state = State(workers=infos, step=7, progressed=True, logs=tmp_path, nodes=Nodes(), log_sizes=sizes)
     for failures in ({1: WorkerLost(details="End of file")}, {0: LOST_PEER}):
         failure = classify(failures, state, [])
         assert (failure.kind, failure.signal) == (Kind.CRASHED, by)
@@ -105,7 +105,8 @@ def test_a_killed_rank_of_torchrun_is_named_by_the_rank_that_lost_it(tmp_path: P
     pid = dies(log, "SIGKILL")
     infos = {0: WorkerInfo(0, 1, socket.gethostname(), ""), 1: WorkerInfo(1, pid, socket.gethostname(), "")}
     failures = {0: LOST_PEER}
-    failure = classify(failures, State(infos, 4, True, tmp_path, Nodes(), {}), [])
+    state = State(workers=infos, step=4, progressed=True, logs=tmp_path, nodes=Nodes())
+    failure = classify(failures, state, [])
     assert failure.kind is Kind.DIED
     assert f"worker 1, process {pid} on" in failure.sentence and "as by SIGKILL" in failure.sentence
     assert str(error_to_raise(failures, failure.sentence, here=True)) == failure.sentence

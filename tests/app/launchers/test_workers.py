@@ -88,7 +88,7 @@ def test_resources_that_cannot_be_given(asked: str, said: str) -> None:
     if "no node" in said:  # but one may yet come, or come back
         stages, everything = resources_of_stages(wanted, dims, ONE), dict.fromkeys(("CPU", "disk", "net"), 99.0)
         assert placement(dims, stages, there, returning=True).bundles
-        assert placement(dims, stages, there, everything).bundles
+        assert placement(dims, stages, there, limits=everything).bundles
 
 
 def cluster(nodes: int, **each: float) -> Cluster:
