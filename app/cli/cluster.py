@@ -181,10 +181,10 @@ def doctor(
 def _remote(cli: Invocation, server: Any, arguments: tuple[str, ...], options: list[str], exclude: bool) -> None:
     """Shows what doctor says on a cluster that this machine is not part of, and ends with its exit code."""
     from app.doctor import look
-    from app.submit.submission import ask
+    from app.submit.submission import run_on_cluster
 
     cli.console.say(f"asking {server}")
-    code, printed = ask(server, "doctor", arguments, options, cli.console.say)
+    code, printed = run_on_cluster(server, "doctor", arguments, options, say=cli.console.say)
     if code and exclude:
         raise RunFailed(look.result(printed, only="trireme: ").removeprefix("trireme: "))
     only = "cluster.exclude_nodes=" if exclude else "{" if cli.as_json else ""

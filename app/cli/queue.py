@@ -41,13 +41,13 @@ def runs_folder(function: Any) -> Any:
 def list_(cli: Invocation, storage: str, server: Server) -> None:
     """Show what trains, the line, and when each run is expected to start."""
     from app.submit import queue_job
-    from app.submit.queue import Book, expected
+    from app.submit.queue import QueueStore, expected_starts
 
     if _there(cli, server, storage, "list"):
         return
-    book = Book(storage or "runs")
-    found = queue_job.rows(book, queue_job.client())
-    when = expected(found, book.free())
+    book = QueueStore(storage or "runs")
+    found = queue_job.read_rows(book, queue_job.job_client())
+    when = expected_starts(found, book.free())
     plain = [
         {**dataclasses.asdict(row), "state": row.state.value, "starts_in": when.get(row.entry.id)} for row in found
     ]
@@ -60,12 +60,12 @@ def list_(cli: Invocation, storage: str, server: Server) -> None:
 def resume(cli: Invocation, storage: str, server: Server) -> None:
     """Send runs again whose jobs are gone with the cluster's head. They keep their places."""
     from app.submit import queue_job
-    from app.submit.queue import Book
+    from app.submit.queue import QueueStore
 
     if _there(cli, server, storage, "resume"):
         return
-    book, jobs = Book(storage or "runs"), queue_job.client()
-    count = queue_job.send_again(book, jobs, queue_job.rows(book, jobs), cli.console.say)
+    book, jobs = QueueStore(storage or "runs"), queue_job.job_client()
+    count = queue_job.send_again(book, jobs, queue_job.read_rows(book, jobs), cli.console.say)
     cli.answer({"sent": count}, f"{count} sent again")
 
 
@@ -76,24 +76,24 @@ def resume(cli: Invocation, storage: str, server: Server) -> None:
 @to_a_server
 def quota(cli: Invocation, user: str, workers: int | None, storage: str, server: Server) -> None:
     """Set how many WORKERS a user may have at once; without a number, any. A USER of * stands for all others."""
-    from app.submit.queue import Book
+    from app.submit.queue import QueueStore
 
     if _there(cli, server, storage, "quota", user, *([] if workers is None else [str(workers)])):
         return
-    book = Book(storage or "runs")
+    book = QueueStore(storage or "runs")
     book.set_quota(user, workers)
     cli.answer(book.quotas(), "\n".join(f"{name}: {most} workers" for name, most in book.quotas().items()))
 
 
 def _there(cli: Invocation, server: Server, storage: str, *words: str) -> bool:
     """Does it on the cluster that is named, as a job; whether one is."""
-    from app.submit.submission import ask, own_storage
+    from app.submit.submission import run_on_cluster, storage_of_cluster
 
     if not server.cluster and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
         return False
-    kept = storage or own_storage(server.cluster) or "runs"
+    kept = storage or storage_of_cluster(server.cluster) or "runs"
     options = ["--storage", kept, *(["--json"] if cli.as_json else [])]
-    code, printed = ask(server, f"queue {words[0]}", (), [*words[1:], *options], lambda text: None)
+    code, printed = run_on_cluster(server, f"queue {words[0]}", (), [*words[1:], *options], say=lambda text: None)
     cli.console.result(printed.rstrip("\n"))
     if code:
         raise click.exceptions.Exit(code)
@@ -110,6 +110,6 @@ def enter(cli: Invocation, arguments: tuple[str, ...], **about: Any) -> None:
     from app.submit.queue_job import enter as wait
 
     environment = dict(os.environ)  # connecting changes it
-    wait(read(arguments), arguments, about, cli.console.say)
+    wait(read(arguments), arguments, **about, say=cli.console.say)
     own = ["-P"] if sys.flags.safe_path else []
     os.execve(sys.executable, [sys.executable, *own, "-m", "app", "train", *arguments], environment)

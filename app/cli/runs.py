@@ -179,12 +179,12 @@ def run(
     from app.submit import submission
 
     config = read(arguments)
-    submission.refuse_written(config)
+    submission.refuse_secrets(config)
     if queued and server.cluster and (manifest := _manifest(server.cluster)):
-        from app.submit.queue import kueue
+        from app.submit.queue import kueue_manifest
 
         return cli.console.result(
-            yaml.safe_dump(kueue(manifest, arguments, config.run.name, priority), sort_keys=False)
+            yaml.safe_dump(kueue_manifest(manifest, arguments, config.run.name, priority), sort_keys=False)
         )
     options = submission.cluster_options(config, server.cluster) if server.cluster else []
     job = submission.prepare("train", arguments, options, run=config.run.name, **shipped)

@@ -51,6 +51,11 @@ class Console:
         self._waiting: WaitingNotice | None = None
         self._json_log: JsonLines | None = None
 
+    @property
+    def error_stream(self) -> IO[str]:
+        """The process's original standard error, also inside `capture`."""
+        return self._err
+
     @contextlib.contextmanager
     def capture(self, log: Path, labels: Mapping[str, object] | None = None) -> Iterator[None]:
         """Redirect all output to a log, except what this console writes.

@@ -185,7 +185,10 @@ def alone(facts: ClusterFacts) -> Iterator[Finding]:
     """What is wrong with a node or a GPU by itself."""
     for node in facts.nodes:
         if node.problem:
-            remedy = "look at its raylet (/tmp/ray/session_latest/logs/raylet.err there), or start Ray on it again"
+            remedy = (
+                "look at its raylet (session_latest/logs/raylet.err there, in the --temp-dir that Ray was started "
+                "with, /tmp/ray by default), or start Ray on it again"
+            )
             yield Finding("no_answer", f"{node} does not answer: {node.problem}", remedy, (node.node_id,))
             continue
         for code, said, remedy in node_problems(node):

@@ -185,7 +185,7 @@ def visible(rank: int) -> dict[str, Any]:
     store = dist.FileStore(f"{tempfile.gettempdir()}/visible", 2)
 
     def begin(first: int, count: int, strategy: str, shown_to: str) -> list[int | None]:
-        here = Environment(rank, world_size=2, local_rank=2 + rank, local_world_size=4)
+        here = Environment(rank=rank, world_size=2, local_rank=2 + rank, local_world_size=4)
         os.environ |= {"LOCAL_RANK": str(here.local_rank), "LOCAL_WORLD_SIZE": str(here.local_world_size)}
         fake.show_only(first, count)
         device = own_device(here, strategy)
