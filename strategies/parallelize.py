@@ -79,7 +79,9 @@ def parallelize(
     names = find_blocks(module, _answer(blocks, module))
     if dims.ep > 1:
         expert_parallel.require(module, dims.ep)
-    division = Division(module, names, layout, options, device, example) if dims.pp > 1 else None
+    division = None
+    if dims.pp > 1:
+        division = Division(module, names, layout=layout, options=options, device=device, example=example)
     mesh = dims.build_mesh(device.type) if dims.world_size > 1 else None
     split = None
     if mesh is not None and dims.tp > 1:
@@ -93,7 +95,7 @@ def parallelize(
             ep=dims.ep,
         )
     if division is not None:
-        names = division.keep_own(module, options)
+        names = division.keep_own_parts(module, options)
     experts = expert_parallel.apply(module, dims, strategy.is_sharded, device.type) if dims.ep > 1 else None
     narrowed: tuple[str, ...] = ()
     if options.precision == "fp8":
@@ -135,7 +137,7 @@ def parallelize(
         note = f"{note}; " * bool(note) + f"parallel.async_tp does nothing in parallel.schedule={options.schedule}"
     notes = (*([note] if note else []), *dense, *state.batch_norm_notes(module, layout))
     if division is not None and mesh is not None:
-        return division.connect(setup, mesh, split, notes, context)
+        return division.connect(setup, mesh, split=split, notes=notes, context=context)
     assert strategy.apply is not None, f"{strategy.name} is put on by its degree"
     applied = strategy.apply(setup)
     step = applied.micro_step

@@ -267,7 +267,9 @@ def check_model(config: Config, task: Task, layout: Layout, module: nn.Module | 
         batch = pipeline_example(task.train_data(), config.train.micro_batch_size)
         blocks, cpu = find_blocks(module, task.blocks(module)), torch.device("cpu")
         try:
-            tracer, *_ = plan_stages(module, blocks, chosen, layout.dims.pp, (task.loss, batch), cpu)
+            tracer, *_ = plan_stages(
+                module, blocks, chosen, stages=layout.dims.pp, example=(task.loss, batch), device=cpu
+            )
             if (held_out := task.eval_data()) is not None:
                 tracer.trace(task.metrics, fetch(held_out, [(0, 0)]), training=False)
         except (LayoutError, UserError):

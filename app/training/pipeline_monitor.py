@@ -6,14 +6,14 @@ The clocks of the workers begin at an all-reduce before a profiled step's first 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple
+from dataclasses import asdict
 from typing import TYPE_CHECKING, cast
 
 from app.checkpoint.ranks import Ranks
 from app.training.events import PipelineTraced
 from app.training.job import Channel, Job
 from strategies.parallel import Parallel
-from strategies.pipeline.simulate import Span, figures
+from strategies.pipeline.simulate import Span, pipeline_metrics
 
 if TYPE_CHECKING:
     from strategies.pipeline.parallel import PipelineParallel
@@ -47,10 +47,10 @@ class PipelineMonitor:
     def _profile(
         self, step: int, function: Callable[[], None], report: Callable[[int, dict[str, float]], None]
     ) -> None:
-        everyone = Ranks().all([astuple(span) for span in self.parallel.profile(function)])
-        ranks = [[Span(*span) for span in spans] for spans in everyone]
+        everyone = Ranks().all([asdict(span) for span in self.parallel.profile(function)])
+        ranks = [[Span(**span) for span in spans] for spans in everyone]
         wanted = self.job.config.parallel
-        report(step, figures(ranks, wanted.schedule, wanted.chunks))
+        report(step, pipeline_metrics(ranks, wanted.schedule, wanted.chunks))
         if step == self.trace_step:
             replicas = self.job.layout.dims.world_size // self.job.layout.dims.pp
             first = [span for spans in ranks[::replicas] for span in spans]

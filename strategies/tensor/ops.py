@@ -28,6 +28,8 @@ from strategies.torch_internals import all_gather_into, functional_collectives
 
 _all_reduce, _all_gather, _reduce_scatter, _ = functional_collectives()
 
+StartGather = Callable[[Tensor], Callable[[], Tensor]]
+"""Starts gathering again, from this worker's part; returns what waits for the whole."""
 MARK = "is_split_over_peers"
 """The attribute of a tensor of which workers have different parts (randomness.py)."""
 

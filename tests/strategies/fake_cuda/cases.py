@@ -38,7 +38,7 @@ OPTIMIZER = OptimizerConfig("adamw", lr=1e-2, eps=1e-5, weight_decay=1e-2)
 SHAPES = "once for a kind of batch: what it says decides which memory is asked for"
 FIRST_STEP = {
     "strategies/pipeline/p2p.py:decode": SHAPES,
-    "strategies/pipeline/runtime.py:_send_on": SHAPES,
+    "strategies/pipeline/runtime.py:_send_outputs": SHAPES,
     "strategies/tensor/apply.py:_compare": "it may end the run with a sentence",
 }
 """By file:function, why the host may wait there in the first step."""
