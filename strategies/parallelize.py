@@ -90,8 +90,8 @@ def parallelize(
             submesh(mesh, "tp"),
             _answer(tensor_plan, module),
             options,
-            in_halves=options.schedule in SPLIT,
-            in_flight=dims.pp > 1 and not strategy.is_sharded,
+            splits_backward=options.schedule in SPLIT,
+            shares_narrow_weights=dims.pp > 1 and not strategy.is_sharded,
             ep=dims.ep,
         )
     if division is not None:
@@ -107,7 +107,7 @@ def parallelize(
     if options.compile and first:
         compile_blocks(module, names, options.compile_backend)
     if split is not None:
-        randomness = SplitRandomness(split.plan, split.peers, arriving=division is not None)
+        randomness = SplitRandomness(split.plan, split.peers, receives_activations=division is not None)
         if options.compile:
             randomness.around_compiled(module, names, device)
         else:

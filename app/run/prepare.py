@@ -260,7 +260,7 @@ def check_model(config: Config, task: Task, layout: Layout, module: nn.Module | 
     if module is None:
         return
     if layout.dims.tp > 1:
-        make_plan(module, task.tensor_plan(module), chosen.sequence_parallel, layout.dims.tp, layout.dims.ep)
+        make_plan(module, task.tensor_plan(module), chosen.sequence_parallel, tp=layout.dims.tp, ep=layout.dims.ep)
     if layout.dims.ep > 1:
         require_experts(module, layout.dims.ep)
     if layout.dims.pp > 1:

@@ -164,7 +164,7 @@ class Division:
             wire=_narrow_dtype(options),
             sync=sync,
             deferred=self._deferred,
-            after_forward=split.forget if split is not None else _nothing,
+            after_forward=split.forget_inputs if split is not None else _nothing,
         )
         stages_of = self._stages_of_parameters()
         shared = _shared_parameters(named, stages_of, dims)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from strategies.grad_sync import local
-from strategies.tensor.ops import StartGather, gathered_from
+from strategies.tensor.ops import StartGather, gather_source, parameter_of
 
 Work = Callable[[], None]
 """Computes the gradient of one weight for one micro-batch."""
@@ -107,7 +107,7 @@ class DeferredWeightGrad(TorchFunctionMode):
             return None
         own_input: Tensor | None = None
         start_gather: StartGather | None = None
-        source = gathered_from(input, weight)
+        source = gather_source(input, weight)
         if source is not None:
             own_input, start_gather = source
         return _Linear.apply(
@@ -224,8 +224,7 @@ def _deferrable_parameter(input: object, weight: object) -> Tensor | None:
         return None
     if weight.is_leaf:
         return weight if not isinstance(weight, DTensor) else None
-    # tensor/apply.py notes this on the slice of a parameter that a split layer computes with.
-    return getattr(weight, "of_parameter", None)
+    return parameter_of(weight)  # of the part that a split layer computes with
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
