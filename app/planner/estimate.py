@@ -152,7 +152,7 @@ class Estimator:
             self.optimizer,
         )
         parts, units = self._parts(work), self._units(way, dims.tp, shards_of(held))
-        context = choose_method(options.context, self.reader.heads, dims, machine.per_node)
+        context = choose_method(options.context, heads=self.reader.heads, dims=dims, workers_per_node=machine.per_node)
         again = recomputed_blocks(candidate.checkpointing, self.reader.blocks) / max(1, self.reader.blocks)
         rows = self.reader.exchanged * candidate.micro_batch / dims.cp / dims.pp
         exchanged = rows * min(work.itemsize, 4) * (1 + again / 2)

@@ -124,10 +124,10 @@ def _context(case: Case, exposed: Exposed) -> None:
     if dims.cp == 1:
         return
     for part, count in zip(case.parts, case.counts):
-        sent = method.sent_bytes(part.queries, part.keys, dims.cp, case.work.itemsize)
+        sent = method.sent_bytes(queries=part.queries, keys=part.keys, cp=dims.cp, itemsize=case.work.itemsize)
         for bytes_, times, attending in zip(sent, (part.exchanges, 1.0), part.attending):
             seconds = link.gather(bytes_ * dims.cp / (dims.cp - 1), dims.cp, dims.tp)
-            left = max(0.0, seconds - attending) if method.HIDDEN else seconds
+            left = max(0.0, seconds - attending) if method.hides_sending else seconds
             exposed["context"] += left * times * count * case.candidate.micro_batches
             exposed["hidden"] += (seconds - left) * times * count * case.candidate.micro_batches
 

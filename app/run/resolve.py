@@ -83,7 +83,9 @@ def resolve(
         )
     if dims.cp > 1:
         asked = config.parallel.context
-        values["parallel.context"] = choose_method(asked, task.heads(), dims, devices_per_node)
+        values["parallel.context"] = choose_method(
+            asked, heads=task.heads(), dims=dims, workers_per_node=devices_per_node
+        )
     return replace(laid_out, config=with_values(config, values), notes=tuple(notes))
 
 

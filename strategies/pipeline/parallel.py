@@ -102,7 +102,7 @@ class PipelineParallel(Parallel):
         schedule = self.schedule(len(batches))
         if self.context is not None:
             batches, weights = self.context.split(batches, weights)
-            loss = self.context.counted(loss)
+            loss = self.context.loss_of_part(loss)
         # Averaging over data-parallel workers divides by their number.
         workers = self.layout.dims.dp
         step = Step(

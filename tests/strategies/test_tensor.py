@@ -229,7 +229,9 @@ def test_split_logits_of_a_part_of_a_sequence_have_no_gradient_where_no_label_co
     """With tp and cp both. That the row trains as one device does: test_parity.py."""
     local = random(4, 8).requires_grad_()
     split = VocabularyLogits(local * 2, ops.ShapePeers(2), 16)
-    gated = Context._gated(cast(Any, SimpleNamespace(counts=torch.tensor(counts))), nn.Linear(1, 1), (), split)
+    gated = Context._gate_output(
+        cast(Any, SimpleNamespace(_has_labels=torch.tensor(counts))), nn.Linear(1, 1), (), split
+    )
     assert isinstance(gated, VocabularyLogits) and gated.shape == split.shape
     gated.local.sum().backward()
     torch.testing.assert_close(local.grad, torch.full_like(local, 2.0 * counts))
