@@ -101,7 +101,7 @@ class Parallel:
         """
         total: torch.Tensor | None = None
         if self.context is not None:
-            (batches, weights), loss = self.context.split(batches, weights), self.context.counted(loss)
+            (batches, weights), loss = self.context.split(batches, weights), self.context.loss_of_part(loss)
         ways, last, plain = self.layout.dims.dp, len(batches) - 1, isinstance(scale, float) and scale == 1.0
         for i, (batch, weight) in enumerate(zip(batches, weights)):
             if has_no_weight(weight):

@@ -79,7 +79,9 @@ def parallelize(
     names = find_blocks(module, _answer(blocks, module))
     if dims.ep > 1:
         expert_parallel.require(module, dims.ep)
-    division = Division(module, names, layout, options, device, example) if dims.pp > 1 else None
+    division = None
+    if dims.pp > 1:
+        division = Division(module, names, layout=layout, options=options, device=device, example=example)
     mesh = dims.build_mesh(device.type) if dims.world_size > 1 else None
     split = None
     if mesh is not None and dims.tp > 1:
@@ -88,12 +90,12 @@ def parallelize(
             submesh(mesh, "tp"),
             _answer(tensor_plan, module),
             options,
-            in_halves=options.schedule in SPLIT,
-            in_flight=dims.pp > 1 and not strategy.is_sharded,
+            splits_backward=options.schedule in SPLIT,
+            shares_narrow_weights=dims.pp > 1 and not strategy.is_sharded,
             ep=dims.ep,
         )
     if division is not None:
-        names = division.keep_own(module, options)
+        names = division.keep_own_parts(module, options)
     experts = expert_parallel.apply(module, dims, strategy.is_sharded, device.type) if dims.ep > 1 else None
     narrowed: tuple[str, ...] = ()
     if options.precision == "fp8":
@@ -105,7 +107,7 @@ def parallelize(
     if options.compile and first:
         compile_blocks(module, names, options.compile_backend)
     if split is not None:
-        randomness = SplitRandomness(split.plan, split.peers, arriving=division is not None)
+        randomness = SplitRandomness(split.plan, split.peers, receives_activations=division is not None)
         if options.compile:
             randomness.around_compiled(module, names, device)
         else:
@@ -135,7 +137,7 @@ def parallelize(
         note = f"{note}; " * bool(note) + f"parallel.async_tp does nothing in parallel.schedule={options.schedule}"
     notes = (*([note] if note else []), *dense, *state.batch_norm_notes(module, layout))
     if division is not None and mesh is not None:
-        return division.connect(setup, mesh, split, notes, context)
+        return division.connect(setup, mesh, split=split, notes=notes, context=context)
     assert strategy.apply is not None, f"{strategy.name} is put on by its degree"
     applied = strategy.apply(setup)
     step = applied.micro_step

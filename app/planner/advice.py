@@ -10,7 +10,7 @@ from app.planner.read import Reader
 from app.tasks.base import Task
 from cluster.hardware import all_instances
 from strategies.dims import DEGREES, Layout
-from strategies.pipeline.schedules import chunks_of
+from strategies.pipeline.schedules import chunks_per_stage
 
 COMMUNICATION = ("tensor", "context", "expert", "shard", "replicate", "pipeline_send", "contention")
 PARTS = {
@@ -45,7 +45,7 @@ def candidate_of(config: Config, layout: Layout) -> Candidate:
     dims, train, parallel = layout.dims, config.train, config.parallel
     share = max(1, train.global_batch_size // dims.dp)
     size = min(train.micro_batch_size or share, share)
-    pipeline = (parallel.schedule, chunks_of(parallel.schedule, parallel.chunks)) if dims.pp > 1 else ("", 1)
+    pipeline = (parallel.schedule, chunks_per_stage(parallel.schedule, parallel.chunks)) if dims.pp > 1 else ("", 1)
     mode, precision = train.activation_checkpointing, train.precision
     return Candidate(layout, size, -(-share // size), mode, precision, *pipeline, parallel.offload)
 

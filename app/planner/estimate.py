@@ -29,8 +29,8 @@ from strategies.dims import ParallelDims
 from strategies.fsdp import gradients_are_large, parameters_are_large
 from strategies.options import Options
 from strategies.pipeline import partition
-from strategies.pipeline.schedules import Placement, Schedule
-from strategies.pipeline.simulate import alive_by_formula
+from strategies.pipeline.schedules import Placement
+from strategies.pipeline.simulate import activations_by_formula
 
 CLOSE = 0.1
 """Share of a GPU's memory by which a plan of it errs (README.md)."""
@@ -152,7 +152,7 @@ class Estimator:
             self.optimizer,
         )
         parts, units = self._parts(work), self._units(way, dims.tp, shards_of(held))
-        context = choose_method(options.context, self.reader.heads, dims, machine.per_node)
+        context = choose_method(options.context, heads=self.reader.heads, dims=dims, workers_per_node=machine.per_node)
         again = recomputed_blocks(candidate.checkpointing, self.reader.blocks) / max(1, self.reader.blocks)
         rows = self.reader.exchanged * candidate.micro_batch / dims.cp / dims.pp
         exchanged = rows * min(work.itemsize, 4) * (1 + again / 2)
@@ -238,7 +238,7 @@ class Estimator:
         spans[0], spans[-1] = [BEFORE, *spans[0]], [*spans[-1], AFTER]
         held = [Counter[str]() for _ in range(pp)]
         for part, span in enumerate(spans):
-            held[Placement.of(schedule, pp, chunks).stage(part)].update(span)
+            held[Placement.of(schedule, pp, chunks).stage_of(part)].update(span)
         counts = [tuple(own[name] for name in model.parts) for own in held]
         load = [sum(own[name] * seconds[name] for name in model.parts) for own in held]
         slowest = load.index(max(load))
@@ -283,8 +283,12 @@ def _in_pipeline(case: Case, number: int, counts: tuple[int, ...]) -> float:
     """Bytes of the micro-batches that a stage has in flight, and of the part that is at work."""
     candidate = case.candidate
     pp, chunks = candidate.dims.pp, candidate.chunks
-    schedule = Schedule(candidate.schedule, pp, candidate.micro_batches, chunks, ())
-    in_flight = alive_by_formula(schedule, number) / chunks
+    in_flight = (
+        activations_by_formula(
+            candidate.schedule, stages=pp, micro_batches=candidate.micro_batches, chunks=chunks, stage=number
+        )
+        / chunks
+    )
     held = [(part, count) for part, count in zip(case.parts, counts) if count]
     own = sum(part.each * count for part, count in held) * in_flight
     return own + max(part.rebuilt + part.extra for part, _ in held)

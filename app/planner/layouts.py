@@ -127,7 +127,7 @@ def fixed_by(config: Config, given: frozenset[str]) -> Fixed:
         )
     parallel, stages = config.parallel, config.parallel.stages
     if "parallel.stages" in given and stages:  # says how many stages there are, too
-        chunks = schedules.chunks_of(parallel.schedule, parallel.chunks)
+        chunks = schedules.chunks_per_stage(parallel.schedule, parallel.chunks)
         fixed |= {"parallel.schedule": parallel.schedule, "parallel.chunks": chunks}
         fixed["parallel.pp"] = parallel.pp or max(1, len(stages) // chunks)
     return fixed
@@ -233,9 +233,9 @@ def schedules_of(pp: int, micro_batches: int, blocks: int, fixed: Fixed) -> list
     found = []
     wanted = _wanted(fixed, "parallel.chunks") or (1, 2, 4)
     for name in _wanted(fixed, "parallel.schedule") or schedules.SCHEDULES:
-        for chunks in dict.fromkeys(schedules.chunks_of(name, number) for number in wanted):
+        for chunks in dict.fromkeys(schedules.chunks_per_stage(name, number) for number in wanted):
             try:
-                schedules.require(name, pp, micro_batches, chunks)
+                schedules.require_schedule(name, stages=pp, micro_batches=micro_batches, chunks=chunks)
             except LayoutError:
                 continue
             found += [(name, chunks)] if pp * chunks <= blocks else []

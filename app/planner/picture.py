@@ -120,7 +120,9 @@ def _sends(case: Case) -> dict[str, float]:
     for part, unit, count in zip(case.parts, case.units, case.counts):
         sent["tp"] += part.sent * count * many
         if dims.cp > 1:
-            forward, backward = METHODS[case.context].sent_bytes(part.queries, part.keys, dims.cp, case.work.itemsize)
+            forward, backward = METHODS[case.context].sent_bytes(
+                queries=part.queries, keys=part.keys, cp=dims.cp, itemsize=case.work.itemsize
+            )
             sent["cp"] += (forward * part.exchanges + backward) * count * many
         for collective in case.candidate.strategy.collectives(unit, case.step):
             ways = getattr(held, collective.over)

@@ -36,7 +36,7 @@ BESIDE = 2 / 3
 same input only the first (a gated block's q, out, gate and down)."""
 TOGETHER = 64
 """GPUs up to which nobody waits for the slowest of many."""
-THIRD = Times(1 / 3, 1 / 3, 1 / 3)
+THIRD = Times.equal(1 / 3)
 """Of a micro-batch's time, forward, the gradients of inputs, and those of weights take about a third each."""
 
 
@@ -124,10 +124,10 @@ def _context(case: Case, exposed: Exposed) -> None:
     if dims.cp == 1:
         return
     for part, count in zip(case.parts, case.counts):
-        sent = method.sent_bytes(part.queries, part.keys, dims.cp, case.work.itemsize)
+        sent = method.sent_bytes(queries=part.queries, keys=part.keys, cp=dims.cp, itemsize=case.work.itemsize)
         for bytes_, times, attending in zip(sent, (part.exchanges, 1.0), part.attending):
             seconds = link.gather(bytes_ * dims.cp / (dims.cp - 1), dims.cp, dims.tp)
-            left = max(0.0, seconds - attending) if method.HIDDEN else seconds
+            left = max(0.0, seconds - attending) if method.hides_sending else seconds
             exposed["context"] += left * times * count * case.candidate.micro_batches
             exposed["hidden"] += (seconds - left) * times * count * case.candidate.micro_batches
 
@@ -198,7 +198,9 @@ def _bubbles(candidate: Candidate) -> float:
     if candidate.dims.pp == 1:
         return 0.0
     many = candidate.micro_batches
-    share = bubble_by_formula(candidate.schedule, candidate.dims.pp, many, candidate.chunks, THIRD)
+    share = bubble_by_formula(
+        candidate.schedule, stages=candidate.dims.pp, micro_batches=many, chunks=candidate.chunks, times=THIRD
+    )
     return share * many / (1 - share)
 
 

@@ -234,19 +234,19 @@ def watch(
         if parameter.requires_grad:  # gradients are counted by the strategies' cost functions
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     if peers is not None:
-        peers.where = lambda: watcher.part
+        peers.current_part = lambda: watcher.part
     templates: dict[Any, Any] = {}
     for block in dict.fromkeys(map(module.get_submodule, blocks)):
         block.forward = _watched(block, block.forward, watcher, order, templates)
     with watcher, Fused(watcher):
         with saved_tensors_hooks(watcher.pack, lambda t: t):
             value = loss(module)
-        sent, calls = (dict(peers.sent), dict(peers.calls)) if peers is not None else ({}, {})
+        sent, calls = (dict(peers.sent_bytes), dict(peers.calls)) if peers is not None else ({}, {})
         watcher.phase, watcher.part = "backward", AFTER if order else BEFORE
         # of a tensor, backward would be taken by Fused, and run without it
         torch.autograd.backward(get_gradient_edge(value), torch.ones_like(value))
     for name, part in watcher.parts.items() if peers is not None else ():
-        found = {"sent": peers.sent, "calls": peers.calls, "again": peers.again}  # type: ignore[union-attr]
+        found = {"sent": peers.sent_bytes, "calls": peers.calls, "again": peers.regathered_bytes}  # type: ignore[union-attr]
         found |= {"sent_forward": sent, "calls_forward": calls}
         part.values |= {key: by_part.get(name, 0.0) for key, by_part in found.items()}
     return Trace(_beyond_saved(watcher.parts, order), order)

@@ -86,7 +86,10 @@ def resolve(
         )
     if dims.cp > 1:
         values["parallel.context"] = choose_method(
-            config.parallel.context, task.heads(), dims=dims, per_node=devices_per_node
+            config.parallel.context,
+            heads=task.heads(),
+            dims=dims,
+            workers_per_node=devices_per_node,
         )
     return replace(resolved, config=with_values(config, values), notes=tuple(notes))
 

@@ -6,14 +6,14 @@ The ranks' clocks start together, at an all-reduce before the first instruction 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import astuple
+from dataclasses import asdict
 from typing import TYPE_CHECKING, cast
 
 from app.checkpoint.ranks import Ranks
 from app.training.events import PipelineTraced
 from app.training.job import Channel, Job
 from strategies.parallel import Parallel
-from strategies.pipeline.simulate import Span, figures
+from strategies.pipeline.simulate import Span, pipeline_metrics
 
 if TYPE_CHECKING:
     from strategies.pipeline.parallel import PipelineParallel
@@ -69,10 +69,10 @@ class PipelineMonitor:
         return step % every == 0 or step == EARLY_STEP < every
 
     def _profile(self, step: int, take_step: Callable[[], None], log: Log) -> None:
-        local_spans = [astuple(span) for span in self.parallel.profile(take_step)]
-        by_rank = [[Span(*span) for span in spans] for spans in Ranks().all_gather(local_spans)]
+        local_spans = [asdict(span) for span in self.parallel.profile(take_step)]
+        by_rank = [[Span(**span) for span in spans] for spans in Ranks().all_gather(local_spans)]
         parallel = self.job.config.parallel
-        log(step, figures(by_rank, parallel.schedule, parallel.chunks))
+        log(step, pipeline_metrics(by_rank, parallel.schedule, parallel.chunks))
         if step == self.trace_step:
             dims = self.job.layout.dims
             ranks_per_stage = dims.world_size // dims.pp

@@ -8,7 +8,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import ray
@@ -25,7 +25,7 @@ from app.training.job import Job, Place, SilentChannel, memory_bytes
 from app.training.loop import Training
 from app.training.profiler import seconds_by_kind
 from cluster.remote import free_port
-from strategies.pipeline.simulate import COMPUTE, Span, figures
+from strategies.pipeline.simulate import COMPUTE, Span, pipeline_metrics
 
 START_SECONDS = 120.0
 EVEN = 0.95
@@ -40,7 +40,7 @@ class Told:
     steps: list[float] = field(default_factory=list)  # whole steps
     data: list[float] = field(default_factory=list)  # of them, waiting for data
     shares: dict[str, float] = field(default_factory=dict)  # of several workers: what `shares` says of profiled steps
-    spans: list[list[tuple[Any, ...]]] = field(default_factory=list)  # of a pipeline: per profiled step
+    spans: list[list[dict[str, Any]]] = field(default_factory=list)  # of a pipeline: per profiled step
     memory: int = 0  # bytes, at most
 
 
@@ -65,9 +65,9 @@ def measured(told: Sequence[Told], config: Config) -> Measured:
     own = [statistics.median(t.steps) - statistics.median(t.data) for t in told]
     bubble, sent, notes = 0.0, 0.0, list[str]()
     if told[0].spans:
-        ranks = [[[Span(*span) for span in spans] for spans in t.spans] for t in told]
+        ranks = [[[Span(**span) for span in spans] for spans in t.spans] for t in told]
         wanted = config.parallel
-        profiles = [figures(list(r), wanted.schedule, wanted.chunks) for r in zip(*ranks)]
+        profiles = [pipeline_metrics(list(r), wanted.schedule, wanted.chunks) for r in zip(*ranks)]
         ideal = statistics.median(f["pipeline/seconds"] * f["pipeline/bubble_by_simulation"] for f in profiles)
         own = [
             statistics.median(sum(span.end - span.start for span in spans if span.kind in COMPUTE) for spans in steps)
@@ -123,7 +123,7 @@ class Bench:
             if job.layout.dims.pp > 1:
                 for _ in range(self.steps):
                     spans = training.parallel.profile(lambda: training.step(next(batches)))
-                    told.spans.append([astuple(span) for span in spans])
+                    told.spans.append([asdict(span) for span in spans])
             elif self.place.world_size > 1:
                 activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.gpu else [])]
                 with profile(activities=activities) as profiled:

@@ -88,7 +88,8 @@ def _split(found: Mixture, mesh: DeviceMesh, exchange: Exchange) -> None:
     kind: Any = type(experts)
     experts.__class__ = _class(kind, tuple(name for name, _ in experts.named_parameters(recurse=False)))
     vars(experts)["_expert_mesh"] = mesh
-    name = "computed" if hasattr(experts, "computed") else "forward"  # tensor parallelism has a forward around it
+    # Tensor parallelism has put a forward of its own around that of the experts.
+    name = "_compute_experts" if hasattr(experts, "_compute_experts") else "forward"
     inner = getattr(experts, name)
     exchange.unweighted = may_leave_weights_out(inner)
     vars(experts)[name] = functools.partial(exchange, inner)

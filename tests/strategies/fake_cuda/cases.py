@@ -25,7 +25,7 @@ from experiments.parity.curves import Trial, begin, run_steps
 from experiments.parity.rows import ALL_FIVE, DEEPSPEED, MIXTURES, ROWS, SINGLE, THREE, Row
 from strategies import one_process, registry
 from strategies.context.apply import METHODS
-from strategies.context.attention import number_of
+from strategies.context.attention import register_group
 from strategies.parallelize import Options
 from tests.strategies.fake_cuda import device as fake
 from tests.strategies.fake_cuda.loops import adapters, gpt, loop
@@ -38,7 +38,7 @@ OPTIMIZER = OptimizerConfig("adamw", lr=1e-2, eps=1e-5, weight_decay=1e-2)
 SHAPES = "once for a kind of batch: what it says decides which memory is asked for"
 FIRST_STEP = {
     "strategies/pipeline/p2p.py:decode": SHAPES,
-    "strategies/pipeline/runtime.py:_send_on": SHAPES,
+    "strategies/pipeline/runtime.py:_send_outputs": SHAPES,
     "strategies/tensor/apply.py:_compare": "it may end the run with a sentence",
 }
 """By file:function, why the host may wait there in the first step."""
@@ -221,14 +221,14 @@ def norms(rank: int) -> dict[str, Any]:
 
 def ring(rank: int) -> dict[str, Any]:
     """Attention across workers on an H100 is cuDNN's, as it is on one, and its joined results are those of a CPU."""
-    group = number_of(dist.group.WORLD)
+    group = register_group(dist.group.WORLD)
     for method, causal in itertools.product((METHODS["ring"], METHODS["allgather"]), (True, False)):
         torch.manual_seed(rank)
         on_cpu = [torch.randn(2, heads, 8, 16).bfloat16().requires_grad_() for heads in (4, 2, 2)]
         on_gpu = [tensor.detach().to("cuda").requires_grad_() for tensor in on_cpu]
         fake.cudnn.clear()
         for tensors in (on_cpu, on_gpu):
-            given = method.attention(*tensors, causal, 0.3, group)
+            given = method.attention(*tensors, is_causal=causal, scale=0.3, group=group)
             given.square().sum().backward()
         assert {"forward", "backward"} == set(fake.cudnn), fake.cudnn
         for one, other in zip(on_gpu, on_cpu, strict=True):
