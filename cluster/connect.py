@@ -505,11 +505,11 @@ def describe(*, private: bool = False) -> Cluster:
         private: Whether this process has started Ray for itself; such a Ray has no file.
     """
     from cluster.files import bootstrap_config, cluster_file, read_cluster
-    from cluster.shape import living_nodes, of_nodes
+    from cluster.shape import living_nodes, shape_of_nodes
 
     nodes = tuple(living_nodes())
     if private:
-        return Cluster(nodes, of_nodes(nodes), private=True)
+        return Cluster(nodes, shape_of_nodes(nodes), private=True)
     file = cluster_file()
     shape = read_cluster(file) if file else bootstrap_config()
-    return Cluster(nodes, shape or of_nodes(nodes))
+    return Cluster(nodes, shape or shape_of_nodes(nodes))

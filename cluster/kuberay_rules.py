@@ -31,7 +31,7 @@ from cluster.document import (
 from cluster.kuberay import ANNOTATIONS, GPU_RESOURCES, RAY_KINDS, is_kubernetes, is_ray, quantity, shape
 from cluster.pending import check_feasible
 from cluster.ray_rules import plain
-from cluster.shape import check_fact
+from cluster.shape import problem_with_fact
 
 VERBS = ["train", "sweep", "scale", "runs", "watch", "profile", "report", "config", "parity", "export", "generate"]
 VERBS += ["sync", "submit", "queue", "doctor", "plan", "calibrate", "cluster"]
@@ -148,7 +148,7 @@ def _groups(groups: list[tuple[Keys, Any]], documents: list[Document]) -> Mistak
 
 def _annotations(path: Keys, group: Mapping[str, Any]) -> Mistakes:
     for key, value in ((group["template"].get("metadata") or {}).get("annotations") or {}).items():
-        message = check_fact(ANNOTATIONS[key], value) if key in ANNOTATIONS else ""
+        message = problem_with_fact(ANNOTATIONS[key], value) if key in ANNOTATIONS else ""
         if key not in ANNOTATIONS and (key.startswith("trireme/") or mistaken(key, ANNOTATIONS)):
             message = f"there is no annotation {key!r}{nearest(key, ANNOTATIONS)}"
         if message:

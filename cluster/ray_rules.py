@@ -17,7 +17,7 @@ from typing import Any
 from cluster.document import Document, Keys, Problem, nearest, schema_problems, schemas, strict
 from cluster.hardware import all_instances
 from cluster.ray_file import ONPREM_HEAD, ONPREM_WORKER, hosts, instance_type, is_this_machine, own_metadata
-from cluster.shape import check_fact, instance_facts
+from cluster.shape import problem_with_fact, instance_facts
 
 TOKEN = "~/.ray/auth_token"
 Mistakes = Iterator[tuple[Keys, str]]
@@ -152,7 +152,7 @@ def _written_facts(data: Mapping[str, Any]) -> Mistakes:
         if name not in types:
             yield path, f"there is no node type {name!r}{nearest(name, types)}"
         for key, value in facts.items():
-            if message := check_fact(key, value):
+            if message := problem_with_fact(key, value):
                 yield (*path, key), message
 
 

@@ -53,10 +53,10 @@ def list_(cli: Invocation) -> None:
 def show(cli: Invocation, file: str) -> None:
     """Show node types, GPUs, memory, links, prices and limits."""
     from cluster.files import read_cluster
-    from cluster.shape import table
+    from cluster.shape import shape_table
 
     shape = read_cluster(file)
-    cli.answer(shape, table(shape))
+    cli.answer(shape, shape_table(shape))
 
 
 @verb("validate", group=cluster)

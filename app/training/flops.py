@@ -96,11 +96,11 @@ class Utilization:
 
 def peak_flops(name: str, precision: str) -> float | None:
     """FLOP/s of a GPU of this name, as its driver calls it; None where the catalogue lacks it."""
-    from cluster.hardware import HardwareError, gpu  # not at the top: it needs PyYAML
+    from cluster.hardware import HardwareError, find_gpu  # not at the top: it needs PyYAML
 
     if precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
         precision = "tf32"
     try:
-        return gpu(name).rate("bf16" if precision == "fp8" else precision)
+        return find_gpu(name).rate("bf16" if precision == "fp8" else precision)
     except HardwareError:
         return None

@@ -20,33 +20,36 @@ from cluster.addresses import join_address, split_address
 from cluster.connect import connect, running_here
 from cluster.files import FOLDER, read_cluster
 from cluster.remote import HostFacts, Result, SshLogin, explain, free_port, is_open, read_probe, unfit
-from cluster.shape import NodeState, link, of_gpus, of_nodes
+from cluster.shape import NodeState, parse_link_speed, shape_of_gpus, shape_of_nodes
 from cluster.temporary import TemporaryFolder, sweep
 from tests.running import ROOT, environment, trireme
 
 
 def test_a_cluster_in_thought() -> None:
-    shape = of_gpus(512, "H100", 8, "400Gb")
+    shape = shape_of_gpus(512, "H100", 8, "400Gb")
     (node,) = shape.workers
     assert (node.gpus, node.max_nodes, shape.max_gpus, node.link_across) == (8, 64, 512, 50e9)
-    assert of_gpus(4, "A100-80GB", 8).max_gpus == 4
+    assert shape_of_gpus(4, "A100-80GB", 8).max_gpus == 4
     for gpus, name, per_node, across in [(12, "H100", 8, None), (8, "H100", 8, "fast")]:
         with pytest.raises(ClusterError):
-            of_gpus(gpus, name, per_node, across)
-    assert link("400Gb") == link("400 Gb/s") == link("400Gbps") == link("50GB/s") == link("50 GB") == 50e9
-    assert link(None) is None
+            shape_of_gpus(gpus, name, per_node, across)
+    for speed in ("400Gb", "400 Gb/s", "400Gbps", "50GB/s", "50 GB"):
+        assert parse_link_speed(speed) == 50e9
+    assert parse_link_speed(None) is None
 
 
 def test_the_shape_of_living_nodes() -> None:
-    head = NodeState("a", "", {"CPU": 4, "node:__internal_head__": 1, "memory": 8e9, "object_store_memory": 2e9}, {})
-    worker = NodeState("b", "big", {"CPU": 64, "GPU": 8, "accelerator_type:H100": 1}, {})
-    shape = of_nodes([head, worker, worker])
+    of_head = {"CPU": 4, "node:__internal_head__": 1, "memory": 8e9, "object_store_memory": 2e9}
+    of_worker = {"CPU": 64, "GPU": 8, "accelerator_type:H100": 1}
+    head = NodeState(address="a", kind="", total=of_head, available={})
+    worker = NodeState(address="b", kind="big", total=of_worker, available={})
+    shape = shape_of_nodes([head, worker, worker])
     assert shape.head.memory_bytes == 10**10
     (kind,) = shape.workers
     assert (kind.name, kind.gpus, kind.min_nodes, kind.max_nodes) == ("big", 8, 2, 2)
     assert kind.gpu == "h100-80gb" and kind.link_within
     with pytest.raises(ClusterError, match="no head"):
-        of_nodes([worker])
+        shape_of_nodes([worker])
 
 
 def test_a_cluster_of_another_user_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from cluster import ClusterError
 from cluster.connect import Cluster
 from cluster.environment import set_defaults, shared
 from cluster.pending import Diagnosis
-from cluster.shape import NodeState, of_nodes
+from cluster.shape import NodeState, shape_of_nodes
 from strategies.layout import ParallelDims
 from strategies.parallelize import choose
 from tests.chain import config
@@ -91,8 +91,9 @@ def test_resources_that_cannot_be_given(asked: str, said: str) -> None:
 
 def cluster(nodes: int, **each: float) -> Cluster:
     head = {"node:__internal_head__": 1.0}
-    found = tuple(NodeState("here", "", each | ({} if number else head), {}) for number in range(nodes))
-    return Cluster(found, of_nodes(found))
+    totals = [each | head, *[each] * (nodes - 1)]
+    found = tuple(NodeState(address="here", kind="", total=total, available={}) for total in totals)
+    return Cluster(found, shape_of_nodes(found))
 
 
 EIGHT, NONE = cluster(2, GPU=4.0, CPU=16.0), cluster(1, CPU=8.0)
