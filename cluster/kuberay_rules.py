@@ -322,7 +322,7 @@ def _shared_memory(group: Group, volumes: Mapping[str, Mapping[str, Any]]) -> Mi
             yield path, f"{problem}, on which NCCL fails: {write}"
         return
     empty_dir = volumes.get(names[0], {}).get("emptyDir")
-    if empty_dir and empty_dir.get("medium") != "Memory":
+    if empty_dir is not None and empty_dir.get("medium") != "Memory":
         yield path, f"/dev/shm of the container is not in memory: {write}"
 
 
