@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from cluster import ClusterError, ClusterUnavailable
 from cluster.addresses import split_address
 from cluster.detached import Guard, detached
-from cluster.environment import home, set_defaults, set_home, shared, temporary_home
+from cluster.environment import home, set_defaults, set_home, shared_variables, temporary_home
 from cluster.temporary import TemporaryFolder, private_folder
 
 if TYPE_CHECKING:
@@ -374,7 +374,7 @@ def _share_environment(*, first: bool) -> dict[str, str]:
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     set_defaults()
-    return shared()
+    return shared_variables()
 
 
 def _setup(worker_setup: str) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def set_defaults(environ: MutableMapping[str, str] = os.environ) -> None:
         environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
-def shared(environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
+def shared_variables(environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
     """The variables that the driver passes on to workers.
 
     The number of threads is passed on where the user has set it. In the process of a submitted job

@@ -141,8 +141,9 @@ class RayLaunch:
         self.give_back()
         private = self.cluster.private
         lost = partial(ray_is_gone, driver, private=private)
-        self.watch = RayWatch(addresses(), OWN_SECONDS if private else GONE_SECONDS, driver.note, lost)
-        nodes = replace(ray_nodes(), reachable=self.watch.whole)
+        patience = OWN_SECONDS if private else GONE_SECONDS
+        self.watch = RayWatch(addresses(), patience=patience, say=driver.note, lost=lost)
+        nodes = replace(ray_nodes(), reachable=self.watch.is_usable)
         return Supervisor(self._workers_for(prepared), driver, elastic, nodes=nodes)
 
     def _workers_for(self, prepared: Prepared) -> RayWorkers:

@@ -149,9 +149,9 @@ def _leave_secrets(cluster: str, secret: Mapping[str, str]) -> str:
     name = f".trireme/secrets/{uuid.uuid4().hex}"
     command = f"umask 077; mkdir -p ~/.trireme/secrets; cat > ~/{name}; echo ~/{name}"
     answer = run_on_head(*read_ray_file(cluster), command, stdin=json.dumps(dict(secret)))
-    if answer.problem or answer.code:
-        raise UserError(f"the secrets cannot be put on the head: {answer.problem or answer.err.strip()[-200:]}")
-    return answer.out.strip().splitlines()[-1]
+    if answer.problem or answer.exit_code:
+        raise UserError(f"the secrets cannot be put on the head: {answer.problem or answer.stderr.strip()[-200:]}")
+    return answer.stdout.strip().splitlines()[-1]
 
 
 def cluster_options(config: Config, cluster: str) -> list[str]:

@@ -21,7 +21,7 @@ from app.launchers.torchrun import Environment
 from app.run.prepare import Prepared, with_idle_gpus
 from cluster import ClusterError
 from cluster.connect import Cluster
-from cluster.environment import set_defaults, shared
+from cluster.environment import set_defaults, shared_variables
 from cluster.pending import Diagnosis
 from cluster.shape import NodeState, shape_of_nodes
 from strategies.layout import ParallelDims
@@ -189,8 +189,10 @@ def test_what_the_user_has_set_stays_and_the_rest_is_set() -> None:
     own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
     set_defaults(environ := dict(own))
     assert environ == own | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250"}
-    assert shared(environ | SET | {"HOME": "/"}) == environ | SET
-    assert shared(SET | {"RAY_RAYLET_PID": "7"}) == {}, "Ray has set it for the job's own process, which has no CPUs"
+    assert shared_variables(environ | SET | {"HOME": "/"}) == environ | SET
+    assert shared_variables(SET | {"RAY_RAYLET_PID": "7"}) == {}, (
+        "Ray has set it for the job's own process, which has no CPUs"
+    )
 
 
 def test_every_launcher_sets_it_before_its_first_group(monkeypatch: pytest.MonkeyPatch) -> None:
