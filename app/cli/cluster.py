@@ -53,10 +53,10 @@ def list_(cli: Invocation) -> None:
 def show(cli: Invocation, file: str) -> None:
     """Show node types, GPUs, memory, links, prices and limits."""
     from cluster.files import read_cluster
-    from cluster.shape import table
+    from cluster.shape import shape_table
 
     shape = read_cluster(file)
-    cli.answer(shape, table(shape))
+    cli.answer(shape, shape_table(shape))
 
 
 @verb("validate", group=cluster)
@@ -84,11 +84,11 @@ def _job_keys(file: str) -> Iterator[str]:
     from app.config.io import load_config
     from cluster.document import read_documents
     from cluster.files import find
-    from cluster.kuberay_rules import own_words
+    from cluster.kuberay_rules import trireme_arguments
 
     for document in read_documents(find(file)):
         spec = document.data.get("spec") if document.data.get("kind") == "RayJob" else None
-        words = own_words(shlex.split((spec or {}).get("entrypoint", "")))
+        words = trireme_arguments(shlex.split((spec or {}).get("entrypoint", "")))
         try:
             if words[:1] == ["train"]:
                 config = load_config([], [word for word in words if "=" in word])

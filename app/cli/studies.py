@@ -67,7 +67,8 @@ def scale(
     names = (strategy or config.strategy).split(",")
     if names == ["auto"]:  # the same strategy at every point, so without a planner
         names = [automatic(max(counts), {name: getattr(config.parallel, name) for name in DEGREES}).name]
-    plan = run.Plan(counts, tuple(name.strip() for name in names), not strong, **measured)
+    strategies = tuple(name.strip() for name in names)
+    plan = run.StudyPlan(workers=counts, strategies=strategies, weak=not strong, **measured)
     cli.answer(run.scale(config, plan, cli.console, verbose=cli.verbose))
 
 

@@ -127,14 +127,14 @@ def _ring(facts: ClusterFacts, members: list[NodeFacts], backend: str, rates: li
 def expected_rate(facts: ClusterFacts, nodes: tuple[str, ...], backend: str) -> float | None:
     """Bytes/s that should leave each rank: within a node by the catalogue of GPUs, across nodes by the cluster's file.
     None where that is not known, as on CPUs, which copy more slowly than any link."""
-    from cluster.hardware import HardwareError, gpu
+    from cluster.hardware import HardwareError, find_gpu
 
     if backend == "gloo":
         return None
     if len(nodes) > 1:
         return facts.link_expected
     try:
-        return min(gpu(each.name).link_within for each in facts.node(nodes[0]).gpus)
+        return min(find_gpu(each.name).link_within for each in facts.node(nodes[0]).gpus)
     except HardwareError:
         return None
 

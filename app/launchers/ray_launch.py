@@ -198,7 +198,7 @@ class RayLaunch:
             say=driver.note,
             lost=partial(ray_is_gone, driver, private=private),
         )
-        nodes = replace(ray_nodes(), reachable=self.watch.whole)
+        nodes = replace(ray_nodes(), reachable=self.watch.is_usable)
         return Supervisor(self._workers_for(prepared), driver, elastic, nodes=nodes)
 
     def _workers_for(self, prepared: Prepared) -> RayWorkers:

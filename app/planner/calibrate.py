@@ -21,7 +21,7 @@ from app.errors import RunFailed
 from app.planner.device import Device, device, remember
 from app.planner.processes import in_processes
 from cluster.addresses import join_address
-from cluster.hardware import HardwareError, add_gpu, gpu
+from cluster.hardware import HardwareError, add_gpu, find_gpu
 from cluster.remote import free_port
 from cluster.shape import NodeState, living_nodes
 
@@ -126,8 +126,8 @@ def _alone(own: Any) -> dict[str, Any]:
     written = torch.cuda.get_device_name(own) if own.type == "cuda" else "cpu"
     known: Device | None = None
     with contextlib.suppress(HardwareError):
-        known = device(gpu(written).name)
-    base = known or Device(gpu("cpu"))
+        known = device(find_gpu(written).name)
+    base = known or Device(find_gpu("cpu"))
     name = known.gpu.name if known else re.sub(r"[^a-z0-9]+", "-", written.lower()).strip("-")
     able = ("fp32", "bf16") if own.type == "cpu" else ("fp32", "bf16", "fp16") if known is None else known.gpu.peak
     reached = {precision: _matmul_rate(own, precision, base) for precision in DTYPES if precision in able}

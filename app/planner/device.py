@@ -25,7 +25,7 @@ import yaml
 
 from app.data.files import cache_folder
 from app.errors import UserError
-from cluster.hardware import Gpu, gpu
+from cluster.hardware import Gpu, find_gpu
 
 SLICE = 4096
 """Of the inner dimension: a longer one is split between processors that would have no tile of the result."""
@@ -102,7 +102,7 @@ def device(name: str, measured: dict[str, Any] | None = None) -> Device:
     Raises:
         HardwareError: the GPU is not in the catalogue.
     """
-    found, known = gpu(name), constants()
+    found, known = find_gpu(name), constants()
     fit, family = known["fitted"], family_of(found)
     values: dict[str, Any] = known["default"] | fit["shared"]
     values["ranges"] = fit["ranges"]

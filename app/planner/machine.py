@@ -15,9 +15,8 @@ from app import names
 from app.errors import UserError
 from app.planner.device import Device, assumed, device, remembered
 from cluster.files import cluster_file, read_cluster
-from cluster.hardware import all_instances, cheapest
-from cluster.hardware import gpu as known_gpu
-from cluster.shape import ClusterShape, NodeType, link, of_gpus
+from cluster.hardware import all_instances, cheapest, find_gpu
+from cluster.shape import ClusterShape, NodeType, parse_link_speed, shape_of_gpus
 
 UNKNOWN_NETWORK = 100e9 / 8
 """Bytes/s between nodes where it is not known: 100 Gbit/s, common for GPU machines of clouds."""
@@ -146,11 +145,11 @@ def running(world: int, per_node: int | None = None) -> Machine:
 def _devices(name: str, world: int | None, asked: Asked) -> Machine:
     """`world` devices of that name; None: all of this machine."""
     if name == "cpu":
-        return cpus(world or 2, asked.per_node, link(asked.interconnect))
+        return cpus(world or 2, asked.per_node, parse_link_speed(asked.interconnect))
     count = torch.cuda.device_count()
     world = world or count
     per_node = asked.per_node or min(world, 8 if asked.gpus or asked.gpu else count)
-    return of_shape(of_gpus(world, name, per_node, asked.interconnect), world)
+    return of_shape(shape_of_gpus(world, name, per_node, asked.interconnect), world)
 
 
 def cpus(workers: int, per_node: int | None = None, across: float | None = None) -> Machine:
@@ -158,7 +157,19 @@ def cpus(workers: int, per_node: int | None = None, across: float | None = None)
     import psutil
 
     here = min(per_node or workers, workers)
-    node = NodeType("cpu", here, "cpu", 1.0, psutil.virtual_memory().total, None, across, None, False, 1, 1)
+    node = NodeType(
+        name="cpu",
+        gpus=here,
+        gpu="cpu",
+        cpus=1.0,
+        memory_bytes=psutil.virtual_memory().total,
+        link_within=None,
+        link_across=across,
+        price_per_hour=None,
+        spot=False,
+        min_nodes=1,
+        max_nodes=1,
+    )
     return _of_node(node, workers, HERE)
 
 
@@ -169,7 +180,7 @@ def of_shape(shape: ClusterShape, world: int | None, gpu: str | None = None, acr
     Raises:
         UserError: no GPUs, or not that one; or fewer than `world`.
     """
-    name, kinds = known_gpu(gpu).name if gpu else "", defaultdict[tuple[str, int], list[NodeType]](list)
+    name, kinds = find_gpu(gpu).name if gpu else "", defaultdict[tuple[str, int], list[NodeType]](list)
     has = [node for node in shape.types if node.gpus and node.max_nodes]
     for node in has:
         if not name or node.gpu in ("", name):
@@ -204,7 +215,7 @@ def _count(shape: ClusterShape, alike: list[NodeType]) -> int:
 
 def _of_cluster(shape: ClusterShape, asked: Asked, world: int | None) -> Machine:
     """A file's or a connected cluster, with what the command line says of it beside."""
-    across = link(asked.interconnect)
+    across = parse_link_speed(asked.interconnect)
     if asked.gpu == "cpu" or (not shape.max_gpus and not asked.cluster and asked.gpu is None):
         node = max(shape.types, key=lambda n: n.cpus * n.max_nodes)
         found = cpus(world or 2, max(1, int(node.cpus)), across)  # two, as `train` does with workers=auto
@@ -253,7 +264,7 @@ def is_here(machine: Machine) -> bool:
     """Whether this machine has the devices that a plan is for."""
     if machine.name == HERE:
         return True
-    return machine.world <= torch.cuda.device_count() and known_gpu(_local_gpu()).name == machine.device.gpu.name
+    return machine.world <= torch.cuda.device_count() and find_gpu(_local_gpu()).name == machine.device.gpu.name
 
 
 def require_here(machine: Machine, option: str) -> None:

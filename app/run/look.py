@@ -17,7 +17,7 @@ from app.run.progress import FILE as PROGRESS
 from app.storage.lease import FILE as LEASE
 from app.storage.lease import LEASE_SECONDS, is_alive, is_here, read_lease
 from app.storage.storage import Storage
-from cluster.shape import aligned
+from cluster.shape import align_columns
 
 ACTIVE = ("starting", "running")
 """States of a run whose driver lives."""
@@ -221,4 +221,4 @@ def table(runs: list[RunState]) -> str:
                 duration(now - run.created),
             )
         )
-    return "\n".join(aligned(rows))
+    return "\n".join(align_columns(rows))

@@ -233,10 +233,10 @@ def _leave_secrets(cluster: str, secret: Mapping[str, str]) -> str:
     command = f"umask 077; mkdir -p ~/.trireme/secrets; cat > ~/{name}; echo ~/{name}"
     data, file = read_ray_file(cluster)
     answer = run_on_head(data, file, command, stdin=json.dumps(dict(secret)))
-    if answer.problem or answer.code:
-        reason = answer.problem or answer.err.strip()[-200:]
+    if answer.problem or answer.exit_code:
+        reason = answer.problem or answer.stderr.strip()[-200:]
         raise UserError(f"the secrets cannot be put on the head: {reason}")
-    return answer.out.strip().splitlines()[-1]
+    return answer.stdout.strip().splitlines()[-1]
 
 
 def cluster_options(config: Config, cluster: str) -> list[str]:

@@ -156,11 +156,11 @@ def peak_flops(name: str, precision: str) -> float | None:
     Returns:
         None if cluster/hardware.yaml does not have the GPU.
     """
-    from cluster.hardware import HardwareError, gpu  # needs PyYAML
+    from cluster.hardware import HardwareError, find_gpu  # needs PyYAML
 
     if precision == "fp32" and torch.get_float32_matmul_precision() != "highest":
         precision = "tf32"
     try:
-        return gpu(name).rate("bf16" if precision == "fp8" else precision)
+        return find_gpu(name).rate("bf16" if precision == "fp8" else precision)
     except HardwareError:
         return None

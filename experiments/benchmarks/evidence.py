@@ -45,7 +45,7 @@ def draw(prepared: Sequence[Prepared], unseen: Sequence[Compared], path: str) ->
             if inside:
                 lines[part].append((level, 100 * float(np.mean(inside))))
     lines = {name: points for name, points in lines.items() if points}
-    figure = figures.lines(lines, x="% of runs that are to be inside the range", y="% that are")
+    figure = figures.line_plot(lines, x="% of runs that are to be inside the range", y="% that are")
     figure.savefig(path, dpi=90)
 
 

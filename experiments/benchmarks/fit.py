@@ -95,7 +95,7 @@ def known_values() -> Values:
 
 def is_for_fit(run: Run) -> bool:
     """Whether a row may be fitted to: a dense model of a kind and on a GPU whose family has constants."""
-    return devices.family_of(devices.gpu(run.gpu)) in FAMILIES and not run.is_mixture and run.method == "pretrain"
+    return devices.family_of(devices.find_gpu(run.gpu)) in FAMILIES and not run.is_mixture and run.method == "pretrain"
 
 
 def changed(values: Values, spread: Any = None) -> Callable[[Device], Device]:

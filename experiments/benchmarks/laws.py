@@ -20,7 +20,7 @@ from experiments.benchmarks.compared import Compared, prepare
 from experiments.benchmarks.harness import show
 from experiments.benchmarks.published import percent
 from experiments.benchmarks.published_runs import Run, runs
-from experiments.scale.laws import LAWS, fitted
+from experiments.scale.laws import LAWS, fit_law
 
 LEAST = 3
 """Numbers of GPUs that a series has."""
@@ -65,7 +65,7 @@ def judge(group: str, members: list[Compared]) -> list[Judged]:
     seen = sorted(speeds)[:2]
     found = []
     for name in LAWS:
-        law = fitted(name, {n: speeds[n] for n in seen}, curve)
+        law = fit_law(name, {n: speeds[n] for n in seen}, curve)
         if law is None:
             continue
         for n in sorted(speeds)[2:]:

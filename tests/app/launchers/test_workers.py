@@ -23,9 +23,9 @@ from app.launchers.workers import kill_process
 from app.run.prepare import Prepared, with_idle_gpus
 from cluster import ClusterError
 from cluster.connect import Cluster
-from cluster.environment import set_defaults, shared
+from cluster.environment import set_defaults, shared_variables
 from cluster.pending import Diagnosis
-from cluster.shape import NodeState, of_nodes
+from cluster.shape import NodeState, shape_of_nodes
 from strategies.layout import ParallelDims
 from strategies.parallelize import choose
 from tests.chain import config
@@ -93,8 +93,9 @@ def test_resources_that_cannot_be_given(asked: str, said: str) -> None:
 
 def cluster(nodes: int, **each: float) -> Cluster:
     head = {"node:__internal_head__": 1.0}
-    found = tuple(NodeState("here", "", each | ({} if number else head), {}) for number in range(nodes))
-    return Cluster(found, of_nodes(found))
+    totals = [each | head, *[each] * (nodes - 1)]
+    found = tuple(NodeState(address="here", kind="", total=total, available={}) for total in totals)
+    return Cluster(found, shape_of_nodes(found))
 
 
 EIGHT, NONE = cluster(2, GPU=4.0, CPU=16.0), cluster(1, CPU=8.0)
@@ -191,8 +192,10 @@ def test_what_the_user_has_set_stays_and_the_rest_is_set() -> None:
     own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
     set_defaults(environ := dict(own))
     assert environ == own | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250"}
-    assert shared(environ | SET | {"HOME": "/"}) == environ | SET
-    assert shared(SET | {"RAY_RAYLET_PID": "7"}) == {}, "Ray has set it for the job's own process, which has no CPUs"
+    assert shared_variables(environ | SET | {"HOME": "/"}) == environ | SET
+    assert shared_variables(SET | {"RAY_RAYLET_PID": "7"}) == {}, (
+        "Ray has set it for the job's own process, which has no CPUs"
+    )
 
 
 def test_every_launcher_sets_it_before_its_first_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from app.config.io import load_config
 from app.data.order import Order
 from app.planner.ranges import Traits, spread_of
 from app.tasks.huggingface.model import find, library, settle
-from cluster.hardware import gpu
+from cluster.hardware import find_gpu
 from experiments.benchmarks import evidence, fit, harness, laws, plain, published, published_runs
 from experiments.benchmarks.chaos import Kill, summary, unlike
 from experiments.benchmarks.chaos_task import Start, lost_or_repeated
@@ -66,7 +66,7 @@ def test_a_row_is_planned_by_words_that_a_person_could_write(place: int) -> None
     assert config.train.global_batch_size == run.global_batch and config.parallel.tp == run.tp
     degrees = [getattr(config.parallel, name) for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp")]
     assert math.prod(degrees) == run.gpus == options["gpus"]
-    assert run.gpu in ("h100", "a100") or gpu(run.gpu)
+    assert run.gpu in ("h100", "a100") or find_gpu(run.gpu)
 
 
 @functools.cache
