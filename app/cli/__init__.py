@@ -108,10 +108,10 @@ def main() -> None:
 def sentence(error: click.ClickException) -> str:
     """What a command line has wrong. Keys are no options: `--workers 4` is written workers=4."""
     if isinstance(error, click.NoSuchOption) and not error.possibilities:
-        from app.config.words import KEYS, meant_key
+        from app.config.words import OTHER_NAMES, meant_key
 
         word = error.option_name.lstrip("-")
-        key = word if word in KEYS else meant_key(word)
+        key = word if word in OTHER_NAMES else meant_key(word)
         if key is not None:
             return f"there is no option {error.option_name}: write {key}=VALUE, without dashes"
     return error.format_message()
