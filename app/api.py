@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.cli.common import split
+from app.cli.common import files_and_overrides
 from app.config import Config
 from app.console.terminal import Console
 from app.errors import RunFailed, UserError
@@ -218,7 +218,7 @@ def _read(experiment: tuple[str | Path, ...], keys: Mapping[str, Any]) -> tuple[
     """The configuration, and what of it was given as key=value."""
     from app.config.io import load_config
 
-    files, words = split(tuple(map(str, experiment)))
+    files, words = files_and_overrides(tuple(map(str, experiment)))
     words += _words(keys)
     return load_config(files, words), words
 

@@ -13,7 +13,7 @@ from app.cli import group, sentence
 from app.config import Config
 from app.config.check import OPTIMIZERS
 from app.config.io import documentation, explain, flatten, from_dict, load_config, to_dict, to_yaml
-from app.config.words import KEYS
+from app.config.words import OTHER_NAMES
 from app.errors import UserError
 from app.training.optimizer import BUILT_IN
 from strategies import registry
@@ -65,9 +65,9 @@ def test_completion_offers_keys_and_files(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_words_of_other_trainers_are_answered_with_the_key() -> None:
     """And each key that is named for them exists."""
-    keys = {key: documentation() for key in KEYS}
+    keys = {key: documentation() for key in OTHER_NAMES}
     assert all(key in docs or key.startswith("task_args.") for key, docs in keys.items())
-    words = [word for words in KEYS.values() for word in words.split()]
+    words = [word for words in OTHER_NAMES.values() for word in words.split()]
     assert len(words) == len(set(words)), "a word means one key"
     for written, key in (
         ("batch_size", "train.global_batch_size"),

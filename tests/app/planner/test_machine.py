@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import yaml
 
-from app.cli.plan import _fixed_by_file
+from app.cli.plan import _layout_keys
 from app.config.io import load_config
 from app.errors import RunFailed, UserError
 from app.planner import calibrate, trial
@@ -163,4 +163,4 @@ def test_max_batch_writes_what_runs(tmp_path: Path, tiny: Reader, monkeypatch: p
     _, row, found = max_batch(make_plan(config, tiny.task, machine, given=given, reader=tiny))
     assert row is None and (found["predicted"], found["largest"], found["share"]) == (5, 0, 32)
     written = load_config([], ["strategy=ddp", "parallel.ep=2", "parallel.cp=2"])
-    assert {"strategy", "parallel.ep", "parallel.cp"} <= _fixed_by_file(written), "what a file says of a layout stays"
+    assert {"strategy", "parallel.ep", "parallel.cp"} <= _layout_keys(written), "what a file says of a layout stays"

@@ -33,7 +33,7 @@ from tests.strategies.models import ZOO, gpt_trial, mixture_trial, seeded
 
 DEVICES = 8
 Work = Callable[[int], dict[str, Any]]
-OPTIMIZER = OptimizerConfig("adamw", lr=1e-2, eps=1e-5, weight_decay=1e-2)
+OPTIMIZER = OptimizerConfig(name="adamw", lr=1e-2, eps=1e-5, weight_decay=1e-2)
 
 SHAPES = "once for a kind of batch: what it says decides which memory is asked for"
 FIRST_STEP = {

@@ -40,8 +40,15 @@ def loop(row: Row, made: dict[str, Any], on: str, rank: int) -> dict[str, Any]:
     parallel = ParallelConfig(**row.degrees | row.options)
     train = TrainConfig(**given)
     # Adam's usual epsilon scales up what is zero but for rounding, as adapters' gradients are at first
-    found = {"parallel": parallel, "train": train, "optimizer": OptimizerConfig(eps=1e-5)}
-    config = Config(name, arguments, row.name, profile=ProfileConfig(profiled), **found)
+    config = Config(
+        task=name,
+        task_args=arguments,
+        strategy=row.name,
+        parallel=parallel,
+        train=train,
+        optimizer=OptimizerConfig(eps=1e-5),
+        profile=ProfileConfig(profiled),
+    )
     job = Job(
         config=config,
         layout=row.layout,
