@@ -82,12 +82,6 @@ TOP_IN_JSON = 100
     help="Write the best layout as an experiment for `trireme train`.",
 )
 @click.option(
-    "--layout-picture",
-    "layout_file",
-    metavar="FILE",
-    help="Draw the best layout's ranks and dimensions, in HTML.",
-)
-@click.option(
     "--max-batch",
     is_flag=True,
     help="Find the largest micro-batch that runs here, in new processes.",
@@ -106,7 +100,6 @@ def plan(
     assumptions: bool,
     chart_file: str | None,
     experiment_file: str | None,
-    layout_file: str | None,
     max_batch: bool,
 ) -> None:
     """Predict which layouts of an experiment fit, how fast they train and at what cost, before
@@ -128,7 +121,6 @@ def plan(
 
     config = read_experiment(arguments)
     _require_writable("--picture", chart_file, SUFFIXES)
-    _require_writable("--layout-picture", layout_file, (".html",))
     _require_writable("--write", experiment_file, ())
     request = Asked(
         cluster=cluster,
@@ -144,7 +136,7 @@ def plan(
     if max_batch:
         require_here(machine, "--max-batch")
         fixed_keys = (fixed_keys | _layout_keys(config)) - {"train.micro_batch_size"}
-    with cli.console.if_slow("reading the model; it is remembered"):
+    with cli.console.if_slow("reading the model"):
         result = plan_experiment(
             config, machine, fixed_keys, needs_data="--max-batch" if max_batch else ""
         )
@@ -160,7 +152,11 @@ def plan(
         best, figures = _try_micro_batches(cli, result)
     if cli.as_json:
         cli.answer({**output.as_json(result, rows_shown), **figures})
-    _draw(cli, result, best, rows_shown=rows_shown, chart_file=chart_file, layout_file=layout_file)
+    if chart_file:
+        from app.planner.chart import draw
+
+        draw(result, chart_file, rows_shown)
+        cli.console.say(f"drawn in {chart_file}")
     if experiment_file:
         if max_batch and best is None:
             raise UserError(
@@ -183,38 +179,6 @@ def _try_micro_batches(cli: Invocation, plan: Plan) -> tuple[Estimate | None, di
     if not cli.as_json:
         cli.console.result(sentence)
     return layout, {"max_batch": figures}
-
-
-def _draw(
-    cli: Invocation,
-    plan: Plan,
-    best: Estimate | None,
-    *,
-    rows_shown: int,
-    chart_file: str | None,
-    layout_file: str | None,
-) -> None:
-    """Draw the pictures that the command line asks for.
-
-    Args:
-        cli: The invocation of the command.
-        plan: The plan.
-        best: The layout to draw; None if no layout fits.
-        rows_shown: How many layouts the chart shows the memory of.
-        chart_file: The file for the chart of speed and memory.
-        layout_file: The file for the picture of the best layout.
-    """
-    if chart_file:
-        from app.planner.chart import draw
-
-        draw(plan, chart_file, rows_shown)
-        cli.console.say(f"drawn in {chart_file}")
-    if layout_file and best is not None:
-        from app.planner import picture
-        from experiments.report.page import render
-
-        Path(layout_file).write_text(render(picture.content(plan, best)))
-        cli.console.say(f"drawn in {layout_file}")
 
 
 def _require_writable(option: str, path: str | None, suffixes: tuple[str, ...]) -> None:

@@ -8,10 +8,10 @@ from app.console.terminal import quantity
 from app.planner.advice import settings_text
 from app.planner.estimate import Estimate
 from app.planner.output import distinct
-from app.planner.picture import COLOURS
 from app.planner.plan import GIB, Plan, ranked
 
 SUFFIXES = (".png", ".svg")
+COLOURS = ("#2563a8", "#d98324", "#3a8f5c", "#a23b72", "#6b7280")
 FEWER, MORE = 6, 2  # halvings and doublings of the number of GPUs that are looked at
 SHOWN = 12  # layouts of which the memory is
 KINDS = {"parameters": "weights", "gradients": "gradients", "optimizer": "optimizer", "activations": "activations"}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -36,9 +35,6 @@ class PartCosts:
         return np.column_stack([self.products[phase] @ basis(batch, tp), self.times[phase]])
 
 
-FIELDS = fields(PartCosts)
-
-
 @dataclass
 class ModelCosts:
     """The model's parts under one way of having precision."""
@@ -52,26 +48,3 @@ class ModelCosts:
         """How many of each part the whole model has."""
         found = {BEFORE: 1, AFTER: 1} | Counter(self.order)
         return {name: found[name] for name in self.parts}
-
-    def data(self) -> dict[str, Any]:
-        """Itself as what JSON can hold, from which `of_data` makes it again."""
-        arrays = {
-            name: {field.name: {key: a.tolist() for key, a in getattr(part, field.name).items()} for field in FIELDS}
-            for name, part in self.parts.items()
-        }
-        sizes = {name: [asdict(size) for size in own] for name, own in self.parameters.items()}
-        return {"parts": arrays, "order": self.order, "parameters": sizes}
-
-    @classmethod
-    def of_data(cls, data: dict[str, Any]) -> ModelCosts:
-        parts = {
-            name: PartCosts(**{field: {k: np.array(v, float) for k, v in own.items()} for field, own in part.items()})
-            for name, part in data["parts"].items()
-        }
-        for part in parts.values():  # where there are none, a list does not tell how wide they are
-            part.products = {phase: array.reshape(-1, 4, 6) for phase, array in part.products.items()}
-        sizes = {
-            name: tuple(ParameterSize(**{**size, "shape": tuple(size["shape"])}) for size in own)
-            for name, own in data["parameters"].items()
-        }
-        return cls(parts, data["order"], sizes)

@@ -11,7 +11,6 @@ from app.planner.layouts import Candidate, Fixed, Space, enumerate_layouts, fixe
 from app.planner.machine import Machine
 from app.planner.part_costs import way_of
 from app.planner.read import Reader
-from app.planner.remember import identity
 from app.tasks.base import Task
 from app.training.job import strategy_options
 from strategies.dims import DEGREES, LayoutError
@@ -187,7 +186,6 @@ def reader_of(config: Config, task: Task, machine: Machine, *, splits: bool = Tr
         task,
         on_gpu=not machine.device.is_cpu,
         splits=splits,
-        identity=identity(config.task, config.task_args),
         sequence_parallel=config.parallel.sequence_parallel,
         loss_parallel=config.parallel.loss_parallel,
     )

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from app.data.loader import fetch, length, map_tensors, rows, tensors
 from app.errors import UserError
 from app.planner.model_costs import ModelCosts, PartCosts, basis
-from app.planner.remember import remembered
 from app.planner.trace import AFTER, BEFORE, PartTrace, Trace, alike, watch
 from app.tasks.base import Task
 from app.tasks.build import build_model
@@ -59,7 +58,6 @@ class Reader:
         sequence_parallel: bool = True,
         loss_parallel: bool = True,
         splits: bool = True,
-        identity: str = "",
     ) -> None:
         """Reads the structure; what it costs is read when it is first asked for.
 
@@ -69,7 +67,6 @@ class Reader:
             sequence_parallel: Whether tensor parallelism splits the sequence outside of products.
             loss_parallel: Whether it splits the loss.
             splits: Whether tensor parallelism is looked at; False saves two of three traces.
-            identity: The task's code and arguments, under which what is read is remembered; "": it is not.
         """
         self.task, self.note, self.on_gpu = task, "", on_gpu
         self.parallel_options = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
@@ -106,11 +103,6 @@ class Reader:
         self._skeleton = structure if self._real else _alike_shared(structure, self._names, styles)
         self.tp = next((t for t in (2, 3, 5, 7) if split and splits and not (self.heads or t) % t), 0)
         """The degree that the model is split by to be watched; 0: it cannot be split."""
-        shapes = [(t.shape, t.dtype) for batch in self.batches.values() for t in tensors(batch)]
-        own = {name: v for name, v in vars(task).items() if v is None or isinstance(v, (str, int, float))}
-        own["config"] = getattr(task, "config", None)  # of transformers, which writes itself out
-        depends = (identity, type(task), own, structure, self.size, shapes, self.parallel_options, bool(self.tp))
-        self._identity = identity and repr(depends)  # "" where nothing is to be remembered
         if not self.parameters:
             raise UserError("the task's model has no parameters, so there is nothing to plan")
 
@@ -119,20 +111,17 @@ class Reader:
         if way.endswith(WHOLE):
             return (self._of_whole or self).costs(way.removesuffix(WHOLE))
         if way not in self._costs:
-            found = remembered(self._identity and way + self._identity, lambda: self._read(way))
-            self._costs[way] = ModelCosts.of_data(found["costs"])
-            self.tp, self.note, self._real = found["tp"], found["note"], found["real"]
+            self._costs[way] = self._read(way)
         return self._costs[way]
 
-    def _read(self, way: str) -> dict[str, Any]:
-        """The costs as data, and what reading them may find out: `tp`, `note`, whether the model is run for real."""
+    def _read(self, way: str) -> ModelCosts:
+        """The costs; reading them may find out `tp`, `note`, and whether the model is run for real."""
         traces = self._traces(way)
         first = traces[min(traces)]
         parts = {
             name: _fitted({k: t.parts[name] for k, t in traces.items() if name in t.parts}) for name in first.parts
         }
-        costs = ModelCosts(parts, first.order, self._by_part(first)).data()
-        return {"costs": costs, "tp": self.tp, "note": self.note, "real": self._real}
+        return ModelCosts(parts, first.order, self._by_part(first))
 
     @functools.cached_property
     def _of_whole(self) -> Reader | None:
@@ -142,7 +131,6 @@ class Reader:
             return None
         reader = copy.copy(self)
         reader.task, reader.tp, reader._costs = other, 0, {}
-        reader._identity = self._identity and WHOLE + self._identity
         return reader
 
     def _by_part(self, trace: Trace) -> dict[str, tuple[ParameterSize, ...]]:

@@ -1,8 +1,7 @@
-"""Plans of mixtures of experts, plans without data, and what is remembered of a model."""
+"""Plans of mixtures of experts, and plans without data."""
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,17 +11,14 @@ from app.config.io import load_config
 from app.errors import UserError
 from app.planner import read
 from app.planner.layouts import Space, enumerate_layouts
-from app.planner.machine import cpus
 from app.planner.output import families
-from app.planner.picture import content
 from app.planner.plan import Plan, make_plan
 from app.planner.stand_in import plan_experiment
 from app.tasks import load_task
 from app.training.flops import multiplied_parameters
-from experiments.report.page import render
 from strategies.expert.exchange import exchanged_bytes
-from tests.app.planner.conftest import TINY, gpus
-from tests.running import ROOT, flip
+from tests.app.planner.conftest import gpus
+from tests.running import ROOT
 
 pytestmark = pytest.mark.pure
 MIXTURE = str(ROOT / "experiments" / "mixture.yaml")
@@ -49,8 +45,6 @@ def test_split_experts_take_less_memory_and_time_to_send_tokens() -> None:
     assert reader.exchanged == 2 * exchanged_bytes(512, 2, 512, 1)
     again = plan.estimator.estimate(rows[4].candidate._replace(checkpointing="full"))
     assert 1.3 < again.seconds["expert"] / rows[4].seconds["expert"] <= 1.5, "recomputing exchanges again"
-    page = render(content(plan, rows[4]))
-    assert "4 of 16 experts in each of 2 layers" in page and page.count("<rect") == 2 * 8
     assert families(plan)["context"].startswith("of 512 tokens a worker would have fewer than 4,096")
     with torch.device("meta"):
         model: Any = reader.task.build_model()
@@ -101,21 +95,6 @@ def test_what_data_decide_is_asked_for_in_a_sentence(task: str, args: str, said:
     with pytest.raises(UserError, match=said) as raised:
         _planned(task, args)
     assert len(str(raised.value)) < 300
-
-
-def test_a_model_is_read_once_and_again_when_it_or_the_file_changes(own_cache: Path) -> None:
-    def planned(*overrides: str) -> tuple[int, Any]:
-        config = load_config([], [*TINY, *overrides])
-        with mock.patch.object(read, "watch", wraps=read.watch) as watch:
-            plan = make_plan(config, load_task(config.task, config.task_args), cpus(2))
-        return watch.call_count, [row.seconds for row in plan.rows]
-
-    first = planned()
-    assert first[0] and planned() == (0, first[1])
-    assert planned("task_args.model_args.dropout=0.1")[0]
-    for file in own_cache.glob("trireme/reading-*.json"):
-        flip(file)
-    assert planned() == first and planned() == (0, first[1])
 
 
 LLAMA = f"model: llama, data: no.bin, sequence_length: 64, config: {{{SMALL}, intermediate_size: 64, vocab_size: 99}}"
