@@ -153,9 +153,7 @@ def check(
 def _check_pipeline(layout: Layout, options: Options, blocks: int | None, micro_batches: int | None) -> None:
     stages = layout.dims.pp
     one_of("parallel.schedule", options.schedule, PIPELINE_SCHEDULES)
-    schedules.require_schedule(
-        options.schedule, stages=stages, micro_batches=micro_batches, chunks=options.chunks
-    )
+    schedules.require_schedule(options.schedule, stages=stages, micro_batches=micro_batches, chunks=options.chunks)
     chunks = schedules.chunks_per_stage(options.schedule, options.chunks)
     if blocks is not None:
         partition.require_blocks(blocks, stages, chunks)
