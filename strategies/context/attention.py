@@ -326,7 +326,8 @@ def operator(name: str, forward: Forward, backward: Backward) -> Attention:
         group: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         options = AttentionOptions(causal, scale, registered_group(group))
-        dq, dk, dv = backward(Attended(grad, q, out, lse), k, v, options)
+        attended = Attended(grad=grad, q=q, out=out, lse=lse)
+        dq, dk, dv = backward(attended, k, v, options)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
     def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -57,7 +57,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tupl
         is_last = step == size - 1
         passing = None if is_last else Passing(keys_and_values, options.group, _KEYS_TAG)
         source = (rank - step) % size
-        rows, columns, is_diagonal = _visible(rank, source, q.size(2), options.is_causal)
+        rows, columns, is_diagonal = _visible(
+            rank, source, tokens=q.size(2), is_causal=options.is_causal
+        )
         step_k, step_v = keys_and_values
         step_out, step_lse = attend(
             q[:, :, rows],
@@ -94,7 +96,9 @@ def _backward(
         is_last = step == size - 1
         passing = None if is_last else Passing(keys_and_values, options.group, _KEYS_TAG)
         source = (rank - step) % size
-        rows, columns, is_diagonal = _visible(rank, source, q.size(2), options.is_causal)
+        rows, columns, is_diagonal = _visible(
+            rank, source, tokens=q.size(2), is_causal=options.is_causal
+        )
         step_k, step_v = keys_and_values
         step_dq, step_dk, step_dv = attend_backward(
             attended.of_rows(rows),
@@ -120,7 +124,7 @@ def _backward(
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _visible(rank: int, source: int, tokens: int, is_causal: bool) -> tuple[slice, slice, bool]:
+def _visible(rank: int, source: int, *, tokens: int, is_causal: bool) -> tuple[slice, slice, bool]:
     """What the queries of a worker see of the keys of another.
 
     Args:

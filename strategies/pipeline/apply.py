@@ -209,13 +209,17 @@ class Division:
 
         syncs: list[GradientBuckets | ShardedGradients] = []
         if shards.experts and experts is not None and experts.mesh is not None:
-            syncs.append(self._reduce_scatter(setup, of_experts, shards.experts, experts.mesh))
+            syncs.append(
+                self._reduce_scatter(setup, of_experts, units=shards.experts, mesh=experts.mesh)
+            )
         elif experts is not None and experts.group is not None and of_experts:
             syncs.append(self._all_reduce(setup, of_experts, experts.group))
         if setup.group is not None and of_whole:
             syncs.append(self._all_reduce(setup, of_whole, setup.group))
         if shards.others and setup.mesh is not None:
-            syncs.append(self._reduce_scatter(setup, of_others, shards.others, setup.mesh))
+            syncs.append(
+                self._reduce_scatter(setup, of_others, units=shards.others, mesh=setup.mesh)
+            )
         elif setup.group is not None and of_others:
             syncs.append(self._all_reduce(setup, of_others, setup.group))
         if len(syncs) > 1:
@@ -226,10 +230,10 @@ class Division:
         return GradientBuckets(self._by_chunk(named), group, setup.options)
 
     def _reduce_scatter(
-        self, setup: Setup, named: Named, units: list[FSDPModule], mesh: DeviceMesh
+        self, setup: Setup, named: Named, *, units: list[FSDPModule], mesh: DeviceMesh
     ) -> ShardedGradients:
         by_chunk = self._by_chunk(named)
-        return ShardedGradients(setup.module, units, by_chunk, mesh, setup.options)
+        return ShardedGradients(setup.module, units, by_chunk, mesh=mesh, options=setup.options)
 
     def _by_chunk(self, named: Named) -> dict[int, Named]:
         """For each chunk the parameters whose gradients are complete when the chunk is done.
@@ -388,7 +392,7 @@ def _shared_parameters(
 
     Collective over all workers, because every worker takes part in making every group.
     """
-    own = dict(named)
+    own_parameters = dict(named)
     shared: dict[dist.ProcessGroup, Named] = {}
     sharing = {stages for stages in stages_of.values() if len(stages) > 1}
     for stages in sorted(sharing):
@@ -396,7 +400,7 @@ def _shared_parameters(
         group = own_group(ranks)
         if group is not None:
             names = [name for name, users in stages_of.items() if users == stages]
-            shared[group] = [(name, own[name]) for name in names]
+            shared[group] = [(name, own_parameters[name]) for name in names]
     return shared
 
 
@@ -405,9 +409,11 @@ def _unsplit_backward_notes(options: Options) -> tuple[str, ...]:
     if options.schedule not in schedules.SPLIT:
         return ()
     if options.compile:
-        reason, remedy = "what is compiled", "train.compile=false"
+        reason = "what is compiled"
+        remedy = "train.compile=false"
     elif options.precision == "fp8":
-        reason, remedy = "float8", "train.precision=bf16"
+        reason = "float8"
+        remedy = "train.precision=bf16"
     else:
         return ()
     return (

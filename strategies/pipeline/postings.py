@@ -100,8 +100,12 @@ def posted_receives(schedule: Schedule) -> tuple[tuple[PostedReceive, ...], ...]
         if span.kind == "W":
             continue
         part = placement.part_at(span.stage, span.chunk)
-        below, above = part - 1, part
-        edge_in, edge_out = (below, above) if span.kind == "F" else (above, below)
+        if span.kind == "F":
+            edge_in = part - 1
+            edge_out = part
+        else:
+            edge_in = part
+            edge_out = part - 1
         if _is_between_stages(placement, edge_in):
             received[span.stage].append(Message(span.kind, edge_in, span.micro_batch))
         if _is_between_stages(placement, edge_out):
@@ -109,7 +113,7 @@ def posted_receives(schedule: Schedule) -> tuple[tuple[PostedReceive, ...], ...]
             _, target = endpoints(placement, message)
             sendings[target].append(_Sending(message, done[target], len(received[span.stage])))
     return tuple(
-        tuple(_receives_of_stage(placement, stage, sendings[stage], received))
+        tuple(_receives_of_stage(placement, stage, sendings=sendings[stage], received=received))
         for stage in range(placement.stages)
     )
 
@@ -121,6 +125,7 @@ def _order(span: Span) -> tuple[float, int]:
 def _receives_of_stage(
     placement: Placement,
     stage: int,
+    *,
     sendings: Sequence[_Sending],
     received: Sequence[Sequence[Message]],
 ) -> list[PostedReceive]:

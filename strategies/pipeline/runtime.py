@@ -165,11 +165,11 @@ class Runtime:
                 # This may run the model without numbers, so the generators are seeded after it.
                 placeholders = self.stage.placeholders(signature, step.loss, batch)
                 seed_generators(_mixed_seed(seed, part, op.micro_batch), self.comm.device)
-                self._forward(step, op, part, placeholders)
+                self._forward(step, op, part, placeholders=placeholders)
             elif op.kind == "B":
                 if completes_chunk and self.sync is not None:
                     self.sync.last_backward(op.chunk)
-                self._backward(step, op, part, schedule.splits_backward)
+                self._backward(step, op, part, splits=schedule.splits_backward)
             else:
                 self._weight_gradients(op, part)
             if completes_chunk and self.sync is not None:
@@ -180,7 +180,7 @@ class Runtime:
         """The context in which the step's gradients are reduced."""
         return self._timed("REDUCE", None)
 
-    def _forward(self, step: Step, op: Op, part: int, placeholders: Placeholders) -> None:
+    def _forward(self, step: Step, op: Op, part: int, *, placeholders: Placeholders) -> None:
         signature = step.signatures[op.micro_batch]
         inputs: list[Tensor] = []
         if part > 0:
@@ -210,7 +210,7 @@ class Runtime:
                 self._total = self._total + loss.detach() * step.weights[op.micro_batch]
                 outputs = [loss * step.factors[op.micro_batch]]
         else:
-            self._send_outputs(outputs, op, part, signature)
+            self._send_outputs(outputs, op, part, signature=signature)
         self.in_flight[part, op.micro_batch] = InFlight(inputs, outputs)
 
     def _run_part(
@@ -227,7 +227,7 @@ class Runtime:
         self._after_forward()
         return result
 
-    def _backward(self, step: Step, op: Op, part: int, splits_backward: bool) -> None:
+    def _backward(self, step: Step, op: Op, part: int, *, splits: bool) -> None:
         in_flight = self.in_flight.pop((part, op.micro_batch))
         outputs = in_flight.outputs
         gradients: list[Tensor] | None = None  # of the loss: 1
@@ -235,7 +235,7 @@ class Runtime:
             outputs = [tensor for tensor in outputs if tensor.requires_grad]
             gradients = self._receive("B", part, op)
         deferring: AbstractContextManager[None] = contextlib.nullcontext()
-        if splits_backward:
+        if splits:
             work: list[weight_grad.Work] = []
             self.deferred_work[part, op.micro_batch] = work
             deferring = self.deferred.deferring_to(work)
@@ -245,16 +245,19 @@ class Runtime:
             if outputs:
                 torch.autograd.backward(outputs, gradients)
         if part > 0:
-            self._send_input_gradients(in_flight.inputs, step, op, part)
+            signature = step.signatures[op.micro_batch]
+            self._send_input_gradients(in_flight.inputs, op, part, signature=signature)
 
-    def _send_input_gradients(self, inputs: list[Tensor], step: Step, op: Op, part: int) -> None:
+    def _send_input_gradients(
+        self, inputs: list[Tensor], op: Op, part: int, *, signature: Signature
+    ) -> None:
         gradients: list[Tensor] = []
         for tensor in inputs:
             if tensor.grad is not None:
                 gradients.append(tensor.grad)
             elif tensor.requires_grad:
                 gradients.append(torch.zeros_like(tensor))
-        metas = self.metas[part - 1, step.signatures[op.micro_batch]]
+        metas = self.metas[part - 1, signature]
         sent_back = tuple(meta for meta in metas if meta.requires_grad)
         self._send("B", part - 1, op, tensors=gradients, metas=sent_back)
 
@@ -301,7 +304,9 @@ class Runtime:
             ]
             self.comm.send(kind, target, narrowed, message=message)
 
-    def _send_outputs(self, outputs: list[Tensor], op: Op, part: int, signature: Signature) -> None:
+    def _send_outputs(
+        self, outputs: list[Tensor], op: Op, part: int, *, signature: Signature
+    ) -> None:
         """Send a part's outputs to the next part, and their shapes before the first of a kind."""
         metas = tuple(TensorMeta.of(tensor, self.wire) for tensor in outputs)
         known_metas = self.metas.get((part, signature))
@@ -358,7 +363,7 @@ class Runtime:
                 part, function, batch, placeholders=placeholders, inputs=inputs
             )
             if part < placement.parts - 1:
-                self._send_outputs(outputs, op, part, signature)
+                self._send_outputs(outputs, op, part, signature=signature)
             self._receiver.post(done)
         self.comm.settle()
         return answer

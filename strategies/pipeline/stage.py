@@ -216,7 +216,7 @@ def remove_other_parts(
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 hide_parameter(owner, name, PlaceholderTensor.like(empty, [], tracer.device))
     for path in traced_modules(module, blocks):
-        if _is_here(path, assignment, tracer, parts):
+        if _is_here(path, assignment, tracer=tracer, parts=parts):
             continue
         for owner in module.get_submodule(path).modules():
             for name, buffer in list(owner.named_buffers(recurse=False)):
@@ -224,7 +224,9 @@ def remove_other_parts(
                 setattr(owner, name, PlaceholderTensor.like(buffer, [], tracer.device))
 
 
-def _is_here(path: str, assignment: StageAssignment, tracer: Tracer, parts: frozenset[int]) -> bool:
+def _is_here(
+    path: str, assignment: StageAssignment, *, tracer: Tracer, parts: frozenset[int]
+) -> bool:
     """Whether a stage with these parts keeps a module's buffers.
 
     Modules without parameters run on every stage. A module that is never called is on the stage of

@@ -10,13 +10,14 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from strategies.pipeline.schedules import Op
 from strategies.pipeline.simulate import Span
 
-Mark = float | torch.cuda.Event
+Mark: TypeAlias = "float | torch.cuda.Event"
 """A moment: seconds of the host's clock, or an event in a GPU's stream."""
 
 
@@ -61,7 +62,7 @@ class Timeline:
         """Everything that was timed so far; on a GPU, waits until it has been done."""
         if self._records:
             last = self._records[-1].end
-            if isinstance(last, torch.cuda.Event):
+            if not isinstance(last, float):
                 last.synchronize()
         return [
             Span(
@@ -84,8 +85,7 @@ class Timeline:
 
     def _seconds(self, mark: Mark) -> float:
         """Seconds from the start of the step."""
-        if isinstance(mark, torch.cuda.Event):
-            assert isinstance(self._start, torch.cuda.Event)
-            return self._start.elapsed_time(mark) / 1e3
-        assert not isinstance(self._start, torch.cuda.Event)
-        return mark - self._start
+        if isinstance(mark, float) and isinstance(self._start, float):
+            return mark - self._start
+        assert not isinstance(mark, float) and not isinstance(self._start, float)
+        return self._start.elapsed_time(mark) / 1e3

@@ -211,7 +211,7 @@ class Tracer:
             call = self._begin_call(self._trace, path, sources_of((args, kwargs)))
             module = self._module.get_submodule(path)
             kept_before = _kept_tensors(module)
-            output = _run_without_numbers(call, forward, args, kwargs)
+            output = _run_without_numbers(call, forward, args=args, kwargs=kwargs)
             self._note_kept_tensors(call, module, kept_before)
             # What the module itself has computed with is no use by the code around it.
             self._used_sources.clear()
@@ -260,7 +260,7 @@ class Tracer:
 
 
 def _run_without_numbers(
-    call: Call, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    call: Call, forward: Callable[..., Any], *, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The output of a module.
 

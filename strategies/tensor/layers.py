@@ -198,20 +198,17 @@ class SplitLayers:
         """
         x = _as_computed(x)
         if not self.plan.splits_sequence:
-            return ops.Enter.apply(x, self.peers)
+            return ops.enter(x, self.peers)
         if self._keeps_gathered or not torch.is_grad_enabled():
-            return self._gather_sequence(x)
+            return ops.gather_sequence(x, self.peers)
         if torch.compiler.is_compiling():
             # A second gathering in backward the compiler would merge with that of forward.
-            return checkpoint(self._gather_sequence, x, use_reentrant=False)
-        gathered = self._gather_sequence(x)
+            gather = functools.partial(ops.gather_sequence, peers=self.peers)
+            return checkpoint(gather, x, use_reentrant=False)
+        gathered = ops.gather_sequence(x, self.peers)
         start_gather = functools.partial(self._gather_again, object())
         ops.set_gather_source(gathered, x.detach(), start_gather)
         return gathered
-
-    def _gather_sequence(self, x: Tensor) -> Tensor:
-        length = x.size(-2) * self.peers.size
-        return ops.Gather.apply(x, self.peers, -2, length, True)
 
     def _gather_again(self, key: object, own_part: Tensor) -> Callable[[], Tensor]:
         """Start gathering in backward, once for all layers that have shared the gathering `key`.
@@ -259,14 +256,14 @@ class SplitLayers:
             keeps_whole: Whether the sum stays whole even if the sequence is split.
         """
         if self.plan.splits_sequence and not keeps_whole:
-            return ops.mark_split(ops.Split.apply(x, self.peers, -2, True))
-        return ops.Leave.apply(x, self.peers)
+            return ops.scatter_sequence(x, self.peers)
+        return ops.leave(x, self.peers)
 
     # --- both -------------------------------------------------------------------------------------
 
     def share(self, x: Tensor) -> Tensor:
         """A tensor that all workers have alike, of which each computes a part of the gradient."""
-        return ops.Enter.apply(x, self.peers)
+        return ops.enter(x, self.peers)
 
     def narrow_weight(self, layer: nn.Module, weight: Tensor) -> Tensor:
         """A layer's matrix in the type of autocast, if copies of it are shared.

@@ -77,7 +77,7 @@ class VocabularyLogits(Tensor):
 
     def with_local(self, local: Tensor) -> VocabularyLogits:
         """The same logits with other columns of this worker."""
-        return VocabularyLogits(local, self.peers, self.vocabulary, self.meta.dtype)
+        return VocabularyLogits(local, self.peers, self.vocabulary, dtype=self.meta.dtype)
 
     def cast_local(self) -> Tensor:
         """This worker's columns, which have the claimed dtype from now on."""
@@ -170,13 +170,14 @@ def _without_gathering(
     if name in _GRADIENT_METHODS:
         return func(logits.cast_local(), *args, **kwargs)
     if logits.local.dtype in _SIXTEEN_BITS and _casts_to_float32(name, args, kwargs):
-        return VocabularyLogits(logits.local, logits.peers, logits.vocabulary, torch.float32)
+        dtype = torch.float32
+        return VocabularyLogits(logits.local, logits.peers, logits.vocabulary, dtype=dtype)
     if name in _ROWWISE:
-        local_args = _arguments_for_columns(name, logits, args, kwargs)
+        local_args = _arguments_for_columns(name, logits, args=args, kwargs=kwargs)
         if local_args is not None:
             local = func(logits.local, *local_args, **kwargs)
             dtype = local.dtype if name in _CASTS else logits.meta.dtype
-            return VocabularyLogits(local, logits.peers, logits.vocabulary, dtype)
+            return VocabularyLogits(local, logits.peers, logits.vocabulary, dtype=dtype)
     return NotImplemented
 
 
@@ -188,7 +189,7 @@ def _casts_to_float32(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _arguments_for_columns(
-    name: str, logits: VocabularyLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: str, logits: VocabularyLogits, *, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...] | None:
     """Arguments with which a method does to the columns what `args` do to the whole logits.
 

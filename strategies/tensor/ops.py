@@ -278,6 +278,26 @@ class Split(torch.autograd.Function):
         return ctx.peers.all_gather(gradient, ctx.dim, ctx.length), None, None, None
 
 
+def enter(x: Tensor, peers: Peers) -> Tensor:
+    """A tensor that all workers have alike, of whose gradient each computes a term."""
+    return Enter.apply(x, peers)
+
+
+def leave(x: Tensor, peers: Peers) -> Tensor:
+    """The sum over workers of a tensor of which each has computed a term."""
+    return Leave.apply(x, peers)
+
+
+def gather_sequence(x: Tensor, peers: Peers) -> Tensor:
+    """This worker's part of the sequence → (…, sequence, features), for a split layer."""
+    return Gather.apply(x, peers, -2, x.size(-2) * peers.size, True)
+
+
+def scatter_sequence(x: Tensor, peers: Peers) -> Tensor:
+    """(…, sequence, features), a term of each worker → this worker's part of the sum."""
+    return mark_split(Split.apply(x, peers, -2, True))
+
+
 def gather_features(x: Tensor, peers: Peers, length: int) -> Tensor:
     """(…, features / R) of every worker → (…, features), which is `length`."""
     return Gather.apply(x, peers, -1, length, False)

@@ -122,7 +122,7 @@ def make_plan(
         styles = _styles_of_task(module, task_plan)
         _add_tied_embeddings(module, styles)
     dims = _dims_of_parameters(module, styles)
-    _require_equal_experts(module, styles, tp, ep)
+    _require_equal_experts(module, styles, tp=tp, ep=ep)
     values = set(styles.values())
     splits_sequence = sequence_parallel and "sequence" in values
     if splits_sequence and not values & {"embedding", "split", "split_input"}:
@@ -264,7 +264,7 @@ def splits_between_experts(experts: nn.Module) -> bool:
     return 0 in expert_dims(experts).values()
 
 
-def _require_equal_experts(module: nn.Module, styles: dict[str, str], tp: int, ep: int) -> None:
+def _require_equal_experts(module: nn.Module, styles: dict[str, str], *, tp: int, ep: int) -> None:
     """Raises LayoutError if workers would hold different numbers of experts."""
     for mixture in find_mixtures(module):
         is_split = styles.get(mixture.name) == "experts"

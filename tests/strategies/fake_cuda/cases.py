@@ -39,7 +39,7 @@ SHAPES = "once for a kind of batch: what it says decides which memory is asked f
 FIRST_STEP = {
     "strategies/pipeline/p2p.py:decode": SHAPES,
     "strategies/pipeline/runtime.py:_send_outputs": SHAPES,
-    "strategies/tensor/apply.py:_compare": "it may end the run with a sentence",
+    "strategies/tensor/apply.py:_require_same_gradients": "it may end the run with a sentence",
 }
 """By file:function, why the host may wait there in the first step."""
 WAITS = {

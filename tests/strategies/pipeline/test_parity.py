@@ -133,8 +133,8 @@ def test_every_schedule_with_a_smaller_last_micro_batch_evaluation_and_a_profile
 # --- what is held, and as which type --------------------------------------------------------------------------------
 
 
-def _counted(work: Any, kept: list[StorageWeakRef], held: list[int], *args: Any) -> None:
-    work(*args)
+def _counted(work: Any, kept: list[StorageWeakRef], held: list[int], *args: Any, **kwargs: Any) -> None:
+    work(*args, **kwargs)
     held.append(sum(not each.expired() for each in kept))
 
 

@@ -125,10 +125,10 @@ def test_another_number_of_outputs_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(p2p, "dist", recorder)
     made = runtime_of(recorder, make("1f1b", stages=2, micro_batches=2))
     outputs = [torch.zeros(2, 3), torch.zeros(5)]
-    made._send_outputs(outputs, Op("F", 0), 0, ("training",))
+    made._send_outputs(outputs, Op("F", 0), 0, signature=("training",))
     sentence = r"block 0 puts out no tensor for one batch and \(5,\) float32 for another"
     with pytest.raises(LayoutError, match=sentence):
-        made._send_outputs(outputs[:1], Op("F", 1), 0, ("training",))
+        made._send_outputs(outputs[:1], Op("F", 1), 0, signature=("training",))
 
 
 def finishes(schedule: Schedule, orders: Any, steps: int = 1, rest: int = 0) -> bool:
