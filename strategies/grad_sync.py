@@ -1,23 +1,27 @@
 """Averaging gradients over data-parallel workers where DDP and `fully_shard` cannot: of DTensors, and of a pipeline.
 
-**Replicas.** What DDP does, by hand: gradients are packed into buckets from the last layer to the first, and a bucket
-is all-reduced over the replicas as soon as backward has added the last of its gradients, while the layers below are
-still computed. Each worker reduces only its own slice of a layer, with the workers that hold the same slice. ddp.py
-says the rest; that file is the faster one and serves every model that is not split. (Composing DDP itself with tensor
-parallelism would turn the parameters into plain tensors, and checkpoints would no longer know what they are slices of;
+**Replicas.** What DDP does, by hand: gradients are packed into buckets from the last layer to the
+first, and a bucket is all-reduced over the replicas as soon as backward has added the last of its
+gradients, while the layers below are still computed. Each worker reduces only its own slice of a
+layer, with the workers that hold the same slice. ddp.py says the rest; that file is the faster one
+and serves every model that is not split. (Composing DDP itself with tensor parallelism would turn
+the parameters into plain tensors, and checkpoints would no longer know what they are slices of;
 `fully_shard` with one shard would hold every parameter twice.)
 
-**Pipelines.** A chunk's gradients are complete with the last micro-batch that passes it, while other chunks and stages
-still compute: that is when they are sent, from a set of buckets per chunk (replicas: while that backward still runs,
-unless a schedule splits it). At the end of the step they are waited for, and then the gradients of parameters that
-several stages use (a tied embedding) are added up: one all-reduce per set of stages.
+**Pipelines.** A chunk's gradients are complete with the last micro-batch that passes it, while
+other chunks and stages still compute: that is when they are sent, from a set of buckets per chunk
+(replicas: while that backward still runs, unless a schedule splits it). At the end of the step they
+are waited for, and then the gradients of parameters that several stages use (a tied embedding) are
+added up: one all-reduce per set of stages.
 
-**Shards of a pipeline.** Parameters are `fully_shard`ed and gathered once per step, at its beginning; gradients are
-reduce-scattered once, at its end. They are gathered in the type of the arithmetic, so that no forward keeps a cast copy
-of its own until its backward; gradients add up in float32, or in the type that they are sent in. (To gather parameters
-for every micro-batch, as fsdp does without a pipeline, would send m times as much: Grattafiori et al. 2024, arXiv
-2407.21783, §3.3.2.) `fully_shard` only keeps the shards: its hooks never run, and gradients are reduced here, from the
-unsharded parameters; so whatever order a schedule computes in, W long after B, the sums are right.
+**Shards of a pipeline.** Parameters are `fully_shard`ed and gathered once per step, at its
+beginning; gradients are reduce-scattered once, at its end. They are gathered in the type of the
+arithmetic, so that no forward keeps a cast copy of its own until its backward; gradients add up in
+float32, or in the type that they are sent in. (To gather parameters for every micro-batch, as fsdp
+does without a pipeline, would send m times as much: Grattafiori et al. 2024, arXiv 2407.21783,
+§3.3.2.) `fully_shard` only keeps the shards: its hooks never run, and gradients are reduced here,
+from the unsharded parameters; so whatever order a schedule computes in, W long after B, the sums
+are right.
 """
 
 from __future__ import annotations
@@ -58,13 +62,13 @@ def require_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise LayoutError(
-            f"the loss does not depend on parameter {missing[0]}{others}, whose gradient cannot be averaged: use it in "
-            "forward, set its requires_grad to False, or write strategy=fsdp, or, with ddp alone, "
-            "parallel.find_unused_parameters=true"
+            f"the loss does not depend on parameter {missing[0]}{others}, whose gradient cannot be "
+            "averaged: use it in forward, set its requires_grad to False, or write strategy=fsdp, "
+            "or, with ddp alone, parallel.find_unused_parameters=true"
         )
 
 
-def experts_apart(named: Named, experts: SplitExperts | None) -> tuple[Named, Named]:
+def split_off_experts(named: Named, experts: SplitExperts | None) -> tuple[Named, Named]:
     """Those of experts that are split over data-parallel workers, which fewer of them average; and all others."""
     names: frozenset[str] = experts.names if experts is not None else frozenset()
     return [(n, p) for n, p in named if n in names], [(n, p) for n, p in named if n not in names]
@@ -99,14 +103,23 @@ class Bucket:
 class GradientBuckets:
     """Averages gradients over `group`. by_chunk: per chunk of the model the parameters that are complete when it is.
 
-    Within a chunk's last backward a bucket goes as soon as its gradients are there, in the order of the buckets, which
-    is that of every replica; what is left goes when the chunk is done."""
+    Within a chunk's last backward a bucket goes as soon as its gradients are there, in the order of
+    the buckets, which is that of every replica; what is left goes when the chunk is done."""
 
-    def __init__(self, by_chunk: dict[int, Named], group: dist.ProcessGroup, options: Options) -> None:
+    def __init__(
+        self, by_chunk: dict[int, Named], group: dist.ProcessGroup, options: Options
+    ) -> None:
         self.group, self.wire = group, wire_dtype(options)
         self.names = {p: name for named in by_chunk.values() for name, p in named}
-        self.buckets = {chunk: buckets(named, options.bucket_mb * 2**20) for chunk, named in by_chunk.items()}
-        self.of = {p: bucket for several in self.buckets.values() for bucket in several for p in bucket.parameters}
+        self.buckets = {
+            chunk: buckets(named, options.bucket_mb * 2**20) for chunk, named in by_chunk.items()
+        }
+        self.of = {
+            p: bucket
+            for several in self.buckets.values()
+            for bucket in several
+            for p in bucket.parameters
+        }
         self.waiting: list[Bucket] = []
         """Of the chunk whose last backward runs, the buckets that have not gone."""
         self.arrived = False
@@ -175,7 +188,11 @@ def buckets(named: Named, limit: float) -> list[Bucket]:
     found: list[Bucket] = []
     for parameter in [p for _, p in reversed(named) if p.requires_grad]:
         size = parameter.numel() * parameter.element_size()
-        fits = found and found[-1].bytes + size <= limit and found[-1].parameters[0].dtype == parameter.dtype
+        fits = (
+            found
+            and found[-1].bytes + size <= limit
+            and found[-1].parameters[0].dtype == parameter.dtype
+        )
         if not fits:
             found.append(Bucket())
         found[-1].parameters.append(parameter)
@@ -193,8 +210,8 @@ def shard_without_hooks(
 ) -> list[FSDPModule]:
     """Shards parameters in place, in units that the caller gathers (`unshard`) and frees (`reshard`).
 
-    `fully_shard`'s hooks go to a module that holds the owner and is never called: they would do nothing, in a tenth of
-    a step's time here.
+    `fully_shard`'s hooks go to a module that holds the owner and is never called: they would do
+    nothing, in a tenth of a step's time here.
 
     Args:
         owners: The modules whose parameters are sharded; the last holds all others.
@@ -247,7 +264,10 @@ class ShardedGradients:
         self.sharded = dict(module.named_parameters())
         names = {p: name for name, p in self.sharded.items()}
         self.buckets = {
-            chunk: [[names[p] for p in bucket.parameters] for bucket in buckets(named, options.bucket_mb * 2**20)]
+            chunk: [
+                [names[p] for p in bucket.parameters]
+                for bucket in buckets(named, options.bucket_mb * 2**20)
+            ]
             for chunk, named in by_chunk.items()
         }
         self.group = submesh(mesh, "dp_shard").get_group()
@@ -264,7 +284,9 @@ class ShardedGradients:
             if handle is not None:
                 handle.wait()
         self.unsharded = dict(self.module.named_parameters())
-        for parameter in self.unsharded.values():  # of many micro-batches 16 bits would lose what is small
+        for (
+            parameter
+        ) in self.unsharded.values():  # of many micro-batches 16 bits would lose what is small
             if parameter.is_floating_point():
                 summed_in = self.dtype or torch.promote_types(parameter.dtype, torch.float32)
                 parameter.grad_dtype = summed_in  # type: ignore[attr-defined]
@@ -317,10 +339,22 @@ class ShardedGradients:
         parameter: Any = self.sharded[name]
         own = parameter.to_local()
         dim = self.dims[name]
-        found = values[: own.numel()].view(own.movedim(dim, 0).shape).movedim(0, dim).contiguous().to(own.dtype)
+        found = (
+            values[: own.numel()]
+            .view(own.movedim(dim, 0).shape)
+            .movedim(0, dim)
+            .contiguous()
+            .to(own.dtype)
+        )
         if parameter.grad is None:
-            spec: dict[str, Any] = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
-            parameter.grad = DTensor.from_local(found, parameter.device_mesh, parameter.placements, **spec)
+            spec: dict[str, Any] = {
+                "run_check": False,
+                "shape": parameter.shape,
+                "stride": parameter.stride(),
+            }
+            parameter.grad = DTensor.from_local(
+                found, parameter.device_mesh, parameter.placements, **spec
+            )
         else:
             local(parameter.grad).add_(found)
 

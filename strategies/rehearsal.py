@@ -1,14 +1,16 @@
 """One step of a model on one process, watched: its traits (traits.py).
 
-One small step is run before any worker starts, with real numbers where that is quick and on the meta device where it is
-not. What it does is seen in three ways: a mode that sees every call of torch knows which tensors are computed with, and
-by which module's forward; the versions and values of parameters and buffers say what forward has changed; and where
-gradients arrive says what they can come back through. On the meta device everything is seen but what depends on
-numbers: whether a change depends on the data, and whether two samples take different ways through the model.
+One small step is run before any worker starts, with real numbers where that is quick and on the
+meta device where it is not. What it does is seen in three ways: a mode that sees every call of
+torch knows which tensors are computed with, and by which module's forward; the versions and values
+of parameters and buffers say what forward has changed; and where gradients arrive says what they
+can come back through. On the meta device everything is seen but what depends on numbers: whether a
+change depends on the data, and whether two samples take different ways through the model.
 
-A branch that most samples take alike is not found by comparing samples. So each number of a batch that Python asks for
-(`if x.sum() > 0`) is answered otherwise in a run of its own, and the way that this run takes is compared too. And a
-model that counts its calls in Python is found by calling it again.
+A branch that most samples take alike is not found by comparing samples. So each number of a batch
+that Python asks for (`if x.sum() > 0`) is answered otherwise in a run of its own, and the way that
+this run takes is compared too. And a model that counts its calls in Python is found by calling it
+again.
 """
 
 from __future__ import annotations
@@ -45,14 +47,17 @@ def observe(
 ) -> list[Observation]:
     """Takes a step's forward and backward on each batch, and says what was seen.
 
-    Every batch but the first is run forward only, to compare the way that it takes through the model.
+    Every batch but the first is run forward only, to compare the way that it takes through the
+    model.
 
     Args:
-        build: gives the model, the same whenever it is called, where the batches are: on the CPU or on meta.
+        build: gives the model, the same whenever it is called, where the batches are: on the CPU or
+            on meta.
         find_blocks: the names of its repeating blocks.
         loss: (model, batch) → the mean loss, 0-dimensional.
         batches: at least one, as `loss` takes them.
-        seed: is called with the number of the batch before its forward, and seeds the generators that it draws from.
+        seed: is called with the number of the batch before its forward, and seeds the generators
+            that it draws from.
         other_answers: runs in which one number of the batch is answered otherwise, at most.
     """
 
@@ -69,7 +74,9 @@ def observe(
     routes = [watch.route for watch in watches]
     other_routes = []
     for otherwise in first.answers.others(other_answers):
-        with contextlib.suppress(Exception):  # the code after the branch need not bear the other answer
+        with contextlib.suppress(
+            Exception
+        ):  # the code after the branch need not bear the other answer
             other_routes.append(watched(0, otherwise).route)
     for extreme in first.answers.extremes():
         with contextlib.suppress(Exception):
@@ -99,7 +106,9 @@ STEP_SIZE = 0.05
 """By which parameters are moved between two calls, as an optimizer would."""
 
 
-def _called_again(first: _Watch, loss: Loss, batch: Any, seed: Callable[[], None]) -> list[Observation]:
+def _called_again(
+    first: _Watch, loss: Loss, batch: Any, seed: Callable[[], None]
+) -> list[Observation]:
     """What the same model does otherwise with the same batch when it is called again.
 
     Where its code raises, because it can be called once alone, nothing is said.
@@ -137,7 +146,9 @@ def _answering_otherwise(calls: list[list[_PartAnswer]]) -> Iterator[str]:
         first = several[0]
         for other in several[1:]:
             is_same = (other.name, other.given) == (first.name, first.given)
-            if is_same and not _nearly_equal(torch.tensor(other.put_out), torch.tensor(first.put_out)):
+            if is_same and not _nearly_equal(
+                torch.tensor(other.put_out), torch.tensor(first.put_out)
+            ):
                 yield first.name or "the model"
 
 
@@ -180,9 +191,10 @@ class _Answers:
     answered otherwise.
 
     Args:
-        otherwise: the number of the question, among those about the batch, that gets another answer, and that answer.
-        drawn: what a single number that is drawn evenly from 0 to below 1 is said to be, or the nearest below it; None:
-            what it is.
+        otherwise: the number of the question, among those about the batch, that gets another
+            answer, and that answer.
+        drawn: what a single number that is drawn evenly from 0 to below 1 is said to be, or the
+            nearest below it; None: what it is.
     """
 
     otherwise: tuple[int, Any] | None = None
@@ -195,7 +207,9 @@ class _Answers:
     made_up: bool = False
     """Whether any answer was, because a tensor had no numbers."""
 
-    def answer(self, func: Callable[..., Any], tensor: Tensor, name: str, args: Any, *, is_data: bool) -> Any:
+    def answer(
+        self, func: Callable[..., Any], tensor: Tensor, name: str, args: Any, *, is_data: bool
+    ) -> Any:
         """What Python is told."""
         self.asked += 1
         if tensor.is_meta:
@@ -225,7 +239,11 @@ class _Answers:
 
     def others(self, most: int) -> list[_Answers]:
         """The same with one answer another one; of more than `most` questions some, from first to last."""
-        other = [(number, value) for number, given in enumerate(self.about_data) for value in _other_values(given)]
+        other = [
+            (number, value)
+            for number, given in enumerate(self.about_data)
+            for value in _other_values(given)
+        ]
         step = max(1, -(-len(other) // most))
         return [_Answers(otherwise) for otherwise in other[::step]]
 
@@ -269,7 +287,9 @@ class _Hooks(TorchFunctionMode):
         super().__exit__(*error)
 
     def _noting(self, register: Callable[..., Any]) -> Callable[..., Any]:
-        def registered(module: nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def registered(
+            module: nn.Module, hook: Callable[..., Any], *args: Any, **kwargs: Any
+        ) -> Any:
             self.of_modules.append((module, hook))
             return register(module, hook, *args, **kwargs)
 
@@ -284,13 +304,19 @@ class _Hooks(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-_MODULE_HOOKS = ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook")
+_MODULE_HOOKS = (
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "register_backward_hook",
+)
 
 
 class _Watch(TorchFunctionMode):
     """Sees every call of torch while it is the current mode, and which of the model's modules are running."""
 
-    def __init__(self, module: nn.Module, blocks: Sequence[str], hooks: _Hooks, answers: _Answers) -> None:
+    def __init__(
+        self, module: nn.Module, blocks: Sequence[str], hooks: _Hooks, answers: _Answers
+    ) -> None:
         super().__init__()
         self.module = module
         self.answers = answers
@@ -355,13 +381,15 @@ class _Watch(TorchFunctionMode):
         self._from_batch: dict[int, Tensor] = {}
         """The batch's tensors and what was computed from them, by identity; kept, so that no identity comes twice."""
 
-    # --- a step -----------------------------------------------------------------------------------------------------
+    # --- a step -----------------------------------------------------------------------------------
 
     def step(self, loss: Loss, batch: Any, *, backward: bool) -> None:
         """Runs the loss, and its backward, while watching. The batch stays as it is, whatever the model does to it."""
         batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
         before = {name: parameter.detach().clone() for name, parameter in self.named.items()}
-        self._from_batch = {id(leaf): leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+        self._from_batch = {
+            id(leaf): leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)
+        }
         buffers_before = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
         hooked = _unique_modules(self.backward_hooks)
         handles = [part.register_full_backward_hook(self._module_gradients) for part in hooked]
@@ -372,7 +400,9 @@ class _Watch(TorchFunctionMode):
             for name, parameter in self.named.items()
             if name in self.written or _differ(parameter, before[name])
         }
-        self.moved = [name for name, value in self.changes.items() if not _nearly_equal(value, before[name])]
+        self.moved = [
+            name for name, value in self.changes.items() if not _nearly_equal(value, before[name])
+        ]
         self.changed_buffers = {
             name: buffer.detach().clone()
             for name, buffer in _buffers_of_others_than_batch_norm(self.module)
@@ -390,8 +420,12 @@ class _Watch(TorchFunctionMode):
             self.without_gradient = [name for name, output in self._outputs if id(output) in cut]
             reached = {name for name, output in self._outputs if id(output) in self._reached}
             run = _unique(name for name, _ in self._outputs)
-            self.past_output = [name for name in run if name not in reached and self._is_trained(name)]
-            self.unused = [name for name, p in self.named.items() if p.requires_grad and p.grad is None]
+            self.past_output = [
+                name for name in run if name not in reached and self._is_trained(name)
+            ]
+            self.unused = [
+                name for name, p in self.named.items() if p.requires_grad and p.grad is None
+            ]
         self._outputs.clear()
         self._from_batch.clear()
         for handle in handles:
@@ -421,14 +455,20 @@ class _Watch(TorchFunctionMode):
             (Trait.CHANGES_REQUIRES_GRAD, self.requires_grad_changed),
             (Trait.UNUSED_PARAMETERS, self.unused),
             (Trait.ACTIVATION_HOOK, self.activation_hooks),
-            (Trait.BACKWARD_HOOK, [self.modules.get(id(part), "a module") for part, _ in self.backward_hooks]),
+            (
+                Trait.BACKWARD_HOOK,
+                [self.modules.get(id(part), "a module") for part, _ in self.backward_hooks],
+            ),
             (Trait.CUTS_GRAPH, self.without_gradient),
             (Trait.GRADIENT_PAST_OUTPUT, self.past_output),
             (Trait.NORMALISES_OVER_BATCH, self._normalising()),
             (Trait.CHANGES_INPUT, self.changed_inputs),
             (Trait.CHANGES_DATA, self.changed_data),
             (Trait.CHANGES_OUTPUT, self.changed_outputs),
-            (Trait.RUNS_WITHOUT_GRADIENT, [name for name in self.without_graph if name in self.run_in_backward]),
+            (
+                Trait.RUNS_WITHOUT_GRADIENT,
+                [name for name in self.without_graph if name in self.run_in_backward],
+            ),
             (Trait.USED_BY_REENTRANT_CHECKPOINTS, self._used_by_reentrant_checkpoints()),
             (Trait.RECURRENT, self._recurrent()),
             (Trait.GRADIENT_IN_LOSS, self.gradients_taken),
@@ -441,7 +481,9 @@ class _Watch(TorchFunctionMode):
                 trait = Trait.LINEAR_GRADIENT_HOOK if linear else Trait.GRADIENT_HOOK
                 by_hooks.setdefault(trait, []).append(name)
         for tensor in self.hooks.after_accumulation:
-            by_hooks.setdefault(Trait.GRADIENT_HOOK, []).append(self.names.get(id(tensor), "a parameter"))
+            by_hooks.setdefault(Trait.GRADIENT_HOOK, []).append(
+                self.names.get(id(tensor), "a parameter")
+            )
         untold = _OF_THE_OTHER_WAY if self.answers.made_up else frozenset[Trait]()
         return [
             Observation(trait, _unique(names))
@@ -459,18 +501,28 @@ class _Watch(TorchFunctionMode):
         ]
 
     def _used_by_reentrant_checkpoints(self) -> list[str]:
-        again = [number for number, name in enumerate(self.without_graph) if name in self.run_in_backward]
-        return [name for name, calls in self.read_without_graph.items() if len(calls.intersection(again)) > 1]
+        again = [
+            number for number, name in enumerate(self.without_graph) if name in self.run_in_backward
+        ]
+        return [
+            name
+            for name, calls in self.read_without_graph.items()
+            if len(calls.intersection(again)) > 1
+        ]
 
     def _normalising(self) -> list[str]:
-        return [name for name, part in self.module.named_modules() if isinstance(part, BATCH_NORMS) and part.training]
+        return [
+            name
+            for name, part in self.module.named_modules()
+            if isinstance(part, BATCH_NORMS) and part.training
+        ]
 
     def _replaced(self) -> list[str]:
         """Parameters that are not the model's any more."""
         now = {id(parameter) for parameter in self.module.parameters()}
         return [name for name, parameter in self.named.items() if id(parameter) not in now]
 
-    # --- modules ----------------------------------------------------------------------------------------------------
+    # --- modules ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _module_hooks(self) -> Iterator[None]:
@@ -491,7 +543,9 @@ class _Watch(TorchFunctionMode):
         name = self.modules.get(id(module))
         if name is None:
             return
-        if module is self.module and any(f.f_code.co_name == "functional_call" for f, _ in traceback.walk_stack(None)):
+        if module is self.module and any(
+            f.f_code.co_name == "functional_call" for f, _ in traceback.walk_stack(None)
+        ):
             self.functional_calls.append("the model")
         self.running.append(name)
         if name in self.blocks:
@@ -513,10 +567,14 @@ class _Watch(TorchFunctionMode):
         _, inputs = self._inputs.pop()
         for tensor, copy in inputs:
             if id(tensor) in self._written_inputs or _differ(tensor, copy):
-                changed = self.changed_inputs if tensor.requires_grad and name else self.changed_data
+                changed = (
+                    self.changed_inputs if tensor.requires_grad and name else self.changed_data
+                )
                 changed.append(name or "the model")
         put_out = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        self.part_answers.append(_PartAnswer(name, _sums(copy for _, copy in inputs), _sums(put_out)))
+        self.part_answers.append(
+            _PartAnswer(name, _sums(copy for _, copy in inputs), _sums(put_out))
+        )
         self._looks_itself = False
 
     def _begins_in_backward(self, module: nn.Module, args: Any) -> None:
@@ -528,15 +586,19 @@ class _Watch(TorchFunctionMode):
         if name is None or not self.running or self.running[-1] != name:
             return
         self.running.pop()
-        if any(id(leaf) in self._from_batch for leaf in tree_leaves(args)):  # through functions that are not torch's
-            self._from_batch.update({id(leaf): leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)})
+        if any(
+            id(leaf) in self._from_batch for leaf in tree_leaves(args)
+        ):  # through functions that are not torch's
+            self._from_batch.update(
+                {id(leaf): leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)}
+            )
         if name in self.recomputed:
             self._compare_inputs(module, name, output)
         if name in self.blocks:
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
             self._outputs += [(name, leaf) for leaf in leaves if leaf.requires_grad]
 
-    # --- what is computed with --------------------------------------------------------------------------------------
+    # --- what is computed with --------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _listing_seen(self) -> Iterator[None]:
@@ -582,7 +644,11 @@ class _Watch(TorchFunctionMode):
             self._same_memory[id(answer)] = (parameter, answer)
         if func in _TAKES_GRADIENT or name == "_make_dual":
             self.gradients_taken.append(where)
-        elif name == "register_hook" and id(args[0]) not in self.names and not _is_linear(args[1], args[0]):
+        elif (
+            name == "register_hook"
+            and id(args[0]) not in self.names
+            and not _is_linear(args[1], args[0])
+        ):
             self.activation_hooks.append(where)
         elif _computes(name, answer):
             for leaf in leaves:
@@ -613,7 +679,11 @@ class _Watch(TorchFunctionMode):
         name = self.names[id(parameter)]
         self.route.parameters.add(name)
         reader = self.running[-1] if self.running else None
-        if self.without_graph and self.without_graph[-1] in self.running and not torch.is_grad_enabled():
+        if (
+            self.without_graph
+            and self.without_graph[-1] in self.running
+            and not torch.is_grad_enabled()
+        ):
             self.read_without_graph.setdefault(name, set()).add(len(self.without_graph) - 1)
         if id(parameter) in self._listed_parameters and reader not in self.owners[id(parameter)]:
             self.listed.append(name)
@@ -631,7 +701,17 @@ _SHAPES_ALONE = {"requires_grad_", "type_as", "expand_as", "view_as", "reshape_a
 """Calls that answer with a tensor and use of the other argument its shape or type alone, or none of its numbers."""
 _ATTRIBUTES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes of a tensor that have its numbers."""
-_SAME_MEMORY = {"__get__ data", "detach", "view", "flatten", "t", "__get__ T", "__getitem__", "select", "narrow"}
+_SAME_MEMORY = {
+    "__get__ data",
+    "detach",
+    "view",
+    "flatten",
+    "t",
+    "__get__ T",
+    "__getitem__",
+    "select",
+    "narrow",
+}
 """Calls that answer with a tensor in the memory of the first argument."""
 _ONLY_NAMED_SO = {"requires_grad_", "share_memory_", "rename_", "retains_grad_"}
 """Calls whose names end as those do that write into their first argument."""
@@ -647,14 +727,26 @@ _QUESTIONS = {
     "__float__",
 }
 """Calls by which Python asks for one number, to decide by it."""
-_ANSWERS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__", "__array__"}
+_ANSWERS = {
+    "item",
+    "tolist",
+    "numpy",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__contains__",
+    "__array__",
+}
 """Calls that answer with numbers of Python's or NumPy's."""
 
 
 def _written(name: str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a call of torch writes into, as far as its name and arguments say."""
     in_place = name.endswith("_") and not name.endswith("__") and name not in _ONLY_NAMED_SO
-    by_operator = name in ("__setitem__", "__set__ data") or (name.startswith("__i") and name in _OPERATORS)
+    by_operator = name in ("__setitem__", "__set__ data") or (
+        name.startswith("__i") and name in _OPERATORS
+    )
     targets: list[Any] = []
     if in_place or by_operator or kwargs.get("inplace"):
         targets.append(args[0])
@@ -665,13 +757,19 @@ def _written(name: str, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(targets) if isinstance(leaf, Tensor)]
 
 
-_OPERATORS = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")}
+_OPERATORS = {
+    f"__i{name}__"
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+}
 
 
 def _sums(tensors: Iterable[Tensor]) -> tuple[float, ...]:
     """Of each tensor that has real numbers the sum of their sizes."""
     real = (tensor.detach() for tensor in tensors if not tensor.is_meta)
-    return tuple(float((tensor.abs() if tensor.is_complex() else tensor).double().abs().sum()) for tensor in real)
+    return tuple(
+        float((tensor.abs() if tensor.is_complex() else tensor).double().abs().sum())
+        for tensor in real
+    )
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
@@ -705,13 +803,19 @@ def _is_linear(hook: Callable[[Tensor], Tensor | None], tensor: Tensor) -> bool:
         return gradient if replaced is None else replaced
 
     try:
-        return torch.allclose(changed(one) + changed(other), changed(one + other), rtol=1e-4, atol=1e-5)
+        return torch.allclose(
+            changed(one) + changed(other), changed(one + other), rtol=1e-4, atol=1e-5
+        )
     except Exception:  # a hook that reads what a real step has left somewhere
         return False
 
 
 def _of_one_gradient(
-    hook: Callable[..., Any], module: nn.Module, inward: tuple[Any, ...], outward: tuple[Any, ...], at: int
+    hook: Callable[..., Any],
+    module: nn.Module,
+    inward: tuple[Any, ...],
+    outward: tuple[Any, ...],
+    at: int,
 ) -> Callable[[Tensor], Tensor | None]:
     """A module's backward hook as a function of the gradient of one of its inputs."""
 
@@ -722,7 +826,9 @@ def _of_one_gradient(
     return changed
 
 
-def _changed(by_batch: list[dict[str, Tensor]], *, alike: Trait, by_data: Trait) -> list[Observation]:
+def _changed(
+    by_batch: list[dict[str, Tensor]], *, alike: Trait, by_data: Trait
+) -> list[Observation]:
     """Tensors that forward has changed, told apart by whether every batch changes them to the same.
 
     Args:
@@ -741,7 +847,11 @@ def _changed(by_batch: list[dict[str, Tensor]], *, alike: Trait, by_data: Trait)
 
     dependent = tuple(name for name in names if depends(name))
     others = tuple(name for name in names if name not in dependent)
-    return [Observation(trait, where) for trait, where in ((by_data, dependent), (alike, others)) if where]
+    return [
+        Observation(trait, where)
+        for trait, where in ((by_data, dependent), (alike, others))
+        if where
+    ]
 
 
 def _buffers_of_others_than_batch_norm(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

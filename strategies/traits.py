@@ -1,12 +1,14 @@
 """What a model may do on one device that not every layout can keep, and the sentence that says so.
 
-A strategy keeps its promise, the same training as on one device, for models that read their parameters where they
-belong, change them in the optimizer alone, and call the same modules for every sample. Most do. A model that does
-otherwise trains a *different* model under some layouts, without an error: a worker of a pipeline has no other stage's
-parameters to penalise, a shard forgets what forward wrote into the gathered weight, and a hook on a parameter stays
-behind on the parameter that a sharded one replaced. Each such thing is a *trait*; rehearsal.py finds a model's in one
-small step, each strategy's record says which it cannot keep (`Strategy.cannot_keep`), and `require_kept` compares the
-two and says in one sentence what the model does, where, and what to write instead.
+A strategy keeps its promise, the same training as on one device, for models that read their
+parameters where they belong, change them in the optimizer alone, and call the same modules for
+every sample. Most do. A model that does otherwise trains a *different* model under some layouts,
+without an error: a worker of a pipeline has no other stage's parameters to penalise, a shard
+forgets what forward wrote into the gathered weight, and a hook on a parameter stays behind on the
+parameter that a sharded one replaced. Each such thing is a *trait*; rehearsal.py finds a model's in
+one small step, each strategy's record says which it cannot keep (`Strategy.cannot_keep`), and
+`require_kept` compares the two and says in one sentence what the model does, where, and what to
+write instead.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Trait(enum.Enum):
     CHANGES_BUFFERS_BY_DATA = "forward changes buffers in a way that depends on the samples"
     LINEAR_GRADIENT_HOOK = "a hook on a parameter replaces its gradient by a linear function of it"
     GRADIENT_HOOK = "a hook on a parameter sees or changes its gradient in another way"
-    ACTIVATION_HOOK = "a hook on an activation changes its gradient by more than a linear function of it"
+    ACTIVATION_HOOK = (
+        "a hook on an activation changes its gradient by more than a linear function of it"
+    )
     BACKWARD_HOOK = "a module has a hook on its backward"
     CUTS_GRAPH = "no gradient comes back through the output of a block"
     CHANGES_INPUT = "a block changes its input in place"
@@ -47,10 +51,16 @@ class Trait(enum.Enum):
     NORMALISES_OVER_BATCH = "a layer normalises over the samples of a batch"
     GRADIENT_IN_LOSS = "the loss takes a gradient itself"
     FUNCTIONAL_CALL = "the loss calls the model with parameters that it gives it"
-    CALLS_VARY = "another sample, or another random number, takes another way through the model's blocks"
+    CALLS_VARY = (
+        "another sample, or another random number, takes another way through the model's blocks"
+    )
     VARIES_BY_CALL = "the same batch takes another way through the model when it comes again"
-    ANSWERS_OTHERWISE = "what is recomputed puts out other numbers for the same input when it is called again"
-    BRANCHES_ON_DATA = "a number of the batch decides which blocks are called or which parameters are used"
+    ANSWERS_OTHERWISE = (
+        "what is recomputed puts out other numbers for the same input when it is called again"
+    )
+    BRANCHES_ON_DATA = (
+        "a number of the batch decides which blocks are called or which parameters are used"
+    )
     UNUSED_PARAMETERS = "parameters that are to be trained get no gradient"
     PARAMETERS_VARY = "another sample, or another random number, uses other parameters"
 
@@ -93,7 +103,8 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
     ),
     Trait.REPLACES_PARAMETERS: (
         "forward puts another parameter in place of {where}, which the optimizer does not know",
-        "write into the parameter after the optimizer's step, or keep what forward computes in a plain attribute",
+        "write into the parameter after the optimizer's step, or keep what forward computes in a "
+        "plain attribute",
     ),
     Trait.CHANGES_REQUIRES_GRAD: (
         "forward changes requires_grad of {where}",
@@ -106,15 +117,17 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
     ),
     Trait.LINEAR_GRADIENT_HOOK: (
         "{where} has a hook that changes its gradient",
-        "set requires_grad to False for what is not to be trained, or multiply the parameter by its mask in forward",
+        "set requires_grad to False for what is not to be trained, or multiply the parameter by "
+        "its mask in forward",
     ),
     Trait.GRADIENT_HOOK: (
-        "{where} has a hook that sees or changes its gradient before it is averaged over the workers",
+        "{where} has a hook that sees or changes its gradient before it is averaged over the "
+        "workers",
         "clip by train.clip_norm, or leave the hook out",
     ),
     Trait.ACTIVATION_HOOK: (
-        "{where} puts a hook on an activation that changes its gradient in a way that depends on how many samples a "
-        "batch has",
+        "{where} puts a hook on an activation that changes its gradient in a way that depends on "
+        "how many samples a batch has",
         "clip by train.clip_norm, or leave the hook out",
     ),
     Trait.BACKWARD_HOOK: (
@@ -123,7 +136,8 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
     ),
     Trait.CUTS_GRAPH: (
         "no gradient comes back to {where}, because what follows detaches its output",
-        "set requires_grad to False for the parameters before it, so that they are not in the optimizer",
+        "set requires_grad to False for the parameters before it, so that they are not in the "
+        "optimizer",
     ),
     Trait.CHANGES_INPUT: (
         "{where} changes its input in place",
@@ -138,16 +152,20 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
         "write x = x + y instead of x += y",
     ),
     Trait.GRADIENT_PAST_OUTPUT: (
-        "{where} gets its gradient from what it has left in an attribute, and none through its output",
+        "{where} gets its gradient from what it has left in an attribute, and none through its "
+        "output",
         "let the block return what the loss needs of it",
     ),
     Trait.RUNS_WITHOUT_GRADIENT: (
         "{where} is recomputed by a reentrant checkpoint",
-        "write checkpoint(…, use_reentrant=False), or train.activation_checkpointing=full and no checkpoint",
+        "write checkpoint(…, use_reentrant=False), or train.activation_checkpointing=full and no "
+        "checkpoint",
     ),
     Trait.USED_BY_REENTRANT_CHECKPOINTS: (
-        "{where} is used in several reentrant checkpoints, each of which says that its gradient is complete",
-        "write checkpoint(…, use_reentrant=False), or train.activation_checkpointing=full and no checkpoint",
+        "{where} is used in several reentrant checkpoints, each of which says that its gradient is "
+        "complete",
+        "write checkpoint(…, use_reentrant=False), or train.activation_checkpointing=full and no "
+        "checkpoint",
     ),
     Trait.RECURRENT: (
         "{where} is a recurrent layer, which writes into what selective recomputation keeps",
@@ -155,11 +173,13 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
     ),
     Trait.NORMALISES_OVER_BATCH: ("{where} normalises over the samples of a batch", ""),
     Trait.GRADIENT_IN_LOSS: (
-        "{where} takes a gradient inside of forward or of the loss (torch.autograd.grad, torch.func)",
+        "{where} takes a gradient inside of forward or of the loss (torch.autograd.grad, "
+        "torch.func)",
         "",
     ),
     Trait.FUNCTIONAL_CALL: (
-        "the loss calls the model by torch.func.functional_call, which takes no copies of it on several devices",
+        "the loss calls the model by torch.func.functional_call, which takes no copies of it on "
+        "several devices",
         "call the model itself",
     ),
     Trait.CALLS_VARY: (
@@ -180,11 +200,13 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
     ),
     Trait.UNUSED_PARAMETERS: (
         "the loss does not depend on {where}, whose gradient cannot be averaged",
-        "set its requires_grad to False, or, with ddp alone, write parallel.find_unused_parameters=true",
+        "set its requires_grad to False, or, with ddp alone, write "
+        "parallel.find_unused_parameters=true",
     ),
     Trait.PARAMETERS_VARY: (
         "{where} is used for some samples or random numbers and not for others",
-        "multiply by zero what is not to be used, or, with ddp alone, write parallel.find_unused_parameters=true",
+        "multiply by zero what is not to be used, or, with ddp alone, write "
+        "parallel.find_unused_parameters=true",
     ),
 }
 """Of each trait what the model does, and what to write instead of it."""
@@ -217,12 +239,12 @@ class Record(Protocol):
     @property
     def cannot_keep(self) -> frozenset[Trait]: ...
     @property
-    def averages(self) -> bool: ...
+    def averages_gradients(self) -> bool: ...
     @property
     def splits_model(self) -> bool: ...
 
 
-# --- what a layout cannot keep ----------------------------------------------------------------------------------------
+# --- what a layout cannot keep --------------------------------------------------------------------
 
 
 def broken_by(
@@ -244,7 +266,7 @@ def broken_by(
     """
     cannot_keep = set[Trait]()
     for record in records:
-        may_leave_out = record.averages and options.find_unused_parameters
+        may_leave_out = record.averages_gradients and options.find_unused_parameters
         is_alone = data_workers == 1 and not record.splits_model
         cannot_keep |= record.cannot_keep - (_LEFT_OUT if may_leave_out or is_alone else set())
     if options.activation_checkpointing != "none":
@@ -297,13 +319,16 @@ def require_kept(
         records: its strategies.
         options: how they behave.
         observations: of the model.
-        alternatives: strategies to name instead, the best first; the first that keeps all observations is named.
+        alternatives: strategies to name instead, the best first; the first that keeps all
+            observations is named.
         micro_batches: of one worker's share of a step.
     """
     whole = replace(options, activation_checkpointing="none")
     workers = layout.dims.dp_cp
     by_strategy = broken_by(records, whole, observations, data_workers=workers)
-    by_parts = broken_by(records, whole, observations, data_workers=workers, micro_batches=micro_batches)
+    by_parts = broken_by(
+        records, whole, observations, data_workers=workers, micro_batches=micro_batches
+    )
     by_recomputing = broken_by(records, options, observations, data_workers=workers)
     broken = by_strategy or by_parts or by_recomputing
     if not broken:
@@ -316,16 +341,23 @@ def require_kept(
             for record in alternatives
             if not broken_by([record], options, observations, data_workers=layout.dims.world_size)
         ]
-        advice = f"write strategy={keeping[0]}" if keeping else "write strategy=single and workers=1"
+        advice = (
+            f"write strategy={keeping[0]}" if keeping else "write strategy=single and workers=1"
+        )
     elif by_parts:
         what = f"the {micro_batches} micro-batches of a step each run forward and backward"
         advice = "leave train.micro_batch_size out"
     else:
-        what = f"train.activation_checkpointing={options.activation_checkpointing} runs forward twice"
+        what = (
+            f"train.activation_checkpointing={options.activation_checkpointing} runs forward twice"
+        )
         advice = "write train.activation_checkpointing=none"
     instead = f", or change the model: {shown.instead}" if shown.instead else ""
     if not by_strategy and not by_parts and shown.trait in _NOT_SELECTIVELY:
-        advice, instead = "write train.activation_checkpointing=full", ""  # which is no change of the model
+        advice, instead = (
+            "write train.activation_checkpointing=full",
+            "",
+        )  # which is no change of the model
     raise LayoutError(f"{shown.sentence}, and {what}: {advice}{instead}")
 
 

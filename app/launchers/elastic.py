@@ -15,7 +15,7 @@ from app.errors import UserError
 from app.launchers.failure_policy import Capacity, Limits, fewer_workers, growth
 from app.run.prepare import Prepared
 from app.training.job import Job
-from strategies.dims import BESIDE_DATA
+from strategies.dims import MODEL_DEGREES
 from strategies.layout import LayoutError
 
 LOOK_SECONDS = 1.0
@@ -86,7 +86,7 @@ class Elastic:
         if self.config.strategy != "auto":
             dims, train, parallel = self.first.layout.dims, self.config.train, self.config.parallel
             values["train.micro_batch_size"] = train.micro_batch_size or max(1, train.global_batch_size // dims.dp)
-            values |= {f"parallel.{name}": getattr(dims, name) for name in BESIDE_DATA}
+            values |= {f"parallel.{name}": getattr(dims, name) for name in MODEL_DEGREES}
             values["parallel.dp_replicate"] = None
             if not (parallel.dp_replicate and parallel.dp_shard):  # of both, the copies shrink
                 values["parallel.dp_shard"] = None

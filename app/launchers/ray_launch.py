@@ -29,7 +29,7 @@ from cluster.files import read_cluster
 from cluster.pending import Diagnosis, autoscaler_now, check_feasible
 from cluster.watch import GONE_SECONDS, OWN_SECONDS, RayWatch, addresses
 from strategies import registry
-from strategies.dims import NAMES
+from strategies.dims import MESH_DIMS
 
 LOOK_SECONDS = 1.0
 FREE_SECONDS = 5.0
@@ -201,12 +201,12 @@ def resources_to_ask_for(config: Config, cluster: Cluster) -> tuple[int, dict[st
     per_worker = dict(config.resources_per_worker)
     if config.workers == "auto":
         per_worker = per_worker or ({"GPU": _gpus_each(config, cluster)} if cluster.gpus else {"CPU": 1.0})
-        if any(record.one_process for record in registry.written(config.strategy)):
+        if any(record.one_process for record in registry.known_records(config.strategy)):
             return 1, per_worker
         if per_worker.get("GPU"):
             return max(1, int(cluster.gpus / per_worker["GPU"])), per_worker
         wanted = config.parallel
-        degrees = math.prod(getattr(wanted, name) or 1 for name in NAMES)
+        degrees = math.prod(getattr(wanted, name) or 1 for name in MESH_DIMS)
         return max(2, degrees), per_worker
     workers = int(config.workers)
     gpus = _gpus_each(config, cluster)
@@ -216,7 +216,7 @@ def resources_to_ask_for(config: Config, cluster: Cluster) -> tuple[int, dict[st
 def _gpus_each(config: Config, cluster: Cluster) -> float:
     """GPUs of one worker where the configuration does not say."""
     most = max(1.0, float(cluster.gpus_of_largest))
-    several = [record for record in registry.written(config.strategy) if record.several_devices]
+    several = [record for record in registry.known_records(config.strategy) if record.several_devices]
     if not several:
         return 1.0
     if several[0].one_process:

@@ -39,7 +39,7 @@ from app.training import loop
 from app.training.events import Event, WorkerInfo, WorkerStarted
 from app.training.job import Heartbeat, Job, Place, SilentChannel
 from strategies import registry
-from strategies.one_process import home
+from strategies.one_process import first_gpu_of_worker
 
 MEET = timedelta(minutes=30)
 """How long ranks wait for one another."""
@@ -88,8 +88,8 @@ def own_device(here: Environment, strategy: str) -> torch.device:
     """The device on which this process begins, which is the current one from here on."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    several = any(record.several_devices for record in registry.written(strategy))
-    gpu = home(several, here.local_rank, here.local_world_size, torch.cuda.device_count())
+    several = any(record.several_devices for record in registry.known_records(strategy))
+    gpu = first_gpu_of_worker(several, here.local_rank, here.local_world_size, torch.cuda.device_count())
     device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
     return device

@@ -7,7 +7,7 @@ from app.planner.estimate import Estimate
 from app.planner.plan import GIB, Plan
 from app.planner.timing import Case
 from strategies.context.apply import METHODS
-from strategies.dims import NAMES, ParallelDims
+from strategies.dims import MESH_DIMS, ParallelDims
 
 SHOWN = 64
 """Ranks that are drawn."""
@@ -16,7 +16,7 @@ COLOURS = ("#2563a8", "#d98324", "#3a8f5c", "#a23b72", "#6b7280", "#b5a642", "#4
 EXPOSED = {"pp": "pipeline_send", "dp_replicate": "replicate", "dp_shard": "shard", "cp": "context", "tp": "tensor"}
 EXPOSED["ep"] = "expert"
 """The part of the step's time that a dimension's communication is."""
-DRAWN = (*NAMES[:-1], "ep", "tp")
+DRAWN = (*MESH_DIMS[:-1], "ep", "tp")
 """Outermost first; ep is inside the data-parallel workers."""
 
 

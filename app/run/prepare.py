@@ -38,7 +38,7 @@ from strategies.expert.apply import require as require_experts
 from strategies.layout import LayoutError
 from strategies.parallelize import Layout, ParallelDims, check
 from strategies.pipeline.apply import plan_stages
-from strategies.state import require_parameters, structure
+from strategies.state import build_on_meta, require_trainable_parameters
 from strategies.tensor.plan import SYNONYMS, make_plan
 
 if TYPE_CHECKING:
@@ -236,14 +236,14 @@ def looked_at(task: Task, layout: Layout) -> nn.Module | None:
     if layout.dims.world_size == 1:
         return None
     if layout.dims.pp > 1:
-        module = structure(lambda: build_model(task))[0]
+        module = build_on_meta(lambda: build_model(task))[0]
     else:
         try:
             with torch.device("meta"):
                 module = build_model(task)
         except Exception:  # whatever a model's own code does with values; the workers build it for real
             return None
-    require_parameters(module)
+    require_trainable_parameters(module)
     find_blocks(module, task.blocks(module))
     return module
 

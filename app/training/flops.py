@@ -29,7 +29,7 @@ from strategies import registry
 from strategies.blocks import find_blocks
 from strategies.layout import Layout
 from strategies.mixtures import find_mixtures
-from strategies.one_process import own_devices
+from strategies.one_process import worker_devices
 
 
 def transformer_flops(parameters: int, layers: int, width: int, length: int) -> float:
@@ -86,7 +86,7 @@ class Utilization:
         peak = peak_flops(torch.cuda.get_device_name(place.device), precision)
         flops = sample_flops(task) if peak else None
         several = any(record.several_devices for record in registry.records(layout.name))
-        gpus = place.world_size * (len(own_devices(place.device)) if several else 1)
+        gpus = place.world_size * (len(worker_devices(place.device)) if several else 1)
         return cls(flops, peak, gpus) if peak and flops else None
 
     def mfu(self, samples_per_second: float) -> float:

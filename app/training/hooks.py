@@ -38,7 +38,7 @@ def overrides(task: Task, name: str) -> bool:
 def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()) -> Iterator[str]:
     """Remarks for the user on what the layout leaves out, such as what the loss logs. Raises UserError for what it
     cannot do."""
-    dims, engine = layout.dims, any(record.requires for record in registry.records(layout.name))
+    dims, engine = layout.dims, any(record.required_package for record in registry.records(layout.name))
     if overrides(task, "training_step") and (dims.pp > 1 or engine):
         why = "the stages of a pipeline take the steps" if dims.pp > 1 else f"{layout.name} takes the steps itself"
         raise UserError(f"the task has a training_step of its own, but {why}: use ddp or fsdp")

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from strategies.context import allgather, ring, ulysses
 from strategies.context.attention import ATTENTION, number_of
-from strategies.dims import LayoutError, ParallelDims, own_group
+from strategies.dims import LayoutError, ParallelDims, group_of_this_rank
 from strategies.options import Options
 from strategies.strategy import Strategy
 from strategies.traits import Trait
@@ -58,11 +58,11 @@ def _check(options: Options) -> None:
 
 
 STRATEGY = Strategy(
-    "context",
-    "each sequence split over workers",
+    name="context",
+    summary="each sequence split over workers",
     degrees=("cp",),
-    also=("dp_replicate", "dp_shard", "tp", "pp", "ep"),
-    check=_check,
+    combines_with=("dp_replicate", "dp_shard", "tp", "pp", "ep"),
+    check_options=_check,
     # Workers of one sequence have other tokens, and meet in every attention.
     cannot_keep=frozenset(
         {
@@ -155,7 +155,7 @@ class Context:
     """This worker's part of every sequence. Collective over all workers."""
 
     def __init__(self, dims: ParallelDims, options: Options, plan: ContextPlan | None) -> None:
-        group = own_group(dims.peers("cp"))
+        group = group_of_this_rank(dims.peers("cp"))
         assert group is not None
         self.group, self.ways, self.plan = group, dims.cp, plan or ContextPlan()
         self.number = number_of(group)

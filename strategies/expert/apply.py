@@ -30,7 +30,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from strategies.dims import LayoutError, ParallelDims, named_mesh, submesh
 from strategies.expert.exchange import Exchange
-from strategies.mixtures import Mixture, SplitExperts, find_mixtures, may_leave_weights_out, rename_counts
+from strategies.mixtures import (
+    Mixture,
+    SplitExperts,
+    find_mixtures,
+    may_leave_weights_out,
+    rename_counts,
+)
 from strategies.strategy import Strategy
 from strategies.traits import CHANGING_OR_HOOKED, Trait
 
@@ -122,10 +128,10 @@ class _Divided(torch.autograd.Function):
 
 
 STRATEGY = Strategy(
-    "expert",
-    "a mixture's experts split over data-parallel workers",
+    name="expert",
+    summary="a mixture's experts split over data-parallel workers",
     degrees=("ep",),
-    also=("dp_replicate", "dp_shard", "cp", "tp", "pp"),
+    combines_with=("dp_replicate", "dp_shard", "cp", "tp", "pp"),
     # A worker has some of the experts only, and tokens go to the others' while all run the same block.
     cannot_keep=CHANGING_OR_HOOKED
     | {

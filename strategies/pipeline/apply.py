@@ -14,15 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from strategies import fsdp, precision
 from strategies.blocks import separable
 from strategies.context.apply import Context
-from strategies.dims import Layout, LayoutError, ParallelDims, own_group, submesh
+from strategies.dims import Layout, LayoutError, ParallelDims, group_of_this_rank, submesh
 from strategies.grad_sync import (
     GradientBuckets,
     GradSync,
     Named,
     ShardedGradients,
     Together,
-    experts_apart,
     shard_without_hooks,
+    split_off_experts,
 )
 from strategies.options import Options
 from strategies.parallel import Loss
@@ -129,7 +129,7 @@ class Division:
                     compute=compute,
                 )
             owners = [module.get_submodule(name) for name in separable(module, setup.blocks)]
-            kept = dict(fsdp.kept_whole(module, setup.mesh))
+            kept = dict(fsdp.unshardable_parameters(module, setup.mesh))
             whole, done = set(kept), set(kept.values()).union(*(unit.parameters() for unit in split))
             units = shard_without_hooks(
                 [*owners, module],
@@ -140,7 +140,7 @@ class Division:
             )
         setup.load()
         syncs: list[GradientBuckets | ShardedGradients] = []
-        own, others = experts_apart(list(module.named_parameters()), experts)
+        own, others = split_off_experts(list(module.named_parameters()), experts)
         of_experts = (own, split, experts.mesh, experts.group) if experts is not None else ([], [], None, None)
         of_whole: Any = ([(n, p) for n, p in others if n in whole], [], None, setup.group)
         of_others = ([(n, p) for n, p in others if n not in whole], units, setup.mesh, setup.group)
@@ -219,7 +219,7 @@ def _shared(
     found: dict[dist.ProcessGroup, Named] = {}
     own = dict(named)
     for stages in sorted({stages for stages in users.values() if len(stages) > 1}):
-        group = own_group([[ranks[s] for s in stages] for ranks in _pipelines(dims)])
+        group = group_of_this_rank([[ranks[s] for s in stages] for ranks in _pipelines(dims)])
         if group is not None:
             found[group] = [(name, own[name]) for name, several in users.items() if several == stages]
     return found, [p for name, p in named if users[name][0] == stage]
@@ -238,10 +238,10 @@ def _whole_backward(options: Options) -> tuple[str, ...]:
 
 
 STRATEGY = Strategy(
-    "pipeline",
-    "blocks split into stages",
+    name="pipeline",
+    summary="blocks split into stages",
     degrees=("pp",),
-    also=("dp_replicate", "dp_shard", "cp", "tp", "ep"),
+    combines_with=("dp_replicate", "dp_shard", "cp", "tp", "ep"),
     # The loss is computed where the last block is, without the parameters of the other stages; forward of a stage
     # begins at tensors that were sent to it, and gradients come back for all of them in every micro-batch.
     cannot_keep=CHANGING_OR_HOOKED

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strategies.dims import LayoutError, own_group
+from strategies.dims import LayoutError, group_of_this_rank
 from strategies.pipeline.postings import Arrival, Key, connections
 from strategies.pipeline.schedules import Placement
 
@@ -98,7 +98,7 @@ class P2PComm:
             with warnings.catch_warnings():  # of the options' own timeout, that the argument goes before it
                 warnings.filterwarnings("ignore", "backend_options._timeout")
                 for key in ((kind, down) for kind in ("F", "B") for down in (True, False)):
-                    made = own_group([list(ranks) for ranks in pipelines], **_nccl())
+                    made = group_of_this_rank([list(ranks) for ranks in pipelines], **_nccl())
                     assert made is not None
                     self.groups[key] = made
         self._connect(placement)
