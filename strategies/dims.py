@@ -38,7 +38,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from strategies.options import STRATEGIES
-from strategies.options import Options as Options  # for traits.py, which imports it from here
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

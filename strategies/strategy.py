@@ -10,7 +10,7 @@ step)` what a rank communicates for one unit of the model, and when. Activations
 communication overlaps with computation, are up to the planner.
 
 **Models.** `cannot_keep` lists what a model may do on one device, but not under this strategy
-(traits.py). rehearsal.py finds out what a model does.
+(traits.py). rehearsal/ finds out what a model does.
 
 **Applying.** `apply(setup)` puts a data-parallel strategy on `setup.module`, to which tensor
 parallelism, recomputation and compilation have already been applied. It calls `setup.load()`

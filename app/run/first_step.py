@@ -1,7 +1,7 @@
 """The task's first step, taken on this process before any worker starts, to see what a layout could not keep.
 
 The model is built and runs forward and backward on a few samples: on the meta device, which costs a second for a model
-of any size, and, where a step is small, on real numbers. What is looked for is in strategies/rehearsal.py; what only
+of any size, and, where a step is small, on real numbers. What is looked for is in strategies/rehearsal; what only
 an application knows is here: how samples are read, and whether the loss of a batch is the mean over its parts.
 """
 
@@ -30,7 +30,7 @@ from strategies import registry
 from strategies.blocks import find_blocks
 from strategies.dims import Layout, LayoutError
 from strategies.options import Options
-from strategies.rehearsal import observe
+from strategies.rehearsal.observe import observe
 from strategies.traits import Observation, Trait, broken_by, require_kept
 
 SAMPLES = 4
