@@ -1,9 +1,10 @@
 """Which modules are a model's repeating blocks: the unit of sharding, recomputation, compilation, pipeline stages.
 
-Nearly every deep model is a chain of modules of one class held by a ModuleList, ModuleDict or Sequential: the layers
-of a Hugging Face decoder, the stages of a ResNet, a user's nn.Sequential. So: of the containers met from the
-outside in, take the children whose class occurs at least twice among all containers' children, preferring modules
-made of modules to bare layers. What is inside a block is not looked at. A model without such a chain is one unit.
+Nearly every deep model is a chain of modules of one class held by a ModuleList, ModuleDict or
+Sequential: the layers of a Hugging Face decoder, the stages of a ResNet, a user's nn.Sequential.
+So: of the containers met from the outside in, take the children whose class occurs at least twice
+among all containers' children, preferring modules made of modules to bare layers. What is inside a
+block is not looked at. A model without such a chain is one unit.
 """
 
 from collections import Counter
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from strategies.dims import LayoutError, meant
+from strategies.dims import LayoutError, did_you_mean
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -25,13 +26,17 @@ def find_blocks(module: nn.Module, named: list[str] | None = None) -> list[str]:
     """
     if named is not None:
         return _checked(module, named)
-    children = [(name, child) for name, child in _held(module, "") if any(True for _ in child.parameters())]
+    children = [
+        (name, child) for name, child in _held(module, "") if any(True for _ in child.parameters())
+    ]
     composite = [(name, child) for name, child in children if any(True for _ in child.children())]
     for candidates in (composite, children):
         classes = Counter(type(child) for _, child in candidates)
         chain = [name for name, child in candidates if classes[type(child)] > 1]
         if chain:
-            return [name for name in chain if not any(name.startswith(other + ".") for other in chain)]
+            return [
+                name for name in chain if not any(name.startswith(other + ".") for other in chain)
+            ]
     return []
 
 
@@ -49,11 +54,17 @@ def _checked(module: nn.Module, named: list[str]) -> list[str]:
     modules = dict(module.named_modules())
     for name in named:
         if name not in modules or not name:
-            hint = meant(name, modules, f"it has {', '.join(list(modules)[1:6])}, …")
-            raise LayoutError(f"the task names the block {name!r}, which {type(module).__name__} does not have: {hint}")
+            hint = did_you_mean(name, modules, f"it has {', '.join(list(modules)[1:6])}, …")
+            raise LayoutError(
+                f"the task names the block {name!r}, which {type(module).__name__} does not have: "
+                f"{hint}"
+            )
         inside = [other for other in named if name.startswith(other + ".")]
         if inside:
-            raise LayoutError(f"the task names the block {name!r}, which is inside the block {inside[0]!r}: name one")
+            raise LayoutError(
+                f"the task names the block {name!r}, which is inside the block {inside[0]!r}: name "
+                "one"
+            )
     return list(named)
 
 
@@ -70,13 +81,15 @@ def separable(module: nn.Module, blocks: list[str]) -> list[str]:
 def compile_blocks(module: nn.Module, blocks: list[str], backend: str) -> None:
     """torch.compile, block by block: blocks of one class share one compilation, and start-up does not grow with depth.
 
-    Only a block's `forward` is compiled, in place: names stay, and the hooks by which sharded strategies gather
-    parameters stay outside of the graph, where they work as ever. A model without blocks is compiled whole. Choose it
-    on GPUs for anything that trains longer than compiling takes (a minute or so); `aot_eager` compiles nothing and
-    shows whether a model can be. https://docs.pytorch.org/docs/stable/generated/torch.compile.html
+    Only a block's `forward` is compiled, in place: names stay, and the hooks by which sharded
+    strategies gather parameters stay outside of the graph, where they work as ever. A model without
+    blocks is compiled whole. Choose it on GPUs for anything that trains longer than compiling takes
+    (a minute or so); `aot_eager` compiles nothing and shows whether a model can be.
+    https://docs.pytorch.org/docs/stable/generated/torch.compile.html
 
-    DDP's gradients leave after each block's backward, while those below still compute. Only a model that is compiled
-    whole needs torch to cut its graph where DDP's buckets end, which would make several small graphs of every block
+    DDP's gradients leave after each block's backward, while those below still compute. Only a model
+    that is compiled whole needs torch to cut its graph where DDP's buckets end, which would make
+    several small graphs of every block
     (https://docs.pytorch.org/docs/stable/notes/ddp.html#torchdynamo-ddpoptimizer).
 
     Raises:

@@ -22,7 +22,8 @@ def all_to_all(
         rows: (rows, …) of this worker, those for the first worker first.
         group: The workers.
         gives: How many consecutive rows go to each worker. None: as many to each.
-        takes: How many rows come from each worker, in `gives` of that worker. None: as many from each.
+        takes: How many rows come from each worker, in `gives` of that worker. None: as many from
+            each.
 
     Returns:
         The rows that have arrived, those from the first worker first.

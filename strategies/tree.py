@@ -1,7 +1,7 @@
 """Values inside tuples, lists and mappings: what batches, arguments and outputs of modules are made of.
 
-A named tuple and any mapping (Hugging Face's outputs and encodings, say) come back as what they were. Anything else is
-a leaf, as in torch's own pytree, which has no public name.
+A named tuple and any mapping (Hugging Face's outputs and encodings, say) come back as what they
+were. Anything else is a leaf, as in torch's own pytree, which has no public name.
 """
 
 import copy

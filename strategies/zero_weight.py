@@ -1,14 +1,17 @@
 """Backward of a micro-batch that has no part in the step: its weight is 0.
 
-A micro-batch without a counted item (every label is masked) has a mean over nothing for a loss, 0/0, and nan times its
-weight 0 is still nan, in the loss and in every gradient. Yet it cannot be skipped: the other workers wait for this one
-in the collectives of forward and backward (gathered parameters, averaged gradients, experts of other workers).
+A micro-batch without a counted item (every label is masked) has a mean over nothing for a loss,
+0/0, and nan times its weight 0 is still nan, in the loss and in every gradient. Yet it cannot be
+skipped: the other workers wait for this one in the collectives of forward and backward (gathered
+parameters, averaged gradients, experts of other workers).
 
-So backward runs, and what the *loss* makes of the model's outputs hands on exact zeros. The loss is what autograd
-recorded between the value and the outputs of the model's modules. Behind those outputs backward is the model's own:
-zeros stay zeros there, and what other workers send through this one's experts keeps its gradient.
+So backward runs, and what the *loss* makes of the model's outputs hands on exact zeros. The loss is
+what autograd recorded between the value and the outputs of the model's modules. Behind those
+outputs backward is the model's own: zeros stay zeros there, and what other workers send through
+this one's experts keeps its gradient.
 
-A weight that is known to be 0 is the Python number 0.0, so that no host waits for a device to learn it.
+A weight that is known to be 0 is the Python number 0.0, so that no host waits for a device to learn
+it.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ def has_no_weight(weight: float | Tensor) -> bool:
 def recorded_outputs(model: nn.Module, wanted: bool = True) -> Iterator[list[Node]]:
     """While it lasts, collects the autograd nodes of what the model's modules return; nothing unless `wanted`.
 
-    The model's own output is not among them, for it may be the loss; neither is any single number, for the same reason.
+    The model's own output is not among them, for it may be the loss; neither is any single number,
+    for the same reason.
     """
     nodes: list[Node] = []
 
@@ -89,4 +93,6 @@ def silence(loss: Tensor, outputs: list[Node]) -> None:
 
 
 def _zeros(grad_inputs: tuple[Tensor | None, ...], grad_outputs: tuple[Tensor | None, ...]) -> Any:
-    return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in grad_inputs)
+    return tuple(
+        None if gradient is None else torch.zeros_like(gradient) for gradient in grad_inputs
+    )

@@ -15,7 +15,7 @@ from app.errors import UserError
 from app.launchers.failure_policy import Capacity, Limits, fewer_workers, growth
 from app.run.prepare import Prepared
 from app.training.job import Job
-from strategies.dims import BESIDE_DATA
+from strategies.dims import MODEL_DEGREES
 from strategies.layout import LayoutError
 
 LOOK_SECONDS = 1.0
@@ -113,7 +113,7 @@ class Elastic:
             parallel = self.config.parallel
             samples_per_worker = max(1, train.global_batch_size // dims.dp)
             values["train.micro_batch_size"] = train.micro_batch_size or samples_per_worker
-            for name in BESIDE_DATA:
+            for name in MODEL_DEGREES:
                 values[f"parallel.{name}"] = getattr(dims, name)
             values["parallel.dp_replicate"] = None
             if not (parallel.dp_replicate and parallel.dp_shard):

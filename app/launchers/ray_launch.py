@@ -29,7 +29,7 @@ from cluster.files import read_cluster
 from cluster.pending import AutoscalerReport, Diagnosis, autoscaler_now, check_feasible
 from cluster.watch import GONE_SECONDS, OWN_SECONDS, RayWatch, addresses
 from strategies import registry
-from strategies.dims import NAMES
+from strategies.dims import MESH_DIMS
 
 LOOK_SECONDS = 1.0
 """Seconds between two looks at the cluster."""
@@ -297,18 +297,19 @@ def resources_to_ask_for(config: Config, cluster: Cluster) -> tuple[int, dict[st
     if not per_worker:
         has_gpus = bool(cluster.gpus)
         per_worker = {"GPU": _gpus_per_worker(config, cluster)} if has_gpus else {"CPU": 1.0}
-    if any(record.one_process for record in registry.written(config.strategy)):
+    if any(record.one_process for record in registry.known_records(config.strategy)):
         return 1, per_worker
     if per_worker.get("GPU"):
         return max(1, int(cluster.gpus / per_worker["GPU"])), per_worker
-    degrees = math.prod(getattr(config.parallel, name) or 1 for name in NAMES)
+    degrees = math.prod(getattr(config.parallel, name) or 1 for name in MESH_DIMS)
     return max(2, degrees), per_worker
 
 
 def _gpus_per_worker(config: Config, cluster: Cluster) -> float:
     """GPUs of one worker if the configuration does not say."""
     gpus_of_node = max(1.0, float(cluster.gpus_of_largest))
-    spreading = [record for record in registry.written(config.strategy) if record.several_devices]
+    records = registry.known_records(config.strategy)
+    spreading = [record for record in records if record.several_devices]
     if not spreading:
         return 1.0
     if spreading[0].one_process:

@@ -48,7 +48,7 @@ from app.training import loop
 from app.training.events import Event, WorkerInfo, WorkerStarted
 from app.training.job import Heartbeat, Job, Place, SilentChannel
 from strategies import registry
-from strategies.one_process import home
+from strategies.one_process import first_gpu_of_worker
 
 STORE_TIMEOUT = timedelta(minutes=30)
 """How long ranks wait for one another."""
@@ -123,8 +123,8 @@ def own_device(environment: Environment, strategy: str) -> torch.device:
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    uses_several = any(record.several_devices for record in registry.written(strategy))
-    gpu = home(
+    uses_several = any(record.several_devices for record in registry.known_records(strategy))
+    gpu = first_gpu_of_worker(
         uses_several,
         environment.local_rank,
         environment.local_world_size,

@@ -106,8 +106,8 @@ def _planned(
         "train.activation_checkpointing": candidate.checkpointing,
         "parallel.offload": candidate.offload,
     }
-    if row.reduces_each is not None:
-        values["parallel.accumulate_sharded"] = row.reduces_each
+    if row.reduces_each_microbatch is not None:
+        values["parallel.accumulate_sharded"] = row.reduces_each_microbatch
     if candidate.dims.pp > 1 and not cut:
         values |= {"parallel.schedule": candidate.schedule, "parallel.chunks": candidate.chunks}
         values["parallel.stages"] = list(row.stages or ())

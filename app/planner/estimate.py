@@ -49,7 +49,7 @@ class Estimate:
     seconds: dict[str, float]
     """Of one optimizer step; timing.py names the parts."""
     flops: float  # of the whole step, without what is computed again
-    reduces_each: bool | None
+    reduces_each_microbatch: bool | None
     """Whether every micro-batch's gradients are reduced (parallel.accumulate_sharded); None: does not apply."""
     stages: tuple[int, ...] | None  # blocks of each chunk of a pipeline
     range: tuple[float, float] = (1.0, 1.0)
@@ -138,18 +138,20 @@ class Estimator:
         whole = self._rank(way, dims.tp, shards_of(held), tuple(self.reader.costs(way).counts.values()))
         numbers, memory_of_gpu = whole.root + whole.blocks, None if machine.device.is_cpu else machine.device.capacity
         step = StepShape(
-            held.dp_replicate,
-            held.dp_shard,
-            dims.tp,
-            dims.pp,
-            candidate.micro_batches,
-            work.itemsize,
-            wire,
-            strategy.reshards(
+            dp_replicate=held.dp_replicate,
+            dp_shard=held.dp_shard,
+            tp=dims.tp,
+            pp=dims.pp,
+            micro_batches=candidate.micro_batches,
+            compute_itemsize=work.itemsize,
+            reduce_itemsize=wire,
+            reshard_after_forward=strategy.reshards_after_forward(
                 options.reshard_after_forward, parameters_are_large(numbers * work.itemsize, memory_of_gpu)
             ),
-            strategy.reduces_each(options.accumulate_sharded, gradients_are_large(numbers * wire, memory_of_gpu)),
-            self.optimizer,
+            reduce_scatter_each_microbatch=strategy.reduces_each_microbatch(
+                options.accumulate_sharded, gradients_are_large(numbers * wire, memory_of_gpu)
+            ),
+            optimizer=self.optimizer,
         )
         parts, units = self._parts(work), self._units(way, dims.tp, shards_of(held))
         context = choose_method(options.context, heads=self.reader.heads, dims=dims, workers_per_node=machine.per_node)
@@ -163,7 +165,7 @@ class Estimator:
         case, stages = self.case(candidate)
         memory = self._memory(case, stages)
         decides = strategy.is_sharded and candidate.micro_batches > 1 and dims.pp == 1
-        may_reduce_each = decides and strategy.reduces_each(options.accumulate_sharded, None) is None
+        may_reduce_each = decides and strategy.reduces_each_microbatch(options.accumulate_sharded, None) is None
         if may_reduce_each and sum(memory.values()) > machine.device.capacity:  # then it does, at some cost of time
             case = replace(case, step=replace(case.step, reduce_scatter_each_microbatch=True))
             memory = self._memory(case, stages)
@@ -211,8 +213,8 @@ class Estimator:
             unit_size(
                 tuple(part_of(p, tp, shards[1]) for p in model.parameters[name]),
                 shards[0],
-                not name.startswith("block"),
-                shards[2],
+                is_root=not name.startswith("block"),
+                expert_shards=shards[2],
             )
             for name in model.parts
         ]
@@ -304,7 +306,7 @@ def _at_worst(case: Case, gradients: float) -> tuple[float, float]:
     several = case.candidate.micro_batches > 1
     waiting = several and strategy.is_sharded and not case.step.reduce_scatter_each_microbatch
     gradients = 0.0 if waiting else gradients
-    always = several or (strategy.averages and dims.tp == 1)
+    always = several or (strategy.averages_gradients and dims.tp == 1)
     before, after, worst = 0.0, float(gradients), (float("-inf"), 0.0, 0.0)
     for part, unit, count in zip(case.parts, case.units, case.counts):
         own = unit.sharded_gradients if strategy.is_sharded else unit.gradients

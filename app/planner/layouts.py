@@ -11,8 +11,8 @@ from app.training.job import strategy_options
 from strategies import registry
 from strategies.activation_checkpointing import checkpoint_every
 from strategies.context.apply import check_length
-from strategies.dims import BESIDE_DATA, DEGREES, Layout, LayoutError, ParallelDims
-from strategies.layout import check, choose, require_pieces
+from strategies.dims import DEGREES, MODEL_DEGREES, Layout, LayoutError, ParallelDims
+from strategies.layout import check, choose, require_sequence_parallel_for_async_tp
 from strategies.pipeline import schedules
 from strategies.strategy import Strategy
 
@@ -116,7 +116,7 @@ def fixed_by(config: Config, given: frozenset[str]) -> Fixed:
         UserError, LayoutError: one of them cannot be.
     """
     checkpoint_every(config.train.activation_checkpointing)  # raises for what is not a mode
-    require_pieces(strategy_options(config))
+    require_sequence_parallel_for_async_tp(strategy_options(config))
     fixed: Fixed = {key: reduce(getattr, key.split("."), config) for key in KEYS if key in given}
     fixed = {key: value for key, value in fixed.items() if value not in (None, "auto")}
     records = registry.records(fixed.get("strategy", "single"))
@@ -210,19 +210,19 @@ def _is_plain(strategy: Strategy) -> bool:
 def _strategies(dims: ParallelDims) -> list[Strategy]:
     """What data-parallel workers can do: what the degrees say, and special ways to have the same degrees."""
     own = {name for name in ("dp_replicate", "dp_shard") if getattr(dims, name) > 1}
-    others = {name for name in BESIDE_DATA if getattr(dims, name) > 1}
+    others = {name for name in MODEL_DEGREES if getattr(dims, name) > 1}
     found = [registry.by_degrees(*(name for name in ("dp_replicate", "dp_shard") if name in own))]
     if dims.cp > 1 and dims.dp_shard == 1:  # shards over the workers of a sequence alone
         found.append(registry.by_degrees("dp_shard"))
     for record in registry.STRATEGIES.values():
         usable = record.plannable and record.degrees and not record.splits_model and not record.alias_of
         if usable and not _is_plain(record) and set(record.degrees) <= own:
-            found += [record] if own | others <= {*record.degrees, *record.also} else []
+            found += [record] if own | others <= {*record.degrees, *record.combines_with} else []
     return found
 
 
 def _name(strategy: Strategy, dims: ParallelDims) -> str:
-    split = [registry.by_degrees(name).name for name in BESIDE_DATA if getattr(dims, name) > 1]
+    split = [registry.by_degrees(name).name for name in MODEL_DEGREES if getattr(dims, name) > 1]
     return "+".join([strategy.name, *split] if strategy.degrees or not split else split)
 
 

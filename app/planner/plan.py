@@ -74,7 +74,7 @@ class Plan:
                 "chunks": candidate.chunks if candidate.schedule else None,
                 "stages": list(row.stages) if row.stages else None,
                 "offload": candidate.offload,
-                "accumulate_sharded": row.reduces_each,
+                "accumulate_sharded": row.reduces_each_microbatch,
             },
             "micro_batch_size": candidate.micro_batch,
             "micro_batches": candidate.micro_batches,

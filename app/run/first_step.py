@@ -2,7 +2,7 @@
 
 Before any worker starts, the model runs forward and backward on a few samples: on the meta device,
 which costs a second for a model of any size, and, if a step is small, on real numbers. What is
-looked for is in strategies/rehearsal.py. What only an application knows is here: how samples are
+looked for is in strategies/rehearsal. What only an application knows is here: how samples are
 read, and whether the loss of a batch is the mean over its parts.
 """
 
@@ -31,7 +31,7 @@ from strategies import activation_checkpointing, registry
 from strategies.blocks import find_blocks
 from strategies.dims import Layout, LayoutError
 from strategies.options import Options
-from strategies.rehearsal import observe
+from strategies.rehearsal.observe import observe
 from strategies.traits import Observation, Trait, broken_by, require_kept
 
 SAMPLES = 4

@@ -39,14 +39,14 @@ from app.tasks.sources import task_sources
 from app.training import batch_gather, hooks
 from app.training.job import strategy_options
 from app.training.optimizer import optimizer_class
-from strategies import precision, registry
+from strategies import precision, registry, state
 from strategies.blocks import find_blocks
 from strategies.context.apply import check_length, require_positions
 from strategies.expert.apply import require as require_experts
 from strategies.layout import LayoutError
 from strategies.parallelize import Layout, ParallelDims, check
 from strategies.pipeline.apply import plan_stages
-from strategies.state import require_parameters, structure
+from strategies.state import require_trainable_parameters
 from strategies.tensor.plan import SYNONYMS, make_plan
 
 if TYPE_CHECKING:
@@ -339,14 +339,14 @@ def build_on_meta(task: Task, layout: Layout) -> nn.Module | None:
     if layout.dims.world_size == 1:
         return None
     if layout.dims.pp > 1:
-        model = structure(lambda: build_model(task))[0]
+        model = state.build_on_meta(lambda: build_model(task))[0]
     else:
         try:
             with torch.device("meta"):
                 model = build_model(task)
         except Exception:  # a model's own code may need values; the workers build it for real
             return None
-    require_parameters(model)
+    require_trainable_parameters(model)
     find_blocks(model, task.blocks(model))
     return model
 

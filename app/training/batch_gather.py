@@ -106,7 +106,7 @@ def _obstacle(layout: Layout) -> str:
         return "a pipeline has one micro-batch at a time where the loss is computed"
     if layout.dims.cp > 1:
         return "with parallel.cp a worker has a part of every sample"
-    if any(record.requires for record in registry.records(layout.name)):
+    if any(record.required_package for record in registry.records(layout.name)):
         return f"{layout.name} takes the steps itself"
     return ""
 

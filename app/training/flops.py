@@ -41,7 +41,7 @@ from strategies import registry
 from strategies.blocks import find_blocks
 from strategies.layout import Layout
 from strategies.mixtures import find_mixtures
-from strategies.one_process import own_devices
+from strategies.one_process import worker_devices
 
 
 def transformer_flops(parameters: int, layers: int, width: int, length: int) -> float:
@@ -138,7 +138,7 @@ class Utilization:
             return None
         gpus = place.world_size
         if any(record.several_devices for record in registry.records(layout.name)):
-            gpus *= len(own_devices(place.device))
+            gpus *= len(worker_devices(place.device))
         return cls(flops, peak, gpus)
 
     def mfu(self, samples_per_second: float) -> float:

@@ -52,7 +52,7 @@ def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()
     train = config.train
     dims = layout.dims
     is_pipeline = dims.pp > 1
-    is_engine = any(record.requires for record in registry.records(layout.name))
+    is_engine = any(record.required_package for record in registry.records(layout.name))
     if overrides(task, "training_step") and (is_pipeline or is_engine):
         reason = f"{layout.name} takes the steps itself"
         if is_pipeline:

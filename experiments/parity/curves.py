@@ -20,7 +20,7 @@ from torch import nn
 from app.config import OptimizerConfig
 from app.training.optimizer import build_optimizer
 from strategies.parallel import Parallel
-from strategies.parallelize import Blocks, Layout, LayoutError, Options, Places, Plan, check, parallelize
+from strategies.parallelize import Blocks, ContextPlanFor, Layout, LayoutError, Options, TensorPlan, check, parallelize
 from strategies.tree import tree_leaves, tree_map
 
 Batch = Any
@@ -43,8 +43,8 @@ class Trial:
     micro_batches: int = 1
     clip: float | None = None
     blocks: Blocks = None
-    tensor_plan: Plan = None
-    context_plan: Places = None
+    tensor_plan: TensorPlan = None
+    context_plan: ContextPlanFor = None
     heads: int | None = None
     # A larger epsilon than Adam's usual: a gradient that is zero but for rounding (the bias of attention's keys) would
     # otherwise be scaled up to a step of full size in a random direction, on one device too.

@@ -240,8 +240,10 @@ def _worker(rank: int, trials: Trials, calls: list[Call], folder: str) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(workers)}
     if trials.device_type == "cuda":
         torch.backends.cudnn.allow_tf32 = False
-        several = any(record.several_devices for record in registry.written(calls[0].row.name))
-        device = torch.device("cuda", one_process.home(several, rank, workers, torch.cuda.device_count()))
+        several = any(record.several_devices for record in registry.known_records(calls[0].row.name))
+        device = torch.device(
+            "cuda", one_process.first_gpu_of_worker(several, rank, workers, torch.cuda.device_count())
+        )
         torch.cuda.set_device(device)
     if workers > 1:
         store = dist.FileStore(f"{folder}/store", workers)

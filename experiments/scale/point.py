@@ -41,8 +41,8 @@ class WorkerTimes:
         node: The address of its node.
         steps: Seconds per step of each block.
         data: Seconds per step of each block in which it waited for data.
-        shares: What `app.training.profiler.seconds_by_kind` says of the profiled steps; empty for one worker
-            and for a pipeline.
+        shares: What `app.training.profiler.seconds_by_kind` says of the profiled steps; empty for
+            one worker and for a pipeline.
         spans: For a pipeline, the fields of each `Span` of each profiled step.
         memory: The most bytes that it used.
     """

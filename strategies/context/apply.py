@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from strategies.context import allgather, ring, ulysses
 from strategies.context.attention import ATTENTION, ContextMethod, register_group
-from strategies.dims import LayoutError, ParallelDims, own_group
+from strategies.dims import LayoutError, ParallelDims, group_of_this_rank
 from strategies.options import Options
 from strategies.strategy import Strategy
 from strategies.traits import Trait
@@ -68,11 +68,11 @@ def _check(options: Options) -> None:
 
 
 STRATEGY = Strategy(
-    "context",
-    "each sequence split over workers",
+    name="context",
+    summary="each sequence split over workers",
     degrees=("cp",),
-    also=("dp_replicate", "dp_shard", "tp", "pp", "ep"),
-    check=_check,
+    combines_with=("dp_replicate", "dp_shard", "tp", "pp", "ep"),
+    check_options=_check,
     # The workers of one sequence have different tokens, and meet in every attention.
     cannot_keep=frozenset(
         {
@@ -216,7 +216,7 @@ class Context:
             options: `context` is the method.
             plan: Where the sequence is; None: where most models have it.
         """
-        group = own_group(dims.peers("cp"))
+        group = group_of_this_rank(dims.peers("cp"))
         assert group is not None, "every worker has a part of a sequence"
         self.group = group
         self._workers = dims.cp

@@ -185,10 +185,10 @@ class _DividedGradient(torch.autograd.Function):
 
 
 STRATEGY = Strategy(
-    "expert",
-    "a mixture's experts split over data-parallel workers",
+    name="expert",
+    summary="a mixture's experts split over data-parallel workers",
     degrees=("ep",),
-    also=("dp_replicate", "dp_shard", "cp", "tp", "pp"),
+    combines_with=("dp_replicate", "dp_shard", "cp", "tp", "pp"),
     # A worker has only some of the experts, and tokens go to the others' while all run the same
     # block.
     cannot_keep=CHANGING_OR_HOOKED

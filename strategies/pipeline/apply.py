@@ -18,15 +18,15 @@ from torch.distributed.fsdp import FSDPModule
 from strategies import fsdp, precision
 from strategies.blocks import separable
 from strategies.context.apply import Context
-from strategies.dims import Layout, LayoutError, ParallelDims, own_group, submesh
+from strategies.dims import Layout, LayoutError, ParallelDims, group_of_this_rank, submesh
 from strategies.grad_sync import (
     GradientBuckets,
     GradSync,
     Named,
     ShardedGradients,
     Together,
-    experts_apart,
     shard_without_hooks,
+    split_off_experts,
 )
 from strategies.options import Options
 from strategies.parallel import Loss
@@ -203,7 +203,7 @@ class Division:
         experts = setup.experts
         shards = _shard(setup)
         setup.load()
-        of_experts, others = experts_apart(list(setup.module.named_parameters()), experts)
+        of_experts, others = split_off_experts(list(setup.module.named_parameters()), experts)
         of_whole = [(name, p) for name, p in others if name in shards.whole]
         of_others = [(name, p) for name, p in others if name not in shards.whole]
 
@@ -355,7 +355,7 @@ def _shard(setup: Setup) -> _Shards:
             placement=experts.placement,
             compute=compute,
         )
-    whole = dict(fsdp.kept_whole(module, setup.mesh))
+    whole = dict(fsdp.unshardable_parameters(module, setup.mesh))
     done = set(whole.values())
     if expert_units and experts is not None:
         for mixture in experts.mixtures:
@@ -397,7 +397,7 @@ def _shared_parameters(
     sharing = {stages for stages in stages_of.values() if len(stages) > 1}
     for stages in sorted(sharing):
         ranks = [[pipeline[stage] for stage in stages] for pipeline in _pipelines(dims)]
-        group = own_group(ranks)
+        group = group_of_this_rank(ranks)
         if group is not None:
             names = [name for name, users in stages_of.items() if users == stages]
             shared[group] = [(name, own_parameters[name]) for name in names]
@@ -427,10 +427,10 @@ def _nothing() -> None:
 
 
 STRATEGY = Strategy(
-    "pipeline",
-    "blocks split into stages",
+    name="pipeline",
+    summary="blocks split into stages",
     degrees=("pp",),
-    also=("dp_replicate", "dp_shard", "cp", "tp", "ep"),
+    combines_with=("dp_replicate", "dp_shard", "cp", "tp", "ep"),
     # The loss is computed where the last block is, without the parameters of the other stages.
     # Forward of a stage begins at tensors that were sent to it, and gradients come back for all of
     # them in every micro-batch.

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strategies.dims import LayoutError, own_group
+from strategies.dims import LayoutError, group_of_this_rank
 from strategies.pipeline.interface import Signature
 from strategies.pipeline.postings import Connection, Message, PostedReceive, connections
 from strategies.pipeline.schedules import Placement
@@ -228,14 +228,14 @@ def _new_group(pipelines: Sequence[Sequence[int]]) -> dist.ProcessGroup:
     """A process group of each pipeline for one direction; returns this worker's."""
     ranks = [list(pipeline) for pipeline in pipelines]
     if "nccl" not in str(dist.get_backend_config()):
-        group = own_group(ranks)
+        group = group_of_this_rank(ranks)
     else:
         options = dist.ProcessGroupNCCL.Options()
         options.config.max_ctas = MAX_CTAS
         with warnings.catch_warnings():
             # The options have a timeout of their own; torch warns that the argument replaces it.
             warnings.filterwarnings("ignore", "backend_options._timeout")
-            group = own_group(ranks, backend="nccl", pg_options=options, timeout=TIMEOUT)
+            group = group_of_this_rank(ranks, backend="nccl", pg_options=options, timeout=TIMEOUT)
     assert group is not None, "every worker is in a pipeline"
     return group
 

@@ -453,10 +453,10 @@ def _own_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 STRATEGY = Strategy(
-    "tensor",
-    "each layer split",
+    name="tensor",
+    summary="each layer split",
     degrees=("tp",),
-    also=("dp_replicate", "dp_shard", "cp", "pp", "ep"),
+    combines_with=("dp_replicate", "dp_shard", "cp", "pp", "ep"),
     # A worker has a part of each matrix, in a parameter that replaces the model's own. A module
     # reads it whole through its attribute, but a list of parameters holds the parts.
     cannot_keep=CHANGING_OR_HOOKED

@@ -36,7 +36,7 @@ from typing import cast
 
 from torch import nn
 
-from strategies.dims import LayoutError, meant
+from strategies.dims import LayoutError, did_you_mean
 from strategies.mixtures import count_of, find_mixtures
 
 VALUES: dict[str, tuple[type[nn.Module] | None, int | None]] = {
@@ -144,11 +144,11 @@ def _styles_of_task(module: nn.Module, task_plan: dict[str, str]) -> dict[str, s
     for key, written in task_plan.items():
         value = SYNONYMS.get(written, written)
         if value not in VALUES:
-            hint = meant(value, VALUES, f"write one of {', '.join(VALUES)}")
+            hint = did_you_mean(value, VALUES, f"write one of {', '.join(VALUES)}")
             raise LayoutError(f"the tensor plan has {key}: {written}, which is not a value: {hint}")
         names = [key] if key in modules else [name for name in modules if _matches(name, key)]
         if not names:
-            hint = meant(key, modules, f"it has {', '.join(list(modules)[1:6])}, …")
+            hint = did_you_mean(key, modules, f"it has {', '.join(list(modules)[1:6])}, …")
             raise LayoutError(
                 f"the tensor plan's {key!r} matches no module of {type(module).__name__}: {hint}"
             )

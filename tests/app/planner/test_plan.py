@@ -27,7 +27,7 @@ from app.planner.read import Reader
 from app.planner.stand_in import plan_experiment
 from app.tasks import load_task
 from strategies import registry
-from strategies.dims import NAMES, LayoutError
+from strategies.dims import MESH_DIMS, LayoutError
 from strategies.layout import check, choose
 from strategies.options import Options
 from strategies.pipeline.schedules import SCHEDULES
@@ -59,7 +59,7 @@ def test_every_layout_multiplies_to_the_workers_is_runnable_and_there_once() -> 
         assert dims.world_size == 64 and one.micro_batch * one.micro_batches * dims.dp == 256
         assert dims.tp <= 8 and dims.pp * one.chunks <= 8
     for layout, schedule, chunks in {(one.layout, one.schedule, one.chunks) for one in found}:
-        assert choose(layout.name, 64, **{name: getattr(layout.dims, name) for name in NAMES}) == layout
+        assert choose(layout.name, 64, **{name: getattr(layout.dims, name) for name in MESH_DIMS}) == layout
         check(layout, Options(precision="bf16", schedule=schedule or "1f1b", chunks=chunks), micro_batches=256)
     wanted = {r.name for r in registry.STRATEGIES.values() if r.plannable and not r.alias_of and r.degrees}
     assert {one.family for one in found} == wanted - {"expert"}, "which only mixtures have"
@@ -165,7 +165,7 @@ def test_a_gpus_loss_without_its_logits_is_planned_where_a_device_has_the_whole_
 def test_gradients_are_reduced_each_time_only_where_memory_asks_for_it(large: Reader) -> None:
     for gpu, size, each in (("h200", 1, False), ("t4", 1, True), ("h200", 8, None)):  # one micro-batch is no question
         found = _predicted(large, "fsdp", f"train.micro_batch_size={size}", machine=gpus(gpu=gpu))
-        assert found.reduces_each is each, gpu
+        assert found.reduces_each_microbatch is each, gpu
 
 
 def _advised(reader: Reader, machine: Machine, *overrides: str, given: tuple[str, ...] = ()) -> tuple[Plan, str]:
@@ -234,7 +234,7 @@ def test_json_has_the_layouts_best_first(small: Reader, reads: Any, tmp_path: Pa
     layouts = found["layouts"]
     assert layouts and found["count"] >= len(layouts)
     for layout in layouts:
-        assert math.prod(layout["parallel"][name] for name in NAMES) == 8
+        assert math.prod(layout["parallel"][name] for name in MESH_DIMS) == 8
         assert layout["memory_bytes"] == pytest.approx(sum(layout["memory"].values()), abs=20)
         assert layout["step_seconds"] == pytest.approx(sum(layout["seconds"].values()))
         assert layout["tokens_per_second"] > 0 and layout["precision"] == "bf16" and 0 < layout["mfu"] < 1

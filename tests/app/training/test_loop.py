@@ -315,7 +315,7 @@ def test_where_mfu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     known = found(0, GPU)
     assert known is not None and known.gpus == 8 and known.mfu(8 * known.peak / known.flops) == 1.0
-    monkeypatch.setattr(flops, "own_devices", lambda device: [device, device])
+    monkeypatch.setattr(flops, "worker_devices", lambda device: [device, device])
     several = found(0, GPU, strategy="ddp_model_parallel")
     assert several is not None and several.gpus == 16
     assert found(1, GPU) is found(0, CPU) is found(0, GPU, "Imaginary RTX 9090") is None

@@ -143,8 +143,8 @@ def train(
 
 
 def _own_device(row: Row, rank: int) -> torch.device:
-    several = any(record.several_devices for record in registry.written(row.name))
-    device = torch.device("cuda", one_process.home(several, rank, row.workers, DEVICES) % DEVICES)
+    several = any(record.several_devices for record in registry.known_records(row.name))
+    device = torch.device("cuda", one_process.first_gpu_of_worker(several, rank, row.workers, DEVICES) % DEVICES)
     torch.cuda.set_device(device)
     return device
 
@@ -191,7 +191,7 @@ def visible(rank: int) -> dict[str, Any]:
         device = own_device(here, strategy)
         assert torch.ones(1, device="cuda").device == device
         require_own_gpu(device, here, dist.PrefixStore(shown_to, store))
-        return [own.index for own in one_process.own_devices(device)]
+        return [own.index for own in one_process.worker_devices(device)]
 
     assert begin(rank, 1, "fsdp", "own") == [0]
     assert begin(2 * rank, 2, "ddp_model_parallel", "own two") == [0, 1]

@@ -207,7 +207,7 @@ def test_nccls_groups_may_take_as_long_as_others_for_an_operation(monkeypatch: p
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     long = dist.distributed_c10d.default_pg_timeout
     made: list[tuple[Any, Any]] = []
-    monkeypatch.setattr(p2p, "own_group", lambda ranks, **how: made.append((ranks, how)) or "group")
+    monkeypatch.setattr(p2p, "group_of_this_rank", lambda ranks, **how: made.append((ranks, how)) or "group")
     p2p._new_group([(0, 1), (2, 3)])
     assert made == [([[0, 1], [2, 3]], {"backend": "nccl", "pg_options": options, "timeout": long})]
     assert options.config.max_ctas == p2p.MAX_CTAS
