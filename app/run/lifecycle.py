@@ -89,7 +89,7 @@ def _ending(driver: Driver) -> Iterator[None]:
             if driver.run.lease.is_superseded():
                 driver.tracker.leave()
                 driver.run.lease.release()
-                raise RunFailed(driver.run.lease.superseded()) from error
+                raise RunFailed(driver.run.lease.superseded_message()) from error
         _ended_by(driver, error)
         raise
 

@@ -15,7 +15,7 @@ from app.console.terminal import duration, quantity
 from app.errors import UserError, nearest
 from app.run.progress import FILE as PROGRESS
 from app.storage.lease import FILE as LEASE
-from app.storage.lease import LEASE_SECONDS, is_alive, is_here, read_lease
+from app.storage.lease import LEASE_SECONDS, Lease, is_alive, is_here, read_lease
 from app.storage.storage import Storage
 from cluster.shape import aligned
 
@@ -78,7 +78,7 @@ def look(storage: Storage) -> RunState:
     if state == "running":
         if lease is None or not _lives(storage, lease):
             state = "lost"
-        elif lease["attempt"] != progress.get("attempt"):
+        elif lease.attempt != progress.get("attempt"):
             state = "starting"
     if state == "finished" and summary:  # its last start may have had no step left to take, and so no progress
         progress |= {"step": summary["step"], "loss": metrics.get("train/loss", progress.get("loss"))}
@@ -94,7 +94,7 @@ def look(storage: Storage) -> RunState:
         loss=progress.get("loss", metrics.get("train/loss")),
         progress=progress if "rate" in progress else {},
         evaluated=progress.get("evaluated", evaluated),
-        driver=f"process {lease['pid']} on {lease['host']}" if lease and state in ("starting", "running") else "",
+        driver=f"process {lease.pid} on {lease.host}" if lease and state in ("starting", "running") else "",
     )
 
 
@@ -106,7 +106,7 @@ def _progress(storage: Storage) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _lives(storage: Storage, lease: dict[str, Any]) -> bool:
+def _lives(storage: Storage, lease: Lease) -> bool:
     """Of a driver elsewhere: whether it has renewed its lease within a minute, by the storage's clock and ours.
     (To take a run over more is asked, see app/storage/lease.py; here nothing depends on it.)"""
     if is_here(lease):

@@ -5,6 +5,7 @@ import os
 import queue
 import socket
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,9 @@ def test_on_this_machine_the_kernel_knows_whether_the_very_process_lives(tmp_pat
         began = lease.process_started(process.pid)
         ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
         assert began == float(ticks) > 0, "since the machine started: setting the clock does not change it"
-        held = {"host": socket.gethostname(), "pid": process.pid, "process_started": began}
+        held = lease.Lease(attempt="a", host=socket.gethostname(), pid=process.pid, process_started=began)
         assert lease.is_alive(Storage(tmp_path), held, 0.0)
-        assert not lease.is_alive(Storage(tmp_path), held | {"process_started": began - 1}, 0.0)
+        assert not lease.is_alive(Storage(tmp_path), replace(held, process_started=began - 1), 0.0)
     finally:
         process.kill()
     wait_until(lambda: lease.process_started(process.pid) == 0.0)  # a zombie trains nothing
@@ -52,8 +53,8 @@ def test_a_start_that_is_superseded_and_does_not_end_is_reported(
     storage = Storage(tmp_path)
     lost = queue.Queue[str]()
 
-    def holder(attempt: str) -> lease.Holder:
-        return lease.Holder(storage, "name", attempt, is_newest=lambda: True, on_lost=lost.put)
+    def holder(attempt: str) -> lease.LeaseHolder:
+        return lease.LeaseHolder(storage, "name", attempt, is_newest=lambda: True, on_lost=lost.put)
 
     ends = holder("ends")
     ends.take(None)
