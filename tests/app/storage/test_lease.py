@@ -3,8 +3,10 @@
 import json
 import os
 import queue
+import re
 import socket
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,3 +68,12 @@ def test_a_start_that_is_superseded_and_does_not_end_is_reported(
     assert f"'name' was taken over by process {os.getpid()}" in lost.get(timeout=30)
     newest.release()
     assert lost.empty(), "the first one has ended, and the last one was not superseded"
+
+
+def test_a_lease_is_described_whatever_its_numbers_are() -> None:
+    told = lease.Lease(
+        attempt="a", host="far", pid=7, process_started=1.0, since=int(time.time()) - 42, step=3, steps=9
+    )
+    assert re.fullmatch(r"process 7 on far, for 0:00:4\d, at step 3 of 9", lease.describe(told))
+    for change in ({"since": -(10**18)}, {"step": -1}, {"steps": None}):
+        assert lease.describe(replace(told, **change)) == "process 7 on far"
