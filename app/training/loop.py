@@ -13,7 +13,7 @@ The loop imports no launcher and no tracker: it reports to the `Channel` that it
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -81,7 +81,7 @@ class Training:
         job: What to train.
         place: This rank's place.
         channel: To the driver.
-        make_persistence: Makes what saves and loads checkpoints; called like `Persistence`.
+        persistence_class: What saves and loads checkpoints.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Training:
         place: Place,
         channel: Channel,
         *,
-        make_persistence: Callable[..., Any] = Persistence,
+        persistence_class: type[Persistence] = Persistence,
     ) -> None:
         self.job = job
         self.place = place
@@ -121,7 +121,7 @@ class Training:
         self.parameter_count = self._count_parameters()
 
         self.progress = Progress()
-        self.persistence = make_persistence(
+        self.persistence = persistence_class(
             job=job,
             place=place,
             channel=channel,

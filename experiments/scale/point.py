@@ -23,6 +23,7 @@ from app.errors import RunFailed
 from app.launchers.ray_workers import work_in
 from app.training.job import Job, Place, SilentChannel, memory_bytes
 from app.training.loop import Training
+from app.training.persistence import NullPersistence
 from app.training.profiler import seconds_by_kind
 from cluster.remote import free_port
 from strategies.pipeline.simulate import COMPUTE, Span, figures
@@ -89,16 +90,6 @@ def measured(told: Sequence[Told], config: Config) -> Measured:
 # --- in the workers ---------------------------------------------------------------------------------------------------
 
 
-class NothingKept:
-    """Stands for the loop's persistence."""
-
-    def __init__(self, **arguments: object) -> None: ...
-
-    def resume(self, progress: object) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Bench:
     """One worker of a point."""
 
@@ -137,7 +128,7 @@ class Bench:
         if self.place.world_size > 1:
             backend = "cpu:gloo,cuda:nccl" if self.gpu else "gloo"
             dist.init_process_group(backend, address, rank=self.place.rank, world_size=self.place.world_size)
-        training = Training(job, self.place, SilentChannel(), make_persistence=NothingKept)
+        training = Training(job, self.place, SilentChannel(), persistence_class=NullPersistence)
         batches = training.batches()
         try:
             yield training, batches
