@@ -137,7 +137,7 @@ class Driver:
             RunFailed: Another start has taken the run over, or Ray is gone.
         """
         if self.run.lease.successor is not None:
-            raise RunFailed(self.run.lease.superseded())
+            raise RunFailed(self.run.lease.superseded_message())
         if self.failed:
             raise RunFailed(self.failed)
         if self.starting and self.stop_requested():

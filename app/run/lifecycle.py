@@ -117,7 +117,7 @@ def _end_recorded(driver: Driver) -> Iterator[None]:
             if driver.run.lease.is_superseded():
                 driver.tracker.leave()
                 driver.run.lease.release()
-                raise RunFailed(driver.run.lease.superseded()) from error
+                raise RunFailed(driver.run.lease.superseded_message()) from error
         _record_error(driver, error)
         raise
 

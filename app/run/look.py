@@ -15,7 +15,7 @@ from app.console.terminal import duration, quantity
 from app.errors import UserError, nearest
 from app.run.progress import FILE as PROGRESS
 from app.storage.lease import FILE as LEASE
-from app.storage.lease import LEASE_SECONDS, is_alive, is_here, read_lease
+from app.storage.lease import LEASE_SECONDS, Lease, is_alive, is_here, read_lease
 from app.storage.storage import Storage
 from cluster.shape import align_columns
 
@@ -120,7 +120,7 @@ def look(storage: Storage) -> RunState:
     if state == "running":
         if lease is None or not _driver_lives(storage, lease):
             state = "lost"
-        elif lease["attempt"] != progress.get("attempt"):
+        elif lease.attempt != progress.get("attempt"):
             state = "starting"
     if state == "finished" and summary:
         # The last start may have had no step left to take, and so no progress.
@@ -133,7 +133,7 @@ def look(storage: Storage) -> RunState:
     }
     driver = ""
     if lease and state in ACTIVE:
-        driver = f"process {lease['pid']} on {lease['host']}"
+        driver = f"process {lease.pid} on {lease.host}"
     return RunState(
         name=name,
         folder=storage.url,
@@ -157,7 +157,7 @@ def _read_progress(storage: Storage) -> dict[str, Any]:
     return progress if isinstance(progress, dict) else {}
 
 
-def _driver_lives(storage: Storage, lease: dict[str, Any]) -> bool:
+def _driver_lives(storage: Storage, lease: Lease) -> bool:
     """Whether a run's driver lives.
 
     A driver on another machine lives if it has renewed its lease within a minute, by the storage's

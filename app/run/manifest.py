@@ -25,7 +25,7 @@ from app.config.io import flatten, to_dict, to_yaml, with_values
 from app.console.masking import mask_tree
 from app.errors import UserError
 from app.run.abort import abort
-from app.storage.lease import Holder
+from app.storage.lease import LeaseHolder
 from app.storage.storage import Storage
 from cluster.environment import below_home
 
@@ -130,7 +130,7 @@ class Run:
         self.attempt = uuid.uuid4().hex[:12]
         self.manifest = self._read_or_new()
         self.opened = False
-        self.lease = Holder(
+        self.lease = LeaseHolder(
             self.storage,
             self.manifest.name,
             self.attempt,

@@ -1,15 +1,19 @@
 """The training loop: the same under every launcher, in a pipeline's stage and in one process.
 
-    a step        micro-batches → forward, backward → clip → optimizer.step()   `Training.step`
-    a boundary    ranks agree → metrics → evaluation → checkpoint               `Training._boundary`
+A step (`Training.step` and `Training._update`) sets the learning rate, runs forward and backward of
+each micro-batch, so that the gradients add up, clips the gradient and calls `optimizer.step()`. It
+does not wait for the device.
 
-A step does not wait for the device; boundaries do, about once a second. The loop imports no
-launcher and no tracker: it reports to the `Channel` that it receives.
+A boundary (`Training._handle_boundary`) comes about once a second. There the ranks agree on what
+has happened; then metrics are logged, the model is evaluated and a checkpoint is saved, as far as
+each is due.
+
+The loop imports no launcher and no tracker: it reports to the `Channel` that it receives.
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -45,6 +49,7 @@ from strategies.parallel import Loss
 from strategies.parallelize import Parallel, parallelize
 
 Summary = dict[str, Any]
+"""What a run has to say at its end; see `Training._summary`."""
 
 
 def train(job: Job, place: Place, channel: Channel) -> Summary:
@@ -76,7 +81,7 @@ class Training:
         job: What to train.
         place: This rank's place.
         channel: To the driver.
-        make_persistence: Makes what saves and loads checkpoints; called like `Persistence`.
+        persistence_class: What saves and loads checkpoints.
     """
 
     def __init__(
@@ -85,7 +90,7 @@ class Training:
         place: Place,
         channel: Channel,
         *,
-        make_persistence: Callable[..., Any] = Persistence,
+        persistence_class: type[Persistence] = Persistence,
     ) -> None:
         self.job = job
         self.place = place
@@ -116,7 +121,7 @@ class Training:
         self.parameter_count = self._count_parameters()
 
         self.progress = Progress()
-        self.persistence = make_persistence(
+        self.persistence = persistence_class(
             job=job,
             place=place,
             channel=channel,
@@ -199,7 +204,9 @@ class Training:
                 self.pipeline_monitor.take(step, take_step, self.reporter.log)
         if self.profiler is not None and self.profiler.is_last(step):
             self._finish_profile(self.profiler)
-        return self._is_boundary() and self._boundary()
+        if not self._is_boundary():
+            return False
+        return self._handle_boundary()
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -341,7 +348,7 @@ class Training:
             or self.sync.is_due(step)
         )
 
-    def _boundary(self) -> bool:
+    def _handle_boundary(self) -> bool:
         """Agree with the other ranks, report, evaluate, save; whether the run is to stop."""
         step = self.steps_done
         is_last = step == self.job.steps
@@ -353,9 +360,8 @@ class Training:
             save=wants_save,
             may_be_infinite=self.loss_scale.enabled,
         )
-        self.reporter.report_steps(
-            agreed, self.loss_scale.scale if self.loss_scale.enabled else None
-        )
+        loss_scale = self.loss_scale.scale if self.loss_scale.enabled else None
+        self.reporter.report_steps(agreed, loss_scale)
         self._log(expert_metrics(self.parallel))
         collect_garbage()
         if self.noise_scale is not None:

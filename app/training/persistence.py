@@ -381,6 +381,29 @@ class Persistence:
         self.parallel.load_model_state(state["model"])
 
 
+class NullPersistence(Persistence):
+    """Saves and loads nothing, for measurements and tests; takes the arguments of `Persistence`."""
+
+    def __init__(self, **_: object) -> None:
+        """Needs none of them."""
+
+    def is_overdue(self) -> bool:
+        return False
+
+    def save(self, progress: Progress) -> None: ...
+
+    def check(self) -> None: ...
+
+    def finish(self, progress: Progress) -> None: ...
+
+    def keep_weights(self) -> None: ...
+
+    def resume(self, progress: Progress) -> int | None:
+        return None
+
+    def close(self) -> None: ...
+
+
 def are_finite(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether every number in the parameters' parts on this rank is finite."""
     local = [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in parameters]

@@ -70,6 +70,8 @@ class _PendingStep:
     """A logged step of this rank, whose values may still be on the device."""
 
     step: int
+    position: int
+    """Its place among the steps since the last agreement."""
     time: float
     learning_rates: dict[str, float]
     grad_norm: torch.Tensor | None
@@ -141,6 +143,7 @@ class StepSync:
         self._logged.append(
             _PendingStep(
                 step=step,
+                position=len(self._losses) - 1,
                 time=time.time(),
                 learning_rates=learning_rates,
                 grad_norm=grad_norm,
@@ -187,7 +190,6 @@ class StepSync:
                 f"NCCL communicator was aborted: a collective of group {failed[0]} has failed"
             )
         non_finite = self._first_non_finite(losses, grad_norms)
-        positions = [pending.step - self._last_step - 1 for pending in self._logged]
         values = {
             "stop": float(stop),
             "save": float(save),
@@ -196,18 +198,31 @@ class StepSync:
             "seconds": time.perf_counter() - self._started,
             "items": sum(self._items),
         }
-        logged_losses = [losses[position].item() for position in positions]
-        logged_items = [self._items[position] for position in positions]
+        logged_losses = [losses[pending.position].item() for pending in self._logged]
+        logged_items = [self._items[pending.position] for pending in self._logged]
         sums = self._sum_over_ranks([*values.values(), *logged_losses, *logged_items])
         totals = dict(zip(values, sums))
-        loss_sums = sums[len(values) : len(values) + len(positions)]
-        item_sums = sums[len(values) + len(positions) :]
+        per_step = sums[len(values) :]
+        loss_sums = per_step[: len(self._logged)]
+        item_sums = per_step[len(self._logged) :]
 
         if totals["non_finite"] > 0:
             self._raise_non_finite(non_finite)
         task_losses: list[dict[str, float]] = [{} for _ in self._logged]
         if totals["has_task_losses"] > 0:
             task_losses = self._task_losses()
+        logged = [
+            LoggedStep(
+                step=pending.step,
+                time=pending.time,
+                learning_rates=pending.learning_rates,
+                loss=loss_sums[number] / self.loss_copies,
+                grad_norm=grad_norms[number],
+                items=item_sums[number] / self.data_copies,
+                losses=task_losses[number],
+            )
+            for number, pending in enumerate(self._logged)
+        ]
         seconds = totals["seconds"] / self._ranks.size
         steps = step - self._last_step
         agreement = Agreement(
@@ -218,18 +233,7 @@ class StepSync:
             seconds=seconds,
             seconds_per_step=seconds / steps,
             items=totals["items"] / self.data_copies,
-            logged=[
-                LoggedStep(
-                    step=pending.step,
-                    time=pending.time,
-                    learning_rates=pending.learning_rates,
-                    loss=loss_sums[number] / self.loss_copies,
-                    grad_norm=grad_norms[number],
-                    items=item_sums[number] / self.data_copies,
-                    losses=task_losses[number],
-                )
-                for number, pending in enumerate(self._logged)
-            ],
+            logged=logged,
         )
         self._start_window(step, agreement.seconds_per_step)
         return agreement

@@ -23,6 +23,7 @@ from app.errors import RunFailed
 from app.launchers.ray_workers import work_in
 from app.training.job import Job, Place, SilentChannel, memory_bytes
 from app.training.loop import Training
+from app.training.persistence import NullPersistence
 from app.training.profiler import seconds_by_kind
 from cluster.remote import free_port
 from strategies.pipeline.parallel import PipelineParallel
@@ -151,16 +152,6 @@ def _pipeline_bubble(workers: Sequence[WorkerTimes], config: Config) -> float:
 # --- in the workers -------------------------------------------------------------------------------
 
 
-class NullPersistence:
-    """Stands for the loop's persistence, and keeps nothing."""
-
-    def __init__(self, **arguments: object) -> None: ...
-
-    def resume(self, progress: object) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class BenchmarkWorker:
     """One worker of a point, a Ray actor.
 
@@ -212,7 +203,7 @@ class BenchmarkWorker:
                 rank=self.place.rank,
                 world_size=self.place.world_size,
             )
-        training = Training(job, self.place, SilentChannel(), make_persistence=NullPersistence)
+        training = Training(job, self.place, SilentChannel(), persistence_class=NullPersistence)
         batches = training.batches()
         try:
             yield training, batches

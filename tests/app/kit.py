@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,14 +14,10 @@ from app.tasks import load_task
 from app.training.events import Event, MetricsLogged
 from app.training.job import Job, Place, SilentChannel
 from app.training.loop import Training
+from app.training.persistence import NullPersistence
 from strategies.dims import DEGREES
 from strategies.layout import choose
 from tests.app.checkpoint.kit import save
-
-
-def nothing_kept(**_: Any) -> Any:
-    does_nothing = dict.fromkeys(("keep_weights", "finish", "save", "check", "close"), lambda *_: None)
-    return SimpleNamespace(resume=lambda progress: None, is_overdue=lambda: False, **does_nothing)
 
 
 def training_of(
@@ -42,7 +37,7 @@ def training_of(
         cwd=os.getcwd(),
     )
     place = Place(rank=rank, world_size=world, local_rank=rank, device=torch.device("cpu"))
-    return Training(job, place, channel, make_persistence=nothing_kept), events
+    return Training(job, place, channel, persistence_class=NullPersistence), events
 
 
 def logged(events: Iterable[Event], metric: str = "") -> list[MetricsLogged]:

@@ -16,8 +16,9 @@ from app.training.batch_gather import POINTER, Gathering, may_gather
 from app.training.events import Event
 from app.training.job import Job, Place, SilentChannel
 from app.training.loop import Training
+from app.training.persistence import NullPersistence
 from strategies.layout import LayoutError, choose
-from tests.app.kit import logged, nothing_kept, training_of
+from tests.app.kit import logged, training_of
 from tests.chain import config
 from tests.pool import run_distributed
 from tests.tasks import Points
@@ -163,7 +164,7 @@ def trained(rank: int, world: int, strategy: str, degrees: dict[str, int], kind:
     channel = SilentChannel()
     channel.emit = events.append  # type: ignore[method-assign]
     place = Place(rank=rank, world_size=world, local_rank=rank, device=CPU)
-    training = Training(job, place, channel, make_persistence=nothing_kept)
+    training = Training(job, place, channel, persistence_class=NullPersistence)
     training.run()
     found = {event.step: event.values for event in logged(events, "train/loss")}
     values = {step: (v["train/loss"], v["train/grad_norm"], v.get("train/size")) for step, v in found.items()}
