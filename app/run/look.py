@@ -15,7 +15,7 @@ from app.console.terminal import duration, quantity
 from app.errors import UserError, nearest
 from app.run.progress import FILE as PROGRESS
 from app.storage.lease import FILE as LEASE
-from app.storage.lease import LEASE_SECONDS, is_alive, is_here, read_lease
+from app.storage.lease import LEASE_SECONDS, Lease, is_alive, is_here, read_lease
 from app.storage.storage import Storage
 from cluster.shape import aligned
 
@@ -157,7 +157,7 @@ def _read_progress(storage: Storage) -> dict[str, Any]:
     return progress if isinstance(progress, dict) else {}
 
 
-def _driver_lives(storage: Storage, lease: dict[str, Any]) -> bool:
+def _driver_lives(storage: Storage, lease: Lease) -> bool:
     """Whether a run's driver lives.
 
     A driver on another machine lives if it has renewed its lease within a minute, by the storage's
