@@ -27,7 +27,7 @@ from app.tasks.base import Task
 from app.tasks.build import build_model
 from app.tasks.items import count_items, weighs_items
 from app.training.batch_gather import POINTER
-from strategies import registry
+from strategies import activation_checkpointing, registry
 from strategies.blocks import find_blocks
 from strategies.dims import Layout, LayoutError
 from strategies.options import Options
@@ -58,10 +58,12 @@ BATCHES = 9
 """Batches whose paths through the model are compared."""
 REPEATED_LOSSES = 4
 """How often the loss of the same samples is computed, to see whether it stays the same."""
-TOLERANCE = 1e-3
-"""Relative difference from which on two losses, or gradients, differ by more than rounding."""
+TOLERANCE = 1e-4
+"""Relative difference from which on two losses differ by more than rounding."""
+GRADIENT_TOLERANCE = 1e-3
+"""The same for gradients, in which rounding adds up."""
 COARSE_TOLERANCE = 5e-2
-"""The same if a parameter has 16 bits."""
+"""The same for losses and gradients if a parameter has 16 bits."""
 REPEATED_TOLERANCE = 1e-5
 """The same for a loss that is computed again in the same way, whatever its type."""
 CPU = torch.device("cpu")
@@ -82,6 +84,8 @@ class FirstStep:
         is_stateful: Whether the loss of the same samples changes when it is computed again.
         single_sample_error: How the model refuses a batch of one sample, if it takes larger ones;
             "" if it takes one.
+        recomputing_error: How the model fails in backward if it is recomputed as the configuration
+            says, but not without that; "" if it does not fail.
     """
 
     observations: tuple[Observation, ...] = ()
@@ -90,6 +94,7 @@ class FirstStep:
     coupling: str = ""
     is_stateful: bool = False
     single_sample_error: str = ""
+    recomputing_error: str = ""
 
     def is_kept_by(self, layout: Layout, options: Options) -> bool:
         """Whether a layout trains this model as one device would."""
@@ -128,6 +133,13 @@ class FirstStep:
             ],
             micro_batches=micro_batches,
         )
+        mode = options.activation_checkpointing
+        if mode != "none" and self.recomputing_error:
+            alternative = "full" if mode == "selective" else "none"
+            raise LayoutError(
+                f"the model cannot be recomputed as train.activation_checkpointing={mode} does "
+                f"({self.recomputing_error}): write {alternative} instead"
+            )
 
     def notes(self, layout: Layout, micro_batches: int, *, gathers: bool = False) -> Iterator[str]:
         """Sentences on what a layout that splits a batch trains otherwise than one device.
@@ -286,6 +298,7 @@ def _step_with_numbers(
         items_remark=remark or "",
         coupling=clause,
         single_sample_error=_single_sample_error(config, task, batches[0]),
+        recomputing_error=_recomputing_error(config, task, batches[0]),
     )
 
 
@@ -334,9 +347,37 @@ def _single_sample_error(config: Config, task: Task, batch: Batch) -> str:
     try:
         task.loss(_build(config, task, CPU).train(), one_sample)
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        return lines[0].rstrip(".")
+        return _first_line(error)
     return ""
+
+
+def _recomputing_error(config: Config, task: Task, batch: Batch) -> str:
+    """How a step fails only because the model is recomputed; "" if it does not."""
+    mode = config.train.activation_checkpointing
+    if mode == "none":
+        return ""
+
+    def take_step(*, recompute: bool) -> None:
+        model = _build(config, task, CPU).train()
+        if recompute:
+            activation_checkpointing.apply(model, find_blocks(model, task.blocks(model)), mode)
+        seed_step(config.train.seed, 0, data_rank=0, device=CPU)
+        task.loss(model, _copied(batch)).backward()
+
+    try:
+        take_step(recompute=False)
+    except Exception:  # the workers meet it too, and their logs say where
+        return ""
+    try:
+        take_step(recompute=True)
+    except Exception as error:
+        return _first_line(error)
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -367,7 +408,9 @@ def _batches(task: Task) -> list[Batch]:
 def _picks_with_items(task: Task, picks: Picks, *, fallback: Picks) -> Picks:
     """Samples for the batch: of a task that counts its items, samples that have some.
 
-    The loss of samples without items says nothing.
+    The loss of samples without items says nothing. Samples with the most items come first, and one
+    without any comes last if there is one, so that the halves of the batch differ in their items.
+    Otherwise a mean over rows would also be the mean of the halves' by their items.
 
     Args:
         task: With its data.
@@ -377,10 +420,17 @@ def _picks_with_items(task: Task, picks: Picks, *, fallback: Picks) -> Picks:
     if not weighs_items(task):
         return fallback
     data: Any = task.train_data()
-    with_items = [pick for pick in picks if count_items(task, fetch(data, [pick]))]
+    items = {pick: count_items(task, fetch(data, [pick])) for pick in picks}
+    with_items = [pick for pick in picks if items[pick]]
+    without_items = [pick for pick in picks if not items[pick]]
     step = max(1, len(with_items) // SAMPLES)
     chosen = with_items[::step][:SAMPLES]
-    return chosen if len(chosen) == SAMPLES else fallback
+    if len(chosen) < SAMPLES:
+        return fallback
+    chosen.sort(key=lambda pick: -items[pick])
+    if without_items:
+        chosen[-1] = without_items[0]
+    return chosen
 
 
 def _half(batch: Batch, number: int) -> Batch:
@@ -410,13 +460,15 @@ class _Evaluation:
         items: What the batch is weighted by.
         loss: 0-dimensional, in double precision.
         gradient: Of all parameters, flat, in double precision; empty if it was not computed.
-        tolerance: Relative difference from which on two losses, or gradients, differ.
+        tolerance: Relative difference from which on two losses differ.
+        gradient_tolerance: Relative difference from which on two gradients differ.
     """
 
     items: float
     loss: Tensor
     gradient: Tensor
     tolerance: float = TOLERANCE
+    gradient_tolerance: float = GRADIENT_TOLERANCE
 
 
 def _evaluate(task: Task, model: nn.Module, batch: Batch, *, with_gradient: bool) -> _Evaluation:
@@ -437,6 +489,7 @@ def _evaluate(task: Task, model: nn.Module, batch: Batch, *, with_gradient: bool
         loss=loss.detach().double(),
         gradient=torch.cat(flat_gradients),
         tolerance=COARSE_TOLERANCE if has_16_bits else TOLERANCE,
+        gradient_tolerance=COARSE_TOLERANCE if has_16_bits else GRADIENT_TOLERANCE,
     )
 
 
@@ -470,14 +523,14 @@ def _differs_from_halves(whole: _Evaluation, *halves: _Evaluation) -> str:
     mean_loss = torch.stack(weighted_losses).sum()
     if not _are_alike(whole.loss, mean_loss, whole.tolerance):
         return (
-            f"the loss of {SAMPLES} samples is {whole.loss:.4g}, and the mean of its halves' "
-            f"{mean_loss:.4g}"
+            f"the loss of {SAMPLES} samples is {whole.loss:.6g}, and the mean of its halves' "
+            f"{mean_loss:.6g}"
         )
     if any(half.gradient.shape != whole.gradient.shape for half in with_items):
         return ""
     weighted_gradients = [half.gradient * (half.items / total) for half in with_items]
     mean_gradient = torch.stack(weighted_gradients).sum(0)
-    if not _are_alike(whole.gradient, mean_gradient, whole.tolerance):
+    if not _are_alike(whole.gradient, mean_gradient, whole.gradient_tolerance):
         return f"the gradient of {SAMPLES} samples is not the mean of its halves'"
     return ""
 
@@ -493,12 +546,12 @@ def _differs_when_doubled(once: _Evaluation, twice: _Evaluation) -> str:
     """
     if not _are_alike(once.loss, twice.loss, once.tolerance):
         return (
-            f"the loss of samples is {once.loss:.4g}, and {twice.loss:.4g} where each is in the "
+            f"the loss of samples is {once.loss:.6g}, and {twice.loss:.6g} where each is in the "
             "batch twice"
         )
     if once.gradient.shape != twice.gradient.shape:
         return ""
-    if not _are_alike(once.gradient, twice.gradient, once.tolerance):
+    if not _are_alike(once.gradient, twice.gradient, once.gradient_tolerance):
         return "the gradient of samples is another one where each is in the batch twice"
     return ""
 
