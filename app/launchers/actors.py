@@ -182,7 +182,7 @@ class ActorWorkers(RayWorkers):
         self.per_worker = per_worker
         self.cluster = cluster
         self.reserved = reserved
-        self.calls: dict[Any, int] = {}
+        self.calls: dict[ray.ObjectRef[None], int] = {}
         """The ranks of the calls that have not ended."""
         self.actors: list[Any] = []
         self.dead: dict[int | None, BaseException] = {}

@@ -63,7 +63,7 @@ class RayTrainWorkers(RayWorkers):
         self.other_groups = groups_of_this_job()
         """Placement groups of a user's own program around the run; usually none."""
         self.host: Any = start_here(TrainerHost)  # imports while the driver prepares the run
-        self.call: Any = None
+        self.call: ray.ObjectRef[None] | None = None
 
     def start(self, job: Job) -> None:
         """See `Workers`."""
@@ -113,7 +113,7 @@ class RayTrainWorkers(RayWorkers):
 
     def lost(self) -> Failures:
         """See `RayWorkers`."""
-        if self.failures or self.finished:
+        if self.call is None or self.failures or self.finished:
             return {}
         ended, _ = ray.wait([self.call], timeout=0)
         if ended:

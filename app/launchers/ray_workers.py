@@ -176,7 +176,7 @@ class RayWorkers(Workers):
             self.kill(list(self.infos.values()))
 
 
-def error_of(call: Any, who: str = "") -> BaseException | None:
+def error_of(call: ray.ObjectRef[None], who: str = "") -> BaseException | None:
     """The error that a call has ended with.
 
     Args:
@@ -216,7 +216,7 @@ class RayChannel(SilentChannel):
         self.attempt = attempt
         self.rank = rank
         self._unsent: list[Event] = []
-        self._newest_call: Any = None
+        self._newest_call: ray.ObjectRef[None] | None = None
         self._lock = threading.Lock()
 
     def emit(self, event: Event) -> None:

@@ -182,7 +182,7 @@ class Ranks:
         has_gpu = device.type == "cuda"
         if has_gpu:
             take_share_of_node(environment.local_world_size)
-        self.store: Any = _open_store(environment.rank)
+        self.store = _open_store(environment.rank)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
             store=self.store,
@@ -538,13 +538,13 @@ def _stop_on_signals(channel: SilentChannel) -> None:
         signal.signal(number, on_signal)
 
 
-def _heartbeat_store(job: Job, ranks: Ranks) -> Any:
+def _heartbeat_store(job: Job, ranks: Ranks) -> dist.Store:
     """A new connection to a store for heartbeats.
 
     It is torchrun's own, in its agent's process, or else that of the process group.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store: Any = dist.TCPStore(*_master(), is_master=False)
+        store: dist.Store = dist.TCPStore(*_master(), is_master=False)
     else:
-        store = ranks.store.clone()
+        store = ranks.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
     return dist.PrefixStore(f"watch/{job.attempt}", store)

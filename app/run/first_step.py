@@ -63,7 +63,7 @@ TOLERANCE = 1e-4
 GRADIENT_TOLERANCE = 1e-3
 """The same for gradients, in which rounding adds up."""
 COARSE_TOLERANCE = 5e-2
-"""The same if a parameter has 16 bits."""
+"""The same for losses and gradients if a parameter has 16 bits."""
 REPEATED_TOLERANCE = 1e-5
 """The same for a loss that is computed again in the same way, whatever its type."""
 CPU = torch.device("cpu")
@@ -84,8 +84,8 @@ class FirstStep:
         is_stateful: Whether the loss of the same samples changes when it is computed again.
         single_sample_error: How the model refuses a batch of one sample, if it takes larger ones;
             "" if it takes one.
-        recomputing_error: What the model raises in backward when it is recomputed as the
-            configuration asks; "" if nothing.
+        recomputing_error: How the model fails in backward if it is recomputed as the configuration
+            says, but not without that; "" if it does not fail.
     """
 
     observations: tuple[Observation, ...] = ()
@@ -135,10 +135,10 @@ class FirstStep:
         )
         mode = options.activation_checkpointing
         if mode != "none" and self.recomputing_error:
-            instead = "full" if mode == "selective" else "none"
+            alternative = "full" if mode == "selective" else "none"
             raise LayoutError(
                 f"the model cannot be recomputed as train.activation_checkpointing={mode} does "
-                f"({self.recomputing_error}): write {instead} instead"
+                f"({self.recomputing_error}): write {alternative} instead"
             )
 
     def notes(self, layout: Layout, micro_batches: int, *, gathers: bool = False) -> Iterator[str]:
@@ -352,25 +352,24 @@ def _single_sample_error(config: Config, task: Task, batch: Batch) -> str:
 
 
 def _recomputing_error(config: Config, task: Task, batch: Batch) -> str:
-    """What a step raises if the model is recomputed as configured, and not otherwise; or ""."""
+    """How a step fails only because the model is recomputed; "" if it does not."""
     mode = config.train.activation_checkpointing
     if mode == "none":
         return ""
 
-    def take_step(*, is_recomputed: bool) -> None:
+    def take_step(*, recompute: bool) -> None:
         model = _build(config, task, CPU).train()
-        if is_recomputed:
-            blocks = find_blocks(model, task.blocks(model))
-            activation_checkpointing.apply(model, blocks, mode)
+        if recompute:
+            activation_checkpointing.apply(model, find_blocks(model, task.blocks(model)), mode)
         seed_step(config.train.seed, 0, data_rank=0, device=CPU)
         task.loss(model, _copied(batch)).backward()
 
     try:
-        take_step(is_recomputed=False)
-    except Exception:  # the workers' logs will say it
+        take_step(recompute=False)
+    except Exception:  # the workers meet it too, and their logs say where
         return ""
     try:
-        take_step(is_recomputed=True)
+        take_step(recompute=True)
     except Exception as error:
         return _first_line(error)
     return ""
@@ -409,9 +408,9 @@ def _batches(task: Task) -> list[Batch]:
 def _picks_with_items(task: Task, picks: Picks, *, fallback: Picks) -> Picks:
     """Samples for the batch: of a task that counts its items, samples that have some.
 
-    The loss of samples without items says nothing. Samples with the most items come first and, if
-    there is one, a sample without items comes last, so that the halves of the batch differ in their
-    items. Otherwise a mean over samples, too, would be the mean of the halves' by their items.
+    The loss of samples without items says nothing. Samples with the most items come first, and one
+    without any comes last if there is one, so that the halves of the batch differ in their items.
+    Otherwise a mean over rows would also be the mean of the halves' by their items.
 
     Args:
         task: With its data.
@@ -429,7 +428,9 @@ def _picks_with_items(task: Task, picks: Picks, *, fallback: Picks) -> Picks:
     if len(chosen) < SAMPLES:
         return fallback
     chosen.sort(key=lambda pick: -items[pick])
-    return [*chosen[:-1], without_items[0]] if without_items else chosen
+    if without_items:
+        chosen[-1] = without_items[0]
+    return chosen
 
 
 def _half(batch: Batch, number: int) -> Batch:
@@ -460,7 +461,7 @@ class _Evaluation:
         loss: 0-dimensional, in double precision.
         gradient: Of all parameters, flat, in double precision; empty if it was not computed.
         tolerance: Relative difference from which on two losses differ.
-        gradient_tolerance: The same for gradients.
+        gradient_tolerance: Relative difference from which on two gradients differ.
     """
 
     items: float

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 from app.run.abort import abort
 
@@ -144,7 +143,7 @@ def stop_signals(ask: Callable[[], object]) -> Iterator[None]:
         elif now - request_clock >= REPEAT_SECONDS:
             raise KeyboardInterrupt
 
-    handlers: dict[int, Any] = {}
+    handlers: dict[int, signal.Handlers | int | Callable[..., object] | None] = {}
     for number in SIGNALS:
         if number is signal.SIGHUP and _is_ignored(number):
             continue  # under nohup the run is to outlive its terminal

@@ -10,7 +10,7 @@ from typing import Any
 from app.errors import UserError
 from cluster.addresses import bracketed
 
-DEFAULT = "http://127.0.0.1:8265"
+DEFAULT_URL = "http://127.0.0.1:8265"
 
 
 def allow_token() -> None:
@@ -100,7 +100,7 @@ def _url(address: str | None) -> str:
     """The URL of a job server; see `Server`."""
     if not address:
         ray_address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
-        address = ray_address if ray_address.startswith("http") else DEFAULT
+        address = ray_address if ray_address.startswith("http") else DEFAULT_URL
     if "://" not in address:
         return f"http://{bracketed(address)}"
     return address
