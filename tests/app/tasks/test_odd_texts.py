@@ -20,7 +20,7 @@ from app.data.loader import fetch
 from app.data.stream import examples
 from app.errors import UserError
 from app.tasks import load_task
-from app.tasks.huggingface.conversations import NOTHING
+from app.tasks.huggingface.conversations import IGNORED
 from tests.app.tasks.test_tasks_huggingface import SMALL
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -248,7 +248,7 @@ def test_conversations_in_every_form(tmp_path: Path, form: str) -> None:
     tasks = [talk(tmp_path / "plain.jsonl", TEN), talk(tmp_path / "odd.jsonl", CONVERSATIONS[form])]
     (tokens, _), targets = fetch(tasks[1].train_data(), [(0, 0)])
     assert "größer?" in tasks[1].tokenizer.decode(tokens[0])
-    assert tasks[1].tokenizer.decode(targets[targets != NOTHING]).startswith("ja")
+    assert tasks[1].tokenizer.decode(targets[targets != IGNORED]).startswith("ja")
     plain, odd = (torch.from_numpy(np.array(task.train_data().rows)) for task in tasks)
     assert torch.equal(plain, odd)
 
