@@ -212,10 +212,10 @@ def doctor(
     trireme train experiments/gpt.yaml $(trireme doctor --exclude-bad)
     """
     from app.doctor.checks import judge
-    from app.doctor.look import server_of
+    from app.doctor.look import remote_server
 
     cli.console.quiet = cli.as_json or exclude_bad
-    server = server_of(cluster)
+    server = remote_server(cluster)
     if server is not None:
         options = _remote_options(cli, storage, all_reduce, exclude_bad=exclude_bad)
         _run_remotely(cli, server, arguments, options=options, exclude_bad=exclude_bad)
@@ -257,20 +257,20 @@ def _run_remotely(
     exclude_bad: bool,
 ) -> None:
     """Run doctor on a cluster that this machine is not part of, and end with its exit code."""
-    from app.doctor.look import result
+    from app.doctor.look import answer_in_log
     from app.submit.submission import ask
 
     cli.console.say(f"asking {server}")
     code, printed = ask(server, "doctor", arguments, options=options, say=cli.console.say)
     if code and exclude_bad:
-        error = result(printed, only="trireme: ").removeprefix("trireme: ")
+        error = answer_in_log(printed, prefix="trireme: ").removeprefix("trireme: ")
         raise RunFailed(error)
     if exclude_bad:
-        answer = result(printed, only="cluster.exclude_nodes=")
+        answer = answer_in_log(printed, prefix="cluster.exclude_nodes=")
     elif cli.as_json:
-        answer = result(printed, only="{")
+        answer = answer_in_log(printed, prefix="{")
     else:
-        answer = result(printed)
+        answer = answer_in_log(printed)
     cli.console.result(answer)
     raise click.exceptions.Exit(code)
 
@@ -278,7 +278,7 @@ def _run_remotely(
 def _gather_facts(
     cli: Invocation, cluster: str, storage: str, *, all_reduce: bool | None
 ) -> ClusterFacts:
-    from app.doctor.look import look
+    from app.doctor.look import gather_facts
     from cluster.connect import connect, disconnect
     from cluster.files import cluster_file, read_cluster
 
@@ -294,7 +294,7 @@ def _gather_facts(
     ):
         connect(worker_setup=names.worker_setup())
         try:
-            return look(
+            return gather_facts(
                 storage=storage,
                 link_expected=min(rates, default=None),
                 all_reduce=all_reduce,
