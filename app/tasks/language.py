@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -125,6 +125,20 @@ class TextInput(Preprocessor):
         return self.decode(tokens_BT[0, -PREDICTED_TOKENS:].tolist())
 
 
+class TokenSource(NamedTuple):
+    """Text or tokens, as `read_tokens` has read them.
+
+    Args:
+        files: The token files.
+        min_vocab_size: The least size of the vocabulary.
+        bytes_per_token: Bytes of text for each token; None if they are not known.
+    """
+
+    files: list[TokenFile]
+    min_vocab_size: int
+    bytes_per_token: float | None
+
+
 class LanguageModelling(InParts):
     """A GPT that predicts each next token of a text.
 
@@ -205,20 +219,23 @@ class LanguageModelling(InParts):
         if vocab_size is not None:
             whole_number("vocab_size", vocab_size)
         sources: list[Any] = list(data) if isinstance(data, Mapping) else [data]
-        files_of_sources: list[list[TokenFile]] = []
+        if not sources:
+            raise UserError("task_args.data is an empty mapping; write data and their weights")
         self.bytes_per_token: float | None = None
+        token_sources: list[TokenSource] = []
         if stream:
             min_vocab_size = self._open_stream(data, text, tokenizer, eval_samples=eval_samples)
         else:
             for source in sources:
-                files, min_vocab_size, self.bytes_per_token = read_tokens(
+                files, size, bytes_per_token = read_tokens(
                     source,
                     tokenizer=tokenizer,
                     token_dtype=token_dtype,
                     vocab_size=vocab_size,
                     text=text,
                 )
-                files_of_sources.append(files)
+                token_sources.append(TokenSource(files, size, bytes_per_token))
+            min_vocab_size = max(source.min_vocab_size for source in token_sources)
         self.vocab_size = vocab_size or min_vocab_size
         if self.vocab_size < min_vocab_size:
             raise UserError(
@@ -226,11 +243,12 @@ class LanguageModelling(InParts):
                 f"tokens; write {min_vocab_size} or more"
             )
         self._build = self._checked_model(model_args, mixture)
-        if files_of_sources:
+        if token_sources:
             weights = list(data.values()) if isinstance(data, Mapping) else None
-            self._set_windows(files_of_sources, weights, eval_samples)
+            self._set_windows(token_sources, weights, eval_samples)
         if tokenizer == BYTES:
-            has_text = self.bytes_per_token is not None or any(map(is_dataset, sources))
+            has_text = any(source.bytes_per_token is not None for source in token_sources)
+            has_text = has_text or any(map(is_dataset, sources))
             self._input = (
                 TextInput(tokenizer=None, longest=self.sequence_length) if has_text else None
             )
@@ -266,18 +284,20 @@ class LanguageModelling(InParts):
 
     def _set_windows(
         self,
-        files_of_sources: list[list[TokenFile]],
+        token_sources: list[TokenSource],
         weights: list[float] | None,
         eval_samples: int | None,
     ) -> None:
-        """Set the data to train on and the held-out data.
+        """Set the data to train on, the held-out data and its bytes per token.
 
         Args:
-            files_of_sources: The token files of each source.
+            token_sources: The sources.
             weights: The share of each source; None if there is only one.
             eval_samples: How many sequences of each source are held out; None means the default.
         """
-        parts = [self._split_windows(files, eval_samples) for files in files_of_sources]
+        parts = [self._split_windows(source.files, eval_samples) for source in token_sources]
+        eval_sizes = [0 if held is None else len(held) for _, held in parts]
+        self.bytes_per_token = _mean_bytes_per_token(token_sources, eval_sizes)
         if weights is None:
             ((self._train, self._eval),) = parts
             return
@@ -415,6 +435,22 @@ class LanguageModelling(InParts):
     def heads(self) -> int | None:
         """The number of attention heads."""
         return self.n_heads
+
+
+def _mean_bytes_per_token(sources: list[TokenSource], eval_sizes: list[int]) -> float | None:
+    """The mean over the held-out data of several sources; None if a source's is not known.
+
+    Args:
+        sources: The sources.
+        eval_sizes: How many sequences of each are held out. If none are, all sources count alike.
+    """
+    weights = eval_sizes if any(eval_sizes) else [1] * len(sources)
+    total = 0.0
+    for source, weight in zip(sources, weights, strict=True):
+        if weight and source.bytes_per_token is None:
+            return None
+        total += weight * (source.bytes_per_token or 0.0)
+    return total / sum(weights)
 
 
 def log_sample(task: InParts, model: nn.Module, log: EvaluationLog) -> None:

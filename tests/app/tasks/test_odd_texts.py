@@ -205,6 +205,30 @@ def test_a_texts_form_is_not_learnt(tmp_path: Path, form: str, tokenizer: str) -
     assert "latin.txt, line 1: " in says and "is not UTF-8" in says
 
 
+def test_a_mixtures_tokens_are_those_of_all_its_sources(tmp_path: Path) -> None:
+    """The size of the vocabulary and the bytes per token, in whatever order the sources are written."""
+    words = Tokenizer(models.WordLevel({"ab": 0, "longer": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = str(tmp_path / "own.json")
+    words.save(tokenizer)
+    short, long, tokens = (str(tmp_path / name) for name in ("short.txt", "long.txt", "tokens.bin"))
+    Path(short).write_text("ab " * 161)  # 3 bytes per token, 10 sequences
+    Path(long).write_text("longer " * 481)  # 7 bytes per token, 30 sequences
+    Path(tokens).write_bytes(bytes(2 * 161))
+
+    def mixed(*sources: str, vocab_size: int | None = None) -> Any:
+        args = {"data": dict.fromkeys(sources, 1.0), "tokenizer": tokenizer, "vocab_size": vocab_size}
+        return load_task("language_modelling", {**SIZES, **args, "eval_samples": None})
+
+    for sources in ((short, long), (long, short)):
+        assert mixed(*sources).bytes_per_token == (1 * 3 + 3 * 7) / 4
+    for sources in ((short, tokens), (tokens, short)):
+        assert mixed(*sources, vocab_size=3).bytes_per_token is None
+        says = refusal(lambda sources=sources: mixed(*sources, vocab_size=2), tmp_path)  # type: ignore[misc]
+        assert "vocab_size is 2, but the tokenizer has 3 tokens" in says
+    assert "task_args.data is an empty mapping" in refusal(lambda: mixed(), tmp_path)
+
+
 # --- conversations, labels and pairs --------------------------------------------------------------------------------
 
 ASKED = {"role": "user", "content": "größer?"}
