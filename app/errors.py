@@ -7,6 +7,11 @@ app/run/endings.py says what all of them mean.
 
 from collections.abc import Iterable
 
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+EXIT_STOPPED = 130
+"""The exit codes of commands that end with an error."""
+
 
 class TriremeError(Exception):
     """The base of the errors that end a command with one sentence."""

@@ -16,7 +16,7 @@ import click
 
 from app import names
 from app.cli.common import Invocation, experiment_arguments, read_experiment, verb
-from app.errors import RunFailed
+from app.errors import EXIT_FAILED, EXIT_REFUSED, RunFailed
 from app.run.endings import USER_ERRORS
 from app.run.versions import TESTED
 
@@ -79,7 +79,7 @@ def validate(cli: Invocation, files: tuple[str, ...]) -> None:
     valid = [file for file, mistakes in mistakes_of.items() if not mistakes]
     cli.answer(mistakes_of, "\n".join(f"{file} is valid" for file in valid))
     if len(valid) < len(mistakes_of):
-        raise click.exceptions.Exit(2)
+        raise click.exceptions.Exit(EXIT_REFUSED)
 
 
 def _mistakes(file: str) -> list[str]:
@@ -165,7 +165,7 @@ def status(cli: Invocation, file: str) -> None:
     cluster_status = status_of(data, path)
     cli.answer(cluster_status, "\n".join(cluster_status.lines()))
     if not cluster_status.reachable:
-        raise click.exceptions.Exit(1)
+        raise click.exceptions.Exit(EXIT_FAILED)
 
 
 # --- doctor ---
@@ -231,7 +231,7 @@ def doctor(
     text = "\n".join(report(facts, findings))
     cli.answer({"findings": rows, "facts": dataclasses.asdict(facts)}, text)
     if any(finding.critical for finding in findings):
-        raise click.exceptions.Exit(1)
+        raise click.exceptions.Exit(EXIT_FAILED)
 
 
 def _remote_options(

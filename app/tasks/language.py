@@ -97,23 +97,23 @@ class TextInput(Preprocessor):
         # A model with a larger vocabulary than 256 may give tokens that are not bytes.
         return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
 
-    def __call__(self, given: Any) -> tuple[Any, ...] | dict[str, Any]:
+    def __call__(self, text: Any) -> tuple[Any, ...] | dict[str, Any]:
         """The model's arguments.
 
         Args:
-            given: One text, or tokens (n, t).
+            text: One text, also in a list or a table; or tokens (B, T).
         """
-        tokens_BT = given if isinstance(given, Tensor) else self.encode(texts_of(given)[0])
+        tokens_BT = text if isinstance(text, Tensor) else self.encode(texts_of(text)[0])
         tokens_BT = tokens_BT[:, -self.longest :]
         if self.keyword:
             return {self.keyword: tokens_BT, **self.keywords}
         return (tokens_BT,)
 
-    def predict(self, model: nn.Module, given: Any) -> DataFrame:
+    def predict(self, model: nn.Module, texts: Any) -> DataFrame:
         """Each text with the most probable tokens that follow it."""
         import pandas
 
-        continued = [text + self._continuation(model, text) for text in texts_of(given)]
+        continued = [text + self._continuation(model, text) for text in texts_of(texts)]
         return pandas.DataFrame({"text": continued})
 
     def _continuation(self, model: nn.Module, text: str) -> str:

@@ -62,15 +62,18 @@ class TableInput(Preprocessor):
         columns = {name: pandas.Series(values) for name, values in self.first.items()}
         return pandas.DataFrame(columns)
 
-    def __call__(self, given: Any) -> tuple[Any, ...]:
+    def __call__(self, rows: Any) -> tuple[Any, ...]:
         """The model's arguments: float32 (n, inputs).
+
+        Args:
+            rows: A pandas table, or a list of dicts.
 
         Raises:
             ValueError: An input column is missing.
         """
         import pandas
 
-        table = pandas.DataFrame(given)
+        table = pandas.DataFrame(rows)
         encoded = [encoding.encode(_values(table, encoding)) for encoding in self.encodings]
         return (torch.from_numpy(np.concatenate(encoded, 1)),)
 

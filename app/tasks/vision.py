@@ -103,32 +103,32 @@ class ImageInput(Preprocessor):
     classes: list[Any]
     example: Any
 
-    def __call__(self, given: Any) -> tuple[Any, ...] | dict[str, Any]:
+    def __call__(self, images: Any) -> tuple[Any, ...] | dict[str, Any]:
         """The model's arguments; see `standardised`."""
-        return (self.standardised(given),)
+        return (self.standardised(images),)
 
-    def standardised(self, given: Any) -> Tensor:
+    def standardised(self, images: Any) -> Tensor:
         """Images for the model, float32 (n, channels, height, width).
 
         Args:
-            given: An array (n, height, width), (n, height, width, channels) or (n, channels,
+            images: An array (n, height, width), (n, height, width, channels) or (n, channels,
                 height, width).
 
         Raises:
             ValueError: The array has another shape.
         """
         channels = len(self.mean)
-        images = torch.as_tensor(np.asarray(given)).float()
-        if images.ndim == 3:
-            images = images[:, None]
-        if images.ndim == 4 and images.shape[1] != channels and images.shape[3] == channels:
-            images = images.permute(0, 3, 1, 2)
-        if images.ndim != 4 or images.shape[1] != channels:
+        pixels = torch.as_tensor(np.asarray(images)).float()
+        if pixels.ndim == 3:
+            pixels = pixels[:, None]
+        if pixels.ndim == 4 and pixels.shape[1] != channels and pixels.shape[3] == channels:
+            pixels = pixels.permute(0, 3, 1, 2)
+        if pixels.ndim != 4 or pixels.shape[1] != channels:
             raise ValueError(
                 f"the model takes images of shape {np.shape(self.example)}, "
-                f"not {tuple(images.shape)}"
+                f"not {tuple(pixels.shape)}"
             )
-        return (images - self.mean) / self.std
+        return (pixels - self.mean) / self.std
 
     def read(self, output: Any) -> DataFrame:
         """Each image's most probable class."""

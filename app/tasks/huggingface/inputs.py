@@ -32,9 +32,9 @@ class FittedImages(ImageInput):
     channels: int
     sides: tuple[int, int] | None
 
-    def __call__(self, given: Any) -> dict[str, Any]:
+    def __call__(self, images: Any) -> dict[str, Any]:
         """The model's arguments for images as `ImageInput.standardised` takes them."""
-        return {"pixel_values": fitted(self.standardised(given), self.channels, self.sides)}
+        return {"pixel_values": fitted(self.standardised(images), self.channels, self.sides)}
 
     def for_transformers(self) -> dict[str, Any]:
         """The configuration of the library's image processor for the same preprocessing."""
@@ -96,10 +96,10 @@ class TextsInput(Preprocessor):
 
         return pandas.DataFrame({"text": ["a text"]})
 
-    def __call__(self, given: Any) -> dict[str, Any]:
+    def __call__(self, texts: Any) -> dict[str, Any]:
         """The model's arguments for texts."""
         encoded = self.tokenizer(
-            texts_of(given),
+            texts_of(texts),
             padding=True,
             truncation=True,
             max_length=self.longest,
@@ -141,12 +141,12 @@ class ChatInput(TextInput):
         """The text of tokens."""
         return self.tokenizer.decode(ids)
 
-    def predict(self, model: nn.Module, given: Any) -> DataFrame:
+    def predict(self, model: nn.Module, texts: Any) -> DataFrame:
         """The answer to each question."""
         import pandas
 
         answers = []
-        for question in texts_of(given):
+        for question in texts_of(texts):
             answer, _, _ = self._continuation(model, question).partition(self.end)
             answers.append(answer)
         return pandas.DataFrame({"text": answers})
@@ -168,19 +168,19 @@ class PairsInput(TextsInput):
         """The text of tokens, without special ones."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def __call__(self, given: Any) -> dict[str, Any]:
+    def __call__(self, texts: Any) -> dict[str, Any]:
         """The model's arguments for texts, with the decoder at its first token."""
-        arguments = super().__call__(given)
-        texts = len(arguments["input_ids"])
-        return {**arguments, "decoder_input_ids": torch.full((texts, 1), self.start)}
+        arguments = super().__call__(texts)
+        count = len(arguments["input_ids"])
+        return {**arguments, "decoder_input_ids": torch.full((count, 1), self.start)}
 
-    def predict(self, model: nn.Module, given: Any) -> DataFrame:
+    def predict(self, model: nn.Module, texts: Any) -> DataFrame:
         """The most probable text for each text."""
         import pandas
 
         device = next(model.parameters()).device
         arguments = {
-            **super().__call__(given),
+            **super().__call__(texts),
             "max_new_tokens": PREDICTED_TOKENS,
             "do_sample": False,
             "use_cache": True,
