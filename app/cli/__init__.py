@@ -10,12 +10,10 @@ import sys
 
 import click
 
-from app.errors import nearest
+from app.errors import EXIT_REFUSED, EXIT_STOPPED, nearest
 from app.run.abort import abort
 from app.run.stopping import drop_streams, end_at_once, end_on_signals, nobody_reads, open_streams
 
-EXIT_WRONG_INPUT = 2
-EXIT_STOPPED = 130
 COMMANDS = {
     "train": ("runs", "Train an experiment, or continue one that was stopped."),
     "sweep": (
@@ -144,8 +142,8 @@ def _run_command() -> int:
             raise
         return 0  # Click exits with 1 if the reader of its output has gone, as in `| head`
     except click.ClickException as error:
-        print(f"trireme: {sentence(error)}", file=sys.stderr)
-        return EXIT_WRONG_INPUT
+        print(f"trireme: {usage_error(error)}", file=sys.stderr)
+        return EXIT_REFUSED
     except (click.Abort, KeyboardInterrupt) as stop:  # before the command's own code was reached
         interrupt = stop if isinstance(stop, KeyboardInterrupt) else stop.__cause__
         reason = str(interrupt or "") or "stopped by Ctrl-C"
@@ -153,7 +151,7 @@ def _run_command() -> int:
         return EXIT_STOPPED
 
 
-def sentence(error: click.ClickException) -> str:
+def usage_error(error: click.ClickException) -> str:
     """What is wrong with a command line.
 
     Keys are not options: someone who writes `--workers 4` is told to write workers=VALUE.

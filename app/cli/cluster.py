@@ -16,7 +16,7 @@ import click
 
 from app import names
 from app.cli.common import Invocation, experiment_arguments, read_experiment, verb
-from app.errors import RunFailed
+from app.errors import EXIT_FAILED, EXIT_REFUSED, RunFailed
 from app.run.endings import USER_ERRORS
 from app.run.versions import TESTED
 
@@ -79,7 +79,7 @@ def validate(cli: Invocation, files: tuple[str, ...]) -> None:
     valid = [file for file, mistakes in mistakes_of.items() if not mistakes]
     cli.answer(mistakes_of, "\n".join(f"{file} is valid" for file in valid))
     if len(valid) < len(mistakes_of):
-        raise click.exceptions.Exit(2)
+        raise click.exceptions.Exit(EXIT_REFUSED)
 
 
 def _mistakes(file: str) -> list[str]:
@@ -165,7 +165,7 @@ def status(cli: Invocation, file: str) -> None:
     cluster_status = status_of(data, path)
     cli.answer(cluster_status, "\n".join(cluster_status.lines()))
     if not cluster_status.reachable:
-        raise click.exceptions.Exit(1)
+        raise click.exceptions.Exit(EXIT_FAILED)
 
 
 # --- doctor ---
@@ -212,10 +212,10 @@ def doctor(
     trireme train experiments/gpt.yaml $(trireme doctor --exclude-bad)
     """
     from app.doctor.checks import judge
-    from app.doctor.look import server_of
+    from app.doctor.look import remote_server
 
     cli.console.quiet = cli.as_json or exclude_bad
-    server = server_of(cluster)
+    server = remote_server(cluster)
     if server is not None:
         options = _remote_options(cli, storage, all_reduce, exclude_bad=exclude_bad)
         _run_remotely(cli, server, arguments, options=options, exclude_bad=exclude_bad)
@@ -231,7 +231,7 @@ def doctor(
     text = "\n".join(report(facts, findings))
     cli.answer({"findings": rows, "facts": dataclasses.asdict(facts)}, text)
     if any(finding.critical for finding in findings):
-        raise click.exceptions.Exit(1)
+        raise click.exceptions.Exit(EXIT_FAILED)
 
 
 def _remote_options(
@@ -257,7 +257,7 @@ def _run_remotely(
     exclude_bad: bool,
 ) -> None:
     """Run doctor on a cluster that this machine is not part of, and end with its exit code."""
-    from app.doctor.look import result
+    from app.doctor.look import answer_in_log
     from app.submit.submission import run_on_cluster
 
     cli.console.say(f"asking {server}")
@@ -265,14 +265,14 @@ def _run_remotely(
         server, "doctor", arguments, options=options, say=cli.console.say
     )
     if code and exclude_bad:
-        error = result(printed, only="trireme: ").removeprefix("trireme: ")
+        error = answer_in_log(printed, prefix="trireme: ").removeprefix("trireme: ")
         raise RunFailed(error)
     if exclude_bad:
-        answer = result(printed, only="cluster.exclude_nodes=")
+        answer = answer_in_log(printed, prefix="cluster.exclude_nodes=")
     elif cli.as_json:
-        answer = result(printed, only="{")
+        answer = answer_in_log(printed, prefix="{")
     else:
-        answer = result(printed)
+        answer = answer_in_log(printed)
     cli.console.result(answer)
     raise click.exceptions.Exit(code)
 
@@ -280,7 +280,7 @@ def _run_remotely(
 def _gather_facts(
     cli: Invocation, cluster: str, storage: str, *, all_reduce: bool | None
 ) -> ClusterFacts:
-    from app.doctor.look import look
+    from app.doctor.look import gather_facts
     from cluster.connect import connect, disconnect
     from cluster.files import cluster_file, read_cluster
 
@@ -296,7 +296,7 @@ def _gather_facts(
     ):
         connect(worker_setup=names.worker_setup())
         try:
-            return look(
+            return gather_facts(
                 storage=storage,
                 link_expected=min(rates, default=None),
                 all_reduce=all_reduce,

@@ -12,12 +12,16 @@ from click.shell_completion import CompletionItem
 
 from app.config import Config
 from app.console.terminal import Console
-from app.errors import Interrupted, RunFailed, UserError
+from app.errors import (
+    EXIT_FAILED,
+    EXIT_REFUSED,
+    EXIT_STOPPED,
+    Interrupted,
+    RunFailed,
+    UserError,
+)
 from app.run.endings import MACHINE_ERRORS, USER_ERRORS
 
-EXIT_FAILED = 1
-EXIT_REFUSED = 2
-EXIT_STOPPED = 130
 STATUS = {EXIT_FAILED: "failed", EXIT_REFUSED: "refused", EXIT_STOPPED: "stopped"}
 """The `status` in the JSON of a command that ends with an error, by its exit code."""
 

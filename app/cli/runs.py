@@ -19,7 +19,7 @@ from app.cli.common import (
     read_experiment,
     verb,
 )
-from app.errors import RunFailed, UserError
+from app.errors import EXIT_STOPPED, RunFailed, UserError
 from cluster.environment import user_name
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def _follow(cli: Invocation, server: Server, job_id: str) -> None:
             f"\nthe job continues: `trireme submit logs {job_id}` follows it again, "
             f"`trireme submit stop {job_id}` stops it"
         )
-        code = 130
+        code = EXIT_STOPPED
     cli.answer({"status": "ended", "job": job_id, "exit_code": code})
     raise click.exceptions.Exit(code)
 

@@ -9,7 +9,7 @@ from app.cli.common import (
     read_experiment,
     verb,
 )
-from app.errors import RunFailed, UserError
+from app.errors import EXIT_FAILED, RunFailed, UserError
 
 COUNT = click.IntRange(min=1)
 
@@ -37,7 +37,7 @@ def sweep(cli: Invocation, arguments: tuple[str, ...]) -> None:
     cli.answer(outcome)
     if outcome.message:
         cli.console.error(f"trireme: {outcome.message}")
-        raise click.exceptions.Exit(1)
+        raise click.exceptions.Exit(EXIT_FAILED)
 
 
 @verb("scale", verbose=True)

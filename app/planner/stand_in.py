@@ -68,7 +68,7 @@ def _without_weights(config: Config) -> str:
     args = config.task_args
     if config.task != "huggingface" or not (args.get("pretrained") or args.get("lora")):
         return ""
-    from app.tasks.huggingface.model import WEIGHTS, find, settle
+    from app.tasks.huggingface.model import WEIGHTS, find_model, resolve_config
 
     named = args.get("model")
     if isinstance(named, str) and Path(named).expanduser().is_dir():
@@ -77,7 +77,8 @@ def _without_weights(config: Config) -> str:
     elif isinstance(named, str) and named.count("/") == 1:
         return ""  # on the hub, which has them
     written = json.loads(json.dumps(args.get("config") or {}))
-    settled = json.dumps(settle(find(named, weights=False), {}, written).to_dict(), sort_keys=True, default=str)
+    resolved = resolve_config(find_model(named, weights=False), {}, written)
+    settled = json.dumps(resolved.to_dict(), sort_keys=True, default=str)
 
     def make(folder: Path) -> None:
         folder.mkdir()
@@ -105,9 +106,9 @@ def _on_made_up(name: str, args: dict[str, Any], error: MissingData) -> Task:
 
 def _of_transformers(args: dict[str, Any], error: MissingData) -> dict[str, Any]:
     """Arguments of the huggingface task that take the place of those of the data."""
-    from app.tasks.huggingface.model import choose_kind, find
+    from app.tasks.huggingface.model import choose_kind, find_model
 
-    found = find(args.get("model"), weights=bool(args.get("pretrained")))
+    found = find_model(args.get("model"), weights=bool(args.get("pretrained")))
     kind, own = choose_kind(found, args.get("kind", "auto")), dict(args.get("config") or {})
     if kind == "causal_lm":
         if found.folder is None and "vocab_size" not in own:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from click.shell_completion import ShellComplete
 
-from app.cli import group, sentence
+from app.cli import group, usage_error
 from app.config import Config
 from app.config.check import OPTIMIZERS
 from app.config.io import documentation, explain, flatten, from_dict, load_config, to_dict, to_yaml
@@ -79,7 +79,7 @@ def test_words_of_other_trainers_are_answered_with_the_key() -> None:
     for option, key in (("--workers", "workers"), ("--per-device-train-batch-size", "train.micro_batch_size")):
         with pytest.raises(click.NoSuchOption) as refused:
             group.main(["train", option, "4"], standalone_mode=False)
-        assert sentence(refused.value) == f"there is no option {option}: write {key}=VALUE, without dashes"
+        assert usage_error(refused.value) == f"there is no option {option}: write {key}=VALUE, without dashes"
 
 
 def test_the_names_that_are_checked_before_torch_is_imported_are_those_that_there_are() -> None:

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 from app.config.io import load_config
 from app.data.order import Order
 from app.planner.ranges import Traits, spread_of
-from app.tasks.huggingface.model import find, library, settle
+from app.tasks.huggingface.model import find_model, library, resolve_config
 from cluster.hardware import find_gpu
 from experiments.benchmarks import evidence, fit, harness, laws, plain, published, published_runs
 from experiments.benchmarks.chaos import Kill, summary, unlike
@@ -114,7 +114,7 @@ def test_every_row_has_an_address_and_is_put_into_a_part_by_its_settings_and_not
 @pytest.mark.parametrize("name", sorted(published_runs._models()))
 def test_models_have_the_number_of_parameters_that_was_published(name: str) -> None:
     known = published_runs._models()[name]
-    config = settle(find(known["model"], weights=False), {}, known["config"])
+    config = resolve_config(find_model(known["model"], weights=False), {}, known["config"])
     with torch.device("meta"):
         kinds = {"t5": "AutoModelForSeq2SeqLM"}
         model = getattr(library(), kinds.get(known["model"], "AutoModelForCausalLM")).from_config(config)
