@@ -97,7 +97,7 @@ def parity(
     from experiments.parity import experiment
 
     config = read(arguments)
-    rows = experiment.chosen(names, workers, experiment.has_experts(config))
+    rows = experiment.choose_rows(names, workers, has_experts=experiment.has_experts(config))
     cli.console.status(f"training {len(rows)} rows")
     results = experiment.measure(config, rows=rows, **measured)
     cli.answer(experiment.as_dicts(results), experiment.table(results))
