@@ -28,9 +28,23 @@ from experiments.benchmarks.chaos_task import SAMPLES
 from experiments.benchmarks.harness import show
 
 BATCH, WORKERS, STEPS, STEP_SECONDS, PAUSE, HANG_SECONDS = 16, 2, 480, 0.01, 1.2, 300.0
-COMMON = ["task=experiments.benchmarks.chaos_task:Recorded", f"train.global_batch_size={BATCH}", "train.log_every=1"]
-COMMON += ["checkpoint.every_steps=10", f"workers={WORKERS}", "tracking.log_model=false", "tracking.flush_timeout=60"]
-COMMON += ["tracking.system_metrics_every=0", "fault.max_restarts=100", "fault.hang_seconds=2", f"train.steps={STEPS}"]
+COMMON = [
+    "task=experiments.benchmarks.chaos_task:Recorded",
+    f"train.global_batch_size={BATCH}",
+    "train.log_every=1",
+]
+COMMON += [
+    "checkpoint.every_steps=10",
+    f"workers={WORKERS}",
+    "tracking.log_model=false",
+    "tracking.flush_timeout=60",
+]
+COMMON += [
+    "tracking.system_metrics_every=0",
+    "fault.max_restarts=100",
+    "fault.hang_seconds=2",
+    f"train.steps={STEPS}",
+]
 LAYOUTS: dict[str, list[str]] = {
     "ddp actors": ["strategy=ddp", "launcher=actors"],
     "pipeline actors": ["strategy=pipeline", "parallel.pp=2", "train.micro_batch_size=4"],
@@ -75,11 +89,19 @@ def draw(seed: int, number: int, count: int, layout: str) -> list[Kill]:
     """The kills of one run: a function of the seed, the run's number and its layout. Under torchrun only workers: its
     own agent is the driver, and there is no Ray."""
     chance = random.Random(f"{seed}-{number}")
-    kinds = {kind: weight for kind, weight in VICTIMS.items() if kind[0] == "worker" or "torchrun" not in layout}
+    kinds = {
+        kind: weight
+        for kind, weight in VICTIMS.items()
+        if kind[0] == "worker" or "torchrun" not in layout
+    }
     kills = []
     for _ in range(count):
         victim, sent = chance.choices(list(kinds), list(kinds.values()))[0]
-        delay, rank, early = chance.uniform(0.0, PAUSE), chance.randrange(WORKERS), chance.random() < 0.2
+        delay, rank, early = (
+            chance.uniform(0.0, PAUSE),
+            chance.randrange(WORKERS),
+            chance.random() < 0.2,
+        )
         starting = early and victim in ("driver", "worker") and sent == signal.SIGKILL
         kills.append(Kill(victim, sent, round(delay, 3), rank, starting))
     return kills
@@ -100,7 +122,13 @@ class Trial:
         self.folder.mkdir(parents=True)
         own = [f"run.name={name}", f"run.storage={session.storage}/runs"]
         own += [f"task_args={{folder: {self.folder}, step_seconds: {STEP_SECONDS}}}"]
-        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=100", "-m"]
+        torchrun = [
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            "--max-restarts=100",
+            "-m",
+        ]
         program = [sys.executable, "-m", *(torchrun if "torchrun" in layout else [])]
         self.command = [*program, "app", "train", *COMMON, *LAYOUTS[layout], *own]
         self.driver = session.start(self.command, self.log)
@@ -118,7 +146,9 @@ class Trial:
             ends_workers = (kill.victim, kill.signal) != ("worker", signal.SIGTERM)
             resumed = self._gets_on(kill.time, anew=ends_workers)
             kill.seconds = round(resumed - kill.time, 2) if resumed else None
-            later = [s.lines[0] for s in chaos_task.read(self.folder) if s.began > kill.time and s.lines]
+            later = [
+                s.lines[0] for s in chaos_task.read(self.folder) if s.began > kill.time and s.lines
+            ]
             kill.resumed_from = later[0][1][0] // BATCH if later else None
             self.session.mend()
 
@@ -128,11 +158,15 @@ class Trial:
 
         while self._gets_on(time.time()) is not None:
             time.sleep(0.2)
-        self.problems += chaos_task.lost_or_repeated(chaos_task.read(self.folder), STEPS * BATCH, SAMPLES)
+        self.problems += chaos_task.lost_or_repeated(
+            chaos_task.read(self.folder), STEPS * BATCH, SAMPLES
+        )
         client = MlflowClient(self.session.database)
         experiments = [experiment.experiment_id for experiment in client.search_experiments()]
         runs = client.search_runs(experiments, f"attributes.run_name = '{self.name}'")
-        points = [p for run in runs for p in client.get_metric_history(run.info.run_id, "train/loss")]
+        points = [
+            p for run in runs for p in client.get_metric_history(run.info.run_id, "train/loss")
+        ]
         self.curve = sorted((point.step, point.value) for point in points)
         if (statuses := [run.info.status for run in runs]) != ["FINISHED"]:
             self.problems.append(f"MLflow has {len(statuses)} runs of it: {', '.join(statuses)}")
@@ -146,11 +180,15 @@ class Trial:
         """Kills as soon as there is what is to be killed; False if the run had come to its end."""
         deadline = time.time() + HANG_SECONDS
         while time.time() < deadline:
-            if self.driver.poll() == 0 or (not kill.starting and self._gets_on(time.time()) is None):
+            if self.driver.poll() == 0 or (
+                not kill.starting and self._gets_on(time.time()) is None
+            ):
                 return False
             time.sleep(kill.delay)
             markers = self.run.glob("checkpoints/*/COMMIT.json")
-            kill.committed = max((int(marker.parent.name.split("-")[1]) for marker in markers), default=0)
+            kill.committed = max(
+                (int(marker.parent.name.split("-")[1]) for marker in markers), default=0
+            )
             if (pid := self._victim(kill)) is not None:
                 with contextlib.suppress(ProcessLookupError):
                     now = time.time()
@@ -163,9 +201,13 @@ class Trial:
         """The process to be killed; None: there is none now."""
         if kill.victim == "driver":
             return self.driver.pid if self.driver.poll() is None else None
-        newest = [start.pid for start in chaos_task.read(self.folder) if start.rank == kill.rank][-1:]
+        newest = [start.pid for start in chaos_task.read(self.folder) if start.rank == kill.rank][
+            -1:
+        ]
         worker = next((pid for pid in newest if psutil.pid_exists(pid)), None)
-        return worker if worker is None or kill.victim == "worker" else self.session.raylet_of(worker)
+        return (
+            worker if worker is None or kill.victim == "worker" else self.session.raylet_of(worker)
+        )
 
     def _gets_on(self, since: float, *, anew: bool = False) -> float | None:
         """When a step begun after `since` (Unix time) was finished; starts the command again where it has ended. anew:
@@ -180,7 +222,11 @@ class Trial:
                     log.write(f"--- ended with {code}; the same command again\n")
                 self.driver = self.session.start(self.command, self.log)
             for start in chaos_task.read(self.folder, 2 * WORKERS):
-                after = [at for at, _, _ in start.lines if at > since and (not anew or start.began > since)]
+                after = [
+                    at
+                    for at, _, _ in start.lines
+                    if at > since and (not anew or start.began > since)
+                ]
                 if len(after) > 4:  # a pipeline's step is four micro-batches
                     return after[4]
             time.sleep(0.03)
@@ -193,7 +239,9 @@ def unlike(trial: Trial, calm: Trial, kills: list[Kill]) -> list[str]:
     if trial.curve != calm.curve:
         problems.append("the curve is not that of the undisturbed run")
     same = trial.weights.keys() == calm.weights.keys()
-    if not same or not all(torch.equal(trial.weights[name], calm.weights[name]) for name in calm.weights):
+    if not same or not all(
+        torch.equal(trial.weights[name], calm.weights[name]) for name in calm.weights
+    ):
         problems.append("the final weights are not those of the undisturbed run")
     for kill in kills:
         if kill.resumed_from is not None and kill.resumed_from < kill.committed:
@@ -223,7 +271,9 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
         own = [row for row in rows if (row["layout"], row["victim"]) == (layout, victim)]
         times = [row["seconds"] for row in own if row["seconds"] is not None] or [math.nan]
         wrong = len({row["run"] for row in own if row["problems"]})
-        table.append({"layout": layout, "victim": victim, "kills": str(len(own)), "runs wrong": str(wrong)})
+        table.append(
+            {"layout": layout, "victim": victim, "kills": str(len(own)), "runs wrong": str(wrong)}
+        )
         table[-1] |= {"median s": f"{statistics.median(times):.2f}", "worst s": f"{max(times):.2f}"}
     return table
 
@@ -231,13 +281,27 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, str]]:
 @click.command()
 @click.option("--kills", default=40, type=click.IntRange(1), show_default=True, help="In all.")
 @click.option("--seed", default=0, show_default=True)
-@click.option("--each", default=10, type=click.IntRange(1), show_default=True, help="Kills of one run.")
-@click.option("--run", "only", type=int, help="Only this run of the seed's, once more: what a WRONG line says.")
-@click.option("--out", default="runs", show_default=True, help="In it, chaos-SEED-TIME is kept if a run is wrong.")
+@click.option(
+    "--each", default=10, type=click.IntRange(1), show_default=True, help="Kills of one run."
+)
+@click.option(
+    "--run",
+    "only",
+    type=int,
+    help="Only this run of the seed's, once more: what a WRONG line says.",
+)
+@click.option(
+    "--out",
+    default="runs",
+    show_default=True,
+    help="In it, chaos-SEED-TIME is kept if a run is wrong.",
+)
 @click.option("--json", "as_json", is_flag=True)
 def main(kills: int, seed: int, each: int, only: int | None, out: str, as_json: bool) -> None:
     """Kills worker, stage, raylet and driver, and looks whether anything was lost."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or what was started would be left behind
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # or what was started would be left behind
     rows, wrong = list[dict[str, Any]](), False
     calm: dict[str, Trial] = {}
     session = Session(Path(out, f"chaos-{seed}-{int(time.time())}").absolute())
@@ -247,14 +311,23 @@ def main(kills: int, seed: int, each: int, only: int | None, out: str, as_json: 
             if layout not in calm:
                 calm[layout] = run(session, f"calm-{len(calm)}", layout, [])
                 if problems := calm[layout].problems:
-                    raise click.ClickException(f"undisturbed, {layout} goes wrong: {problems}; see {session.storage}")
+                    raise click.ClickException(
+                        f"undisturbed, {layout} goes wrong: {problems}; see {session.storage}"
+                    )
             drawn = draw(seed, number, each, layout)
             problems = unlike(run(session, f"run-{number}", layout, drawn), calm[layout], drawn)
             wrong = wrong or bool(problems)
-            done = [kill for kill in drawn if kill.time] or drawn[: len(problems)]  # it may hang before the first
-            rows += [{**asdict(kill), "run": number, "layout": layout, "problems": problems} for kill in done]
+            done = [kill for kill in drawn if kill.time] or drawn[
+                : len(problems)
+            ]  # it may hang before the first
+            rows += [
+                {**asdict(kill), "run": number, "layout": layout, "problems": problems}
+                for kill in done
+            ]
             for kill in done:
-                click.echo(f"    {kill}: on from step {kill.resumed_from}, {kill.seconds} s", err=True)
+                click.echo(
+                    f"    {kill}: on from step {kill.resumed_from}, {kill.seconds} s", err=True
+                )
             verdict = f"WRONG: {'; '.join(problems)}" if problems else "as undisturbed"
             click.echo(f"{len(rows)} kills; run {number} ({layout}): {verdict}", err=True)
             if len(rows) >= kills:
@@ -263,5 +336,5 @@ def main(kills: int, seed: int, each: int, only: int | None, out: str, as_json: 
         session.close()
     if not wrong:
         shutil.rmtree(session.storage, ignore_errors=True)
-    show("chaos", rows, summary(rows), as_json)
+    show("chaos", rows, summary(rows), as_json=as_json)
     sys.exit(1 if wrong else 0)

@@ -49,7 +49,9 @@ class Recorded(Task):
     """folder: where to write down what was seen; "": nowhere. step_seconds: that every micro-batch takes longer.
     dropout: 0 where other numbers of workers are to compute the same."""
 
-    def __init__(self, *, folder: str = "", step_seconds: float = 0.0, dropout: float = 0.1) -> None:
+    def __init__(
+        self, *, folder: str = "", step_seconds: float = 0.0, dropout: float = 0.1
+    ) -> None:
         self.folder, self.step_seconds, self.dropout = folder, step_seconds, dropout
         self.record: int | None = None
 
@@ -58,17 +60,28 @@ class Recorded(Task):
 
     def train_data(self) -> Points:
         if self.folder and dist.is_initialized() and self.record is None:
-            name = Path(self.folder, "seen", f"{time.time_ns()}-{dist.get_rank()}-{os.getpid()}.jsonl")
+            name = Path(
+                self.folder, "seen", f"{time.time_ns()}-{dist.get_rank()}-{os.getpid()}.jsonl"
+            )
             name.parent.mkdir(exist_ok=True)
             self.record = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         return Points()
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         loss = F.cross_entropy(model(batch[0]), batch[1])
-        training = model.training and torch.is_grad_enabled()  # pipelines look at a first batch without numbers
-        if self.record is not None and training and len(batch) == 4 and batch[3].device.type != "meta":
+        training = (
+            model.training and torch.is_grad_enabled()
+        )  # pipelines look at a first batch without numbers
+        if (
+            self.record is not None
+            and training
+            and len(batch) == 4
+            and batch[3].device.type != "meta"
+        ):
             line = json.dumps([time.time(), batch[3].tolist(), batch[2].tolist()])
-            os.write(self.record, f"{line}\n".encode())  # at once, so that it is whole whenever the process is killed
+            os.write(
+                self.record, f"{line}\n".encode()
+            )  # at once, so that it is whole whenever the process is killed
             time.sleep(self.step_seconds)
         return loss
 
@@ -95,7 +108,14 @@ def read(folder: Path, newest: int = 0) -> list[Start]:
         began, rank, pid = path.stem.split("-")
         lines = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
         # What is tried out before training has the first samples as they lie.
-        found.append(Start(int(began) / 1e9, int(rank), int(pid), [line for line in lines if line[1] != line[2]]))
+        found.append(
+            Start(
+                int(began) / 1e9,
+                int(rank),
+                int(pid),
+                [line for line in lines if line[1] != line[2]],
+            )
+        )
     return found
 
 
@@ -108,7 +128,9 @@ def seen(starts: Iterable[Start]) -> tuple[dict[int, tuple[float, int, int]], li
         own: set[int] = set()
         for at, positions, samples in start.lines:
             if twice := own.intersection(positions):
-                problems.append(f"rank {start.rank} used position {min(twice):,} twice in one start")
+                problems.append(
+                    f"rank {start.rank} used position {min(twice):,} twice in one start"
+                )
             own.update(positions)
             for position, sample in zip(positions, samples, strict=True):
                 last[position] = max(last.get(position, (0.0, 0, 0)), (at, start.rank, sample))
@@ -126,6 +148,12 @@ def lost_or_repeated(starts: Iterable[Start], total: int, samples: int, seed: in
     kinds = {
         "lost": [p for p in range(total) if p not in last and p != expected[p]],
         "too many": sorted(p for p in last if p >= total),
-        "other than the order has": [p for p in range(total) if p in last and last[p][2] != expected[p]],
+        "other than the order has": [
+            p for p in range(total) if p in last and last[p][2] != expected[p]
+        ],
     }
-    return problems + [f"{len(at)} samples {what}, the first at position {at[0]:,}" for what, at in kinds.items() if at]
+    return problems + [
+        f"{len(at)} samples {what}, the first at position {at[0]:,}"
+        for what, at in kinds.items()
+        if at
+    ]

@@ -47,14 +47,23 @@ class Plain:
     """
 
     def __init__(
-        self, build: Any, data: tuple[torch.Tensor, torch.Tensor], batch: int, lr: float, steps: int, wrap: str = "ddp"
+        self,
+        build: Any,
+        data: tuple[torch.Tensor, torch.Tensor],
+        batch: int,
+        lr: float,
+        steps: int,
+        wrap: str = "ddp",
     ) -> None:
         torch.manual_seed(0)
         self.ways = 1 if wrap in ("tensor", "context", *SCHEDULES) else dist.get_world_size()
         self.model = self.parallel(build(), wrap)
         decayed = [p for p in self.model.parameters() if p.dim() >= 2]
         others = [p for p in self.model.parameters() if p.dim() < 2]
-        groups = [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+        groups = [
+            {"params": decayed, "weight_decay": 0.01},
+            {"params": others, "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=lr, fused=True)
         (self.inputs, self.targets), self.batch, self.lr, self.steps = data, batch, lr, steps
         self.done = 0
@@ -65,7 +74,11 @@ class Plain:
 
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The loss."""
-        with loss_parallel() if isinstance(next(self.model.parameters()), DTensor) else contextlib.nullcontext():
+        with (
+            loss_parallel()
+            if isinstance(next(self.model.parameters()), DTensor)
+            else contextlib.nullcontext()
+        ):
             loss = cross_entropy(self.model(inputs), targets)
             loss.backward()
         return loss
@@ -101,7 +114,10 @@ class Pipelined(Plain):
         kind, chunks = SCHEDULES[wrap]
         rank, parts = dist.get_rank(), 2 * chunks
         own = [rank] if chunks == 1 else [rank, parts - 1 - rank if wrap == "zbv" else 2 + rank]
-        stages = [pipelining.PipelineStage(_part(model, i, parts), i, parts, torch.device("cpu")) for i in own]
+        stages = [
+            pipelining.PipelineStage(_part(model, i, parts), i, parts, torch.device("cpu"))
+            for i in own
+        ]
         made = stages if chunks > 1 else stages[0]
         self.schedule = getattr(pipelining, kind)(made, MICRO_BATCHES, loss_fn=cross_entropy)
         self.is_first, self.is_last = 0 in own, parts - 1 in own
@@ -110,7 +126,9 @@ class Pipelined(Plain):
     def forward_backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         losses: list[torch.Tensor] = []
         given = (inputs,) if self.is_first else ()
-        self.schedule.step(*given, **({"target": targets, "losses": losses} if self.is_last else {}))
+        self.schedule.step(
+            *given, **({"target": targets, "losses": losses} if self.is_last else {})
+        )
         return torch.stack(losses).mean() if losses else torch.zeros(())
 
 
@@ -136,7 +154,9 @@ ATTENTION = F.scaled_dot_product_attention
 
 def ulysses(*qkv: torch.Tensor, **options: Any) -> torch.Tensor:
     ways = dist.get_world_size()
-    parts = torch.stack(qkv).unflatten(2, (ways, -1)).movedim(2, 0).contiguous()  # (C, 3, B, H/C, T/C, K)
+    parts = (
+        torch.stack(qkv).unflatten(2, (ways, -1)).movedim(2, 0).contiguous()
+    )  # (C, 3, B, H/C, T/C, K)
     whole = all_to_all_single(torch.empty_like(parts), parts)
     y = ATTENTION(*whole.movedim(0, 3).flatten(3, 4).unbind(), **options)
     back = y.unflatten(2, (ways, -1)).movedim(2, 0).contiguous()  # (C, B, H/C, T/C, K)
@@ -172,7 +192,9 @@ class HandExperts(nn.Module):
     def __init__(self, whole: Any) -> None:
         super().__init__()
         for name, parameter in whole.named_parameters():
-            own = nn.Parameter(parameter.detach().chunk(dist.get_world_size())[dist.get_rank()].clone())
+            own = nn.Parameter(
+                parameter.detach().chunk(dist.get_world_size())[dist.get_rank()].clone()
+            )
             own.register_post_accumulate_grad_hook(_divide)
             setattr(self, name, own)
 
@@ -218,7 +240,9 @@ def tensor(model: nn.Module) -> nn.Module:
     rowwise = RowwiseParallel(output_layouts=split)
     block = {
         "attn_norm": SequenceParallel(),
-        "attn": PrepareModuleInput(input_layouts=(split, None), desired_input_layouts=(whole, None)),
+        "attn": PrepareModuleInput(
+            input_layouts=(split, None), desired_input_layouts=(whole, None)
+        ),
         "attn.q": ColwiseParallel(),
         "attn.k": ColwiseParallel(),
         "attn.v": ColwiseParallel(),
@@ -232,9 +256,13 @@ def tensor(model: nn.Module) -> nn.Module:
     outside = {
         "embed": RowwiseParallel(input_layouts=whole, output_layouts=split),
         "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=split, output_layouts=Shard(-1), use_local_output=False),
+        "head": ColwiseParallel(
+            input_layouts=split, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
-    plan = outside | {f"blocks.{name}.{key}": how for name in model.blocks for key, how in block.items()}  # type: ignore[union-attr]
+    plan = outside | {
+        f"blocks.{name}.{key}": how for name in model.blocks for key, how in block.items()
+    }  # type: ignore[union-attr]
     return parallelize_module(model, mesh, plan)
 
 
@@ -242,7 +270,10 @@ def _part(model: Any, part: int, parts: int) -> nn.Module:
     """Its share of the blocks, with the embedding before the first and the head after the last."""
     size = len(model.blocks) // parts
     layers = list(model.blocks.values())[part * size : (part + 1) * size]
-    before, after = [model.embed] if part == 0 else [], [model.norm, model.head] if part == parts - 1 else []
+    before, after = (
+        [model.embed] if part == 0 else [],
+        [model.norm, model.head] if part == parts - 1 else [],
+    )
     return nn.Sequential(*before, *layers, *after)
 
 
@@ -300,7 +331,10 @@ class PlainMixture(Plain):
         seen: list[torch.Tensor] = []
         routers = [block.mlp.router for block in self.model.module.blocks.values()]  # type: ignore[operator, union-attr]
         hooks = [
-            r.register_forward_hook(lambda _, __, y: seen.append(y[2].flatten().bincount(minlength=8))) for r in routers
+            r.register_forward_hook(
+                lambda _, __, y: seen.append(y[2].flatten().bincount(minlength=8))
+            )
+            for r in routers
         ]
         super().advance()
         load = torch.stack(seen).float()

@@ -22,7 +22,9 @@ from typing import Any
 
 import yaml
 
-TABLES = tuple(Path(__file__).with_name(f"{name}.csv") for name in ("published", "llm_foundry", "beyond"))
+TABLES = tuple(
+    Path(__file__).with_name(f"{name}.csv") for name in ("published", "llm_foundry", "beyond")
+)
 SOURCES = Path(__file__).with_name("published_sources.yaml")
 MODELS = Path(__file__).with_name("models.yaml")
 PARTS = ("fit", "fit", "choose", "held out")
@@ -105,7 +107,9 @@ class Run:
 
     @property
     def name(self) -> str:
-        degrees = " ".join(f"{n}={getattr(self, n)}" for n in ("tp", "pp", "cp", "ep") if getattr(self, n) > 1)
+        degrees = " ".join(
+            f"{n}={getattr(self, n)}" for n in ("tp", "pp", "cp", "ep") if getattr(self, n) > 1
+        )
         size = f"{self.micro_batch}×{self.sequence}" if self.micro_batch else str(self.sequence)
         again = "" if self.recompute == "none" else f" {self.recompute}"
         return f"{self.model} {size} on {self.gpus} {self.gpu.partition(':')[0]} {degrees} {self.precision}{again}"
@@ -122,10 +126,20 @@ class Run:
             known = _models()[self.model]
             args |= {"model": known["model"], "config": dict(known["config"])}
             if known["model"] != "gpt2":
-                args["config"] |= {} if known["model"] == "t5" else {"max_position_embeddings": self.sequence}
-        elif self.n_kv_heads == self.n_heads and self.kernels != "plain" and self.attention == "flash":
+                args["config"] |= (
+                    {} if known["model"] == "t5" else {"max_position_embeddings": self.sequence}
+                )
+        elif (
+            self.n_kv_heads == self.n_heads
+            and self.kernels != "plain"
+            and self.attention == "flash"
+        ):
             args |= {"d_model": self.d_model, "n_layers": self.n_layers, "n_heads": self.n_heads}
-            args |= {"d_hidden": self._gated_hidden(), "vocab_size": self.vocab_size, "tie_weights": bool(self.tied)}
+            args |= {
+                "d_hidden": self._gated_hidden(),
+                "vocab_size": self.vocab_size,
+                "tie_weights": bool(self.tied),
+            }
         else:
             args |= {"model": "llama" if self.gated else "starcoder2", "config": self._config()}
         if self.attention == "softmax":
@@ -148,7 +162,11 @@ class Run:
             "vocab_size": self.vocab_size,
             "tie_word_embeddings": bool(self.tied),
             "max_position_embeddings": self.sequence,
-            **({} if self.gated else {"sliding_window": None, "use_bias": False, "embedding_dropout": 0.0}),
+            **(
+                {}
+                if self.gated
+                else {"sliding_window": None, "use_bias": False, "embedding_dropout": 0.0}
+            ),
         }
 
     def command(self) -> tuple[list[str], dict[str, Any]]:
@@ -162,7 +180,9 @@ class Run:
             "parallel.dp_shard": shard,
             **{f"parallel.{name}": getattr(self, name) for name in ("tp", "pp", "cp", "ep")},
             "parallel.sequence_parallel": bool(self.sequence_parallel) and self.tp > 1,
-            "parallel.async_tp": bool(self.overlap) and bool(self.sequence_parallel) and self.tp > 1,
+            "parallel.async_tp": bool(self.overlap)
+            and bool(self.sequence_parallel)
+            and self.tp > 1,
             "parallel.offload": False,
             "parallel.reduce_dtype": self.reduce,
             "train.global_batch_size": self.global_batch,
@@ -174,13 +194,22 @@ class Run:
         if self.micro_batch:
             values["train.micro_batch_size"] = self.micro_batch
         if self.data in ("zero1", "zero2") and self.pp == 1 and shard > 1:
-            split = [name for name, degree in (("tensor", self.tp), ("context", self.cp)) if degree > 1]
+            split = [
+                name for name, degree in (("tensor", self.tp), ("context", self.cp)) if degree > 1
+            ]
             values["strategy"] = "+".join([self.data, *split])
         if self.pp > 1 and self.chunks:
             values["parallel.schedule"] = "interleaved_1f1b" if self.chunks > 1 else "1f1b"
             values["parallel.chunks"] = self.chunks
-        words = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]
-        options: dict[str, Any] = {"gpus": self.gpus, "gpu": self.gpu, "per_node": min(self.per_node, self.gpus)}
+        words = [
+            f"{key}={str(value).lower() if isinstance(value, bool) else value}"
+            for key, value in values.items()
+        ]
+        options: dict[str, Any] = {
+            "gpus": self.gpus,
+            "gpu": self.gpu,
+            "per_node": min(self.per_node, self.gpus),
+        }
         if self.network_gbit:
             options["interconnect"] = f"{self.network_gbit:g}Gb"
         return words, options
@@ -206,7 +235,13 @@ def _of_table(path: Path) -> list[Run]:
     sources = yaml.safe_load(SOURCES.read_text())
     found = []
     for entry in entries:
-        make = _of_beyond if "ran_out" in entry else _of_published if "network_gbit" in entry else _of_llm_foundry
+        make = (
+            _of_beyond
+            if "ran_out" in entry
+            else _of_published
+            if "network_gbit" in entry
+            else _of_llm_foundry
+        )
         found.append(_described(make(entry), sources))
     return found
 
@@ -219,13 +254,19 @@ def _described(run: Run, sources: dict[str, Any]) -> Run:
 def _of_published(entry: dict[str, Any]) -> Run:
     kinds: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str}
     columns = [field for field in fields(Run) if field.name in entry]
-    run = Run(**{column.name: kinds[str(column.type)](entry[column.name] or 0) for column in columns})
+    run = Run(
+        **{column.name: kinds[str(column.type)](entry[column.name] or 0) for column in columns}
+    )
     return replace(run, ran_out=int(not run.step_seconds))
 
 
 def _of_llm_foundry(entry: dict[str, str]) -> Run:
     """MPT models: GPT-2s in all but name, under FSDP. The pages name their networks: InfiniBand and RoCE."""
-    width, gpus, micro_batch = int(entry["d_model"]), int(entry["gpus"]), int(entry["micro_batch_size"])
+    width, gpus, micro_batch = (
+        int(entry["d_model"]),
+        int(entry["gpus"]),
+        int(entry["micro_batch_size"]),
+    )
     batch, sequence = micro_batch * gpus * int(entry["grad_accum"]), int(entry["seq_len"])
     rate, gpu = float(entry["tokens_per_s_per_gpu"]), entry["gpu"].replace("_", "-")
     return Run(
@@ -257,20 +298,25 @@ def _of_beyond(entry: dict[str, str]) -> Run:
     rate, batch = float(entry["tokens_per_s_per_gpu"] or 0), int(entry["global_batch"])
     if entry["tflops_per_gpu"] and not rate and sequence:
         rate = (
-            1e12 * float(entry["tflops_per_gpu"]) / (FLOPS_PER_PARAMETER * 1e9 * _models()[entry["model"]]["billions"])
+            1e12
+            * float(entry["tflops_per_gpu"])
+            / (FLOPS_PER_PARAMETER * 1e9 * _models()[entry["model"]]["billions"])
         )
     unit = entry["peak_unit"].partition(",")[0].lower()
     return Run(
         source=entry["address"],
         table="beyond",
         model=entry["model"],
-        kernels="fused" if entry["compile"] == "1" or any(word in entry["address"] for word in FUSED) else "eager",
+        kernels="fused"
+        if entry["compile"] == "1" or any(word in entry["address"] for word in FUSED)
+        else "eager",
         sequence=sequence,
         gpu=GPUS.get(entry["gpu"], entry["gpu"]),
         per_node=int(entry["per_node"]),
         network_gbit=float(entry["network_gbit"] or 0),
         gpus=gpus,
-        data=entry["dp"] or ("zero1" if gpus > int(entry["tp"]) * int(entry["pp"]) * int(entry["cp"]) else ""),
+        data=entry["dp"]
+        or ("zero1" if gpus > int(entry["tp"]) * int(entry["pp"]) * int(entry["cp"]) else ""),
         tp=int(entry["tp"]),
         pp=int(entry["pp"]),
         cp=int(entry["cp"]),
