@@ -1,5 +1,6 @@
 """Checks of the device itself: what it can do at most, how it launches, and what its processes may do."""
 
+import functools
 import os
 import re
 import subprocess
@@ -50,10 +51,8 @@ def products(here: Here) -> None:
     rates = {}
     for name, make in (("random", torch.randn), ("ones", torch.ones)):
         a, b = (make(size, size, device=here.device).bfloat16() for _ in range(2))
-        c = torch.empty_like(a)
-        rates[name] = (
-            2 * size**3 / here.seconds_of(lambda a=a, b=b, c=c: torch.mm(a, b, out=c)) / 1e12
-        )  # type: ignore[misc]
+        product = functools.partial(torch.mm, a, b, out=torch.empty_like(a))
+        rates[name] = 2 * size**3 / here.seconds_of(product) / 1e12
     here.found(
         tflops=rates["random"],
         ones_over_random=rates["ones"] / rates["random"],
