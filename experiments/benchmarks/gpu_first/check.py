@@ -82,10 +82,7 @@ class Here:
 
     def expect_speed(self, what: str, low: float | None, high: float | None, why: str) -> None:
         """As `expect`; a CPU may be as slow or fast as it likes."""
-        self.expect(
-            what,
-            *((low, high, why) if self.on_gpu else (0.0, None, "a CPU's speed is not predicted")),
-        )
+        self.expect(what, *((low, high, why) if self.on_gpu else (0.0, None, "a CPU's speed is not predicted")))
 
     def found(self, **values: Any) -> None:
         self._write({"found": values})
@@ -134,22 +131,16 @@ def end_with_the_program(pipe: int) -> None:
         os.killpg(0, signal.SIGKILL)
 
 
-def main(
-    function: str, arguments: str, device: str, model: str, path: str, limit: str, pipe: str
-) -> None:
+def main(function: str, arguments: str, device: str, model: str, path: str, limit: str, pipe: str) -> None:
     """Ends well also where the check raises: that is in the file, too."""
     end_with_the_program(int(pipe))
     set_defaults()  # before CUDA starts, as in a run's workers
     faulthandler.enable()
-    faulthandler.dump_traceback_later(
-        0.8 * float(limit)
-    )  # says where it hangs, just before it is killed
+    faulthandler.dump_traceback_later(0.8 * float(limit))  # says where it hangs, just before it is killed
     module, _, name = function.rpartition(".")
     with Path(path).open("w") as file:
         try:
-            getattr(importlib.import_module(module), name)(
-                Here(device, model, file), *json.loads(arguments)
-            )
+            getattr(importlib.import_module(module), name)(Here(device, model, file), *json.loads(arguments))
             ended = {}
         except NotHere as reason:
             ended = {"left_out": str(reason)}

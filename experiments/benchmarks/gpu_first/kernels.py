@@ -41,10 +41,7 @@ def shapes(here: Here) -> None:
     rounded = -(-hidden // MULTIPLE) * MULTIPLE
     width, rows = shape.d_model, shape.batch * shape.sequence_length
     here.expect_speed(
-        "least_tflops",
-        350.0,
-        850.0,
-        "an H100 of this image gave 798 at 8192³; the thinnest product here is 2048 deep",
+        "least_tflops", 350.0, 850.0, "an H100 of this image gave 798 at 8192³; the thinnest product here is 2048 deep"
     )
     rates: dict[str, dict[str, float]] = {}
     for name, of_rows, into, outof in (
@@ -61,16 +58,13 @@ def shapes(here: Here) -> None:
         rates[name] = _rates(here, of_rows, into, outof)
         here.found(products=rates)
     usual = list(rates.values())[:3]
-    here.found(
-        least_tflops=min(value for each in usual for name, value in each.items() if name != "ms")
-    )
+    here.found(least_tflops=min(value for each in usual for name, value in each.items() if name != "ms"))
 
 
 def _rates(here: Here, rows: int, into: int, outof: int) -> dict[str, float]:
     """TFLOP/s of a linear layer's three products, and the milliseconds of all three."""
     x, weight, slope = (
-        torch.randn(*size, device=here.device).bfloat16()
-        for size in ((rows, into), (outof, into), (rows, outof))
+        torch.randn(*size, device=here.device).bfloat16() for size in ((rows, into), (outof, into), (rows, outof))
     )
     products: dict[str, Callable[[], torch.Tensor]] = {
         "forward": lambda: F.linear(x, weight),
@@ -86,26 +80,17 @@ def _rates(here: Here, rows: int, into: int, outof: int) -> dict[str, float]:
 def attention(here: Here) -> None:
     """Causal attention of a block, forward and backward, by each of torch's kernels, and by the one that it chooses."""
     shape = _shape(here)
-    here.expect_speed(
-        "cudnn_over_flash_forward", 0.4, 1.0, "published: 631 TFLOP/s beside flash 2's 329, forward"
-    )
+    here.expect_speed("cudnn_over_flash_forward", 0.4, 1.0, "published: 631 TFLOP/s beside flash 2's 329, forward")
     here.expect_speed("chosen_over_best", 0.95, 1.1, "torch 2.11 asks cuDNN first on Hopper GPUs")
     sizes = (shape.batch, shape.n_heads, shape.sequence_length, shape.d_model // shape.n_heads)
-    q, k, v = (
-        torch.randn(sizes, device=here.device, dtype=torch.bfloat16, requires_grad=True)
-        for _ in range(3)
-    )
-    flops = (
-        2.0 * sizes[0] * sizes[1] * sizes[2] ** 2 * sizes[3]
-    )  # two products, half of each is masked
+    q, k, v = (torch.randn(sizes, device=here.device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    flops = 2.0 * sizes[0] * sizes[1] * sizes[2] ** 2 * sizes[3]  # two products, half of each is masked
     slope = torch.randn_like(q)
     found: dict[str, dict[str, Any]] = {}
     for name in ("chosen", *(BACKENDS if here.on_gpu else ())):
         with contextlib.nullcontext() if name == "chosen" else sdpa_kernel(BACKENDS[name]):
             try:
-                forward = here.seconds_of(
-                    lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
-                )
+                forward = here.seconds_of(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True))
                 both = here.seconds_of(lambda: _forward_backward((q, k, v), slope))
             except RuntimeError as error:
                 found[name] = {"error": str(error)[:200]}
@@ -115,9 +100,7 @@ def attention(here: Here) -> None:
         here.found(kernels=found)
     times = {name: values["both_ms"] for name, values in found.items() if "both_ms" in values}
     if {"cudnn", "flash"} <= times.keys():
-        here.found(
-            cudnn_over_flash_forward=found["cudnn"]["forward_ms"] / found["flash"]["forward_ms"]
-        )
+        here.found(cudnn_over_flash_forward=found["cudnn"]["forward_ms"] / found["flash"]["forward_ms"])
     elif not here.on_gpu:
         here.found(cudnn_over_flash_forward=1.0)
     here.found(chosen_over_best=times["chosen"] / min(times.values()))
@@ -131,12 +114,7 @@ def _forward_backward(qkv: tuple[torch.Tensor, ...], slope: torch.Tensor) -> Non
 def power(here: Here) -> None:
     """Clock, power and why the clock is held down, idle and after two seconds of products, as nvidia-smi says them.
     Nothing is changed."""
-    here.expect(
-        "clock_under_load",
-        0.6,
-        1.0,
-        "of the highest clock; 700 W hold an H100 at about 0.75 in products",
-    )
+    here.expect("clock_under_load", 0.6, 1.0, "of the highest clock; 700 W hold an H100 at about 0.75 in products")
     idle = _asked()
     x = torch.randn(8192, 8192, device=here.device).bfloat16()
     y = torch.empty_like(x)
@@ -151,9 +129,7 @@ def power(here: Here) -> None:
         else:
             here.wait()
     here.wait()
-    here.found(
-        idle=idle, loaded=loaded, tflops=count * 2 * 8192**3 / (time.monotonic() - begun) / 1e12
-    )
+    here.found(idle=idle, loaded=loaded, tflops=count * 2 * 8192**3 / (time.monotonic() - begun) / 1e12)
     here.found(clock_under_load=float(loaded["clocks.sm"]) / float(loaded["clocks.max.sm"]))
 
 

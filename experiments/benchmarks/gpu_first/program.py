@@ -33,13 +33,9 @@ def main(arguments: Sequence[str], prog_name: str = "gpu first") -> None:
     prediction did not hold, or a package was not there."""
     options = _options(arguments, prog_name)
     begun = time.monotonic()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # so that the running check is ended, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the running check is ended, too
     with tempfile.TemporaryDirectory(prefix="trireme-gpu-", ignore_cleanup_errors=True) as folder:
-        shared = Shared(
-            Path(folder), None if options.budget is None else begun + options.budget, options.limit
-        )
+        shared = Shared(Path(folder), None if options.budget is None else begun + options.budget, options.limit)
         machine = run(MACHINE, "cuda", "tiny", shared)  # it says itself how many GPUs there are
         if "gpus" not in machine["found"]:
             sys.exit(f"what GPUs there are could not be found{_remark(machine)}")
@@ -52,24 +48,12 @@ def main(arguments: Sequence[str], prog_name: str = "gpu first") -> None:
             for line in itertools.chain([machine], run_all(checks, gpus, options.model, shared)):
                 file.write(json.dumps(_plain(line)) + "\n")
                 file.flush()
-                print(
-                    f"{line['seconds']:7.1f} s  {MARKS[line['ok']]:8}  {line['name']}{_remark(line)}",
-                    flush=True,
-                )
+                print(f"{line['seconds']:7.1f} s  {MARKS[line['ok']]:8}  {line['name']}{_remark(line)}", flush=True)
                 lines.append(line)
-            by = {
-                ok: [line["name"] for line in lines if line["ok"] is ok]
-                for ok in (True, False, None)
-            }
+            by = {ok: [line["name"] for line in lines if line["ok"] is ok] for ok in (True, False, None)}
             lacks = sorted({line["lacks"] for line in lines if line["lacks"]})
             right = not by[False] and not lacks
-            summary = {
-                "name": "summary",
-                "ok": right,
-                "passed": by[True],
-                "failed": by[False],
-                "left_out": by[None],
-            }
+            summary = {"name": "summary", "ok": right, "passed": by[True], "failed": by[False], "left_out": by[None]}
             summary |= {"lacks": lacks, "seconds": round(time.monotonic() - begun, 1)}
             file.write(json.dumps(summary) + "\n")
     print("", *_table(lines), "", f"All that was found is in {options.out}.", sep="\n", flush=True)
@@ -88,9 +72,7 @@ def _table(lines: Iterable[dict[str, Any]]) -> Iterator[str]:
     for line in lines:
         for what, bound in line["predicted"].items():
             value = line["found"].get(what)
-            shown = " to ".join(
-                "any" if bound[end] is None else f"{bound[end]:.4g}" for end in ("low", "high")
-            )
+            shown = " to ".join("any" if bound[end] is None else f"{bound[end]:.4g}" for end in ("low", "high"))
             known = "-" if value is None else f"{value:.4g}"
             wrong = "" if value is None or not misses({what: bound}, line["found"]) else "  outside"
             yield f"{line['name']:28} {what:26} {shown:>23}  {known:>10}{wrong}"
@@ -110,9 +92,7 @@ class Shared:
         return math.inf if self.end is None else self.end - time.monotonic()
 
 
-def run_all(
-    checks: Iterable[Check], gpus: int, model: str | None, shared: Shared
-) -> Iterator[dict[str, Any]]:
+def run_all(checks: Iterable[Check], gpus: int, model: str | None, shared: Shared) -> Iterator[dict[str, Any]]:
     """What is to be said of each, one after another. model: for all of them; None: what each has."""
     for check in checks:
         if reason := left_out(check, gpus, model, shared.left):
@@ -132,36 +112,18 @@ def _plain(value: Any) -> Any:
 
 def _options(arguments: Sequence[str], prog_name: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=prog_name, description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="these checks; or all whose names begin so"
-    )
-    parser.add_argument(
-        "--model", choices=MODELS, help="for all checks; default: 124m, and 1.3b where it says so"
-    )
-    parser.add_argument(
-        "--limit", type=float, metavar="SECONDS", help="for every check, instead of its own"
-    )
-    parser.add_argument(
-        "--budget",
-        type=float,
-        metavar="SECONDS",
-        help="for all of them: what does not fit is named",
-    )
-    parser.add_argument(
-        "--out",
-        default=OUT,
-        metavar="FILE",
-        help=f"for all that is found, JSON lines; default: {OUT}",
-    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="these checks; or all whose names begin so")
+    parser.add_argument("--model", choices=MODELS, help="for all checks; default: 124m, and 1.3b where it says so")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="for every check, instead of its own")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="for all of them: what does not fit is named")
+    parser.add_argument("--out", default=OUT, metavar="FILE", help=f"for all that is found, JSON lines; default: {OUT}")
     options = parser.parse_args(arguments)
     for name in ("limit", "budget"):
         seconds = getattr(options, name)
         if seconds is not None and not seconds > 0:
             parser.error(f"--{name} is {seconds:g}: write a number of seconds above 0")
     known = [*(check.name for check in CHECKS), ROW]
-    if wrong := [
-        word for word in options.only or () if not any(name.startswith(word) for name in known)
-    ]:
+    if wrong := [word for word in options.only or () if not any(name.startswith(word) for name in known)]:
         parser.error(f"no check is called {wrong[0]!r}: write {', '.join(known)}")
     return options
 
@@ -184,36 +146,19 @@ def left_out(check: Check, gpus: int, model: str | None, left: float = math.inf)
         return "needs two GPUs"
     if check.has_own_size and model:
         return "has a size of its own: leave --model out"
-    return (
-        f"takes {check.seconds:g} s, and {max(0.0, left):.0f} s are left of --budget"
-        if left < check.seconds
-        else ""
-    )
+    return f"takes {check.seconds:g} s, and {max(0.0, left):.0f} s are left of --budget" if left < check.seconds else ""
 
 
 def run(check: Check, device: str, model: str, shared: Shared) -> dict[str, Any]:
     """The check in a process of its own, all of which is ended at its limit and with this program."""
     limit, begun = min(shared.limit or check.limit, max(1.0, shared.left)), time.monotonic()
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(
-            tempfile.TemporaryDirectory(dir=shared.folder, ignore_cleanup_errors=True)
-        )
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=shared.folder, ignore_cleanup_errors=True))
         path, said = Path(folder, "found"), Path(folder, "said")
         reading, writing = os.pipe()
-        for end in (
-            reading,
-            writing,
-        ):  # the kernel closes the other end, too, when this process is killed
+        for end in (reading, writing):  # the kernel closes the other end, too, when this process is killed
             stack.callback(os.close, end)
-        about = [
-            check.function,
-            json.dumps(check.arguments),
-            device,
-            model,
-            str(path),
-            str(limit),
-            str(reading),
-        ]
+        about = [check.function, json.dumps(check.arguments), device, model, str(path), str(limit), str(reading)]
         process = subprocess.Popen(
             [sys.executable, "-m", "experiments.benchmarks.gpu_first.check", *about],
             cwd=ROOT,
@@ -234,17 +179,13 @@ def run(check: Check, device: str, model: str, shared: Shared) -> dict[str, Any]
                 os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
             process.wait()
         last = said.read_text(errors="replace")[-SAID:] if ended else ""
-        return _judged(check.name, path, ended, last) | {
-            "seconds": round(time.monotonic() - begun, 1)
-        }
+        return _judged(check.name, path, ended, last) | {"seconds": round(time.monotonic() - begun, 1)}
 
 
 def _environment(check: Check, folder: str, shared: Shared) -> dict[str, str]:
     """Its own temporary folder; one for all that torch.compile and Triton compile, which checks have in common."""
     caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-    compiled = {
-        name: os.environ.get(name) or str(shared.folder / place) for name, place in caches.items()
-    }
+    compiled = {name: os.environ.get(name) or str(shared.folder / place) for name, place in caches.items()}
     python = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     return {**os.environ, "PYTHONPATH": python, "TMPDIR": folder, **compiled, **check.env}
 
@@ -264,13 +205,7 @@ def _judged(name: str, path: Path, ended: str, last: str) -> dict[str, Any]:
             found |= line.pop("found", {})
             other |= line
     if ended:
-        return _line(
-            name,
-            False,
-            predicted,
-            found,
-            f"{ended}; it said last: {last.strip()}" if last else ended,
-        )
+        return _line(name, False, predicted, found, f"{ended}; it said last: {last.strip()}" if last else ended)
     if lacks := other.get("lacks"):
         return _line(name, None, predicted, found, f"needs {lacks}: pip install it", lacks)
     if "left_out" in other:
@@ -289,11 +224,5 @@ def _line(
     error: str = "",
     lacks: str | None = None,
 ) -> dict[str, Any]:
-    made = {
-        "name": name,
-        "ok": ok,
-        "seconds": 0.0,
-        "predicted": predicted or {},
-        "found": found or {},
-    }
+    made = {"name": name, "ok": ok, "seconds": 0.0, "predicted": predicted or {}, "found": found or {}}
     return made | {"error": error or None, "lacks": lacks}

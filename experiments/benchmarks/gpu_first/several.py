@@ -30,12 +30,7 @@ def row(here: Here, name: str) -> None:
     results = run_matrix(trial, [wanted], variants=["plain", EVERYTHING])
     for result in results:
         key = result.variant.partition(",")[0]
-        here.expect(
-            key,
-            0.0,
-            result.bound.loss,
-            "experiments/parity: the relative difference of the loss, in fp32",
-        )
+        here.expect(key, 0.0, result.bound.loss, "experiments/parity: the relative difference of the loss, in fp32")
         if result.difference is None:
             raise RuntimeError(f"{result.variant}: {result.refused or result.error}")
         found = result.difference
@@ -49,26 +44,16 @@ def killed_peer(here: Here) -> None:
     their group up, and go on together in another one."""
     world = torch.cuda.device_count() if here.on_gpu else 2
     here.expect(
-        "survivors",
-        world - 1,
-        world - 1,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING=2: abort, and do not end the process",
+        "survivors", world - 1, world - 1, "TORCH_NCCL_ASYNC_ERROR_HANDLING=2: abort, and do not end the process"
     )
     here.expect(
-        "told",
-        world - 1,
-        world - 1,
-        "the collective raises, or failed_groups says that it is not to be believed",
+        "told", world - 1, world - 1, "the collective raises, or failed_groups says that it is not to be believed"
     )
     here.expect("seconds", 0.0, LET_GO_SECONDS, "aborting a communicator takes a second or two")
     folder, context = os.environ["TMPDIR"], multiprocessing.get_context("spawn")
-    gone = Path(
-        folder, "gone"
-    )  # a file: what a process shares in memory, one that is killed may hold for ever
+    gone = Path(folder, "gone")  # a file: what a process shares in memory, one that is killed may hold for ever
     peers = [
-        context.Process(
-            target=_peer, args=(rank, world, folder, here.device.type, gone), daemon=True
-        )
+        context.Process(target=_peer, args=(rank, world, folder, here.device.type, gone), daemon=True)
         for rank in range(world)
     ]
     for peer in peers:
@@ -80,14 +65,10 @@ def killed_peer(here: Here) -> None:
     for peer in peers[:-1]:
         peer.join(max(0.1, 3 * LET_GO_SECONDS - (time.monotonic() - begun)))
     said = [json.loads(path.read_text()) for path in Path(folder).glob("survivor-*")]
-    here.found(
-        survivors=sum(total == world - 1 for _, total, *_ in said),
-        codes=[peer.exitcode for peer in peers],
-    )
+    here.found(survivors=sum(total == world - 1 for _, total, *_ in said), codes=[peer.exitcode for peer in peers])
     right = "DistBackendError" if here.on_gpu else "RuntimeError"
     here.found(
-        told=sum(bool(raised == right or failed) for *_, raised, failed in said),
-        said=[each[2:] for each in said],
+        told=sum(bool(raised == right or failed) for *_, raised, failed in said), said=[each[2:] for each in said]
     )
     if said:
         here.found(seconds=max(each[0] for each in said) - begun)
@@ -115,12 +96,8 @@ def _peer(rank: int, world: int, folder: str, kind: str, gone: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             dist.all_reduce(x)
             x.div_(world)
-            float(
-                x[0]
-            )  # returns from an aborted collective as if all were well; the next one raises
-    except (
-        RuntimeError
-    ) as error:  # gloo's broken connection; of NCCL's, what an aborted collective raises
+            float(x[0])  # returns from an aborted collective as if all were well; the next one raises
+    except RuntimeError as error:  # gloo's broken connection; of NCCL's, what an aborted collective raises
         raised = type(error).__name__
     watching.join()
     failed = failed_groups()
@@ -130,9 +107,7 @@ def _peer(rank: int, world: int, folder: str, kind: str, gone: Path) -> None:
     dist.all_reduce(one)
     total = float(one)
     # monotonic is a clock that processes of one machine share
-    Path(folder, f"survivor-{rank}").write_text(
-        json.dumps([time.monotonic(), total, raised, failed])
-    )
+    Path(folder, f"survivor-{rank}").write_text(json.dumps([time.monotonic(), total, raised, failed]))
     abort(0)
 
 

@@ -41,9 +41,7 @@ def _profiled(here: Here, function: Callable[[], object], times: int) -> list[di
     for event in profiler.key_averages():
         if not here.on_gpu or str(event.device_type).endswith("CUDA"):
             taken = event.self_device_time_total if here.on_gpu else event.self_cpu_time_total
-            rows.append(
-                {"name": event.key, "calls": event.count / times, "ms": taken / 1e3 / times}
-            )
+            rows.append({"name": event.key, "calls": event.count / times, "ms": taken / 1e3 / times})
     total = sum(row["ms"] for row in rows) or 1.0
     rows.sort(key=lambda row: -row["ms"])
     return [row | {"share": round(row["ms"] / total, 4)} for row in rows]
@@ -55,15 +53,8 @@ def loss_chunks(here: Here) -> None:
         raise NotHere("torch.compile needs a C++ compiler for a CPU")
     rows, words = (2048, 50304) if here.on_gpu else (64, 9000)
     seconds = 6 * rows * words / here.datasheet().bandwidth
-    here.expect_speed(
-        "ms",
-        0.0,
-        2e3 * seconds,
-        "at most twice the time of 6 bytes a logit at the planner's bandwidth",
-    )
-    here.expect_speed(
-        "times_faster", 1.8, 6.0, "18 bytes a logit or more are moved without, 6 to 10 with"
-    )
+    here.expect_speed("ms", 0.0, 2e3 * seconds, "at most twice the time of 6 bytes a logit at the planner's bandwidth")
+    here.expect_speed("times_faster", 1.8, 6.0, "18 bytes a logit or more are moved without, 6 to 10 with")
     here.expect("difference", 0.0, 2**-8, "one rounding to bfloat16 of a number below 1")
     logits = torch.randn(rows, words, device=here.device).bfloat16()
     targets = torch.randint(words, (rows,), device=here.device)
@@ -76,29 +67,16 @@ def loss_chunks(here: Here) -> None:
             function(logits, targets)
             extra[name] = torch.cuda.max_memory_allocated() - before
     (_, slope), (_, truth) = compiled(logits, targets), one_by_one(logits, targets)
-    here.found(
-        ms=1e3 * taken["compiled"],
-        times_faster=taken["one by one"] / taken["compiled"],
-        extra_bytes=extra,
-    )
+    here.found(ms=1e3 * taken["compiled"], times_faster=taken["one by one"] / taken["compiled"], extra_bytes=extra)
     here.found(difference=float((slope.float() - truth).abs().max()))
 
 
-def speed(
-    here: Here, options: str = "default", precision: str = "bf16", compiled: bool = True
-) -> None:
+def speed(here: Here, options: str = "default", precision: str = "bf16", compiled: bool = True) -> None:
     """A run's own steps beside plain PyTorch's in bf16, one after the other, as both at once do not fit; then the
     kernels of both."""
     shape = SHAPES[here.model]
-    here.expect_speed(
-        "over_by_hand",
-        0.7,
-        1.05,
-        "the same products; our loss is in chunks, our loader runs beside",
-    )
-    rows = torch.randint(
-        shape.vocab_size, (8 * shape.batch, shape.sequence_length + 1), device=here.device
-    )
+    here.expect_speed("over_by_hand", 0.7, 1.05, "the same products; our loss is in chunks, our loader runs beside")
+    rows = torch.randint(shape.vocab_size, (8 * shape.batch, shape.sequence_length + 1), device=here.device)
     advance = ByHand(shape, rows, compiled=here.on_gpu and compiled).advance
     by_hand = _taken(here, advance)
     here.found(by_hand=by_hand, longest_by_hand=_kernels(_profiled(here, advance, 2))["longest"])
@@ -107,9 +85,7 @@ def speed(
     here.found(over_by_hand=seconds / by_hand["seconds"])
 
 
-def alone(
-    here: Here, options: str = "default", precision: str = "bf16", compiled: bool = True
-) -> float:
+def alone(here: Here, options: str = "default", precision: str = "bf16", compiled: bool = True) -> float:
     """A run's own steps, beside the plan, and their kernels. MFU is of bf16's peak.
 
     Args:
@@ -121,9 +97,7 @@ def alone(
         Seconds of a step.
     """
     shape, folder = SHAPES[here.model], os.environ["TMPDIR"]
-    made = config(
-        shape, folder, OPTIONS[options], compile=here.on_gpu and compiled, precision=precision
-    )
+    made = config(shape, folder, OPTIONS[options], compile=here.on_gpu and compiled, precision=precision)
     plan, peak = planned(made), here.datasheet().gpu.rate("bf16")
     with torch.device("meta"):
         sizes: Any = shape.model()
@@ -131,31 +105,16 @@ def alone(
     flops = shape.flops(parameters - shape.vocab_size * shape.d_model)
     expected, (least, most) = flops / plan.step_seconds / peak, plan.range
     why = "the planner, with its own range of speeds"
-    here.expect_speed(
-        "ms_a_step", 1e3 * plan.step_seconds / most, 1e3 * plan.step_seconds / least, why
-    )
-    here.expect_speed(
-        "mfu", least * expected, most * expected, "the same; (6N + 12LDT) tokens/s / peak of bf16"
-    )
+    here.expect_speed("ms_a_step", 1e3 * plan.step_seconds / most, 1e3 * plan.step_seconds / least, why)
+    here.expect_speed("mfu", least * expected, most * expected, "the same; (6N + 12LDT) tokens/s / peak of bf16")
     if here.on_gpu:
-        here.expect(
-            "bytes", 0.9 * plan.memory_bytes, 1.1 * plan.memory_bytes, "the planner, within 10 %"
-        )
+        here.expect("bytes", 0.9 * plan.memory_bytes, 1.1 * plan.memory_bytes, "the planner, within 10 %")
     why = "scaled_dot_product_attention of causal bf16 heads chooses flash attention or cuDNN's"
     here.expect("attention_kernels", 1, None, why)
-    here.expect(
-        "fused_optimizer_kernels",
-        1,
-        None,
-        "AdamW is made with fused=True (app/training/optimizer.py)",
-    )
+    here.expect("fused_optimizer_kernels", 1, None, "AdamW is made with fused=True (app/training/optimizer.py)")
     if here.on_gpu and precision == "bf16":
-        here.expect(
-            "bf16_share_of_products", 0.98, 1.0, "autocast: no product but small ones is in float32"
-        )
-    here.found(
-        planned={"ms_a_step": 1e3 * plan.step_seconds, "parts": plan.seconds, "memory": plan.memory}
-    )
+        here.expect("bf16_share_of_products", 0.98, 1.0, "autocast: no product but small ones is in float32")
+    here.found(planned={"ms_a_step": 1e3 * plan.step_seconds, "parts": plan.seconds, "memory": plan.memory})
     gc.collect()
     if here.on_gpu:
         torch.cuda.empty_cache()
@@ -168,11 +127,7 @@ def alone(
 
     ours = _taken(here, step)
     seconds = ours["seconds"]
-    here.found(
-        ms_a_step=1e3 * seconds,
-        tokens_per_second=shape.tokens / seconds,
-        mfu=flops / seconds / peak,
-    )
+    here.found(ms_a_step=1e3 * seconds, tokens_per_second=shape.tokens / seconds, mfu=flops / seconds / peak)
     here.found(ours=ours, bytes=ours.get("bytes", 0.0) - run.memory_before, parameters=parameters)
     here.found(**_kernels(_profiled(here, step, 2)))
     batches.close()
@@ -184,17 +139,11 @@ def _kernels(rows: list[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "attention_kernels": sum(bool(ATTENTION.search(row["name"])) for row in rows),
         "fused_optimizer_kernels": sum(bool(OPTIMIZER.search(row["name"])) for row in rows),
-        "longest": [
-            row | {"name": row["name"][:120], "ms": round(row["ms"], 4)} for row in rows[:LONGEST]
-        ],
+        "longest": [row | {"name": row["name"][:120], "ms": round(row["ms"], 4)} for row in rows[:LONGEST]],
     }
-    products = [
-        row for row in rows if PRODUCT.search(row["name"]) and not ATTENTION.search(row["name"])
-    ]
+    products = [row for row in rows if PRODUCT.search(row["name"]) and not ATTENTION.search(row["name"])]
     if time := sum(row["ms"] for row in products):
-        found["bf16_share_of_products"] = (
-            sum(r["ms"] for r in products if IN_BF16.search(r["name"])) / time
-        )
+        found["bf16_share_of_products"] = sum(r["ms"] for r in products if IN_BF16.search(r["name"])) / time
     return found
 
 
@@ -218,12 +167,7 @@ def _taken(here: Here, step: Callable[[], object]) -> dict[str, float]:
     count = BLOCKS if here.on_gpu else 2
     times = measure_in_turns({"": step}, blocks=count, steps_per_block=each, synchronize=here.wait)
     blocks = times[""]
-    found = {
-        "seconds": statistics.median(blocks),
-        "least": min(blocks),
-        "most": max(blocks),
-        "first": first,
-    }
+    found = {"seconds": statistics.median(blocks), "least": min(blocks), "most": max(blocks), "first": first}
     return found | ({"bytes": torch.cuda.max_memory_allocated()} if here.on_gpu else {})
 
 
@@ -243,12 +187,7 @@ def memory(here: Here, mode: str, times: int) -> None:
     plan = planned(made)
     here.expect("ran_out", int(not plan.fits), int(not plan.fits), "the planner: whether it fits")
     if plan.fits and here.on_gpu:
-        here.expect(
-            "memory_bytes",
-            0.9 * plan.memory_bytes,
-            1.1 * plan.memory_bytes,
-            "the planner, within 10 %",
-        )
+        here.expect("memory_bytes", 0.9 * plan.memory_bytes, 1.1 * plan.memory_bytes, "the planner, within 10 %")
     here.found(planned_bytes=plan.memory_bytes, parts=plan.memory, capacity=plan.capacity)
     try:
         run = training(here, made)

@@ -36,29 +36,16 @@ STATE_BYTES = 12
 """A parameter's in a checkpoint: itself and AdamW's two moments, in float32."""
 
 
-def config(
-    shape: Shape, folder: str, options: Mapping[str, Any] | None = None, **train: Any
-) -> Config:
+def config(shape: Shape, folder: str, options: Mapping[str, Any] | None = None, **train: Any) -> Config:
     """A GPT of that shape on random tokens in bf16, clipped. options: of the model; train: of TrainConfig."""
     tokens = Path(folder, f"{shape.vocab_size}.bin")
     if not tokens.exists():
         Path(folder).mkdir(parents=True, exist_ok=True)
         count = 16 * (shape.batch + 1) * (shape.sequence_length + 1)
-        numbers = torch.randint(
-            shape.vocab_size, (count,), generator=torch.Generator().manual_seed(0)
-        )
+        numbers = torch.randint(shape.vocab_size, (count,), generator=torch.Generator().manual_seed(0))
         tokens.write_bytes(numbers.to(torch.int32).numpy().astype("uint16").tobytes())
-    sizes: dict[str, Any] = {
-        "vocab_size": shape.vocab_size,
-        "sequence_length": shape.sequence_length,
-        **shape.model(),
-    }
-    values: dict[str, Any] = {
-        "steps": 1000,
-        "precision": "bf16",
-        "clip_norm": 1.0,
-        "micro_batch_size": shape.batch,
-    }
+    sizes: dict[str, Any] = {"vocab_size": shape.vocab_size, "sequence_length": shape.sequence_length, **shape.model()}
+    values: dict[str, Any] = {"steps": 1000, "precision": "bf16", "clip_norm": 1.0, "micro_batch_size": shape.batch}
     values["global_batch_size"] = shape.batch * shape.micro_batches
     found = Config(
         task="language_modelling",
@@ -107,9 +94,7 @@ def trial(build: Callable[[], torch.nn.Module] = _gpt) -> Trial:
     tokens = torch.randint(512, (12, 8, 65), generator=torch.Generator().manual_seed(0))
 
     def loss(module: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(
-            module(batch[0]).flatten(0, 1).float(), batch[1].flatten()
-        )
+        return torch.nn.functional.cross_entropy(module(batch[0]).flatten(0, 1).float(), batch[1].flatten())
 
     batches = [(step[:, :-1].contiguous(), step[:, 1:].contiguous()) for step in tokens]
     return Trial(
@@ -126,26 +111,14 @@ def trial(build: Callable[[], torch.nn.Module] = _gpt) -> Trial:
 
 
 MIXTURE: dict[str, Any] = {"n_experts": 8, "top_k": 2}
-IN_FP32 = (
-    2e-5,
-    "sums in another order: 5e-7 between layouts on a CPU, which a training of 12 steps amplifies",
-)
+IN_FP32 = 2e-5, "sums in another order: 5e-7 between layouts on a CPU, which a training of 12 steps amplifies"
 VARIANTS: dict[str, tuple[dict[str, Any], tuple[float, str]]] = {
     "fp32": ({}, IN_FP32),
-    "bf16": (
-        {"precision": "bf16"},
-        (5e-3, "a number is rounded by 2**-8; layouts on a CPU agree to 3e-3"),
-    ),
+    "bf16": ({"precision": "bf16"}, (5e-3, "a number is rounded by 2**-8; layouts on a CPU agree to 3e-3")),
     "recomputed": ({"activation_checkpointing": "full"}, IN_FP32),
     "compiled": ({"compile": True}, IN_FP32),
-    "fp8": (
-        {"precision": "fp8"},
-        (5e-2, "a number is rounded by 2**-4, an average by less; beside bf16"),
-    ),
-    "mixture": (
-        {"precision": "bf16"},
-        (2e-2, "as bf16, and rounding chooses another expert for some tokens"),
-    ),
+    "fp8": ({"precision": "fp8"}, (5e-2, "a number is rounded by 2**-4, an average by less; beside bf16")),
+    "mixture": ({"precision": "bf16"}, (2e-2, "as bf16, and rounding chooses another expert for some tokens")),
 }
 """Options, and how far the loss may be from a CPU's, relatively; the gradient's norm and the weights ten times that."""
 
@@ -157,12 +130,7 @@ def one_device(here: Here, variant: str) -> None:
         here.expect(what, 0.0, times * bound, why)
     precision = options.get("precision", "fp32")
     made = trial(_mixture if variant == "mixture" else _gpt)
-    truth = train(
-        made,
-        SINGLE,
-        Options(precision="bf16" if precision == "fp8" else precision),
-        torch.device("cpu"),
-    )
+    truth = train(made, SINGLE, Options(precision="bf16" if precision == "fp8" else precision), torch.device("cpu"))
     if not here.on_gpu:  # compiling kernels for a CPU takes longer, and shows less
         options = options | {"compile_backend": "aot_eager"}
     curve = train(made, SINGLE, Options(**options), here.device)
@@ -180,9 +148,7 @@ def no_waits(here: Here, mixture: bool = False) -> None:
     """Steps of a run, with clipping and without a log line, in which nothing may wait for the device. mixture: of
     experts, all on one GPU."""
     here.expect("waits", 0, 0, "the loop waits at boundaries only (app/training/loop.py)")
-    here.expect(
-        "steps_under_error", 2, 2, 'torch.cuda.set_sync_debug_mode("error") raises where one waits'
-    )
+    here.expect("steps_under_error", 2, 2, 'torch.cuda.set_sync_debug_mode("error") raises where one waits')
     shape = SHAPES[here.model]
     options = {"mixture": {**MIXTURE, "d_expert": shape.d_model}} if mixture else None
     run = training(here, config(shape, os.environ["TMPDIR"], options))
@@ -216,27 +182,17 @@ def _steps(run: Training, count: int) -> dict[str, torch.Tensor]:
     batches.close()
     state = run.parallel.optimizer_state(run.optimizer)["state"]
     moments = {f"{name}.{key}": value for name, own in state.items() for key, value in own.items()}
-    return {
-        name: tensor.detach().cpu().clone()
-        for name, tensor in (run.parallel.model_state() | moments).items()
-    }
+    return {name: tensor.detach().cpu().clone() for name, tensor in (run.parallel.model_state() | moments).items()}
 
 
 def resume(here: Here) -> None:
     """Six steps, against three, a save, and three more of a new training that loads it; with deterministic kernels."""
     here.expect("different", 0, 0, "a checkpoint holds all that a step depends on")
-    here.expect(
-        "different_in_a_twin",
-        0,
-        0,
-        "the same six steps again are the same with deterministic kernels",
-    )
+    here.expect("different_in_a_twin", 0, 0, "the same six steps again are the same with deterministic kernels")
     shape, folder = SHAPES["tiny"], os.environ["TMPDIR"]
     ends = []
     for name in ("once", "again"):
-        ends.append(
-            _steps(training(here, config(shape, f"{folder}/{name}", deterministic=True)), 6)
-        )
+        ends.append(_steps(training(here, config(shape, f"{folder}/{name}", deterministic=True)), 6))
     halves = config(shape, f"{folder}/halves", deterministic=True)
     first = training(here, halves)
     _steps(first, 3)
@@ -248,11 +204,7 @@ def resume(here: Here) -> None:
     ends.append(_steps(second, 3))
     once, again, resumed = ends
     assert once.keys() == resumed.keys() and any("exp_avg" in name for name in once), sorted(once)
-    here.found(
-        different=_different(once, resumed),
-        different_in_a_twin=_different(once, again),
-        tensors=len(once),
-    )
+    here.found(different=_different(once, resumed), different_in_a_twin=_different(once, again), tensors=len(once))
 
 
 def _different(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> int:
@@ -266,9 +218,7 @@ def save(here: Here) -> None:
     size = STATE_BYTES * sum(parameter.numel() for parameter in run.parallel.parameters())
     why = "the copy runs beside the next steps: at most bytes over 10 GB/s, which PCIe 4 has, and 50 ms for the rest"
     here.expect_speed("stall", 0.0, size / 10e9 + 0.05, why)
-    here.expect_speed(
-        "first_stall", 0.0, size / 1e9 + 1.0, "it pins the buffers, at about 1 GB/s or faster"
-    )
+    here.expect_speed("first_stall", 0.0, size / 1e9 + 1.0, "it pins the buffers, at about 1 GB/s or faster")
     here.expect_speed("pinned_over_state", 1.0, 1.1, "every tensor has a buffer of its size")
     stalls, totals = [], []
     batches: Any = run.batches()
