@@ -63,7 +63,8 @@ def locked_folder(
     """
     storage = run_folder(config, name)
     if not storage.is_local:
-        raise UserError(f"run.storage is {config.run.storage}, but a {kind} needs a folder: write a local path or NFS")
+        problem = f"run.storage is {config.run.storage}, but a {kind} needs a folder"
+        raise UserError(f"{problem}: write a local path or NFS")
     storage.check_writable()
     folder = storage.local_path
     if (folder / "run.json").exists():
@@ -71,7 +72,8 @@ def locked_folder(
     storage.make()
     lock = take_lock(folder, kind)
     if lock is None:
-        raise UserError(f"the {kind} in {folder} is in use by another process: wait for it, or use another name")
+        problem = f"the {kind} in {folder} is in use by another process"
+        raise UserError(f"{problem}: wait for it, or use another name")
     output: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if not verbose:
         output = console.capture(folder / "logs" / f"{kind}.log")

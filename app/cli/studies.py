@@ -152,7 +152,7 @@ def parity(
     from experiments.parity import experiment
 
     config = read_experiment(arguments)
-    rows = experiment.chosen(names, workers, experiment.has_experts(config))
+    rows = experiment.choose_rows(names, workers, has_experts=experiment.has_experts(config))
     cli.console.status(f"training {len(rows)} rows")
     results = experiment.measure(config, steps=steps, rows=rows, checkpoints=checkpoints)
     cli.answer(experiment.as_dicts(results), experiment.table(results))

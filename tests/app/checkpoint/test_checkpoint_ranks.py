@@ -23,7 +23,7 @@ from app.checkpoint import Checkpointer, CheckpointError, NotFinite
 from app.checkpoint.dcp import HashingStream
 from app.checkpoint.ranks import RankFailed, Ranks
 from app.errors import UserError
-from experiments.parity.curves import begin, run_steps
+from experiments.parity.curves import parallelize_trial, run_steps
 from experiments.parity.rows import Row
 from strategies.parallelize import Options
 from tests.app.checkpoint.kit import plain, save, steps
@@ -203,8 +203,8 @@ PAIRS = [row for pair in (*product(WHOLE, IN_PARTS), *permutations(IN_PARTS, 2))
 def _go_on(_: int, row: Row, folder: str, step: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """From the newest checkpoint: this step, a checkpoint, and while it is written the next. Rank 0's weights after
     either."""
-    trial, options = row.applied(TRIAL, Options())
-    parallel = begin(trial, row.layout, options, torch.device("cpu"))
+    trial, options = row.adapt(TRIAL, Options())
+    parallel = parallelize_trial(trial, row.layout, options, torch.device("cpu"))
     optimizer = parallel.prepare_optimizer(trial.optimizer(parallel.parameters()))
     commit, _passed = checkpoint.latest_good(folder)
     if commit is not None:

@@ -33,7 +33,7 @@ from tests.running import ROOT, environment
 
 def test_a_ratio_is_that_of_neighbouring_blocks_whatever_the_machine_does_meanwhile() -> None:
     speed = [1.0, 1.0, 3.0, 3.0, 9.0, 9.0, 2.0, 2.0]
-    sides = harness.beside({"A": speed, "B": [1.1 * each for each in speed]}, "A")
+    sides = harness.compare_times({"A": speed, "B": [1.1 * each for each in speed]}, "A")
     assert sides["B"]["ratio"] == pytest.approx(1.1) and sides["B"]["interval"] == pytest.approx((1.1, 1.1))
     assert sides["A"]["ratio"] == 1.0 and sides["A"]["ms"] == 2500.0
     low, high = harness.interval([1.0] * 40, [1.0, 1.0, 1.4, 1.4] * 10)

@@ -21,8 +21,16 @@ from app.errors import UserError
 from app.launchers.torchrun import Environment, own_device, require_own_gpu
 from app.models.gpt import RMSNorm
 from app.training.optimizer import build_optimizer
-from experiments.parity.curves import Trial, begin, run_steps
-from experiments.parity.rows import ALL_FIVE, DEEPSPEED, MIXTURES, ROWS, SINGLE, THREE, Row
+from experiments.parity.curves import Trial, parallelize_trial, run_steps
+from experiments.parity.rows import (
+    DEEPSPEED,
+    MIXTURES,
+    MIXTURES_OF_MORE_DIMENSIONS,
+    ROWS,
+    SINGLE,
+    THREE_DIMENSIONS,
+    Row,
+)
 from strategies import one_process, registry
 from strategies.context.apply import METHODS
 from strategies.context.attention import register_group
@@ -109,9 +117,9 @@ def train(
     trial: Callable[..., Trial], row: Row, options: dict[str, Any], on: str, rank: int, *, profiled: bool = False
 ) -> dict[str, Any]:
     """Two steps, an evaluation, and what a save copies. on: cuda, or cpu. profiled: a pipeline's second step."""
-    made, chosen = row.applied(trial(micro_batches=2, clip=0.5), Options(**options))
+    made, chosen = row.adapt(trial(micro_batches=2, clip=0.5), Options(**options))
     device = _own_device(row, rank) if on == "cuda" else torch.device(on)
-    parallel = begin(made, row.layout, chosen, device)
+    parallel = parallelize_trial(made, row.layout, chosen, device)
     optimizer = parallel.prepare_optimizer(build_optimizer(OPTIMIZER, parallel.parameters()))
     waits: list[list[tuple[str, str]]] = []
     numbers: list[float] = []
@@ -306,11 +314,11 @@ FULL = ("single", "model_parallel", "context", "ddp+expert")
 HALF = ("ddp", "fsdp", "tensor")
 """Which `make test` tries in float32, and in bf16, to which these cast in a way of their own: what a name does beside
 the others, in the last of its rows with the fewest workers."""
-TRIED = [row for row in (SINGLE, *ROWS, *THREE, *MIXTURES) if row.name not in CANNOT]
+TRIED = [row for row in (SINGLE, *ROWS, *THREE_DIMENSIONS, *MIXTURES) if row.name not in CANNOT]
 FEWEST = {row.name: row for row in sorted(TRIED, key=lambda row: -row.workers)}.values()
 CASES = [of_row(row, row not in FEWEST or row.name not in FULL) for row in TRIED]
 CASES += [of_row(row, row not in FEWEST or row.name not in HALF, "bf16") for row in TRIED]
-CASES += [of_row(row, slow=True) for row in ALL_FIVE]
+CASES += [of_row(row, slow=True) for row in MIXTURES_OF_MORE_DIMENSIONS]
 CASES += [of_row(SINGLE, precision="fp8"), of_row(Row("fsdp", 2), offload=True)]
 CASES += [of_row(Row("tensor", 2), sequence_parallel=False), *(of_row(Row(n, 2), images=True) for n in ("ddp", "fsdp"))]
 CASES += [of_row(row, False, "bf16", profiled=True) for row in FEWEST if str(row) == "pipeline (pp 2) zbv"]

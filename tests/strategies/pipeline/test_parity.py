@@ -88,7 +88,7 @@ def _batches() -> list[Any]:
 
 
 def _one_step(rank: int, options: dict[str, Any]) -> dict[str, Any]:
-    parallel = curves.begin(_trial(), choose("pipeline", 2), Options(**options), CPU)
+    parallel = curves.parallelize_trial(_trial(), choose("pipeline", 2), Options(**options), CPU)
     batches, losses = _batches(), []
     for _ in range(2):  # shapes are new in the first step, known in the second
         parallel.inner.zero_grad()
@@ -143,7 +143,7 @@ def _held(rank: int) -> list[tuple[float, int]]:
     a layer in each block keeps, and by formula."""
     found, (tokens, targets) = [], language_batch(0)
     for options in ALL:
-        parallel: Any = curves.begin(_trial(), choose("pipeline", 2), Options(**options), CPU)
+        parallel: Any = curves.parallelize_trial(_trial(), choose("pipeline", 2), Options(**options), CPU)
         runtime, kept, held = parallel.runtime, list[StorageWeakRef](), list[int]()
         for path, module in parallel.inner.named_modules():
             if path.endswith("norm1"):
@@ -181,7 +181,7 @@ class Casts(OperationMode):
 def _types(_: int, name: str, workers: int, options: dict[str, Any]) -> tuple[int, dict[str, set[Any]]]:
     """The most that a parameter is cast in a step; the types of what is sent in training and in evaluation, of what
     blocks take in, of gathered matrices and of their gradients."""
-    parallel: Any = curves.begin(_trial(), choose(name, workers, pp=2), Options(**options), CPU)
+    parallel: Any = curves.parallelize_trial(_trial(), choose(name, workers, pp=2), Options(**options), CPU)
     batch, found, send, sync = language_batch(0), defaultdict(set), parallel.runtime.comm.send, parallel.runtime.sync
 
     def sending(kind: str, stage: int, tensors: list[Tensor], message: Any = None) -> None:
