@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from app.planner.plan import Plan as Planned
+    from experiments.sweep.answer import BestTrial, SoonestTrial
 
 _LOCK = threading.RLock()
 
@@ -191,9 +192,9 @@ class Sweep:
 
     status: str
     folder: str
-    best: dict[str, Any]
+    best: BestTrial
     trials: pandas.DataFrame
-    recommendation: dict[str, Any] | None
+    recommendation: SoonestTrial | None
     page: str
     message: str
 

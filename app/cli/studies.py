@@ -101,7 +101,7 @@ def scale(
     strategies = tuple(name.strip() for name in (strategy or config.strategy).split(","))
     if strategies == ("auto",):
         # Without a planner, so that every point has the same strategy.
-        degrees = {name: getattr(config.parallel, name) for name in DEGREES}
+        degrees: dict[str, int | None] = {name: getattr(config.parallel, name) for name in DEGREES}
         strategies = (automatic(max(worker_counts), degrees).name,)
     plan = run.StudyPlan(
         workers=worker_counts,

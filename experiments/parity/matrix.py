@@ -400,7 +400,8 @@ def _set_up_rank(rank: int, row: Row, *, device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     torch.backends.cudnn.allow_tf32 = False
-    has_several_devices = any(record.several_devices for record in registry.known_records(row.name))
+    records = registry.known_records(row.name)
+    has_several_devices = any(record.several_devices for record in records)
     index = one_process.first_gpu_of_worker(
         has_several_devices, rank, row.workers, torch.cuda.device_count()
     )
