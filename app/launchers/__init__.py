@@ -1,1 +1,1 @@
-"""Four ways to start one training loop: Ray Train, Ray actors, torchrun's processes, this process."""
+"""Four ways to start the training loop: Ray Train, Ray actors, torchrun, and this very process."""
