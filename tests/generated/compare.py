@@ -130,7 +130,7 @@ ALWAYS = ("ddp", "fsdp", "tensor", "pipeline 1f1b")
 class Kind(enum.StrEnum):
     EQUAL = "equal"
     REFUSED = "refused"
-    NOTED = "noted"  # other numbers, as a note before training says: samples of a batch depend on one another
+    NOTED = "noted"  # other numbers, as a note says: samples of a batch depend on one another, or calls are counted
     RANDOM = "random"  # trained; what it draws depends on how the batch is split
     WRONG = "WRONG"
 
@@ -267,7 +267,8 @@ class Comparison:
         self.coarse = bool(config.pop("coarse", False))
         self.changes = config
         self.random = any(feature.random for feature in model.features)
-        self.couples = any(feature.couples for feature in model.features)
+        self.couples = model.couples
+        self.counts = any(feature.counts for feature in model.features)
         outcome = self._prepared(Rival("single", "single", 1))
         if isinstance(outcome, Verdict):
             raise Invalid(outcome.text)
@@ -390,7 +391,7 @@ class Comparison:
         on_state = [note for note in every_note if "changes the buffer" in note or "how often it is called" in note]
         if self.couples and rival.splits_batch and on_batches:
             return Verdict(Kind.NOTED, on_batches[0])
-        if rival.splits_batch and on_state:
+        if self.counts and rival.splits_batch and on_state:
             return Verdict(Kind.NOTED, on_state[0])
         if not self.double and self._is_rounding(rival, apart, tolerance):
             return Verdict(Kind.EQUAL, "but for rounding: equal in float64")

@@ -35,7 +35,10 @@ class Feature:
         config: Values of the configuration by dotted key.
         random: Its numbers depend on how the batch is split, as dropout's do: no layout that splits it can be equal.
         couples: Samples of a batch depend on one another: a layout that splits the batch may say so in a note.
-        single_process: Compared only where one process computes the whole batch.
+        weighs_items: Parts of a batch are weighted by items, so a mean over rows, which other features add to the loss,
+            couples samples too.
+        counts: Its numbers depend on how often it has been called: a layout that calls it for each micro-batch may say
+            so in a note.
         weight: How often it is drawn, beside the others of its axis.
     """
 
@@ -45,6 +48,8 @@ class Feature:
     config: dict[str, Any] = field(default_factory=dict)
     random: bool = False
     couples: bool = False
+    weighs_items: bool = False
+    counts: bool = False
     weight: float = 1.0
 
 
@@ -175,8 +180,12 @@ BLOCK: Axis = {
     "lazy": _block("self.up = nn.LazyLinear(8)", "torch.tanh(self.up(x))"),
     "old_weight_norm": _block("self.up = nn.utils.weight_norm(nn.Linear(8, 8))", "torch.tanh(self.up(x))"),
     "weight_norm": _block("self.up = parametrizations.weight_norm(nn.Linear(8, 8))", "torch.tanh(self.up(x))"),
-    "old_spectral_norm": _block("self.up = nn.utils.spectral_norm(nn.Linear(8, 8))", "torch.tanh(self.up(x))"),
-    "spectral_norm": _block("self.up = parametrizations.spectral_norm(nn.Linear(8, 8))", "torch.tanh(self.up(x))"),
+    "old_spectral_norm": _block(
+        "self.up = nn.utils.spectral_norm(nn.Linear(8, 8))", "torch.tanh(self.up(x))", counts=True
+    ),
+    "spectral_norm": _block(
+        "self.up = parametrizations.spectral_norm(nn.Linear(8, 8))", "torch.tanh(self.up(x))", counts=True
+    ),
     "orthogonal": _block("self.up = parametrizations.orthogonal(nn.Linear(8, 8))", "torch.tanh(self.up(x))"),
     "tied_inside": _block(
         ("self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)\nself.b.weight = self.a.weight"),
@@ -887,20 +896,23 @@ STATE: Axis = {
             "net_init": "self.register_buffer('steps', torch.zeros((), dtype=torch.long))",
             "net_first": "self.steps += 1",
             "net_last": "x = x * (1 + 0.1 * (self.steps > 2))",
-        }
+        },
+        counts=True,
     ),
     "block_counter": Feature(
         {
             "body_init_more": "self.register_buffer('steps', torch.zeros((), dtype=torch.long))",
             "body_first": "self.steps += 1",
-        }
+        },
+        counts=True,
     ),
     "python_counter": Feature(
         {
             "net_init": "self.calls = 0",
             "net_first": "self.calls += 1",
             "net_last": "x = x * (1 + 0.1 * (self.calls > 2))",
-        }
+        },
+        counts=True,
     ),
     "running_mean": Feature(
         {
@@ -947,9 +959,12 @@ LOSS: Axis = {
             "task": "items_vary = True\n\ndef items(self, batch):\n    return (batch[1] != -100).sum()",
         },
         domains=(TOKENS,),
+        weighs_items=True,
     ),
     "masked_items_only": Feature(
-        {"data": _MASKED, "task": "def items(self, batch):\n    return (batch[1] != -100).sum()"}, domains=(TOKENS,)
+        {"data": _MASKED, "task": "def items(self, batch):\n    return (batch[1] != -100).sum()"},
+        domains=(TOKENS,),
+        weighs_items=True,
     ),
     "penalty": _mean_of("sum(p.abs().square().sum() for p in model.parameters() if p.requires_grad)"),
     "penalty_trained_norm": _mean_of("torch.stack([p.abs().float().norm() for p in model.parameters()]).sum()"),
@@ -1010,7 +1025,8 @@ LOSS: Axis = {
     ),
     "reads_type": Feature({"loss": "loss = loss + 0 * sum(p.numel() for p in model.parameters())"}),
     "scheduled": Feature(
-        {"task": "calls = 0", "loss": ("self.calls += 1\nloss = loss * (1 + 0.1 * (self.calls > 1))")}
+        {"task": "calls = 0", "loss": ("self.calls += 1\nloss = loss * (1 + 0.1 * (self.calls > 1))")},
+        counts=True,
     ),
     "logged": Feature({"loss": "self.log('part', loss)"}),
     "task_parameter": Feature({"loss": "loss = loss * self.scale", "task": "scale = torch.tensor(0.7)"}),
@@ -1137,6 +1153,13 @@ class Model:
     @property
     def named(self) -> dict[str, str]:
         return dict(self.choices)
+
+    @property
+    def couples(self) -> bool:
+        """Whether samples of a batch depend on one another."""
+        is_weighted = any(feature.weighs_items for feature in self.features)
+        adds = any("loss" in feature.lines for feature in self.features if not feature.weighs_items)
+        return any(feature.couples for feature in self.features) or (is_weighted and adds)
 
     @property
     def features(self) -> list[Feature]:
