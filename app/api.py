@@ -206,7 +206,8 @@ def sweep(file: str | Path, *, quiet: bool = False, **keys: Any) -> Sweep:
         if trial is not None
     ]
     table = pandas.DataFrame(rows).set_index("trial")
-    return Sweep(found.status, found.folder, found.best, table, found.recommendation, found.page, found.message)
+    best, recommendation = dict(found.best), dict(found.recommendation) if found.recommendation else None
+    return Sweep(found.status, found.folder, best, table, recommendation, found.page, found.message)
 
 
 def load_run(run: str | Path) -> Run:
