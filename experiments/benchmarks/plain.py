@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from app.data.loader import fetch
 from app.models.feedforward import CNN
-from app.models.gpt import GPT
+from app.models.gpt import GPT, rotary
 from app.models.mixture import MixtureGPT
 
 LOG_EVERY = 10
@@ -132,6 +132,7 @@ class Pipelined(Plain):
     """A GPT in stages on two workers, as torch.distributed.pipelining's documentation has it."""
 
     def parallelize(self, model: nn.Module, wrap: str) -> nn.Module:
+        assert isinstance(model, GPT)
         schedule_name, chunks = SCHEDULES[wrap]
         rank = dist.get_rank()
         parts = 2 * chunks
@@ -142,7 +143,7 @@ class Pipelined(Plain):
         device = torch.device("cpu")
         stages = []
         for part in parts_of_rank:
-            stage_module = _part(model, part, parts)
+            stage_module = GptStage(model, part=part, parts=parts)
             stages.append(pipelining.PipelineStage(stage_module, part, parts, device))
         schedule_class = getattr(pipelining, schedule_name)
         stage_or_stages = stages if chunks > 1 else stages[0]
@@ -363,18 +364,32 @@ def tensor(model: nn.Module) -> nn.Module:
     return parallelize_module(model, mesh, plan)
 
 
-def _part(model: Any, part: int, parts: int) -> nn.Module:
-    """A stage's part of a GPT.
+class GptStage(nn.Module):
+    """A stage of a GPT: its share of the blocks; the first has the embedding, the last the head.
 
-    It has its share of the blocks; the first one also has the embedding, the last one the head.
+    Args:
+        model: The whole model.
+        part: The stage's number.
+        parts: The number of stages.
     """
-    size = len(model.blocks) // parts
-    modules = list(model.blocks.values())[part * size : (part + 1) * size]
-    if part == 0:
-        modules = [model.embed, *modules]
-    if part == parts - 1:
-        modules = [*modules, model.norm, model.head]
-    return nn.Sequential(*modules)
+
+    def __init__(self, model: GPT, *, part: int, parts: int) -> None:
+        super().__init__()
+        size = len(model.blocks) // parts
+        blocks = list(model.blocks.values())
+        self.head_dim = model.head_dim
+        self.embed = model.embed if part == 0 else None
+        self.blocks = nn.ModuleList(blocks[part * size : (part + 1) * size])
+        self.head = nn.Sequential(model.norm, model.head) if part == parts - 1 else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Tokens (B, T) or the stage before's (B, T, D), to logits (B, T, V) or (B, T, D)."""
+        tables = rotary(x, self.head_dim)
+        if self.embed is not None:
+            x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, tables)
+        return x if self.head is None else self.head(x)
 
 
 WRAPS: dict[str, Callable[[nn.Module], nn.Module]] = {

@@ -19,6 +19,7 @@ from click.testing import CliRunner
 
 from app.config.io import load_config
 from app.data.order import Order
+from app.models.gpt import GPT
 from app.planner.ranges import Traits, spread_of
 from app.tasks.huggingface.model import find_model, library, resolve_config
 from cluster.hardware import find_gpu
@@ -194,6 +195,15 @@ def _by_hand(rank: int, wrap: str) -> float:
 def test_what_is_written_by_hand_for_a_divided_sequence_is_the_same_training() -> None:
     halves = run_distributed(_by_hand, 2, "context")
     assert sum(halves) / 2 == pytest.approx(run_distributed(_by_hand, 1, "single")[0], rel=1e-5)
+
+
+def test_the_stages_written_by_hand_are_together_the_model() -> None:
+    model = GPT(32, d_model=16, n_layers=4, n_heads=2)
+    tokens = torch.arange(12).view(2, 6)
+    x = tokens
+    for part in range(4):
+        x = plain.GptStage(model, part=part, parts=4)(x)
+    assert torch.equal(x, model(tokens))
 
 
 SMALLEST = {"step": "--model gpt --strategy zbv --blocks 1", "chaos": "--seed 5 --kills 18 --each 3"}
