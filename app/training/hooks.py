@@ -151,16 +151,20 @@ class Optimizers(torch.optim.Optimizer):
 def choose_optimizer(
     optimizer: torch.optim.Optimizer, name: str, parameters: Iterable[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """One of a task's several optimizers; gradients of parameters of the others are dropped.
+    """The optimizer that an update steps with.
+
+    If it is one of a task's several optimizers, gradients of parameters of the others are dropped.
 
     Args:
         optimizer: The run's.
-        name: The one that the task's training_step wants.
+        name: The one that the task's training_step wants; "" means all.
         parameters: Of the whole model.
 
     Raises:
         UserError: There is none of that name.
     """
+    if not name:
+        return optimizer
     names = list(optimizer.named) if isinstance(optimizer, Optimizers) else []
     if not isinstance(optimizer, Optimizers) or name not in names:
         raise UserError(

@@ -271,11 +271,9 @@ class Training:
         loss = self.gathering.forward_backward(
             runner, batches, weights, loss_function, scale=self.loss_scale.factor
         )
-        optimizer = self.optimizer
-        if optimizer_name:  # one of the task's several optimizers
-            optimizer = hooks.choose_optimizer(
-                self.optimizer, optimizer_name, self.parallel.parameters()
-            )
+        optimizer = hooks.choose_optimizer(
+            self.optimizer, optimizer_name, self.parallel.parameters()
+        )
         self.loss_scale.unscale_(self.parallel.parameters())
         grad_norm = None
         if is_logged or clip_norm is not None or self.loss_scale.enabled:

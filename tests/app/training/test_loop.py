@@ -50,8 +50,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 )
 def test_learning_rates(name: str, warmup: int, final: float, expected: dict[int, float]) -> None:
     schedule = ScheduleConfig(name, warmup, final)
-    found = {step: learning_rate(OptimizerConfig(lr=2.0), schedule, step, steps=11) for step in expected}
-    assert found == pytest.approx(expected)
+    rates = {step: learning_rate(OptimizerConfig(lr=2.0), schedule, step, steps=11) for step in expected}
+    assert rates == pytest.approx(expected)
 
 
 @pytest.mark.pure
@@ -103,11 +103,11 @@ def test_loss_scale_skips_recovers_and_gives_up() -> None:
     weight.grad = torch.full((3,), scale.scale)
     scale.unscale_([weight])
     assert weight.grad.tolist() == [1.0, 1.0, 1.0]
-    begun = scale.scale
+    scale_before = scale.scale
     assert not scale.accepts(torch.tensor(math.inf), 1)
-    assert scale.scale == begun / 2
+    assert scale.scale == scale_before / 2
     assert all(scale.accepts(torch.tensor(1.0), step) for step in (2, 3, 4))
-    assert scale.scale == begun
+    assert scale.scale == scale_before
     again = LossScale(enabled=True)
     again.load_state(scale.state())
     assert (again.scale, again.good_steps) == (scale.scale, scale.good_steps)
@@ -146,16 +146,16 @@ def test_two_ranks_agree_on_losses_flags_and_what_is_not_finite() -> None:
 
 @pytest.mark.pure
 def test_torch_is_set_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    cudnn, said = SimpleNamespace(), list[Any]()
+    cudnn, calls = SimpleNamespace(), list[Any]()
     monkeypatch.setattr(torch.backends, "cudnn", cudnn)
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", said.append)
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", said.append)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", calls.append)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
     configure_torch(TrainConfig(matmul_precision="high"), CPU)
-    assert not said and not vars(cudnn)
+    assert not calls and not vars(cudnn)
     configure_torch(TrainConfig(), GPU)
-    assert said == ["highest"] and vars(cudnn) == {"allow_tf32": False, "benchmark": True}, "torch's own differ"
+    assert calls == ["highest"] and vars(cudnn) == {"allow_tf32": False, "benchmark": True}, "torch's own differ"
     configure_torch(TrainConfig(matmul_precision="high", deterministic=True), GPU)
-    assert said[1:] == [True, "high"] and vars(cudnn) == {"allow_tf32": True, "benchmark": False}
+    assert calls[1:] == [True, "high"] and vars(cudnn) == {"allow_tf32": True, "benchmark": False}
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
@@ -163,7 +163,7 @@ class Node:
     """Refers to itself, so that counting references does not free it."""
 
     def __init__(self) -> None:
-        self.own = self
+        self.itself = self
 
 
 class Littering(Points):
@@ -276,9 +276,9 @@ def test_a_transformers_formula_is_what_is_counted_of_it(tied: bool, own_cache: 
     with torch.device("meta"):
         model = task.build_model()
     assert multiplied_parameters(model) == sum(p.numel() for p in model.parameters()) - (0 if tied else 256 * 64)
-    told = sample_flops(task)
-    assert told == pytest.approx(flops._count_flops(task, model), rel=0.005), "but for the norms' weights"
-    assert told == 128 * transformer_flops(multiplied_parameters(model), 3, 64, 128)
+    by_formula = sample_flops(task)
+    assert by_formula == pytest.approx(flops._count_flops(task, model), rel=0.005), "but for the norms' weights"
+    assert by_formula == 128 * transformer_flops(multiplied_parameters(model), 3, 64, 128)
 
 
 @pytest.mark.pure
@@ -306,19 +306,19 @@ def test_the_peak_is_the_catalogues_at_what_is_computed_in(monkeypatch: pytest.M
 
 
 @pytest.mark.pure
-def test_where_mfu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(rank: int, device: torch.device, name: str = H100, strategy: str = "ddp") -> Utilization | None:
+def test_where_mfu_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def utilization(rank: int, device: torch.device, name: str = H100, strategy: str = "ddp") -> Utilization | None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         return Utilization.of(
             Plain(), choose(strategy, 8), Place(rank=rank, world_size=8, local_rank=0, device=device), "bf16"
         )
 
-    known = found(0, GPU)
+    known = utilization(0, GPU)
     assert known is not None and known.gpus == 8 and known.mfu(8 * known.peak / known.flops) == 1.0
     monkeypatch.setattr(flops, "worker_devices", lambda device: [device, device])
-    several = found(0, GPU, strategy="ddp_model_parallel")
+    several = utilization(0, GPU, strategy="ddp_model_parallel")
     assert several is not None and several.gpus == 16
-    assert found(1, GPU) is found(0, CPU) is found(0, GPU, "Imaginary RTX 9090") is None
+    assert utilization(1, GPU) is utilization(0, CPU) is utilization(0, GPU, "Imaginary RTX 9090") is None
 
 
 @pytest.mark.pure
@@ -358,5 +358,5 @@ def test_the_loop_logs_and_shows_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_gpu_that_is_here_has_a_peak() -> None:
-    found = Utilization.of(Plain(), choose("single", 1), Place(rank=0, world_size=1, local_rank=0, device=GPU), "bf16")
-    assert found is not None and found.gpus == 1 and found.peak > 1e13
+    here = Utilization.of(Plain(), choose("single", 1), Place(rank=0, world_size=1, local_rank=0, device=GPU), "bf16")
+    assert here is not None and here.gpus == 1 and here.peak > 1e13
