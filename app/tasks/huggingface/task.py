@@ -37,7 +37,7 @@ from app.tasks.huggingface.model import (
     unmasked_attention,
 )
 from app.tasks.language import TextInput, log_sample
-from app.tasks.parts import InParts, one_of, whole_number
+from app.tasks.parts import SplitDataTask, one_of, whole_number
 from app.tasks.vision import ImageInput
 from strategies.context.apply import ContextPlan
 from strategies.mixtures import find_mixtures
@@ -65,7 +65,7 @@ ONLY_FOR = {
 """The kinds of model that have a use for an argument, for arguments that not all kinds have."""
 
 
-class HuggingFace(InParts):
+class HuggingFace(SplitDataTask):
     """A model of `transformers` by its configuration, on the data of its kind.
 
     What the data decides (the vocabulary's size, the number of classes, the padding token) is set
@@ -148,7 +148,7 @@ class HuggingFace(InParts):
         base = resolve_config(self.source, derived={}, written=written)
 
         self.tokenizer: Any = None  # for texts the library's PreTrainedTokenizerFast
-        self._data: InParts
+        self._data: SplitDataTask
         if self.kind == "image_classification":
             self._data, derived = reading.images(
                 self.source, data, augment_shift=augment_shift, eval_samples=eval_samples
@@ -253,7 +253,7 @@ class HuggingFace(InParts):
         token_dtype: str | None,
         text: str | None,
         label: str | None,
-    ) -> tuple[InParts, reading.Derived]:
+    ) -> tuple[SplitDataTask, reading.Derived]:
         match self.kind:
             case "causal_lm":
                 return reading.running_text(settings, data, token_dtype=token_dtype)
