@@ -172,7 +172,6 @@ class HuggingFace(SplitDataTask):
         self._eval = self._data.eval_data()
         self.unit = self._data.unit
         self.float_output = self._data.float_output
-
         self.config = resolve_config(self.source, derived=derived, written=written)
         self.recipe = Recipe(
             kind=self.kind,
@@ -181,6 +180,14 @@ class HuggingFace(SplitDataTask):
             attention=attention,
             adapters=adapters,
         )
+        self._prepare_model()
+
+    def _prepare_model(self) -> None:
+        """Decide, from the model's structure, how the recipe's model is built and called.
+
+        Raises:
+            UserError: The configuration does not make a model, or one that the data does not fit.
+        """
         self._build = self.recipe.build
         structure = self.structure()
         forward_parameters = inspect.signature(structure.forward).parameters
@@ -190,7 +197,8 @@ class HuggingFace(SplitDataTask):
             self._keywords["use_cache"] = False
         if self.kind == "instructions" and "position_ids" not in forward_parameters:
             raise UserError(
-                f"{base.model_type} takes no position_ids, so conversations cannot share a row"
+                f"{self.config.model_type} takes no position_ids, "
+                "so conversations cannot share a row"
             )
         self._choose_attention(structure)
         self._add_balance_loss(structure)
