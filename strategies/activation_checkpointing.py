@@ -63,7 +63,7 @@ def checkpoint_every(value: str) -> int | None:
     if value == "full":
         return 1
     head, _, number = value.partition("_")
-    if head == "every" and number.isdigit() and int(number) > 0:
+    if head == "every" and number.isdecimal() and int(number) > 0:
         return int(number)
     raise LayoutError(
         f"train.activation_checkpointing is {value!r}: write none, full, selective, or every_2 for "

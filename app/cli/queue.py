@@ -52,7 +52,7 @@ def list_(cli: Invocation, storage: str, server: Server) -> None:
     from app.submit import queue_job
     from app.submit.queue import QueueStore, expected_starts
 
-    if _ran_on_cluster(cli, server, storage, ["list"]):
+    if _ran_on_cluster(cli, server, storage, words=["list"]):
         return
     store = QueueStore(storage or "runs")
     rows = queue_job.read_rows(store, queue_job.job_client())
@@ -76,7 +76,7 @@ def resume(cli: Invocation, storage: str, server: Server) -> None:
     from app.submit import queue_job
     from app.submit.queue import QueueStore
 
-    if _ran_on_cluster(cli, server, storage, ["resume"]):
+    if _ran_on_cluster(cli, server, storage, words=["resume"]):
         return
     store = QueueStore(storage or "runs")
     jobs = queue_job.job_client()
@@ -98,7 +98,7 @@ def quota(cli: Invocation, user: str, workers: int | None, storage: str, server:
     words = ["quota", user]
     if workers is not None:
         words.append(str(workers))
-    if _ran_on_cluster(cli, server, storage, words):
+    if _ran_on_cluster(cli, server, storage, words=words):
         return
     store = QueueStore(storage or "runs")
     store.set_quota(user, workers)
@@ -106,7 +106,7 @@ def quota(cli: Invocation, user: str, workers: int | None, storage: str, server:
     cli.answer(quotas, "\n".join(f"{name}: {limit} workers" for name, limit in quotas.items()))
 
 
-def _ran_on_cluster(cli: Invocation, server: Server, storage: str, words: list[str]) -> bool:
+def _ran_on_cluster(cli: Invocation, server: Server, storage: str, *, words: list[str]) -> bool:
     """Run a command of `trireme queue` as a job on the cluster, unless this is that job.
 
     Args:

@@ -188,7 +188,7 @@ def _workers_and_profile(config: Config) -> Iterator[str]:
     if name and not RUN_NAME.fullmatch(name):
         yield f"run.name is {name!r}: use letters, digits, '.', '_' and '-' (at most 128)"
     workers = config.workers
-    if workers != "auto" and not (workers.isdigit() and int(workers) > 0):
+    if workers != "auto" and not (workers.isdecimal() and int(workers) > 0):
         yield f"workers is {workers!r}, but it must be auto or a whole number greater than 0"
     steps = config.profile.steps
     if steps and not (len(steps) == 2 and 0 < steps[0] <= steps[1]):

@@ -49,11 +49,11 @@ def load_config(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> C
     mistakes: list[str] = []
     paths = [Path(file) for file in files]
     for path in paths:
-        tree = _merge_valid(tree, read_yaml(path), f"in {path}", mistakes)
+        tree = _merge_valid(tree, read_yaml(path), place=f"in {path}", mistakes=mistakes)
     parsed_overrides = [_read_override(override) for override in overrides]
     if parsed_overrides:
         command_line = typing.cast(DictConfig, OmegaConf.merge(*parsed_overrides))
-        tree = _merge_valid(tree, command_line, "on the command line", mistakes)
+        tree = _merge_valid(tree, command_line, place="on the command line", mistakes=mistakes)
     name_is_empty = not OmegaConf.is_interpolation(tree.run, "name") and not tree.run.name
     if paths and name_is_empty:
         tree = OmegaConf.merge(tree, {"run": {"name": paths[0].stem}})
@@ -71,7 +71,8 @@ def from_dict(values: Mapping[str, Any], source: str = "the saved configuration"
         UserError: A key is unknown, or a value does not fit.
     """
     mistakes: list[str] = []
-    tree = _merge_valid(_defaults(), OmegaConf.create(dict(values)), f"in {source}", mistakes)
+    created = OmegaConf.create(dict(values))
+    tree = _merge_valid(_defaults(), created, place=f"in {source}", mistakes=mistakes)
     return _validated(tree, mistakes)
 
 
@@ -250,7 +251,7 @@ def _read_override(override: str) -> DictConfig:
 
 
 def _merge_valid(
-    tree: DictConfig, values: DictConfig, place: str, mistakes: list[str]
+    tree: DictConfig, values: DictConfig, *, place: str, mistakes: list[str]
 ) -> DictConfig:
     """The tree with those of the values that fit.
 

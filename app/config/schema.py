@@ -283,7 +283,7 @@ class Config:
     task_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task; `trireme config task=NAME` ends with a list of them."""
     strategy: str = "auto"
-    """How the work is split: single, ddp, …. auto: single with one worker, else the simplest of the
+    """How the work is split: single, ddp, …; auto: single with one worker, else the simplest of the
     fastest strategies that the planner expects to fit; it also sets train.micro_batch_size if that
     is null."""
     workers: str = "auto"

@@ -38,8 +38,8 @@ from app.models.prediction import Preprocessor, called, logits_of, texts_of
 from app.tasks.base import EvaluationLog
 from app.tasks.items import same_for_every_row
 from app.tasks.parts import (
-    InParts,
     InputsAndTargets,
+    SplitDataTask,
     checked_model,
     one_of,
     require_known,
@@ -139,7 +139,7 @@ class TokenSource(NamedTuple):
     bytes_per_token: float | None
 
 
-class LanguageModelling(InParts):
+class LanguageModelling(SplitDataTask):
     """A GPT that predicts each next token of a text.
 
     One sample is one sequence; `items` and the throughput count tokens.
@@ -227,14 +227,14 @@ class LanguageModelling(InParts):
             min_vocab_size = self._open_stream(data, text, tokenizer, eval_samples=eval_samples)
         else:
             for source in sources:
-                files, size, bytes_per_token = read_tokens(
+                tokens = read_tokens(
                     source,
                     tokenizer=tokenizer,
                     token_dtype=token_dtype,
                     vocab_size=vocab_size,
                     text=text,
                 )
-                token_sources.append(TokenSource(files, size, bytes_per_token))
+                token_sources.append(TokenSource(*tokens))
             min_vocab_size = max(source.min_vocab_size for source in token_sources)
         self.vocab_size = vocab_size or min_vocab_size
         if self.vocab_size < min_vocab_size:
@@ -246,17 +246,13 @@ class LanguageModelling(InParts):
         if token_sources:
             weights = list(data.values()) if isinstance(data, Mapping) else None
             self._set_windows(token_sources, weights, eval_samples)
-        if tokenizer == BYTES:
-            has_text = any(source.bytes_per_token is not None for source in token_sources)
-            has_text = has_text or any(map(is_dataset, sources))
-            self._input = (
-                TextInput(tokenizer=None, longest=self.sequence_length) if has_text else None
-            )
-        else:
-            self._input = TextInput(
-                tokenizer=load_tokenizer(existing(tokenizer, "task_args.tokenizer")),
-                longest=self.sequence_length,
-            )
+        has_text = any(source.bytes_per_token is not None for source in token_sources)
+        has_documents = any(map(is_dataset, sources))
+        if tokenizer != BYTES:
+            opened = load_tokenizer(existing(tokenizer, "task_args.tokenizer"))
+            self._input = TextInput(tokenizer=opened, longest=self.sequence_length)
+        elif has_text or has_documents:
+            self._input = TextInput(tokenizer=None, longest=self.sequence_length)
 
     def _checked_model(
         self, model_args: dict[str, Any], mixture: Mapping[str, Any] | None
@@ -453,7 +449,7 @@ def _mean_bytes_per_token(sources: list[TokenSource], eval_sizes: list[int]) -> 
     return total / sum(weights)
 
 
-def log_sample(task: InParts, model: nn.Module, log: EvaluationLog) -> None:
+def log_sample(task: SplitDataTask, model: nn.Module, log: EvaluationLog) -> None:
     """Log how the model continues the beginning of the held-out data."""
     preprocessor = task.preprocessor()
     data = task.eval_data()

@@ -24,8 +24,8 @@ InputsAndTargets = tuple[Tensor, Tensor]
 """A batch: the model's inputs, and what its outputs should be."""
 
 
-class InParts(Task):
-    """A task with data in two parts, one of them held out.
+class SplitDataTask(Task):
+    """A task whose data is split into a part to train on and a held-out part.
 
     The `__init__` of a subclass reads the data and sets these attributes.
 
@@ -58,7 +58,7 @@ class InParts(Task):
         return self._eval
 
 
-class Classification(InParts):
+class Classification(SplitDataTask):
     """A task whose model gives logits (batch, classes).
 
     A batch is (inputs, classes), the classes as int64 (batch,).

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -156,27 +158,15 @@ class Tabular(Classification):
         model_args: dict[str, Any] | None = None,
     ) -> None:
         one_of("kind", kind, ("auto", "regression", "classification"))
-        ignored = list(ignore or [])
-        category_names = list(categories or [])
-        columns, path = read_table(data, text=category_names, refuse_numbers_in_text=True)
-        if target is None:
-            raise UserError(
-                f"task_args.target is needed: a column of {data} to predict; "
-                f"it has {', '.join(columns)}"
-            )
-        require_column(columns, target, key="task_args.target", source=data)
-        for name in ignored:
-            require_column(columns, name, key="task_args.ignore", source=data)
-        for name in category_names:
-            values = column_of(columns, name, key="task_args.categories", source=data).values
-            values[[value in MISSING for value in values]] = None
-        target_column = columns[target]
+        target_column, inputs, path = _read_columns(
+            data, target, ignore=ignore or [], categories=categories or []
+        )
+        target = target_column.name
         rows = np.flatnonzero(~target_column.missing())
         if len(rows) < 2:
             raise UserError(
                 f"{path} has {len(rows)} rows with a value in {target!r}; at least two are needed"
             )
-        inputs = [columns[name] for name in columns if name not in (target, *ignored)]
         if not inputs:
             raise UserError(
                 f"{path} has no column besides the target {target!r}; "
@@ -243,6 +233,39 @@ class Tabular(Classification):
     def derived(self, means: dict[str, float]) -> dict[str, float]:
         """The root of the mean squared error over all the held-out rows."""
         return {"rmse": means["mse"] ** 0.5} if "mse" in means else {}
+
+
+def _read_columns(
+    data: str, target: str | None, *, ignore: Sequence[str], categories: Sequence[str]
+) -> tuple[Column, list[Column], Path]:
+    """The columns of a table.
+
+    Args:
+        data: `task_args.data`.
+        target: The name of the column to predict.
+        ignore: Columns to leave out.
+        categories: Columns whose numbers are names.
+
+    Returns:
+        (the target, the other columns, the file)
+
+    Raises:
+        UserError: The table cannot be read, the target is missing, or there is no such column.
+    """
+    columns, path = read_table(data, text=list(categories), refuse_numbers_in_text=True)
+    if target is None:
+        raise UserError(
+            f"task_args.target is needed: a column of {data} to predict; "
+            f"it has {', '.join(columns)}"
+        )
+    require_column(columns, target, key="task_args.target", source=data)
+    for name in ignore:
+        require_column(columns, name, key="task_args.ignore", source=data)
+    for name in categories:
+        values = column_of(columns, name, key="task_args.categories", source=data).values
+        values[[value in MISSING for value in values]] = None
+    inputs = [columns[name] for name in columns if name not in (target, *ignore)]
+    return columns[target], inputs, path
 
 
 def _first_value(column: Column) -> Array:

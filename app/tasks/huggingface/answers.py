@@ -32,7 +32,9 @@ def log_answer(task: HuggingFace, model: nn.Module, log: EvaluationLog) -> None:
     length = int((expected_T != IGNORED).cumprod(0).sum())  # up to the next token that is ignored
     expected_T = expected_T[:length]
     if task.kind == "instructions":
-        question_T, answer_T = _answer_in_conversation(task, model, inputs, first_target)
+        question_T, answer_T = _answer_in_conversation(
+            task, model, inputs, first_target=first_target
+        )
     else:
         question_T, answer_T = _answer_of_decoder(task, model, inputs)
     texts = {"asked": question_T, "written": answer_T, "wanted": expected_T}
@@ -41,7 +43,7 @@ def log_answer(task: HuggingFace, model: nn.Module, log: EvaluationLog) -> None:
 
 
 def _answer_in_conversation(
-    task: HuggingFace, model: nn.Module, inputs: tuple[Tensor, Tensor], first_target: int
+    task: HuggingFace, model: nn.Module, inputs: tuple[Tensor, Tensor], *, first_target: int
 ) -> tuple[Tensor, Tensor]:
     """The tokens of a conversation up to its first answer, and of the model's answer.
 

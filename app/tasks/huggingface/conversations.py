@@ -34,7 +34,7 @@ from app.data.tables import column_of, read_table
 from app.data.text import PYTHON, find_files
 from app.errors import UserError
 from app.tasks.language import MAX_EXPONENT
-from app.tasks.parts import InParts
+from app.tasks.parts import SplitDataTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -83,7 +83,7 @@ class Conversation:
     messages: list[Message]
 
 
-class Answers(InParts):
+class Answers(SplitDataTask):
     """A task whose loss is the mean over targets (B, T) other than IGNORED.
 
     Its model gives logits (B, T, V). This class has no model of its own.

@@ -45,4 +45,4 @@ def _forward(experts: Any, x: Tensor, index: Tensor, weights: Tensor | None = No
         hidden = getattr(experts, GATE)(grouped_linear(rows, gate_up, ends))
         return grouped_linear(hidden, down, ends)
 
-    return by_expert(compute, x, index, weights, gate_up.size(0))
+    return by_expert(compute, x, index, weights=weights, experts=gate_up.size(0))

@@ -37,7 +37,7 @@ from app.tasks.huggingface.model import (
     unmasked_attention,
 )
 from app.tasks.language import TextInput, log_sample
-from app.tasks.parts import InParts, one_of, whole_number
+from app.tasks.parts import SplitDataTask, one_of, whole_number
 from app.tasks.vision import ImageInput
 from strategies.context.apply import ContextPlan
 from strategies.mixtures import find_mixtures
@@ -65,7 +65,7 @@ ONLY_FOR = {
 """The kinds of model that have a use for an argument, for arguments that not all kinds have."""
 
 
-class HuggingFace(InParts):
+class HuggingFace(SplitDataTask):
     """A model of `transformers` by its configuration, on the data of its kind.
 
     What the data decides (the vocabulary's size, the number of classes, the padding token) is set
@@ -148,7 +148,7 @@ class HuggingFace(InParts):
         base = resolve_config(self.source, derived={}, written=written)
 
         self.tokenizer: Any = None  # for texts the library's PreTrainedTokenizerFast
-        self._data: InParts
+        self._data: SplitDataTask
         if self.kind == "image_classification":
             self._data, derived = reading.images(
                 self.source, data, augment_shift=augment_shift, eval_samples=eval_samples
@@ -172,7 +172,6 @@ class HuggingFace(InParts):
         self._eval = self._data.eval_data()
         self.unit = self._data.unit
         self.float_output = self._data.float_output
-
         self.config = resolve_config(self.source, derived=derived, written=written)
         self.recipe = Recipe(
             kind=self.kind,
@@ -181,6 +180,14 @@ class HuggingFace(InParts):
             attention=attention,
             adapters=adapters,
         )
+        self._prepare_model()
+
+    def _prepare_model(self) -> None:
+        """Decide, from the model's structure, how the recipe's model is built and called.
+
+        Raises:
+            UserError: The configuration does not make a model, or one that the data does not fit.
+        """
         self._build = self.recipe.build
         structure = self.structure()
         forward_parameters = inspect.signature(structure.forward).parameters
@@ -190,7 +197,8 @@ class HuggingFace(InParts):
             self._keywords["use_cache"] = False
         if self.kind == "instructions" and "position_ids" not in forward_parameters:
             raise UserError(
-                f"{base.model_type} takes no position_ids, so conversations cannot share a row"
+                f"{self.config.model_type} takes no position_ids, "
+                "so conversations cannot share a row"
             )
         self._choose_attention(structure)
         self._add_balance_loss(structure)
@@ -253,7 +261,7 @@ class HuggingFace(InParts):
         token_dtype: str | None,
         text: str | None,
         label: str | None,
-    ) -> tuple[InParts, reading.Derived]:
+    ) -> tuple[SplitDataTask, reading.Derived]:
         match self.kind:
             case "causal_lm":
                 return reading.running_text(settings, data, token_dtype=token_dtype)

@@ -16,7 +16,10 @@ from app.config.io import documentation, explain, flatten, from_dict, load_confi
 from app.config.words import OTHER_NAMES
 from app.errors import UserError
 from app.training.optimizer import BUILT_IN
+from cluster.addresses import split_address
 from strategies import registry
+from strategies.activation_checkpointing import checkpoint_every
+from strategies.dims import LayoutError
 from strategies.options import STRATEGIES
 from tests.running import ROOT
 
@@ -80,6 +83,15 @@ def test_words_of_other_trainers_are_answered_with_the_key() -> None:
         with pytest.raises(click.NoSuchOption) as refused:
             group.main(["train", option, "4"], standalone_mode=False)
         assert usage_error(refused.value) == f"there is no option {option}: write {key}=VALUE, without dashes"
+
+
+def test_a_digit_that_is_no_number_is_refused_in_a_sentence() -> None:
+    """str.isdigit accepts ², which int does not read."""
+    with pytest.raises(UserError, match="workers is '²', but it must be auto or a whole number"):
+        load_config([], ["workers=²"])
+    with pytest.raises(LayoutError, match="activation_checkpointing is 'every_²': write"):
+        checkpoint_every("every_²")
+    assert split_address("host:²") is None
 
 
 def test_the_names_that_are_checked_before_torch_is_imported_are_those_that_there_are() -> None:
