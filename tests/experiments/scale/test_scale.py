@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from app.training.job import Job
 from experiments.scale import answer, laws, run
 from experiments.scale.point import WorkerTimes, combine
 from experiments.scale.run import StudyPlan
+from strategies.pipeline.simulate import Span
 from tests.running import POINTS, invoke, mlflow_run, trireme
 
 
@@ -109,7 +111,13 @@ def test_a_pipelines_waiting_is_bubble_as_far_as_its_schedule_is_to_blame() -> N
     """Two stages, two micro-batches, gpipe: forward 1, backward 2, and 0.5 until anything arrives."""
     ops = [("F", 0, 1.0), ("F", 1, 1.0), ("B", 0, 2.0), ("B", 1, 2.0), ("REDUCE", -1, 0.25)]
     begin = [[0, 1, 6.0, 8.0, 10.0], [1.5, 2.5, 3.5, 5.5, 7.5]]
-    spans = [[(n, kind, micro, 0, at, at + s) for (kind, micro, s), at in zip(ops, begin[n])] for n in (0, 1)]
+    spans = [
+        [
+            asdict(Span(stage=stage, kind=kind, micro_batch=micro_batch, chunk=0, start=start, end=start + seconds))
+            for (kind, micro_batch, seconds), start in zip(ops, begin[stage])
+        ]
+        for stage in (0, 1)
+    ]
     config = Config(task="x", parallel=ParallelConfig(schedule="gpipe"))
     point = combine([WorkerTimes(node="a", spans=[own], steps=[10.5], data=[0.0]) for own in spans], config)
     assert point.bubble == pytest.approx(10 * (1 / 3), rel=1e-6), "(p-1) / (m+p-1) of the step"
