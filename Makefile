@@ -57,7 +57,7 @@ test-deepspeed: setup
 # memory): `mutmut results` lists what no test noticed. An hour.
 MUTATED := app.data.order.* app.checkpoint.commit.* app.launchers.failure_policy.* strategies.dims.* strategies.costs.* \
 	strategies.pipeline.schedules.* strategies.*.x_cost* strategies.*.x_collectives* strategies.fsdp.x__behaviour* \
-	strategies.fsdp.x_*_large* $(foreach f,_memory _on_stage _in_pipeline _at_worst _add_up _read_units,app.planner.estimate.*$(f)*)
+	strategies.fsdp.x_*_large* $(foreach f,_memory _pipeline_activations _worst_moment _read_rank_size _read_unit_sizes,app.planner.estimate.*$(f)*)
 mutants: setup
 	$(BIN)/python -m pip install -qq --disable-pip-version-check 'mutmut>=3.8,<4'
 	PATH="$(CURDIR)/$(BIN):$$PATH" mutmut run --max-children 2 $(foreach m,$(MUTATED),'$(m)')

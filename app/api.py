@@ -258,19 +258,19 @@ def plan(
     import pandas
 
     from app.planner import output
-    from app.planner.machine import Asked, find
+    from app.planner.machine import MachineOptions, find_machine
     from app.planner.stand_in import plan_experiment
 
     with _one_at_a_time():
         config, overrides = _read_experiment(experiment, keys)
-        request = Asked(
+        request = MachineOptions(
             cluster=cluster,
             gpus=gpus,
             gpu=gpu,
             per_node=gpus_per_node,
             interconnect=interconnect,
         )
-        machine = find(request, config.workers)
+        machine = find_machine(request, config.workers)
         fixed_keys = frozenset(override.partition("=")[0] for override in overrides)
         planned = plan_experiment(config, machine, fixed_keys)
     return Plan(

@@ -116,13 +116,13 @@ def plan(
     """
     from app.planner import output
     from app.planner.chart import SUFFIXES
-    from app.planner.machine import Asked, find, require_here
+    from app.planner.machine import MachineOptions, find_machine, require_here
     from app.planner.stand_in import plan_experiment
 
     config = read_experiment(arguments)
     _require_writable("--picture", chart_file, SUFFIXES)
     _require_writable("--write", experiment_file, ())
-    request = Asked(
+    request = MachineOptions(
         cluster=cluster,
         gpus=gpus,
         gpu=gpu,
@@ -130,7 +130,7 @@ def plan(
         interconnect=interconnect,
         assume=assume,
     )
-    machine = find(request, config.workers)
+    machine = find_machine(request, config.workers)
     _, overrides = files_and_overrides(arguments)
     fixed_keys = frozenset(override.partition("=")[0].strip() for override in overrides)
     if max_batch:

@@ -1,10 +1,10 @@
-"""Which layout is advised to a person, with the figures behind it, and what would hold a model that fits nowhere."""
+"""The layout that a user is advised to take, and what would hold a model that fits nowhere."""
 
 from app.config import Config
-from app.planner.device import device
+from app.planner.device import device_named
 from app.planner.estimate import Estimate
 from app.planner.layouts import Candidate
-from app.planner.machine import Machine, running
+from app.planner.machine import Machine, machine_of_run
 from app.planner.plan import GIB, Plan, estimator_of, reader_of
 from app.planner.read import Reader
 from app.tasks.base import Task
@@ -12,7 +12,16 @@ from cluster.hardware import all_instances
 from strategies.dims import DEGREES, Layout
 from strategies.pipeline.schedules import chunks_per_stage
 
-COMMUNICATION = ("tensor", "context", "expert", "shard", "replicate", "pipeline_send", "contention")
+COMMUNICATION = (
+    "tensor",
+    "context",
+    "expert",
+    "shard",
+    "replicate",
+    "pipeline_send",
+    "contention",
+)
+"""The parts of a step that are communication."""
 PARTS = {
     "compute": "computation (smaller matrix products, or recomputation)",
     "tensor": "tensor parallelism's communication, which nothing hides",
@@ -28,192 +37,269 @@ PARTS = {
     "rest": "the fixed cost of a step",
     "scale": "waiting for the slowest of many GPUs, and crowded links",
 }
-"""timing.py's parts of a step in words."""
+"""The parts of a step (timing.py) in words."""
+MOST_GPUS_DOUBLED = 64
+"""With more GPUs nothing is said about twice as many, because planning those takes seconds."""
+NO_FASTER = 1.05
+"""A gain below this is called no gain."""
+LARGEST_CLUSTER = 2**12
+"""GPUs up to which a cluster is looked for that holds a model."""
 
 
 def predict(
-    config: Config, task: Task, layout: Layout, machine: Machine | None = None, reader: Reader | None = None
+    config: Config,
+    task: Task,
+    layout: Layout,
+    machine: Machine | None = None,
+    reader: Reader | None = None,
 ) -> Estimate:
-    """Memory and time of a configuration under a layout. machine: None is what a run's workers are on."""
-    machine = machine or running(layout.dims.world_size)
+    """The memory and time of a configuration under a layout.
+
+    Args:
+        config: The configuration.
+        task: Its task.
+        layout: The layout.
+        machine: The machine; None for that of a run's workers.
+        reader: Of the task, if there is one.
+    """
+    machine = machine or machine_of_run(layout.dims.world_size)
     reader = reader or reader_of(config, task, machine)
     return estimator_of(config, reader, machine).estimate(candidate_of(config, layout))
 
 
 def candidate_of(config: Config, layout: Layout) -> Candidate:
-    """The layout with the rest of the configuration."""
-    dims, train, parallel = layout.dims, config.train, config.parallel
-    share = max(1, train.global_batch_size // dims.dp)
-    size = min(train.micro_batch_size or share, share)
-    pipeline = (parallel.schedule, chunks_per_stage(parallel.schedule, parallel.chunks)) if dims.pp > 1 else ("", 1)
-    mode, precision = train.activation_checkpointing, train.precision
-    return Candidate(layout, size, -(-share // size), mode, precision, *pipeline, parallel.offload)
+    """A layout with everything else that a configuration decides."""
+    train = config.train
+    parallel = config.parallel
+    samples = max(1, train.global_batch_size // layout.dims.dp)
+    micro_batch = min(train.micro_batch_size or samples, samples)
+    schedule, chunks = "", 1
+    if layout.dims.pp > 1:
+        schedule = parallel.schedule
+        chunks = chunks_per_stage(parallel.schedule, parallel.chunks)
+    return Candidate(
+        layout=layout,
+        micro_batch=micro_batch,
+        micro_batches=-(-samples // micro_batch),
+        checkpointing=train.activation_checkpointing,
+        precision=train.precision,
+        schedule=schedule,
+        chunks=chunks,
+        offload=parallel.offload,
+    )
+
+
+# --- words ----------------------------------------------------------------------------------------
 
 
 def size_text(size: float) -> str:
-    """Bytes as a person reads them."""
+    """Bytes, with their unit."""
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 
 def smallest(rows: list[Estimate]) -> Estimate:
-    """The one that takes least of a GPU, of those whose state the hosts hold."""
-    return min(rows, key=lambda row: (max(1.0, row.in_host), row.memory_bytes))
+    """The layout that takes the least of a GPU, of those whose state the hosts can hold."""
+    return min(rows, key=lambda row: (max(1.0, row.host_memory_share), row.memory_bytes))
 
 
 def shortage(row: Estimate) -> str:
-    """What it needs, and what there is of that."""
-    if row.in_host > 1:
-        return f"{row.in_host:.1f} times the memory of its hosts"
+    """The memory that a layout needs, and what there is of it."""
+    if row.host_memory_share > 1:
+        return f"{row.host_memory_share:.1f} times the memory of its hosts"
     return f"{size_text(row.memory_bytes)} per GPU, of {size_text(row.capacity)} available"
 
 
 def figures(row: Estimate) -> str:
+    """A layout's time and memory."""
     return f"{row.step_seconds:.3g} s per step, {size_text(row.memory_bytes)} per GPU"
 
 
 def settings_text(row: Estimate) -> str:
-    """Degrees and what else a layout decides."""
-    candidate, mode = row.candidate, row.candidate.checkpointing
-    written = " ".join(
-        f"{name}={getattr(candidate.dims, name)}" for name in DEGREES if getattr(candidate.dims, name) > 1
-    )
-    recomputes = "" if mode == "none" else f", {mode} recomputation"
-    moved = ", state in host memory" if candidate.offload else ""
-    return f"{written or 'one worker'}, micro-batch {candidate.micro_batch}{recomputes}{moved}"
+    """A layout's degrees and what else it decides."""
+    candidate = row.candidate
+    degrees = [(name, getattr(candidate.dims, name)) for name in DEGREES]
+    written = " ".join(f"{name}={degree}" for name, degree in degrees if degree > 1)
+    mode = candidate.checkpointing
+    recomputation = "" if mode == "none" else f", {mode} recomputation"
+    offload = ", state in host memory" if candidate.offload else ""
+    return f"{written or 'one worker'}, micro-batch {candidate.micro_batch}{recomputation}{offload}"
+
+
+# --- advice ---------------------------------------------------------------------------------------
 
 
 def advice(plan: Plan) -> list[str]:
-    """The answer first: what to use, how fast, at what cost and with how much room; then what speaks for another number
-    of GPUs, and what the step waits for."""
-    machine, best = plan.machine, plan.best
+    """What to use, as sentences.
+
+    The first says which layout, how fast, at what cost and with how much room. The others say what
+    another number of GPUs would bring, and what the step waits for.
+    """
+    best = plan.best
     if best is None:
         return infeasible(plan)
-    sentences = [_answer(plan, best), *_from_one_gpu(plan, best), *_from_twice_as_many(plan, best)]
-    return [*sentences, *_waiting(best), *([machine.assumed] if machine.assumed else [])]
+    assumption = plan.machine.assumption
+    return [
+        _answer(plan, best),
+        *_compared_with_one_gpu(plan, best),
+        *_compared_with_twice_as_many(plan, best),
+        *_waits(best),
+        *([assumption] if assumption else []),
+    ]
 
 
 def _answer(plan: Plan, best: Estimate) -> str:
+    layout = best.candidate.layout.name
+    world = plan.machine.world
+    gpus = ""
+    if not plan.machine.device.is_cpu:
+        gpus = f" on {world} GPU{'s' if world > 1 else ''}"
     spare = size_text(best.capacity - best.memory_bytes)
-    where = f"{best.candidate.layout.name}{_devices(plan)}"
-    answer = f"Use {where} ({settings_text(best)}): {figures(best)}, {spare} to spare"
-    cost, steps = plan.layout(best)["cost_per_step"], plan.steps
-    if cost is not None and steps:
-        dollars = f"${cost * steps:,.2f}" if cost * steps >= 0.01 else "less than a cent"
-        answer += f"; {dollars} for the run of {steps:,} steps"
+    answer = f"Use {layout}{gpus} ({settings_text(best)}): {figures(best)}, {spare} to spare"
+    cost = plan.layout(best)["cost_per_run"]
+    if cost is not None and plan.steps:
+        dollars = f"${cost:,.2f}" if cost >= 0.01 else "less than a cent"
+        answer += f"; {dollars} for the run of {plan.steps:,} steps"
     return f"{answer}."
 
 
-def _devices(plan: Plan) -> str:
-    """ " on 8 GPUs"; nothing of a CPU's cores."""
+def _fastest(rows: list[Estimate]) -> Estimate | None:
+    """The fastest layout that fits; if none does, the one that takes the least memory."""
+    fitting = [row for row in rows if row.fits]
+    if fitting:
+        return min(fitting, key=lambda row: row.step_seconds)
+    return min(rows, key=lambda row: row.memory_bytes, default=None)
+
+
+def _compared_with_one_gpu(plan: Plan, best: Estimate) -> list[str]:
     world = plan.machine.world
-    return "" if plan.machine.device.is_cpu else f" on {world} GPU{'s' if world > 1 else ''}"
-
-
-def _best(rows: list[Estimate]) -> Estimate | None:
-    """The fastest that fits, else the one that takes least memory."""
-    return min(rows, key=lambda r: (not r.fits, r.step_seconds if r.fits else r.memory_bytes), default=None)
-
-
-def _from_one_gpu(plan: Plan, best: Estimate) -> list[str]:
-    world, there = plan.machine.world, plan.machine.device.capacity / GIB
-    one = best if world == 1 else _best(plan.on_gpus(1, {}))
-    if one is None:
+    single = best if world == 1 else _fastest(plan.on_gpus(1, {}))
+    if single is None:
         return []
-    needed, gain = size_text(one.memory_bytes), one.step_seconds / best.step_seconds
     device = "worker" if plan.machine.device.is_cpu else "GPU"
-    if not one.fits:
-        return [f"The model does not fit one {device} (at least {needed}, of {there:.0f} GiB): shard or split it."]
+    needed = size_text(single.memory_bytes)
+    capacity = f"{plan.machine.device.capacity / GIB:.0f} GiB"
+    if not single.fits:
+        return [
+            f"The model does not fit one {device} (at least {needed}, of {capacity}): "
+            "shard or split it."
+        ]
     if world == 1:
-        return [f"The model fits one {device} ({needed} of {there:.0f} GiB)."]
+        return [f"The model fits one {device} ({needed} of {capacity})."]
+    gain = single.step_seconds / best.step_seconds
     return [
-        f"The model fits one {device} ({figures(one)}); {world} are {gain:.1f} × as fast, {100 * gain / world:.0f} % "
-        f"of ideal, so one {device} costs less while time does not matter."
+        f"The model fits one {device} ({figures(single)}); {world} are {gain:.1f} × as fast, "
+        f"{100 * gain / world:.0f} % of ideal, so one {device} costs less while time does not "
+        "matter."
     ]
 
 
-MOST_DOUBLED = 64
-"""GPUs up to which it is said what twice as many would bring: beyond, planning those takes seconds."""
-
-
-NO_FASTER = 1.05
-
-
-def _from_twice_as_many(plan: Plan, best: Estimate) -> list[str]:
-    """What the next doubling would bring with the same global batch."""
+def _compared_with_twice_as_many(plan: Plan, best: Estimate) -> list[str]:
+    """What twice as many GPUs would bring with the same global batch."""
     world = plan.machine.world
-    if plan.machine.device.is_cpu or world > MOST_DOUBLED:
+    if plan.machine.device.is_cpu or world > MOST_GPUS_DOUBLED:
         return []
     fixed = {"train.activation_checkpointing": best.candidate.checkpointing}
-    twice = _best(plan.on_gpus(2 * world, fixed))
-    if twice is None or not twice.fits:
+    doubled = _fastest(plan.on_gpus(2 * world, fixed))
+    if doubled is None or not doubled.fits:
         return []
-    gain = best.step_seconds / twice.step_seconds
+    gain = best.step_seconds / doubled.step_seconds
     if gain < NO_FASTER:
         return [f"{2 * world} GPUs would be no faster."]
-    return [f"{2 * world} GPUs would be {gain:.2g} × as fast, and the run would cost {2 / gain:.2g} times as much."]
+    return [
+        f"{2 * world} GPUs would be {gain:.2g} × as fast, and the run would cost {2 / gain:.2g} "
+        "times as much."
+    ]
 
 
-def _waiting(best: Estimate) -> list[str]:
-    """What a step waits for, where that is more than a tenth of it."""
-    found, talk, bubble = [], sum(best.seconds[part] for part in COMMUNICATION), best.seconds["bubble"]
-    if talk > 0.1 * best.step_seconds:
-        most = max(COMMUNICATION, key=lambda part: best.seconds[part])
-        found.append(
-            f"Communication takes {100 * talk / best.step_seconds:.0f} % of the step, mostly {PARTS[most]}: faster "
-            "links, a larger train.global_batch_size or parallel.reduce_dtype=bf16 would shorten it."
+def _waits(best: Estimate) -> list[str]:
+    """What a step waits for, if that is more than a tenth of it."""
+    sentences = []
+    communication = sum(best.seconds[part] for part in COMMUNICATION)
+    if communication > 0.1 * best.step_seconds:
+        largest = max(COMMUNICATION, key=lambda part: best.seconds[part])
+        sentences.append(
+            f"Communication takes {100 * communication / best.step_seconds:.0f} % of the step, "
+            f"mostly {PARTS[largest]}: faster links, a larger train.global_batch_size or "
+            "parallel.reduce_dtype=bf16 would shorten it."
         )
+    bubble = best.seconds["bubble"]
     if bubble > 0.1 * best.step_seconds:
-        found.append(
-            f"The pipeline's bubble takes {100 * bubble / best.step_seconds:.0f} % of the step: more micro-batches (a "
-            "larger train.global_batch_size) or a zero-bubble parallel.schedule would shorten it."
+        sentences.append(
+            f"The pipeline's bubble takes {100 * bubble / best.step_seconds:.0f} % of the step: "
+            "more micro-batches (a larger train.global_batch_size) or a zero-bubble "
+            "parallel.schedule would shorten it."
         )
-    return found
+    return sentences
+
+
+# --- a model that fits nowhere --------------------------------------------------------------------
 
 
 def infeasible(plan: Plan) -> list[str]:
-    """Why nothing fits, what would make it fit, and the smallest cluster that would do."""
+    """Why nothing fits, what would make it fit, and the smallest cluster that holds the model."""
     least = smallest(plan.rows)
-    largest = max(least.memory, key=lambda name: least.memory[name])
-    # GPUs → least bytes per GPU, with everything sharded, recomputed, and one sample at a time
-    fixed = {"train.activation_checkpointing": "full", "train.micro_batch_size": 1}
-    found = {world: plan.on_gpus(world, fixed, batch=world) for world in (2**power for power in range(13))}
-    needs = {world: min(row.memory_bytes for row in rows) for world, rows in found.items() if rows}
+    largest_kind = max(least.memory, key=lambda kind: least.memory[kind])
+    needed_bytes = _needed_bytes(plan)
     return [
-        f"No layout fits: the smallest, {least.candidate.layout.name} with {settings_text(least)}, needs "
-        f"{shortage(least)}, mostly for {largest}.",
-        f"What would fit: {_here(plan, needs, largest)}.",
-        _smallest_cluster(needs),
+        f"No layout fits: the smallest, {least.candidate.layout.name} with {settings_text(least)}, "
+        f"needs {shortage(least)}, mostly for {largest_kind}.",
+        f"What would fit: {_what_would_fit(plan, needed_bytes, largest_kind)}.",
+        _smallest_cluster(needed_bytes),
     ]
 
 
-def _here(plan: Plan, needs: dict[int, float], largest: str) -> str:
-    """Something else fixed, state in host memory, more GPUs, or a smaller model."""
-    world, there, precision = plan.machine.world, plan.machine.device.capacity, plan.rows[0].candidate.precision
+def _needed_bytes(plan: Plan) -> dict[int, float]:
+    """The least bytes per GPU by number of GPUs: all sharded and recomputed, one sample each."""
+    fixed = {"train.activation_checkpointing": "full", "train.micro_batch_size": 1}
+    needed = {}
+    world = 1
+    while world <= LARGEST_CLUSTER:
+        rows = plan.on_gpus(world, fixed, global_batch=world)
+        if rows:
+            needed[world] = min(row.memory_bytes for row in rows)
+        world *= 2
+    return needed
+
+
+def _what_would_fit(plan: Plan, needed_bytes: dict[int, float], largest_kind: str) -> str:
+    """Other keys, state in host memory, more GPUs, or a smaller model."""
+    world = plan.machine.world
+    capacity = plan.machine.device.capacity
+    precision = plan.rows[0].candidate.precision
     for offload in () if plan.machine.device.is_cpu else (False, True):
-        row = _best(plan.on_gpus(world, {"train.precision": precision, "parallel.offload": offload}))
+        fixed = {"train.precision": precision, "parallel.offload": offload}
+        row = _fastest(plan.on_gpus(world, fixed))
         if row is not None and row.fits:
             key = "parallel.offload=true, " if offload else ""
             return f"{key}{row.candidate.layout.name} with {settings_text(row)} ({figures(row)})"
-    more = next((n for n, needed in needs.items() if needed <= there and n > world), None)
-    if more:
-        return f"{more} × {plan.machine.device.gpu.name} ({size_text(needs[more])} each)"
-    if largest == "activations":
+    for gpus, needed in needed_bytes.items():
+        if gpus > world and needed <= capacity:
+            return f"{gpus} × {plan.machine.device.gpu.name} ({size_text(needed)} each)"
+    if largest_kind == "activations":
         return "a shorter sequence, or a model of fewer or narrower layers"
-    return f"a smaller model, or GPUs of more than {size_text(there)}; more of these GPUs do not help"
-
-
-def _smallest_cluster(needs: dict[int, float]) -> str:
-    """The cheapest cluster of the catalogue by list price that holds the model; of equal ones the fewest machines."""
-    offers = []
-    for offer in all_instances().values():
-        count = next((n for n, needed in needs.items() if needed <= device(offer.gpu).capacity), None)
-        if count is not None:
-            machines = -(-count // offer.gpus)
-            offers.append((round(machines * offer.price_per_hour, 4), machines, count, offer.name, offer))
-    if not offers:
-        return f"No cluster of the catalogue with up to {max(needs, default=1):,} GPUs would hold it."
-    price, machines, count, name, offer = min(offers, key=lambda o: o[:4])
     return (
-        f"The smallest cluster of the catalogue that holds it: {count} × {offer.gpu}, {machines} × {name} "
-        f"({offer.provider}, ${price:,.2f} per hour, {offer.date})."
+        f"a smaller model, or GPUs of more than {size_text(capacity)}; "
+        "more of these GPUs do not help"
+    )
+
+
+def _smallest_cluster(needed_bytes: dict[int, float]) -> str:
+    """The cluster of the catalogue with the lowest list price, and the fewest machines."""
+    offers = []
+    for instance in all_instances().values():
+        capacity = device_named(instance.gpu).capacity
+        enough = (gpus for gpus, needed in needed_bytes.items() if needed <= capacity)
+        gpus = next(enough, None)
+        if gpus is not None:
+            machines = -(-gpus // instance.gpus)
+            price = round(machines * instance.price_per_hour, 4)
+            offers.append((price, machines, gpus, instance.name))
+    if not offers:
+        most = max(needed_bytes, default=1)
+        return f"No cluster of the catalogue with up to {most:,} GPUs would hold it."
+    price, machines, gpus, name = min(offers)
+    instance = all_instances()[name]
+    return (
+        f"The smallest cluster of the catalogue that holds it: {gpus} × {instance.gpu}, "
+        f"{machines} × {name} ({instance.provider}, ${price:,.2f} per hour, {instance.date})."
     )

@@ -1,7 +1,8 @@
 """The layout that `strategy: auto` means.
 
-A layout that surely fits goes before one that may: of those whose memory is close to the GPU's none is started before
-its batch has been tried (trial.py), where the devices are this machine's.
+A layout that fits for certain is preferred to one that may fit. If the memory of a layout is close
+to the device's, its batch is tried before it is started (trial.py), provided that the devices are
+this machine's.
 """
 
 from collections.abc import Callable
@@ -12,33 +13,38 @@ from app.config import Config
 from app.errors import UserError
 from app.planner.advice import infeasible, size_text
 from app.planner.estimate import Estimate
-from app.planner.machine import Machine, is_here, running
+from app.planner.machine import Machine, is_here, machine_of_run
 from app.planner.output import experiment
 from app.planner.plan import Plan, make_plan, ranked
 from app.planner.trial import run as run_trial
 from app.tasks.base import Task
 from app.training.job import strategy_options
-from strategies.dims import DEGREES, Layout
+from strategies.dims import DEGREES, Degree, Layout
 from strategies.layout import choose
 from strategies.options import Options
 
-TRIES = 4
-"""Layouts that are tried, at most: a try is a start of all processes."""
+MOST_TRIALS = 4
+"""Layouts that are tried, at most: each trial starts all processes."""
 
 
 class NoLayoutFits(UserError):
     """No layout of the model fits the machine's memory."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What auto decided."""
+    """What auto has chosen.
+
+    Args:
+        layout: The layout.
+        sentence: Why, for the user; "" if the configuration left no choice.
+        values: What the choice sets in the configuration, by key.
+        prediction: The estimate of the layout; None without a plan.
+    """
 
     layout: Layout
     sentence: str = ""
-    """Why, for a person."""
     values: dict[str, Any] = field(default_factory=dict)
-    """What it sets of the configuration, by key."""
     prediction: Estimate | None = None
 
 
@@ -50,56 +56,61 @@ def choose_layout(
     per_node: int | None = None,
     is_kept: Callable[[Layout, Options], bool] = lambda layout, options: True,
 ) -> Choice:
-    """The layout that `strategy: auto` means, for a number of workers where they run, or on a machine.
+    """The layout that `strategy: auto` means.
 
-    Degrees, micro-batch and precision that are written stay; activations are recomputed, pipelines used, and state
-    kept in host memory, only if nothing fits otherwise. Where planning is impossible the layout is what the degrees
-    say, and the sentence says so.
+    Degrees, micro-batch and precision stay as the configuration has them. Activations are
+    recomputed, pipelines used, and state kept in host memory, only if nothing fits otherwise. If
+    planning is impossible, the layout is what the degrees say, and the sentence says so.
 
     Args:
-        config: Of the run.
-        task: Of which the model is.
-        workers: How many there are.
-        machine: None where the run's workers are.
-        per_node: Workers of one node, where that is known.
+        config: The run's configuration.
+        task: Its task.
+        workers: The number of workers.
+        machine: The machine; None for that of the run's workers.
+        per_node: Workers of a node, if known.
         is_kept: Whether a layout trains the model as one device would.
 
     Raises:
-        NoLayoutFits: what is needed, what is there, and what would do.
+        NoLayoutFits: The message says what is needed, what is there, and what would do.
     """
     degrees = {name: getattr(config.parallel, name) for name in DEGREES}
-    written = {f"parallel.{name}" for name, value in degrees.items() if value is not None}
-    if all(degrees[name] is not None for name in ("dp_replicate", "dp_shard", "tp", "pp")):
-        return Choice(choose("auto", workers, **degrees))
+    deciding: tuple[Degree, ...] = ("dp_replicate", "dp_shard", "tp", "pp")
+    if all(degrees[name] is not None for name in deciding):
+        return Choice(layout=choose("auto", workers, **degrees))
     try:
-        return _planned(config, task, machine or running(workers, per_node), written, is_kept)
+        return _planned_choice(
+            config, task, machine or machine_of_run(workers, per_node), is_kept=is_kept
+        )
     except NoLayoutFits:
         raise
     except Exception as error:  # whatever is wrong with a plan, the run itself may be right
         layout = choose("auto", workers, **degrees)
-        return Choice(layout, f"strategy auto is {layout}, without a plan: {str(error) or type(error).__name__}")
+        reason = str(error) or type(error).__name__
+        return Choice(
+            layout=layout, sentence=f"strategy auto is {layout}, without a plan: {reason}"
+        )
 
 
-def _planned(
-    config: Config, task: Task, machine: Machine, given: set[str], is_kept: Callable[[Layout, Options], bool]
+def _planned_choice(
+    config: Config,
+    task: Task,
+    machine: Machine,
+    *,
+    is_kept: Callable[[Layout, Options], bool],
 ) -> Choice:
-    train, cut = config.train, "parallel.pp" in given
-    given |= {"train.precision"}
-    given |= {"train.micro_batch_size"} if train.micro_batch_size is not None else set()
-    given |= {"train.activation_checkpointing"} if train.activation_checkpointing != "none" else set()
-    given |= {"parallel.offload"} if config.parallel.offload or machine.device.is_cpu else set()
-    given |= {"parallel.schedule", "parallel.chunks"} if cut else set()
-    plan = make_plan(config, task, machine, given=frozenset(given))
+    has_pipeline = config.parallel.pp is not None
+    plan = make_plan(config, task, machine, given=_given_keys(config, machine))
     options = strategy_options(config)
 
-    def keeps(row: Estimate) -> bool:
+    def keeps_training(row: Estimate) -> bool:
         mode = row.candidate.checkpointing
         return is_kept(row.candidate.layout, replace(options, activation_checkpointing=mode))
 
-    plan.rows = [row for row in plan.rows if keeps(row)] or plan.rows
-    row, tried = _chosen(plan, cut)
+    plan.rows = [row for row in plan.rows if keeps_training(row)] or plan.rows
+    row, remark = _choose(plan, has_pipeline=has_pipeline)
     if row is None:
-        raise NoLayoutFits(f"strategy auto finds no layout that fits{tried}. " + " ".join(infeasible(plan)))
+        reasons = " ".join(infeasible(plan))
+        raise NoLayoutFits(f"strategy auto finds no layout that fits{remark}. {reasons}")
     candidate = row.candidate
     values: dict[str, Any] = {
         "train.micro_batch_size": candidate.micro_batch,
@@ -108,62 +119,102 @@ def _planned(
     }
     if row.reduces_each_microbatch is not None:
         values["parallel.accumulate_sharded"] = row.reduces_each_microbatch
-    if candidate.dims.pp > 1 and not cut:
-        values |= {"parallel.schedule": candidate.schedule, "parallel.chunks": candidate.chunks}
+    if candidate.dims.pp > 1 and not has_pipeline:
+        values["parallel.schedule"] = candidate.schedule
+        values["parallel.chunks"] = candidate.chunks
         values["parallel.stages"] = list(row.stages or ())
     sentence = (
-        f"strategy auto is {candidate.layout}, micro-batches of {candidate.micro_batch}, activation checkpointing "
-        f"{candidate.checkpointing}: predicted {row.step_seconds:.3g} s per step, {size_text(row.memory_bytes)} per "
-        f"worker{tried}"
+        f"strategy auto is {candidate.layout}, micro-batches of {candidate.micro_batch}, "
+        f"activation checkpointing {candidate.checkpointing}: predicted {row.step_seconds:.3g} s "
+        f"per step, {size_text(row.memory_bytes)} per worker{remark}"
     )
-    return Choice(candidate.layout, sentence, values, row)
+    return Choice(layout=candidate.layout, sentence=sentence, values=values, prediction=row)
 
 
-def _chosen(
-    plan: Plan, cut: bool, attempt: Callable[[Plan, Estimate], str] | None = None
+def _given_keys(config: Config, machine: Machine) -> frozenset[str]:
+    """The keys of the configuration whose values auto leaves as they are."""
+    given = {"train.precision"}
+    given |= {f"parallel.{name}" for name in DEGREES if getattr(config.parallel, name) is not None}
+    if config.train.micro_batch_size is not None:
+        given.add("train.micro_batch_size")
+    if config.train.activation_checkpointing != "none":
+        given.add("train.activation_checkpointing")
+    if config.parallel.offload or machine.device.is_cpu:
+        given.add("parallel.offload")
+    if config.parallel.pp is not None:
+        given |= {"parallel.schedule", "parallel.chunks"}
+    return frozenset(given)
+
+
+def _choose(
+    plan: Plan,
+    *,
+    has_pipeline: bool,
+    attempt: Callable[[Plan, Estimate], str] | None = None,
 ) -> tuple[Estimate | None, str]:
-    """The layout that a run takes, and what is to be said of it.
+    """The layout that a run takes.
 
     Args:
         plan: All layouts.
-        cut: Whether the person has asked for a pipeline.
-        attempt: Tries a layout and says why it does not run; "" if it does.
+        has_pipeline: Whether the configuration says how many stages there are.
+        attempt: Tries a layout, and says why it does not run; "" if it does.
+
+    Returns:
+        (the layout, None if none fits; a remark for the sentence about it)
     """
-    sure = _least_change(plan, [row for row in plan.rows if row.verdict == "fits"], cut)
-    if sure is not None:
-        return sure, ""
+    certain = [row for row in plan.rows if row.verdict == "fits"]
+    row = _least_change(plan, certain, has_pipeline=has_pipeline)
+    if row is not None:
+        return row, ""
     close = [row for row in plan.rows if row.verdict == "close"]
     if not close:
         return None, ""
     if not is_here(plan.machine):
-        row = max(close, key=lambda one: one.chance)
-        return row, f": close to the GPU's memory, and not tried, because {plan.machine.name} is not this machine"
-    attempt = attempt or _attempt
-    failures = list[str]()
-    while (nearest := _least_change(plan, close, cut)) and len(failures) < TRIES:
-        failure = attempt(plan, nearest)
+        row = max(close, key=lambda row: row.fit_probability)
+        return row, (
+            ": close to the GPU's memory, and not tried, because "
+            f"{plan.machine.name} is not this machine"
+        )
+    failures: list[str] = []
+    while len(failures) < MOST_TRIALS:
+        row = _least_change(plan, close, has_pipeline=has_pipeline)
+        if row is None:
+            break
+        failure = (attempt or _attempt)(plan, row)
         if not failure:
-            return nearest, ": close to the device's memory, and its batch was tried"
+            return row, ": close to the device's memory, and its batch was tried"
         failures.append(failure)
-        size = nearest.memory_bytes
-        close = [one for one in close if one.memory_bytes < size]
-    return None, f" ({len(failures)} that are close to the device's memory were tried: {failures[-1]})"
+        tried_bytes = row.memory_bytes
+        close = [smaller for smaller in close if smaller.memory_bytes < tried_bytes]
+    return None, (
+        f" ({len(failures)} that are close to the device's memory were tried: {failures[-1]})"
+    )
 
 
 def _attempt(plan: Plan, row: Estimate) -> str:
-    """Why a few steps of the layout do not run here; "" if they do."""
+    """Why a few steps of a layout do not run on this machine; "" if they do."""
     tree = experiment(plan, row)
-    tree["train"]["data_workers"], tree["checkpoint"]["load"] = 0, None
+    tree["train"]["data_workers"] = 0
+    tree["checkpoint"]["load"] = None
     return run_trial(tree, plan.machine.world, plan.machine.device.capacity).failure
 
 
-def _least_change(plan: Plan, rows: list[Estimate], cut: bool) -> Estimate | None:
-    """The best of those without recomputing, pipelines and state in host memory; each in turn if there is none."""
-    asked, moved = plan.config.train.activation_checkpointing, plan.config.parallel.offload
+def _least_change(plan: Plan, rows: list[Estimate], *, has_pipeline: bool) -> Estimate | None:
+    """The best layout of those that change the configuration least; None if there are no rows.
+
+    Recomputation is a smaller change than a pipeline, and that a smaller one than state in host
+    memory.
+    """
+    config = plan.config
 
     def change(row: Estimate) -> int:
-        one = row.candidate
-        return max(one.checkpointing != asked, 2 * (one.dims.pp > 1 and not cut), 3 * (one.offload != moved))
+        candidate = row.candidate
+        if candidate.offload != config.parallel.offload:
+            return 3
+        if candidate.dims.pp > 1 and not has_pipeline:
+            return 2
+        return int(candidate.checkpointing != config.train.activation_checkpointing)
 
-    least = min(map(change, rows), default=0)
-    return next(iter(ranked([row for row in rows if change(row) == least])), None)
+    least = min((change(row) for row in rows), default=0)
+    best_first = ranked([row for row in rows if change(row) == least])
+    return best_first[0] if best_first else None

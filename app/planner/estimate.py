@@ -1,10 +1,12 @@
-"""Memory and time of one layout: the strategies' own cost functions, the model's parts, the machine's links.
+"""Memory and time of a layout: the strategies' cost functions, the model's parts, the links.
 
-Memory is that of the fullest device. Backward of a part u needs what all parts up to u have saved, what is alive only
-within u's backward, and the gradients of the parts after u, which are there already: the peak is the largest of these
-moments and of the optimizer's step. What a strategy gathers, and what waits to be reduced, is alive beside that.
+Memory is that of the fullest device. During the backward of a part the device has what all parts up
+to it have saved, the part's own working memory, and the gradients of the parts after it. The peak
+is the largest of these moments and of the optimizer's step. What a strategy gathers, and what waits
+to be reduced, comes on top.
 
-What layouts have in common (costs of a part, sizes of a unit, stages of a pipeline) is worked out once for all of them.
+What layouts have in common (the costs of parts, the sizes of units, the stages of a pipeline) is
+computed once for all of them.
 """
 
 import functools
@@ -17,9 +19,10 @@ from typing import NamedTuple
 from app.planner.device import family_of
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine
-from app.planner.part_costs import PartCost, Work, part_costs, way_of
+from app.planner.model_costs import ModelCosts
+from app.planner.part_costs import PartCost, Work, part_costs, variant_of
 from app.planner.ranges import ADAPTERS, DENSE, MIXTURE, Traits, spread_of
-from app.planner.read import Reader
+from app.planner.read import Reader, Variant
 from app.planner.timing import Case, timing
 from app.planner.trace import AFTER, BEFORE
 from strategies.activation_checkpointing import recomputed_blocks
@@ -33,54 +36,71 @@ from strategies.pipeline.schedules import Placement
 from strategies.pipeline.simulate import activations_by_formula
 
 CLOSE = 0.1
-"""Share of a GPU's memory by which a plan of it errs (README.md)."""
+"""A plan within this share of a GPU's memory is called close: plans err by as much (README.md)."""
 MEMORY_ERROR = 0.06
-"""Standard deviation of the logarithm of memory over its plan: a tenth is passed by one plan in twenty."""
+"""Standard deviation of log(memory / planned memory): one plan in twenty errs by more than 10 %."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Estimate:
-    """One layout's bytes and seconds, by parts."""
+    """The memory and time of one layout.
+
+    Args:
+        candidate: The layout.
+        capacity: Bytes of a device that tensors may take.
+        memory: Bytes on the fullest device, by kind: parameters, gradients, optimizer, activations,
+            communication, buffers, margin.
+        seconds: Of one optimizer step, by the parts that timing.py names.
+        flops: Of the whole step, without what is recomputed.
+        reduces_each_microbatch: Whether the gradients of every micro-batch are reduced
+            (parallel.accumulate_sharded); None if the layout leaves no choice.
+        stages: The number of blocks of each chunk of a pipeline; None without a pipeline.
+        speed_range: Between these shares of the planned speed are 80 % of runs of this kind.
+        host_memory_share: Share of a host's memory that offloaded state takes.
+        unmeasured: Traits of the plan that none of the runs behind `speed_range` had.
+    """
 
     candidate: Candidate
-    capacity: float  # bytes of a device
+    capacity: float
     memory: dict[str, float]
-    """Bytes on the fullest device: parameters, gradients, optimizer, activations, communication, buffers, margin."""
     seconds: dict[str, float]
-    """Of one optimizer step; timing.py names the parts."""
-    flops: float  # of the whole step, without what is computed again
+    flops: float
     reduces_each_microbatch: bool | None
-    """Whether every micro-batch's gradients are reduced (parallel.accumulate_sharded); None: does not apply."""
-    stages: tuple[int, ...] | None  # blocks of each chunk of a pipeline
-    range: tuple[float, float] = (1.0, 1.0)
-    """Between which shares of the planned speed 80 % of runs of this kind are."""
-    in_host: float = 0.0  # share of the host's memory that state kept there takes
-    unseen: tuple[str, ...] = ()
-    """Of what is planned, what no published run had that the ranges were made of."""
+    stages: tuple[int, ...] | None
+    speed_range: tuple[float, float] = (1.0, 1.0)
+    host_memory_share: float = 0.0
+    unmeasured: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self.memory_bytes, self.step_seconds = sum(self.memory.values()), sum(self.seconds.values())
-        self.fits = self.memory_bytes <= self.capacity and self.in_host <= 1
+        self.memory_bytes = sum(self.memory.values())
+        self.step_seconds = sum(self.seconds.values())
+        self.fits = self.memory_bytes <= self.capacity and self.host_memory_share <= 1
 
     @property
-    def chance(self) -> float:
-        """Probability that it fits, if plans of memory err as a normal distribution of their logarithm does."""
-        if self.in_host > 1:
+    def fit_probability(self) -> float:
+        """The probability that it fits, if log(memory / planned memory) is normally distributed."""
+        if self.host_memory_share > 1:
             return 0.0
         if self.memory_bytes <= 0:
             return 1.0
-        return 0.5 * (1 + math.erf(math.log(self.capacity / self.memory_bytes) / MEMORY_ERROR / math.sqrt(2)))
+        deviations = math.log(self.capacity / self.memory_bytes) / MEMORY_ERROR
+        return 0.5 * (1 + math.erf(deviations / math.sqrt(2)))
 
     @property
     def verdict(self) -> str:
-        """Whether it fits, in words: plans of memory err by `CLOSE`."""
-        if abs(self.memory_bytes / self.capacity - 1) < CLOSE and self.in_host <= 1:
+        """fits, close (the plan's error decides) or does not fit."""
+        is_close = abs(self.memory_bytes / self.capacity - 1) < CLOSE
+        if is_close and self.host_memory_share <= 1:
             return "close"
         return "fits" if self.fits else "does not fit"
 
     def compare(self, seconds: float, memory: float) -> dict[str, float]:
-        """Beside what a run measured, as metrics to log. seconds: per step. memory: bytes that the model brought on the
-        fullest worker, 0 where that is not known."""
+        """The estimate beside what a run measured, as metrics to log.
+
+        Args:
+            seconds: Measured seconds per step.
+            memory: Measured bytes of the model on the fullest worker; 0 if they are not known.
+        """
         metrics = {
             "plan/step_seconds": self.step_seconds,
             "plan/step_seconds_measured": seconds,
@@ -88,233 +108,396 @@ class Estimate:
             "plan/memory_bytes": self.memory_bytes,
         }
         if memory > 0:
-            metrics |= {"plan/memory_bytes_measured": memory, "plan/memory_error": self.memory_bytes / memory - 1}
+            metrics["plan/memory_bytes_measured"] = memory
+            metrics["plan/memory_error"] = self.memory_bytes / memory - 1
         return metrics
 
 
-_balanced = functools.cache(partition.balanced_partition)
-"""Costs are in blocks, rounded, since most layouts of a model are cut alike."""
+@functools.cache
+def _balanced_partition(
+    costs: tuple[float, ...], parts: int, *, first: float, last: float
+) -> tuple[int, ...]:
+    """partition.balanced_partition, remembered: most layouts of a model are cut in the same way."""
+    return partition.balanced_partition(costs, parts, first, last)
 
 
-def shards_of(dims: ParallelDims) -> tuple[int, int, int | None]:
-    """Shards of all parameters; ways that experts are split, and shards of what is left of them."""
-    return dims.dp_shard, dims.ep, dims.for_experts().dp_shard if dims.ep > 1 else None
+class ParameterShards(NamedTuple):
+    """Into how many shards the data-parallel workers cut parameters.
+
+    Args:
+        dp_shard: Shards of all parameters but split experts.
+        ep: Groups into which expert parallelism splits experts.
+        expert_shards: Shards of a group's experts; None without expert parallelism.
+    """
+
+    dp_shard: int
+    ep: int
+    expert_shards: int | None
+
+    @classmethod
+    def of(cls, dims: ParallelDims) -> "ParameterShards":
+        """The shards under these degrees, as parameters see them."""
+        expert_shards = dims.for_experts().dp_shard if dims.ep > 1 else None
+        return cls(dims.dp_shard, dims.ep, expert_shards)
 
 
 class Stages(NamedTuple):
-    """How a pipeline is cut. Counts are how many of each part a stage holds, in the parts' order."""
+    """How a pipeline is cut into stages. Counts have an entry per part of the model.
+
+    Args:
+        sizes: The number of blocks of each chunk; None without a pipeline.
+        slowest: How many of each part the slowest stage has.
+        candidates_for_fullest: (number, counts) of the stages one of which needs the most memory.
+    """
 
     sizes: tuple[int, ...] | None
-    slowest: tuple[int, ...]  # counts of the stage that takes longest
-    fullest: list[tuple[int, tuple[int, ...]]]  # number and counts of the stages that may hold most
+    slowest: tuple[int, ...]
+    candidates_for_fullest: list[tuple[int, tuple[int, ...]]]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Estimator:
-    """Estimates layouts of one model on one machine."""
+    """Estimates layouts of one model on one machine.
+
+    Args:
+        reader: The model.
+        machine: The machine.
+        options: Of the configuration. What a candidate decides (precision, recomputation,
+            schedule and so on) is taken from the candidate.
+        optimizer: The optimizer's name.
+        clips: Whether gradients are clipped.
+    """
 
     reader: Reader
     machine: Machine
     options: Options
-    """Of the configuration; what a candidate decides (precision, recomputation, schedule, …) is the candidate's."""
     optimizer: str = "adamw"
     clips: bool = False
 
     def __post_init__(self) -> None:
-        self._parts = functools.cache(self._read_parts)
-        self._units = functools.cache(self._read_units)
-        self._rank = functools.cache(self._add_up)
-        self._stages = functools.cache(self._cut)
-        self._traits = functools.cache(self._traits_of)
-
-    def case(self, candidate: Candidate) -> tuple[Case, Stages]:
-        """What its time and memory are made of, and how a pipeline is cut."""
-        dims, strategy, options, machine = candidate.dims, candidate.strategy, self.options, self.machine
-        way = way_of(strategy.is_sharded, dims.tp, dims.pp, candidate.precision)
-        work = Work(candidate.micro_batch / dims.cp, dims.tp, candidate.precision, way, candidate.checkpointing)
-        stages = self._stages(work, dims.pp, candidate.schedule, candidate.chunks)
-        wire = 2 if options.reduce_dtype == "bf16" else 4
-        held = candidate.held
-        whole = self._rank(way, dims.tp, shards_of(held), tuple(self.reader.costs(way).counts.values()))
-        numbers, memory_of_gpu = whole.root + whole.blocks, None if machine.device.is_cpu else machine.device.capacity
-        step = StepShape(
-            dp_replicate=held.dp_replicate,
-            dp_shard=held.dp_shard,
-            tp=dims.tp,
-            pp=dims.pp,
-            micro_batches=candidate.micro_batches,
-            compute_itemsize=work.itemsize,
-            reduce_itemsize=wire,
-            reshard_after_forward=strategy.reshards_after_forward(
-                options.reshard_after_forward, parameters_are_large(numbers * work.itemsize, memory_of_gpu)
-            ),
-            reduce_scatter_each_microbatch=strategy.reduces_each_microbatch(
-                options.accumulate_sharded, gradients_are_large(numbers * wire, memory_of_gpu)
-            ),
-            optimizer=self.optimizer,
-        )
-        parts, units = self._parts(work), self._units(way, dims.tp, shards_of(held))
-        context = choose_method(options.context, heads=self.reader.heads, dims=dims, workers_per_node=machine.per_node)
-        again = recomputed_blocks(candidate.checkpointing, self.reader.blocks) / max(1, self.reader.blocks)
-        rows = self.reader.exchanged * candidate.micro_batch / dims.cp / dims.pp
-        exchanged = rows * min(work.itemsize, 4) * (1 + again / 2)
-        return Case(candidate, machine, work, step, parts, units, stages.slowest, options, context, exchanged), stages
+        self._part_costs = functools.cache(self._read_part_costs)
+        self._unit_sizes = functools.cache(self._read_unit_sizes)
+        self._rank_size = functools.cache(self._read_rank_size)
+        self._stages = functools.cache(self._cut_stages)
+        self._traits = functools.cache(self._read_traits)
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        dims, strategy, options, machine = candidate.dims, candidate.strategy, self.options, self.machine
-        case, stages = self.case(candidate)
+        """The memory and time of a layout."""
+        strategy = candidate.strategy
+        stages = self._stages(
+            self._work(candidate), candidate.dims.pp, candidate.schedule, candidate.chunks
+        )
+        case = self._case(candidate, stages)
         memory = self._memory(case, stages)
-        decides = strategy.is_sharded and candidate.micro_batches > 1 and dims.pp == 1
-        may_reduce_each = decides and strategy.reduces_each_microbatch(options.accumulate_sharded, None) is None
-        if may_reduce_each and sum(memory.values()) > machine.device.capacity:  # then it does, at some cost of time
-            case = replace(case, step=replace(case.step, reduce_scatter_each_microbatch=True))
+        capacity = self.machine.device.capacity
+        accumulates = candidate.micro_batches > 1 and candidate.dims.pp == 1
+        has_choice = strategy.is_sharded and accumulates
+        decision = strategy.reduces_each_microbatch(self.options.accumulate_sharded, None)
+        is_undecided = decision is None
+        if has_choice and is_undecided and sum(memory.values()) > capacity:
+            # Whole gradients do not fit, so every micro-batch's are reduced, which takes longer.
+            step = replace(case.step, reduce_scatter_each_microbatch=True)
+            case = replace(case, step=step)
             memory = self._memory(case, stages)
-        seconds, flops = timing(case, self.reader.sample_bytes, len(self.reader.size.parameters), self.clips)
-        each = case.step.reduce_scatter_each_microbatch if decides else None
-        in_host = self._in_host(case, stages) if candidate.offload and machine.host_bytes else 0.0
-        spread = spread_of(self.traits(candidate), machine.device.ranges)
+        seconds, flops = timing(
+            case,
+            sample_bytes=self.reader.sample_bytes,
+            parameter_tensors=len(self.reader.size.parameters),
+            clips=self.clips,
+        )
+        host_memory_share = 0.0
+        if candidate.offload and self.machine.host_bytes:
+            host_memory_share = self._host_memory_share(case, stages, self.machine.host_bytes)
+        spread = spread_of(self.traits(candidate), self.machine.device.ranges)
         return Estimate(
-            candidate,
-            machine.device.capacity,
-            memory,
-            seconds,
-            flops,
-            each,
-            stages.sizes,
-            (spread.low, spread.high),
-            in_host,
-            spread.unseen,
+            candidate=candidate,
+            capacity=capacity,
+            memory=memory,
+            seconds=seconds,
+            flops=flops,
+            reduces_each_microbatch=(
+                case.step.reduce_scatter_each_microbatch if has_choice else None
+            ),
+            stages=stages.sizes,
+            speed_range=(spread.low, spread.high),
+            host_memory_share=host_memory_share,
+            unmeasured=spread.unmeasured,
         )
 
     def traits(self, candidate: Candidate) -> Traits:
-        """What the error of its plan depends on."""
-        return self._traits("+".join(name for name in candidate.kind.split("+") if name != "ep") or "data")
+        """What the error of the layout's plan depends on."""
+        return self._traits(candidate.model_split)
 
-    def _traits_of(self, layout: str) -> Traits:
-        reader = self.reader
-        parameters = reader.size.parameters
-        is_adapted = bool(parameters) and not all(parameter.trainable for parameter in parameters)
-        model = MIXTURE if any(p.is_expert for p in parameters) else ADAPTERS if is_adapted else DENSE
-        family = family_of(self.machine.device.gpu)
-        billions = sum(parameter.numel for parameter in parameters) / 1e9
-        return Traits(layout, model, family, billions, getattr(reader, "sequence_length", None))
+    def _read_traits(self, layout: str) -> Traits:
+        parameters = self.reader.size.parameters
+        if any(parameter.is_expert for parameter in parameters):
+            model = MIXTURE
+        elif any(not parameter.trainable for parameter in parameters):
+            model = ADAPTERS
+        else:
+            model = DENSE
+        return Traits(
+            layout=layout,
+            model=model,
+            family=family_of(self.machine.device.gpu),
+            billions=sum(parameter.numel for parameter in parameters) / 1e9,
+            sequence=getattr(self.reader, "sequence_length", None),
+        )
 
-    # --- what layouts share -------------------------------------------------------------------------------------
+    # --- a layout's case ------------------------------------------------------------------------
 
-    def _read_parts(self, work: Work) -> list[PartCost]:
-        compiled = self.options.compile and self.options.compile_backend == "inductor"
-        loss = self.reader.compiles_loss
-        return part_costs(self.reader.costs(work.way), work, self.machine.device, compiled, loss)
+    def _work(self, candidate: Candidate) -> Work:
+        dims = candidate.dims
+        return Work(
+            batch=candidate.micro_batch / dims.cp,
+            tp=dims.tp,
+            precision=candidate.precision,
+            variant=variant_of(
+                is_sharded=candidate.strategy.is_sharded,
+                tp=dims.tp,
+                pp=dims.pp,
+                precision=candidate.precision,
+            ),
+            checkpointing=candidate.checkpointing,
+        )
 
-    def _read_units(self, way: str, tp: int, shards: tuple[int, int, int | None]) -> list[UnitSize]:
-        """Of one part of each kind."""
-        model = self.reader.costs(way)
-        return [
-            unit_size(
-                tuple(part_of(p, tp, shards[1]) for p in model.parameters[name]),
-                shards[0],
-                is_root=not name.startswith("block"),
-                expert_shards=shards[2],
+    def _case(self, candidate: Candidate, stages: Stages) -> Case:
+        dims = candidate.dims
+        work = self._work(candidate)
+        shards = ParameterShards.of(candidate.parameter_dims)
+        return Case(
+            candidate=candidate,
+            machine=self.machine,
+            work=work,
+            step=self._step_shape(candidate, work, shards),
+            parts=self._part_costs(work),
+            units=self._unit_sizes(work.variant, dims.tp, shards),
+            counts=stages.slowest,
+            options=self.options,
+            context_method=choose_method(
+                self.options.context,
+                heads=self.reader.heads,
+                dims=dims,
+                workers_per_node=self.machine.per_node,
+            ),
+            expert_bytes=self._expert_bytes(candidate, work),
+        )
+
+    def _step_shape(self, candidate: Candidate, work: Work, shards: ParameterShards) -> StepShape:
+        options = self.options
+        strategy = candidate.strategy
+        device = self.machine.device
+        reduce_itemsize = 2 if options.reduce_dtype == "bf16" else 4
+        whole_model = tuple(self._model_costs(work.variant).counts.values())
+        size = self._rank_size(work.variant, work.tp, shards, whole_model)
+        numbers = size.root + size.blocks
+        gpu_memory = None if device.is_cpu else device.capacity
+        return StepShape(
+            dp_replicate=candidate.parameter_dims.dp_replicate,
+            dp_shard=candidate.parameter_dims.dp_shard,
+            tp=candidate.dims.tp,
+            pp=candidate.dims.pp,
+            micro_batches=candidate.micro_batches,
+            compute_itemsize=work.itemsize,
+            reduce_itemsize=reduce_itemsize,
+            reshard_after_forward=strategy.reshards_after_forward(
+                options.reshard_after_forward,
+                parameters_are_large(numbers * work.itemsize, gpu_memory),
+            ),
+            reduce_scatter_each_microbatch=strategy.reduces_each_microbatch(
+                options.accumulate_sharded,
+                gradients_are_large(numbers * reduce_itemsize, gpu_memory),
+            ),
+            optimizer=self.optimizer,
+        )
+
+    def _expert_bytes(self, candidate: Candidate, work: Work) -> float:
+        """Bytes of a micro-batch that a stage sends to experts and back, if they are split."""
+        dims = candidate.dims
+        blocks = self.reader.blocks
+        recomputed_share = recomputed_blocks(candidate.checkpointing, blocks) / max(1, blocks)
+        numbers = self.reader.exchanged_numel * candidate.micro_batch / dims.cp / dims.pp
+        return numbers * work.itemsize * (1 + recomputed_share / 2)
+
+    # --- what layouts share ---------------------------------------------------------------------
+
+    def _model_costs(self, variant: Variant) -> ModelCosts:
+        return self.reader.costs(variant.casting, whole_model=variant.whole_model)
+
+    def _read_part_costs(self, work: Work) -> list[PartCost]:
+        return part_costs(
+            self._model_costs(work.variant),
+            work,
+            self.machine.device,
+            compiles_blocks=self.options.compile and self.options.compile_backend == "inductor",
+            compiles_loss=self.reader.compiles_loss,
+        )
+
+    def _read_unit_sizes(
+        self, variant: Variant, tp: int, shards: ParameterShards
+    ) -> list[UnitSize]:
+        """The sizes of one part of each kind, on one rank."""
+        model = self._model_costs(variant)
+        units = []
+        for name in model.parts:
+            parameters = tuple(part_of(size, tp, shards.ep) for size in model.parameters[name])
+            units.append(
+                unit_size(
+                    parameters,
+                    shards.dp_shard,
+                    is_root=not name.startswith("block"),
+                    expert_shards=shards.expert_shards,
+                )
             )
-            for name in model.parts
-        ]
+        return units
 
-    def _add_up(self, way: str, tp: int, shards: tuple[int, int, int | None], counts: tuple[int, ...]) -> RankSize:
-        units = self._units(way, tp, shards)
+    def _read_rank_size(
+        self, variant: Variant, tp: int, shards: ParameterShards, counts: tuple[int, ...]
+    ) -> RankSize:
+        units = self._unit_sizes(variant, tp, shards)
         repeated = [unit for unit, count in zip(units, counts) for _ in range(count)]
         return rank_size(repeated, self.reader.size.buffer_bytes)
 
-    def _cut(self, work: Work, pp: int, schedule: str, chunks: int) -> Stages:
-        """Stages so that the slowest is as fast as can be, or as the person has cut them."""
-        whole = tuple(self.reader.costs(work.way).counts.values())
+    def _cut_stages(self, work: Work, pp: int, schedule: str, chunks: int) -> Stages:
+        """Stages of which the slowest is as fast as possible, or those that the user has cut."""
+        model = self._model_costs(work.variant)
         if pp == 1:
-            return Stages(None, whole, [(0, whole)])
-        model, seconds = self.reader.costs(work.way), {p.name: p.forward + p.backward for p in self._parts(work)}
-        ends, sizes = (seconds.get(name, 0.0) for name in (BEFORE, AFTER)), self.options.stages
+            whole_model = tuple(model.counts.values())
+            return Stages(None, whole_model, [(0, whole_model)])
+        seconds = {
+            part.name: part.forward_seconds + part.backward_seconds
+            for part in self._part_costs(work)
+        }
+        sizes = self.options.stages
         if sizes is None or len(sizes) != pp * chunks:
-            block = max(seconds[name] for name in model.order)
-            costs = (seconds[name] / block for name in model.order)
-            sizes = _balanced(tuple(round(c, 2) for c in costs), pp * chunks, *(round(end / block, 1) for end in ends))
-        cuts = [0, *itertools.accumulate(sizes)]
-        spans = [model.order[begin:end] for begin, end in itertools.pairwise(cuts)]
-        spans[0], spans[-1] = [BEFORE, *spans[0]], [*spans[-1], AFTER]
-        held = [Counter[str]() for _ in range(pp)]
-        for part, span in enumerate(spans):
-            held[Placement.of(schedule, pp, chunks).stage_of(part)].update(span)
-        counts = [tuple(own[name] for name in model.parts) for own in held]
-        load = [sum(own[name] * seconds[name] for name in model.parts) for own in held]
-        slowest = load.index(max(load))
-        looked_at = sorted({0, min(1, pp - 1), slowest, pp - 1})
-        return Stages(tuple(sizes), counts[slowest], [(number, counts[number]) for number in looked_at])
+            # Costs are in blocks, and rounded, so that most layouts share one partition.
+            block_seconds = max(seconds[name] for name in model.order)
+            sizes = _balanced_partition(
+                tuple(round(seconds[name] / block_seconds, 2) for name in model.order),
+                pp * chunks,
+                first=round(seconds.get(BEFORE, 0.0) / block_seconds, 1),
+                last=round(seconds.get(AFTER, 0.0) / block_seconds, 1),
+            )
+        placement = Placement.of(schedule, pp, chunks)
+        parts_of_stage = [Counter[str]() for _ in range(pp)]
+        for chunk, names in enumerate(_parts_of_chunks(model.order, sizes)):
+            parts_of_stage[placement.stage_of(chunk)].update(names)
+        counts = [tuple(parts[name] for name in model.parts) for parts in parts_of_stage]
+        stage_seconds = [
+            sum(parts[name] * seconds[name] for name in model.parts) for parts in parts_of_stage
+        ]
+        slowest = stage_seconds.index(max(stage_seconds))
+        # Early stages have the most micro-batches in flight; the last one has the head.
+        candidates = sorted({0, min(1, pp - 1), slowest, pp - 1})
+        return Stages(
+            tuple(sizes), counts[slowest], [(stage, counts[stage]) for stage in candidates]
+        )
 
-    # --- memory -------------------------------------------------------------------------------------------------
+    # --- memory ---------------------------------------------------------------------------------
 
     def _memory(self, case: Case, stages: Stages) -> dict[str, float]:
-        found = [self._on_stage(case, number, counts) for number, counts in stages.fullest]
-        fullest = max(found, key=lambda parts: sum(parts.values()))
-        return fullest | {"margin": sum(fullest.values()) * self.machine.device.fragmentation}
+        """Bytes of the fullest device, by kind."""
+        of_stages = [
+            self._stage_memory(case, stage, counts)
+            for stage, counts in stages.candidates_for_fullest
+        ]
+        fullest = max(of_stages, key=lambda memory: sum(memory.values()))
+        margin = sum(fullest.values()) * self.machine.device.fragmentation
+        return {**fullest, "margin": margin}
 
-    def _in_host(self, case: Case, stages: Stages) -> float:
-        """Share of a host's memory that its GPUs' parameters, gradients and optimizer state take there."""
-        size = self._rank(case.work.way, case.candidate.dims.tp, shards_of(case.candidate.held), stages.slowest)
-        cost, here = case.candidate.strategy.cost(size, case.step), min(self.machine.per_node, self.machine.world)
-        return float(cost.parameters + cost.gradients + cost.optimizer) * here / float(self.machine.host_bytes or 1)
-
-    def _on_stage(self, case: Case, number: int, counts: tuple[int, ...]) -> dict[str, float]:
-        candidate, dims = case.candidate, case.candidate.dims
-        cost = candidate.strategy.cost(self._rank(case.work.way, dims.tp, shards_of(candidate.held), counts), case.step)
-        on_device = not candidate.offload
-        if dims.pp > 1:
-            alive = _in_pipeline(case, number, counts)
-            present = 0.0 if candidate.strategy.is_sharded else float(cost.gradients)
+    def _stage_memory(self, case: Case, stage: int, counts: tuple[int, ...]) -> dict[str, float]:
+        candidate = case.candidate
+        strategy = candidate.strategy
+        cost = strategy.cost(self._rank_size_of(case, counts), case.step)
+        if candidate.dims.pp > 1:
+            activations = _pipeline_activations(case, stage, counts)
+            gradients_at_peak = 0.0 if strategy.is_sharded else float(cost.gradients)
         else:
-            alive, present = _at_worst(case, cost.gradients)
-        # in the optimizer's step activations are gone; a peak before that lacks the gradients still to come
-        missing = (cost.gradients - present) * on_device
+            activations, gradients_at_peak = _worst_moment(case, cost.gradients)
+        is_on_device = not candidate.offload
+        # All gradients are counted below, but at the peak of activations some are still to come.
+        missing_gradients = (cost.gradients - gradients_at_peak) * is_on_device
         return {
-            "parameters": cost.parameters * on_device,
-            "gradients": cost.gradients * on_device,
-            "optimizer": cost.optimizer * on_device,
-            "activations": max(alive - missing, 0.0),
+            "parameters": cost.parameters * is_on_device,
+            "gradients": cost.gradients * is_on_device,
+            "optimizer": cost.optimizer * is_on_device,
+            "activations": max(activations - missing_gradients, 0.0),
             "communication": float(cost.transient),
             "buffers": float(cost.buffers),
         }
 
+    def _host_memory_share(self, case: Case, stages: Stages, host_bytes: float) -> float:
+        """Share of a host's memory for parameters, gradients and optimizer state of its GPUs."""
+        size = self._rank_size_of(case, stages.slowest)
+        cost = case.candidate.strategy.cost(size, case.step)
+        gpus_of_host = min(self.machine.per_node, self.machine.world)
+        state_bytes = cost.parameters + cost.gradients + cost.optimizer
+        return float(state_bytes) * gpus_of_host / float(host_bytes)
 
-def _in_pipeline(case: Case, number: int, counts: tuple[int, ...]) -> float:
+    def _rank_size_of(self, case: Case, counts: tuple[int, ...]) -> RankSize:
+        shards = ParameterShards.of(case.candidate.parameter_dims)
+        return self._rank_size(case.work.variant, case.candidate.dims.tp, shards, counts)
+
+
+def _parts_of_chunks(order: list[str], sizes: tuple[int, ...]) -> list[list[str]]:
+    """The names of the parts in each chunk of a pipeline that has `sizes` blocks a chunk."""
+    ends = [0, *itertools.accumulate(sizes)]
+    chunks = [order[begin:end] for begin, end in itertools.pairwise(ends)]
+    chunks[0] = [BEFORE, *chunks[0]]
+    chunks[-1] = [*chunks[-1], AFTER]
+    return chunks
+
+
+def _pipeline_activations(case: Case, stage: int, counts: tuple[int, ...]) -> float:
     """Bytes of the micro-batches that a stage has in flight, and of the part that is at work."""
     candidate = case.candidate
-    pp, chunks = candidate.dims.pp, candidate.chunks
-    in_flight = (
-        activations_by_formula(
-            candidate.schedule, stages=pp, micro_batches=candidate.micro_batches, chunks=chunks, stage=number
-        )
-        / chunks
+    activations = activations_by_formula(
+        candidate.schedule,
+        stages=candidate.dims.pp,
+        micro_batches=candidate.micro_batches,
+        chunks=candidate.chunks,
+        stage=stage,
     )
-    held = [(part, count) for part, count in zip(case.parts, counts) if count]
-    own = sum(part.each * count for part, count in held) * in_flight
-    return own + max(part.rebuilt + part.extra for part, _ in held)
+    in_flight = activations / candidate.chunks
+    present = [(part, count) for part, count in zip(case.parts, counts) if count]
+    saved_bytes = sum(part.saved_bytes * count for part, count in present)
+    at_work_bytes = max(part.recomputed_bytes + part.working_bytes for part, _ in present)
+    return saved_bytes * in_flight + at_work_bytes
 
 
-def _at_worst(case: Case, gradients: float) -> tuple[float, float]:
-    """Bytes of activations at the moment when they and the gradients that are there take most, and those gradients.
+def _worst_moment(case: Case, gradient_bytes: float) -> tuple[float, float]:
+    """The moment of backward at which activations and the gradients so far take the most.
 
-    Without the parameters' copies in 16 bits: `transient` has those (strategies/costs.py)."""
-    strategy, dims = case.candidate.strategy, case.candidate.dims
-    # gradients of earlier micro-batches are there from the start, and so are DDP's buckets; but of whole ones that wait
-    # for the last micro-batch (`transient`) the shards come as those go
-    several = case.candidate.micro_batches > 1
-    waiting = several and strategy.is_sharded and not case.step.reduce_scatter_each_microbatch
-    gradients = 0.0 if waiting else gradients
-    always = several or (strategy.averages_gradients and dims.tp == 1)
-    before, after, worst = 0.0, float(gradients), (float("-inf"), 0.0, 0.0)
+    The parameters' 16-bit copies are not counted here: `Cost.transient` has them
+    (strategies/costs.py).
+
+    Returns:
+        (bytes of activations, bytes of gradients)
+    """
+    strategy = case.candidate.strategy
+    accumulates = case.candidate.micro_batches > 1
+    # If whole gradients wait for the last micro-batch (`Cost.transient` has those), the shards
+    # take their place one after the other.
+    waits_for_last = (
+        accumulates and strategy.is_sharded and not case.step.reduce_scatter_each_microbatch
+    )
+    all_gradients = 0.0 if waits_for_last else float(gradient_bytes)
+    # Gradients of earlier micro-batches exist from the start, and so do DDP's buckets.
+    exist_from_start = accumulates or (strategy.averages_gradients and case.candidate.dims.tp == 1)
+    saved_before = 0.0
+    gradients_after = all_gradients
+    worst = (float("-inf"), 0.0, 0.0)
     for part, unit, count in zip(case.parts, case.units, case.counts):
-        own = unit.sharded_gradients if strategy.is_sharded else unit.gradients
-        at_work = part.rebuilt + part.extra
-        for place in {1, count}:  # of alike blocks one after the other the first or the last is worst
-            there = gradients if always else max(0.0, after - own * place)
-            alive = before + part.each * place + at_work
-            worst = max(worst, (alive + there, alive, there))
-        before += part.each * count
-        after = max(0.0, after - own * count)
-    return worst[1], worst[2]
+        part_gradients = unit.sharded_gradients if strategy.is_sharded else unit.gradients
+        at_work = part.recomputed_bytes + part.working_bytes
+        for place in {1, count}:  # of equal blocks in a row either the first or the last is worst
+            if exist_from_start:
+                gradients = all_gradients
+            else:
+                gradients = max(0.0, gradients_after - part_gradients * place)
+            activations = saved_before + part.saved_bytes * place + at_work
+            worst = max(worst, (activations + gradients, activations, gradients))
+        saved_before += part.saved_bytes * count
+        gradients_after = max(0.0, gradients_after - part_gradients * count)
+    _, activations, gradients = worst
+    return activations, gradients

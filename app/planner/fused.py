@@ -1,8 +1,8 @@
-"""Fused operations, watched as a GPU's memory and arithmetic see them, whatever the device.
+"""Fused operations, recorded with the memory and arithmetic that they take on a GPU.
 
-Without a GPU, F.scaled_dot_product_attention would be the products it is made of, with a score for every pair of
-positions, none of which GPUs' kernels keep (Dao et al. 2022, https://arxiv.org/abs/2205.14135). RMSNorm is one kernel
-on GPUs.
+Without a GPU, F.scaled_dot_product_attention would be recorded as the products it is made of, with
+a score for every pair of positions, none of which the kernels of GPUs keep (Dao et al. 2022,
+https://arxiv.org/abs/2205.14135). RMSNorm is one kernel on GPUs.
 """
 
 from __future__ import annotations
@@ -17,78 +17,137 @@ from torch.overrides import TorchFunctionMode
 from app.models.grouped_linear import grouped_linear
 
 
-class Watcher(Protocol):
-    """What is told of fused operations: trace.py's."""
+class Recorder(Protocol):
+    """What records fused operations: trace.CostRecorder."""
 
-    def attended(
-        self, flops: float, weight: float, kept: float, inputs: list[Tensor], outputs: list[Tensor]
+    def record_attention(
+        self,
+        *,
+        flops: float,
+        weight: float,
+        kept_bytes: float,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
     ) -> None: ...
-    def read_whole(self, given: list[Tensor]) -> None: ...
+    def record_reads(self, inputs: list[Tensor]) -> None: ...
     def count(self, name: str, value: float) -> None: ...
 
 
 LENGTH_HALF = 480
-"""Keys at which an attention kernel runs at half of its speed on long sequences."""
+"""With so many keys an attention kernel runs at half of its speed on long sequences."""
 WIDTH_HALF = 14
-"""The same of the width of a head. Both are read off FlashAttention-2's figures for A100 (Dao 2023,
-https://arxiv.org/abs/2307.08691, figure 4): of 189 TFLOP/s at 16,384 keys in heads of 128 it has 99 at 512, and of
-those 171 are left in heads of 64."""
+"""The same for the width of a head.
+
+Both are read off FlashAttention-2's figures for A100 (Dao 2023, https://arxiv.org/abs/2307.08691,
+figure 4): at 16,384 keys in heads of 128 it reaches 189 TFLOP/s, in heads of 64 it reaches 171, and
+at 512 keys in heads of 128 it reaches 99.
+"""
 
 
 def attention_weight(keys: int, width: int) -> float:
-    """How many times as long as at its best an attention kernel takes for a FLOP."""
+    """How many times as long as at its best an attention kernel takes for a FLOP.
+
+    Args:
+        keys: The number of keys.
+        width: The width of a head.
+    """
     return (1 + LENGTH_HALF / keys) * (1 + WIDTH_HALF / width)
 
 
 class _Attention(torch.autograd.Function):
-    """Saves q, k, v, the output and one number per row."""
+    """Attention that saves q, k, v, the output and one number per row, as FlashAttention does."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, watcher: Watcher, causal: bool) -> Tensor:
-        # As GPUs' kernels do: laid out as q is, so that heads which lay beside each other still do.
-        output = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:-1], v.shape[-1]))
-        rows = q.new_empty(q.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, output, rows)
-        products = 2.0 * (q.numel() // q.shape[-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
-        ctx.watcher, ctx.flops = watcher, products / 2 if causal else products
-        ctx.weight = attention_weight(k.shape[-2], q.shape[-1])
-        watcher.attended(ctx.flops, ctx.weight, float(output.nbytes + rows.nbytes), [q, k, v], [output])
-        watcher.read_whole([q, k, v])
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: Recorder, is_causal: bool
+    ) -> Tensor:
+        key_width = q.shape[-1]
+        value_width = v.shape[-1]
+        if key_width == value_width:
+            # GPUs' kernels lay the output out as q is, so that heads which were contiguous stay so.
+            output = torch.empty_like(q)
+        else:
+            output = q.new_empty((*q.shape[:-1], value_width))
+        row_sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, output, row_sums)
+        queries = q.numel() // key_width
+        flops = 2.0 * queries * k.shape[-2] * (key_width + value_width)
+        if is_causal:
+            flops = flops / 2
+        ctx.recorder = recorder
+        ctx.flops = flops
+        ctx.weight = attention_weight(k.shape[-2], key_width)
+        recorder.record_attention(
+            flops=flops,
+            weight=ctx.weight,
+            kept_bytes=float(output.nbytes + row_sums.nbytes),
+            inputs=[q, k, v],
+            outputs=[output],
+        )
+        recorder.record_reads([q, k, v])
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, _, _ = ctx.saved_tensors
-        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        ctx.watcher.attended(2.5 * ctx.flops, ctx.weight, 0.0, [gradient], list(gradients))
+        gradients = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+        # Five products instead of two: the scores are computed again.
+        ctx.recorder.record_attention(
+            flops=2.5 * ctx.flops,
+            weight=ctx.weight,
+            kept_bytes=0.0,
+            inputs=[gradient],
+            outputs=list(gradients),
+        )
         return *gradients, None, None
 
 
 GROUPED = tuple(
-    function for function in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if function
+    function
+    for function in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
+    if function
 )
-"""torch's products of experts, which take no float32 tensors without numbers."""
+"""torch's products of experts, which take no float32 fake tensors."""
 
 
-def _grouped(rows: Tensor, weights: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
-    """rows (M, K), sorted by expert up to `offs`, weights (E, K, N) → (M, N), by an operator that shapes can follow."""
+def _grouped_mm(rows: Tensor, weights: Tensor, *, offs: Tensor, **_: Any) -> Tensor:
+    """Products of experts, by an operator that works under fake tensors.
+
+    Args:
+        rows: (M, K), sorted by expert.
+        weights: (E, K, N).
+        offs: (E,), the end of each expert's rows.
+
+    Returns:
+        (M, N)
+    """
     return grouped_linear(rows, weights.transpose(1, 2), offs)
 
 
 class Fused(TorchFunctionMode):
-    """While it is active, attention is the above, RMSNorm one kernel, and products of experts can be followed."""
+    """While it is active, attention and RMSNorm are recorded as single kernels.
 
-    def __init__(self, watcher: Watcher) -> None:
+    Products of experts run by an operator that works under fake tensors.
+
+    Args:
+        recorder: Records the operations.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
-        self.watcher = watcher
+        self.recorder = recorder
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func in GROUPED:
-            return _grouped(*args, **kwargs)
-        return (_norm if func is F.rms_norm else func)(*args, **kwargs)
+            return _grouped_mm(*args, **kwargs)
+        if func is F.rms_norm:
+            return _rms_norm(*args, **kwargs)
+        return func(*args, **kwargs)
 
     def _attention(
         self,
@@ -101,13 +160,19 @@ class Fused(TorchFunctionMode):
         **_: Any,
     ) -> Tensor:
         if torch.is_autocast_enabled("cpu") and query.device.type == "cpu":
-            query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
-        self.watcher.count("queries", query.numel())
-        self.watcher.count("keys", key.numel() + value.numel())
-        return _Attention.apply(query, key, value, self.watcher, is_causal and attn_mask is None)
+            dtype = torch.get_autocast_dtype("cpu")
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        self.recorder.count("queries", query.numel())
+        self.recorder.count("keys", key.numel() + value.numel())
+        # A kernel skips half of the scores only if causality is all that the mask says.
+        skips_half = is_causal and attn_mask is None
+        return _Attention.apply(query, key, value, self.recorder, skips_half)
 
 
-def _norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """One kernel, as a LayerNorm is everywhere, where types agree; else what torch does."""
-    alike = weight is None or weight.dtype == x.dtype
-    return F.layer_norm(x, shape, weight) if alike else F.rms_norm(x, shape, weight, eps)
+def _rms_norm(
+    x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """One kernel, as LayerNorm is everywhere, if the types agree; otherwise what torch does."""
+    if weight is None or weight.dtype == x.dtype:
+        return F.layer_norm(x, shape, weight)
+    return F.rms_norm(x, shape, weight, eps)

@@ -1,4 +1,4 @@
-"""Every layout that could run: degrees, strategy, micro-batch, recomputation, precision and schedule."""
+"""Every layout that could run: degrees, strategy, batch, recomputation, precision, schedule."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,12 +17,27 @@ from strategies.pipeline import schedules
 from strategies.strategy import Strategy
 
 LEAST_TOKENS = 4096
-"""Of a sequence on one worker: below it a device's memory is full of other things."""
-CHECKPOINTING = ("none", "selective", "full")  # what is looked at, unless it is fixed
+"""Of a sequence on one worker. With fewer, activations are not what fills a device's memory."""
+CHECKPOINTING = ("none", "selective", "full")
+"""The modes of activation checkpointing that are planned, unless one is fixed."""
+CHUNKS = (1, 2, 4)
+"""The chunks per pipeline stage that are planned, unless a number is fixed."""
+DATA_DEGREES = ("dp_replicate", "dp_shard")
 
 
 class Candidate(NamedTuple):
-    """One layout with all that a plan decides."""
+    """A layout with everything else that a plan decides.
+
+    Args:
+        layout: The strategy and its degrees.
+        micro_batch: Samples of a micro-batch on one data-parallel worker.
+        micro_batches: How many of them a step has.
+        checkpointing: The mode of activation checkpointing.
+        precision: fp32, bf16, fp16 or fp8.
+        schedule: Of a pipeline; "" without one.
+        chunks: Of blocks, for each stage of a pipeline.
+        offload: Whether state is kept in host memory.
+    """
 
     layout: Layout
     micro_batch: int
@@ -35,250 +50,405 @@ class Candidate(NamedTuple):
 
     @property
     def dims(self) -> ParallelDims:
+        """The degrees."""
         return self.layout.dims
 
     @property
     def strategy(self) -> Strategy:
-        """What its data-parallel workers do."""
+        """What the data-parallel workers do."""
         return _data_strategy(self.layout)
 
     @property
-    def held(self) -> ParallelDims:
-        """Its degrees as parameters see them."""
-        return _held(self.layout)
+    def parameter_dims(self) -> ParallelDims:
+        """The degrees as parameters see them: the workers of a sequence hold copies or shards."""
+        return _parameter_dims(self.layout)
 
     @property
     def family(self) -> str:
-        """The strategy that it is told under: the last of its name."""
+        """The strategy under which the layout is explained: the last in its name."""
         return self.layout.parts[-1]
 
     @property
-    def kind(self) -> str:
-        """Of layouts whose plans err alike: tp, pp, tp+pp, or data."""
-        return "+".join(name for name in ("cp", "ep", "tp", "pp") if getattr(self.dims, name, 1) > 1) or "data"
+    def model_split(self) -> str:
+        """How the model is split, as plans of equal splits err alike: tp, cp+tp, pp, or data."""
+        split = [name for name in ("cp", "tp", "pp") if getattr(self.dims, name) > 1]
+        return "+".join(split) or "data"
 
     @property
     def complexity(self) -> int:
-        """How many ideas it takes: one device, copies, shards, both; experts, tensor, offload, context, pipeline."""
+        """A rank by how much a user has to understand.
+
+        From low to high: one device, copies, shards, both; experts, tensor parallelism, state in
+        host memory, context parallelism, a pipeline.
+        """
         return _complexity(self.layout) + 20 * self.offload
 
 
-# what thousands of candidates have in common is found once
+# Thousands of candidates share a layout, so these are computed once for each.
 _data_strategy = cache(registry.data_strategy)
 
 
 @cache
-def _held(layout: Layout) -> ParallelDims:
+def _parameter_dims(layout: Layout) -> ParallelDims:
     return layout.dims.for_parameters(_data_strategy(layout).is_sharded)
 
 
 @cache
 def _complexity(layout: Layout) -> int:
-    dims, strategy = layout.dims, _data_strategy(layout)
-    data = (dims.dp_replicate > 1) + 2 * (dims.dp_shard > 1) + 2 * bool(strategy.degrees and not _is_plain(strategy))
-    return data + 5 * (dims.ep > 1) + 10 * (dims.tp > 1) + 30 * (dims.cp > 1) + 100 * (dims.pp > 1)
+    dims = layout.dims
+    strategy = _data_strategy(layout)
+    is_special = bool(strategy.degrees) and not _is_plain(strategy)
+    return (
+        (dims.dp_replicate > 1)
+        + 2 * (dims.dp_shard > 1)
+        + 2 * is_special
+        + 5 * (dims.ep > 1)
+        + 10 * (dims.tp > 1)
+        + 30 * (dims.cp > 1)
+        + 100 * (dims.pp > 1)
+    )
 
 
 Fixed = dict[str, Any]
-"""What a person has fixed: key of the configuration → value. What is not there is free."""
+"""What the user has fixed: key of the configuration → value. A key that is missing is free."""
 KEYS = (
     "strategy",
     *(f"parallel.{name}" for name in DEGREES),
-    *("train.micro_batch_size", "train.activation_checkpointing", "train.precision"),
-    *("parallel.schedule", "parallel.chunks", "parallel.offload"),
+    "train.micro_batch_size",
+    "train.activation_checkpointing",
+    "train.precision",
+    "parallel.schedule",
+    "parallel.chunks",
+    "parallel.offload",
 )
-"""Those that decide which layouts are looked at."""
+"""The keys that can be fixed."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Space:
-    """What layouts are looked for in: workers, a batch and a model."""
+    """The workers, the batch and the model for which layouts are enumerated.
+
+    Args:
+        world: The number of workers.
+        per_node: Workers of a node.
+        global_batch: Samples of a step.
+        blocks: The model's repeating blocks.
+        heads: Its attention heads; None if it does not say.
+        tp_sequence: The length of a sequence that tensor parallelism splits; None if it does not.
+        splits_layers: Whether tensor parallelism can split the model.
+        precisions: Those that are planned.
+        offloads: Whether state in host memory is planned.
+        pipelines: Whether pipelines are planned.
+        cp_sequence: The length of a sequence that context parallelism can split; None if it cannot.
+        experts: A number that ep must divide.
+        tp_experts: The experts that tensor parallelism splits too, which tp · ep must divide; 0 for
+            none.
+    """
 
     world: int
     per_node: int
     global_batch: int
     blocks: int
     heads: int | None
-    sequence: int | None  # its length, where tensor parallelism splits it
-    splits: bool  # whether tensor parallelism can split the model
+    tp_sequence: int | None
+    splits_layers: bool
     precisions: tuple[str, ...]
-    offload: bool = False  # whether state in host memory is looked at
+    offloads: bool = False
     pipelines: bool = True
-    length: int | None = None  # of a sequence, where context parallelism can split it
-    experts: int = 1  # that ep must divide
-    by_tp: int = 0  # experts that tensor parallelism splits too, so that tp·ep must divide them
+    cp_sequence: int | None = None
+    experts: int = 1
+    tp_experts: int = 0
 
 
 def fixed_by(config: Config, given: frozenset[str]) -> Fixed:
-    """given: the keys of the configuration that are fixed.
+    """What the user has fixed.
+
+    Args:
+        config: The configuration.
+        given: Its keys whose values stay.
 
     Raises:
-        UserError, LayoutError: one of them cannot be.
+        UserError: The strategy is one that is not planned.
+        LayoutError: A value is not possible.
     """
-    checkpoint_every(config.train.activation_checkpointing)  # raises for what is not a mode
+    checkpoint_every(config.train.activation_checkpointing)  # raises if it is not a mode
     require_sequence_parallel_for_async_tp(strategy_options(config))
-    fixed: Fixed = {key: reduce(getattr, key.split("."), config) for key in KEYS if key in given}
-    fixed = {key: value for key, value in fixed.items() if value not in (None, "auto")}
-    records = registry.records(fixed.get("strategy", "single"))
-    if not records[0].plannable:
+    fixed: Fixed = {}
+    for key in KEYS:
+        value = reduce(getattr, key.split("."), config)
+        if key in given and value not in (None, "auto"):
+            fixed[key] = value
+    strategy = registry.records(fixed.get("strategy", "single"))[0]
+    if not strategy.plannable:
         raise UserError(
-            f"strategy={config.strategy} is not planned: write {registry.INSTEAD[records[0].name]}, which does the "
-            "same for less, or auto"
+            f"strategy={config.strategy} is not planned: write {registry.INSTEAD[strategy.name]}, "
+            "which does the same for less, or auto"
         )
-    parallel, stages = config.parallel, config.parallel.stages
-    if "parallel.stages" in given and stages:  # says how many stages there are, too
+    parallel = config.parallel
+    if (
+        "parallel.stages" in given and parallel.stages
+    ):  # their number says how many stages there are
         chunks = schedules.chunks_per_stage(parallel.schedule, parallel.chunks)
-        fixed |= {"parallel.schedule": parallel.schedule, "parallel.chunks": chunks}
-        fixed["parallel.pp"] = parallel.pp or max(1, len(stages) // chunks)
+        fixed["parallel.schedule"] = parallel.schedule
+        fixed["parallel.chunks"] = chunks
+        fixed["parallel.pp"] = parallel.pp or max(1, len(parallel.stages) // chunks)
     return fixed
 
 
 def enumerate_layouts(space: Space, fixed: Fixed, family: str | None = None) -> list[Candidate]:
-    """All layouts (of one family) that `fixed` leaves open and the model allows; of those that differ in their
-    micro-batch only, the smaller one comes first."""
-    modes = _wanted(fixed, "train.activation_checkpointing") or CHECKPOINTING
-    precisions, found = _wanted(fixed, "train.precision") or space.precisions, list[Candidate]()
-    # parts whose degree is fixed by itself may be there or not
-    beside = [record for record in registry.STRATEGIES.values() if record.splits_model]
-    free = {record.name for record in beside if f"parallel.{record.degrees[0]}" in fixed}
-    parts = {record.alias_of or record.name for record in registry.records(fixed.get("strategy", "single"))} - free
-    for dims in _grids(space, fixed):
-        share, rest = divmod(space.global_batch, dims.dp)
-        if rest or not share:
+    """All layouts that are possible; of those with other micro-batches only, the smaller first.
+
+    Args:
+        space: The workers, the batch and the model.
+        fixed: What the user has fixed.
+        family: Only layouts of this strategy (`Candidate.family`); None for all.
+    """
+    candidates: list[Candidate] = []
+    for dims in _possible_dims(space, fixed):
+        samples, remainder = divmod(space.global_batch, dims.dp)
+        if remainder or not samples:
             continue
-        sizes = [min(size, share) for size in _wanted(fixed, "train.micro_batch_size")] or _divisors(share)
-        for strategy in _strategies(dims):
-            layout = Layout(_name(strategy, dims), dims)
-            if ("strategy" in fixed and set(layout.parts) - free != parts) or family not in (None, layout.parts[-1]):
-                continue
-            able = [p for p in precisions if all(p in record.precisions for record in registry.records(layout.name))]
-            found += [
-                Candidate(layout, size, count, mode, precision, schedule, chunks, offload)
-                for size, count in ((size, -(-share // size)) for size in sizes)
-                for schedule, chunks in schedules_of(dims.pp, count, space.blocks, fixed)
-                for offload in _offloads(strategy, dims, space, fixed)
-                for mode in modes
-                for precision in able
-            ]
-    return found
+        for strategy in _possible_strategies(dims):
+            layout = Layout(_layout_name(strategy, dims), dims)
+            is_wanted = family in (None, layout.parts[-1]) and _has_fixed_strategy(layout, fixed)
+            if is_wanted:
+                candidates += _candidates_of(layout, strategy, samples, space=space, fixed=fixed)
+    return candidates
 
 
-def _wanted(fixed: Fixed, key: str) -> list[Any]:
-    return [fixed[key]] if key in fixed else []
+def _has_fixed_strategy(layout: Layout, fixed: Fixed) -> bool:
+    """Whether a layout is of the strategy that is fixed.
+
+    A part such as +tensor does not matter if its degree is fixed by itself.
+    """
+    if "strategy" not in fixed:
+        return True
+    free = {
+        record.name
+        for record in registry.STRATEGIES.values()
+        if record.splits_model and f"parallel.{record.degrees[0]}" in fixed
+    }
+    records = registry.records(fixed["strategy"])
+    wanted = {record.alias_of or record.name for record in records}
+    return set(layout.parts) - free == wanted - free
 
 
-def _grids(space: Space, fixed: Fixed) -> Iterator[ParallelDims]:
-    for tp in _wanted(fixed, "parallel.tp") or _divisors(space.world):
-        if space.world % tp or (tp > 1 and not _can_split(space, tp, fixed)):
+def _candidates_of(
+    layout: Layout, strategy: Strategy, samples: int, *, space: Space, fixed: Fixed
+) -> Iterator[Candidate]:
+    """A layout with every micro-batch, schedule, mode and precision that it can have.
+
+    Args:
+        layout: The layout.
+        strategy: What its data-parallel workers do.
+        samples: Of a step, on one data-parallel worker.
+        space: The workers, the batch and the model.
+        fixed: What the user has fixed.
+    """
+    dims = layout.dims
+    sizes = _divisors(samples)
+    if "train.micro_batch_size" in fixed:
+        sizes = [min(fixed["train.micro_batch_size"], samples)]
+    modes = _fixed_or(fixed, "train.activation_checkpointing", CHECKPOINTING)
+    records = registry.records(layout.name)
+    precisions = [
+        precision
+        for precision in _fixed_or(fixed, "train.precision", space.precisions)
+        if all(precision in record.precisions for record in records)
+    ]
+    for size in sizes:
+        micro_batches = -(-samples // size)
+        for schedule, chunks in schedules_of(dims.pp, micro_batches, space.blocks, fixed):
+            for offload in _offloads(strategy, dims, space, fixed):
+                for mode in modes:
+                    for precision in precisions:
+                        yield Candidate(
+                            layout=layout,
+                            micro_batch=size,
+                            micro_batches=micro_batches,
+                            checkpointing=mode,
+                            precision=precision,
+                            schedule=schedule,
+                            chunks=chunks,
+                            offload=offload,
+                        )
+
+
+def _fixed_or(fixed: Fixed, key: str, choices: Any) -> Any:
+    """The value that is fixed, as the only choice, or all choices."""
+    return [fixed[key]] if key in fixed else choices
+
+
+def _possible_dims(space: Space, fixed: Fixed) -> Iterator[ParallelDims]:
+    for tp in _fixed_or(fixed, "parallel.tp", _divisors(space.world)):
+        if space.world % tp or (tp > 1 and not _can_split_layers(space, tp, fixed)):
             continue
-        left = space.world // tp
-        for pp in _wanted(fixed, "parallel.pp") or _divisors(left):
-            if left % pp or pp > max(1, space.blocks) or (pp > 1 and not space.pipelines):
+        workers_of_tp = space.world // tp
+        for pp in _fixed_or(fixed, "parallel.pp", _divisors(workers_of_tp)):
+            if workers_of_tp % pp or pp > max(1, space.blocks):
                 continue
-            for cp in _wanted(fixed, "parallel.cp") or _divisors(left // pp):
-                if not (left // pp) % cp and (cp == 1 or _can_cut(space, cp, tp, fixed)):
-                    yield from _data_grids(left // pp // cp, ParallelDims(cp=cp, tp=tp, pp=pp), space, fixed)
+            if pp > 1 and not space.pipelines:
+                continue
+            workers_of_stage = workers_of_tp // pp
+            for cp in _fixed_or(fixed, "parallel.cp", _divisors(workers_of_stage)):
+                if workers_of_stage % cp:
+                    continue
+                if cp == 1 or _can_split_sequence(space, cp, tp, fixed):
+                    model_dims = ParallelDims(cp=cp, tp=tp, pp=pp)
+                    yield from _with_data_dims(model_dims, workers_of_stage // cp, space, fixed)
 
 
-def _data_grids(rest: int, dims: ParallelDims, space: Space, fixed: Fixed) -> Iterator[ParallelDims]:
-    """`rest` workers as replicas and shards."""
-    eps = [n for n in _wanted(fixed, "parallel.ep") or _divisors(space.experts) if not space.experts % n]
-    for shard in _wanted(fixed, "parallel.dp_shard") or _divisors(rest):
-        if not rest % shard and fixed.get("parallel.dp_replicate") in (None, rest // shard):
-            found = replace(dims, dp_replicate=rest // shard, dp_shard=shard)
-            equal = [ep for ep in eps if dims.tp == 1 or space.by_tp % (dims.tp * ep) == 0]
-            yield from (replace(found, ep=ep) for ep in equal if found.allows_experts(ep))
+def _with_data_dims(
+    model_dims: ParallelDims, workers: int, space: Space, fixed: Fixed
+) -> Iterator[ParallelDims]:
+    """The degrees with the data-parallel workers as replicas and shards, and split experts."""
+    expert_degrees = [
+        ep
+        for ep in _fixed_or(fixed, "parallel.ep", _divisors(space.experts))
+        if space.experts % ep == 0
+        and (model_dims.tp == 1 or space.tp_experts % (model_dims.tp * ep) == 0)
+    ]
+    for dp_shard in _fixed_or(fixed, "parallel.dp_shard", _divisors(workers)):
+        dp_replicate = workers // dp_shard
+        if workers % dp_shard:
+            continue
+        if fixed.get("parallel.dp_replicate") not in (None, dp_replicate):
+            continue
+        dims = replace(model_dims, dp_replicate=dp_replicate, dp_shard=dp_shard)
+        for ep in expert_degrees:
+            if dims.allows_experts(ep):
+                yield replace(dims, ep=ep)
 
 
-def _can_cut(space: Space, cp: int, tp: int, fixed: Fixed) -> bool:
-    """Of a sequence's parts none is looked at that is shorter than LEAST_TOKENS, unless it is fixed."""
-    if space.length is None or space.length % (2 * cp) or (space.sequence or 0) // cp % tp:
+def _can_split_sequence(space: Space, cp: int, tp: int, fixed: Fixed) -> bool:
+    """Whether context parallelism can split sequences; into short parts only if cp is fixed."""
+    if space.cp_sequence is None or space.cp_sequence % (2 * cp):
         return False
-    return space.length // cp >= LEAST_TOKENS or "parallel.cp" in fixed
+    if (space.tp_sequence or 0) // cp % tp:
+        return False
+    return space.cp_sequence // cp >= LEAST_TOKENS or "parallel.cp" in fixed
 
 
-def _can_split(space: Space, tp: int, fixed: Fixed) -> bool:
-    divides = not (space.heads or tp) % tp and not (space.sequence or tp) % tp
-    return space.splits and divides and (tp <= space.per_node or "parallel.tp" in fixed)
+def _can_split_layers(space: Space, tp: int, fixed: Fixed) -> bool:
+    """Whether tensor parallelism can split the model; beyond a node only if tp is fixed."""
+    divides_heads = (space.heads or tp) % tp == 0
+    divides_sequence = (space.tp_sequence or tp) % tp == 0
+    is_allowed = tp <= space.per_node or "parallel.tp" in fixed
+    return space.splits_layers and divides_heads and divides_sequence and is_allowed
 
 
 def _is_plain(strategy: Strategy) -> bool:
-    """Whether it is what its degrees say, and not a special way to have them."""
+    """Whether it is the usual strategy for its degrees, such as fsdp but not zero1."""
     return registry.by_degrees(*strategy.degrees) is strategy
 
 
-def _strategies(dims: ParallelDims) -> list[Strategy]:
-    """What data-parallel workers can do: what the degrees say, and special ways to have the same degrees."""
-    own = {name for name in ("dp_replicate", "dp_shard") if getattr(dims, name) > 1}
-    others = {name for name in MODEL_DEGREES if getattr(dims, name) > 1}
-    found = [registry.by_degrees(*(name for name in ("dp_replicate", "dp_shard") if name in own))]
-    if dims.cp > 1 and dims.dp_shard == 1:  # shards over the workers of a sequence alone
-        found.append(registry.by_degrees("dp_shard"))
+def _possible_strategies(dims: ParallelDims) -> list[Strategy]:
+    """What data-parallel workers can do: the usual strategy for the degrees, and special ones."""
+    data_degrees = [name for name in DATA_DEGREES if getattr(dims, name) > 1]
+    model_degrees = [name for name in MODEL_DEGREES if getattr(dims, name) > 1]
+    strategies = [registry.by_degrees(*data_degrees)]
+    if dims.cp > 1 and dims.dp_shard == 1:  # shards over only the workers of a sequence
+        strategies.append(registry.by_degrees("dp_shard"))
     for record in registry.STRATEGIES.values():
-        usable = record.plannable and record.degrees and not record.splits_model and not record.alias_of
-        if usable and not _is_plain(record) and set(record.degrees) <= own:
-            found += [record] if own | others <= {*record.degrees, *record.combines_with} else []
-    return found
+        is_data_strategy = bool(record.degrees) and not record.splits_model
+        if not is_data_strategy or not record.plannable or record.alias_of or _is_plain(record):
+            continue
+        has_degrees = set(record.degrees) <= set(data_degrees)
+        combines = {*data_degrees, *model_degrees} <= {*record.degrees, *record.combines_with}
+        if has_degrees and combines:
+            strategies.append(record)
+    return strategies
 
 
-def _name(strategy: Strategy, dims: ParallelDims) -> str:
+def _layout_name(strategy: Strategy, dims: ParallelDims) -> str:
     split = [registry.by_degrees(name).name for name in MODEL_DEGREES if getattr(dims, name) > 1]
-    return "+".join([strategy.name, *split] if strategy.degrees or not split else split)
+    if split and not strategy.degrees:
+        return "+".join(split)
+    return "+".join([strategy.name, *split])
 
 
 def schedules_of(pp: int, micro_batches: int, blocks: int, fixed: Fixed) -> list[tuple[str, int]]:
-    """Schedules, and chunks per stage, that micro-batches of this number can feed."""
+    """The schedules, with chunks per stage, that a pipeline can have; ("", 1) without a pipeline.
+
+    Args:
+        pp: The number of stages.
+        micro_batches: Of a step; a schedule may need more.
+        blocks: Of the model; every chunk needs one.
+        fixed: What the user has fixed.
+    """
     if pp == 1:
         return [("", 1)]
-    found = []
-    wanted = _wanted(fixed, "parallel.chunks") or (1, 2, 4)
-    for name in _wanted(fixed, "parallel.schedule") or schedules.SCHEDULES:
-        for chunks in dict.fromkeys(schedules.chunks_per_stage(name, number) for number in wanted):
+    possible = []
+    for name in _fixed_or(fixed, "parallel.schedule", schedules.SCHEDULES):
+        numbers = _fixed_or(fixed, "parallel.chunks", CHUNKS)
+        for chunks in dict.fromkeys(schedules.chunks_per_stage(name, number) for number in numbers):
             try:
-                schedules.require_schedule(name, stages=pp, micro_batches=micro_batches, chunks=chunks)
+                schedules.require_schedule(
+                    name, stages=pp, micro_batches=micro_batches, chunks=chunks
+                )
             except LayoutError:
                 continue
-            found += [(name, chunks)] if pp * chunks <= blocks else []
-    return found
+            if pp * chunks <= blocks:
+                possible.append((name, chunks))
+    return possible
 
 
-def _offloads(strategy: Strategy, dims: ParallelDims, space: Space, fixed: Fixed) -> tuple[bool, ...]:
-    """State may be kept in host memory by those that shard, not in a pipeline; looked at for plain ones alone unless
-    it is fixed."""
-    able = strategy.is_sharded and dims.pp == 1
+def _offloads(
+    strategy: Strategy, dims: ParallelDims, space: Space, fixed: Fixed
+) -> tuple[bool, ...]:
+    """Whether state may be in host memory: of sharded strategies without a pipeline.
+
+    It is planned for the usual strategies only, unless it is fixed.
+    """
+    can_offload = strategy.is_sharded and dims.pp == 1
     if "parallel.offload" in fixed:
-        return (fixed["parallel.offload"],) if able or not fixed["parallel.offload"] else ()
-    return (False, True) if able and space.offload and _is_plain(strategy) else (False,)
+        offload = fixed["parallel.offload"]
+        return (offload,) if can_offload or not offload else ()
+    if can_offload and space.offloads and _is_plain(strategy):
+        return (False, True)
+    return (False,)
 
 
 def _divisors(number: int) -> list[int]:
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def refuse(config: Config, fixed: Fixed, space: Space) -> None:
-    """Raises the sentence that says why no layout is left."""
-    degrees, batch = {name: fixed.get(f"parallel.{name}") for name in DEGREES}, space.global_batch
-    layout = choose(fixed.get("strategy", "auto"), space.world, **degrees, devices_per_node=space.per_node)
+    """Say why no layout is possible.
+
+    Raises:
+        LayoutError: Always.
+    """
+    degrees = {name: fixed.get(f"parallel.{name}") for name in DEGREES}
+    layout = choose(
+        fixed.get("strategy", "auto"),
+        space.world,
+        **degrees,
+        devices_per_node=space.per_node,
+    )
     check(
         layout,
         strategy_options(config),
-        global_batch_size=batch,
+        global_batch_size=space.global_batch,
         heads=space.heads,
         blocks=space.blocks,
-        sequence_length=space.sequence,
-        micro_batches=max(1, batch // layout.dims.dp),
+        sequence_length=space.tp_sequence,
+        micro_batches=max(1, space.global_batch // layout.dims.dp),
     )
-    if layout.dims.cp > 1 and space.length is None:
+    if layout.dims.cp > 1:
+        if space.cp_sequence is None:
+            raise LayoutError(
+                f"parallel.cp is {layout.dims.cp}, but the model has no sequence that can be split "
+                "(strategies/context/apply.py says what a context_plan is)"
+            )
+        check_length(space.cp_sequence, layout.dims.cp, "ring")
+    if layout.dims.tp > 1 and not space.splits_layers:
         raise LayoutError(
-            f"parallel.cp is {layout.dims.cp}, but the model has no sequence that can be split (strategies/context/"
-            "apply.py says what a context_plan is)"
+            f"parallel.tp is {layout.dims.tp}, but the model has no layers that can be split"
         )
-    if layout.dims.cp > 1 and space.length is not None:
-        check_length(space.length, layout.dims.cp, "ring")
-    if layout.dims.tp > 1 and not space.splits:
-        raise LayoutError(f"parallel.tp is {layout.dims.tp}, but the model has no layers that can be split")
     raise LayoutError(
-        f"train.global_batch_size is {batch}, which {space.world} workers cannot share as their degrees are fixed: the "
-        f"number of data-parallel workers must divide it (the largest that do: {_divisors(batch)[-4:]})"
+        f"train.global_batch_size is {space.global_batch}, which {space.world} workers cannot "
+        "share as their degrees are fixed: the number of data-parallel workers must divide it "
+        f"(the largest that do: {_divisors(space.global_batch)[-4:]})"
     )

@@ -1,4 +1,8 @@
-"""What a plan is for: a cluster's file, GPUs that need not exist, the connected Ray cluster, or this machine."""
+"""The machine that a plan is for.
+
+It is that of a cluster's file, GPUs that need not exist, the connected Ray cluster, or this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -13,85 +17,145 @@ import torch
 
 from app import names
 from app.errors import UserError
-from app.planner.device import Device, assumed, device, remembered
+from app.planner.device import Device, apply_assumptions, device_named, measured_values
 from cluster.files import cluster_file, read_cluster
 from cluster.hardware import all_instances, cheapest, find_gpu
 from cluster.shape import ClusterShape, NodeType, parse_link_speed, shape_of_gpus
 
 UNKNOWN_NETWORK = 100e9 / 8
-"""Bytes/s between nodes where it is not known: 100 Gbit/s, common for GPU machines of clouds."""
-HERE = "this machine's CPUs"
+"""Bytes/s between nodes if they are not known: 100 Gbit/s, common for GPU machines of clouds."""
+THIS_MACHINE = "this machine's CPUs"
+GPUS_PER_NODE = 8
+"""Of GPUs that need not exist, unless the user says otherwise."""
+CPU_WORKERS = 2
+"""As many as `train` starts with workers=auto on a machine without GPUs."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Where a plan is for."""
+    """The devices that a plan is for.
+
+    Args:
+        device: One of them; all are alike.
+        world: The number of devices.
+        per_node: Devices of a node.
+        link_across: Bytes/s of a node to other nodes.
+        price_per_hour: Of one device, in US dollars; None if it is not known.
+        name: Of the cluster.
+        host_bytes: Memory of a node's host; None if it is not known.
+        assumption: A sentence on what is not known and assumed; "" for nothing.
+    """
 
     device: Device
     world: int
-    per_node: int  # devices of a node
-    across: float  # bytes/s of a node to others
-    price_per_hour: float | None = None  # of one device
+    per_node: int
+    link_across: float
+    price_per_hour: float | None = None
     name: str = ""
-    host_bytes: float | None = None  # memory of a node's host
-    assumed: str = ""  # what was not known and is assumed, a sentence
+    host_bytes: float | None = None
+    assumption: str = ""
 
     @functools.cached_property
     def links(self) -> Links:
+        """What connects the devices."""
         return Links(self)
 
 
 class Route(NamedTuple):
-    """What a group of ranks waits for."""
+    """What a collective of a group of ranks takes.
 
-    per_byte: float  # seconds
-    hops: float  # seconds of all hops of a ring
-    tree: float  # seconds of all hops of a tree
+    Args:
+        seconds_per_byte: On the slowest link of a ring.
+        ring_seconds: Of all hops of a ring.
+        tree_seconds: Of all hops of a tree.
+    """
+
+    seconds_per_byte: float
+    ring_seconds: float
+    tree_seconds: float
 
 
 class Links:
-    """What connects a machine's devices."""
+    """The links between the devices of a machine, and the time of collectives over them.
+
+    Attributes:
+        within: Bytes/s of a device to the others of its node.
+        across: Bytes/s of a node to others.
+        per_node: Devices of a node that are used.
+        hop_within: Seconds of a hop inside a node.
+        hop_across: Seconds of a hop between nodes.
+    """
 
     def __init__(self, machine: Machine) -> None:
         device = machine.device
-        self.within = device.gpu.link_within * device.within  # bytes/s per device
-        self.across = machine.across * device.across  # bytes/s per node
-        self.per_node = min(machine.per_node, machine.world)  # devices of a node that are used
-        self.hop_within, self.hop_across = device.latency_within, device.latency_across  # seconds
-        self.route = functools.cache(self._route)
+        self.within = device.gpu.link_within * device.within
+        self.across = machine.link_across * device.across
+        self.per_node = min(machine.per_node, machine.world)
+        self.hop_within = device.latency_within
+        self.hop_across = device.latency_across
+        self._route = functools.cache(self._find_route)
 
     def gather(self, size: float, ways: int, stride: int) -> float:
-        """An all-gather to, or reduce-scatter from, `size` bytes over `ways` ranks that are `stride` apart."""
-        route = self.route(ways, stride)
-        return size * route.per_byte + route.hops
+        """Seconds of an all-gather to, or a reduce-scatter from, a tensor.
+
+        Args:
+            size: Bytes of the whole tensor.
+            ways: The number of ranks.
+            stride: The distance between neighbouring ranks.
+        """
+        route = self._route(ways, stride)
+        return size * route.seconds_per_byte + route.ring_seconds
 
     def reduce(self, size: float, ways: int, stride: int) -> float:
-        """An all-reduce of `size` bytes: a reduce-scatter and an all-gather; hops in a tree."""
-        route = self.route(ways, stride)
-        return 2 * (size * route.per_byte + route.tree)
+        """Seconds of an all-reduce: a reduce-scatter and an all-gather, with the hops of a tree.
+
+        Args:
+            size: Bytes of the tensor.
+            ways: The number of ranks.
+            stride: The distance between neighbouring ranks.
+        """
+        route = self._route(ways, stride)
+        return 2 * (size * route.seconds_per_byte + route.tree_seconds)
 
     def send(self, size: float, stride: int) -> float:
-        """From one stage to the next, `stride` ranks away; all of a node's devices send at once."""
+        """Seconds from one pipeline stage to the next; all devices of a node send at once.
+
+        Args:
+            size: Bytes of the tensor.
+            stride: The distance between the ranks of the stages.
+        """
         if stride >= self.per_node:
             return size * self.per_node / self.across + self.hop_across
         return size / self.within + self.hop_within
 
-    def _route(self, ways: int, stride: int) -> Route:
-        members = min(max(self.per_node // stride, 1), ways)  # per node
-        members = members if ways % members == 0 else 1
+    def _find_route(self, ways: int, stride: int) -> Route:
+        members = min(max(self.per_node // stride, 1), ways)  # of the group, in one node
+        if ways % members:
+            members = 1
         nodes = ways // members
-        inside = (ways - 1) / ways / self.within
-        outside = (nodes - 1) / nodes * max(1.0, self.per_node / members) / self.across
+        seconds_within = (ways - 1) / ways / self.within
+        # The other ranks of a node are in groups like this one, and share its link.
+        groups_of_node = max(1.0, self.per_node / members)
+        seconds_across = (nodes - 1) / nodes * groups_of_node / self.across
         return Route(
-            max(inside, outside),
-            (members - 1) * self.hop_within + (nodes - 1) * self.hop_across,
-            math.log2(members) * self.hop_within + math.log2(nodes) * self.hop_across,
+            seconds_per_byte=max(seconds_within, seconds_across),
+            ring_seconds=(members - 1) * self.hop_within + (nodes - 1) * self.hop_across,
+            tree_seconds=math.log2(members) * self.hop_within + math.log2(nodes) * self.hop_across,
         )
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What the command line says of it."""
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions:
+    """What the command line says of the machine.
+
+    Args:
+        cluster: The file of a cluster, or the name of one of Trireme's own.
+        gpus: The number of GPUs.
+        gpu: The GPU's name.
+        per_node: GPUs of a node.
+        interconnect: The rate between nodes, with its unit.
+        assume: NAME=VALUE for each constant of the device that is changed.
+    """
 
     cluster: str | None = None
     gpus: int | None = None
@@ -101,179 +165,245 @@ class Asked:
     assume: tuple[str, ...] = ()
 
 
-def find(asked: Asked, workers: str) -> Machine:
-    """The machine that a plan is for, with what is assumed of it. workers: of the configuration, a number or auto.
+def find_machine(options: MachineOptions, workers: str) -> Machine:
+    """The machine that a plan is for, with the constants that the command line changes.
+
+    Args:
+        options: Of the command line.
+        workers: Of the configuration: a number, or auto.
 
     Raises:
-        UserError, ClusterError, HardwareError: one sentence.
+        UserError: The options contradict one another or the cluster.
+        ClusterError: The cluster's file is wrong, or a cluster does not answer.
+        HardwareError: The GPU is not in the catalogue.
     """
-    found = _found(asked, workers)
-    return replace(found, device=assumed(found.device, asked.assume))
+    machine = _find_machine(options, workers)
+    return replace(machine, device=apply_assumptions(machine.device, options.assume))
 
 
-def _found(asked: Asked, workers: str) -> Machine:
-    for option, value in (("--gpus", asked.gpus), ("--gpus-per-node", asked.per_node)):
+def _find_machine(options: MachineOptions, workers: str) -> Machine:
+    for option, value in (("--gpus", options.gpus), ("--gpus-per-node", options.per_node)):
         if value is not None and value < 1:
             raise UserError(f"{option} is {value}: write at least 1")
-    world = asked.gpus or (int(workers) if workers.isdigit() else None)
-    if asked.cluster is None and (asked.gpus is not None or asked.gpu is not None):
-        return _devices(asked.gpu or _local_gpu(), world or 1, asked)
-    file = cluster_file(asked.cluster)
+    world = options.gpus
+    if world is None and workers.isdigit():
+        world = int(workers)
+    if options.cluster is None and (options.gpus is not None or options.gpu is not None):
+        return _machine_of_devices(options.gpu or _local_gpu(), world or 1, options)
+    file = cluster_file(options.cluster)
     shape = read_cluster(file) if file else connected_shape()
     if shape is None:
-        return _devices(_local_gpu(), world, asked)
-    found = _of_cluster(shape, asked, world)
-    if asked.per_node not in (None, found.per_node):
+        return _machine_of_devices(_local_gpu(), world, options)
+    machine = _machine_of_cluster(shape, options, world)
+    if options.per_node not in (None, machine.per_node):
         raise UserError(
-            f"--gpus-per-node is {asked.per_node}, but the nodes of {shape.name} have {found.per_node}: leave it out"
+            f"--gpus-per-node is {options.per_node}, but the nodes of {shape.name} have "
+            f"{machine.per_node}: leave it out"
         )
-    return found
+    return machine
 
 
-def running(world: int, per_node: int | None = None) -> Machine:
-    """What a run's workers are on: the Ray cluster that this process is connected to, else machines like this one.
+def machine_of_run(world: int, per_node: int | None = None) -> Machine:
+    """The machine of a run: the Ray cluster that this process is connected to, or this machine.
 
-    per_node: workers of one node, where the caller knows."""
+    Args:
+        world: The number of workers.
+        per_node: Workers of a node, if the caller knows.
+    """
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         from cluster.connect import describe
 
-        return _of_cluster(describe().shape, Asked(), world)
-    return _devices(_local_gpu(), world, Asked(per_node=per_node))
+        return _machine_of_cluster(describe().shape, MachineOptions(), world)
+    return _machine_of_devices(_local_gpu(), world, MachineOptions(per_node=per_node))
 
 
-def _devices(name: str, world: int | None, asked: Asked) -> Machine:
-    """`world` devices of that name; None: all of this machine."""
+def _machine_of_devices(name: str, world: int | None, options: MachineOptions) -> Machine:
+    """Devices of that name. With `world` None it is all of this machine."""
     if name == "cpu":
-        return cpus(world or 2, asked.per_node, parse_link_speed(asked.interconnect))
-    count = torch.cuda.device_count()
-    world = world or count
-    per_node = asked.per_node or min(world, 8 if asked.gpus or asked.gpu else count)
-    return of_shape(shape_of_gpus(world, name, per_node, asked.interconnect), world)
+        return cpus(world or CPU_WORKERS, options.per_node, parse_link_speed(options.interconnect))
+    local_gpus = torch.cuda.device_count()
+    world = world or local_gpus
+    is_hypothetical = bool(options.gpus or options.gpu)
+    usual_per_node = GPUS_PER_NODE if is_hypothetical else local_gpus
+    per_node = options.per_node or min(world, usual_per_node)
+    return of_shape(shape_of_gpus(world, name, per_node, options.interconnect), world)
 
 
-def cpus(workers: int, per_node: int | None = None, across: float | None = None) -> Machine:
-    """CPUs like this machine's, one worker a core; per_node: on several machines."""
+def cpus(workers: int, per_node: int | None = None, link_across: float | None = None) -> Machine:
+    """CPUs like those of this machine, with one worker on each core.
+
+    Args:
+        workers: The number of workers.
+        per_node: Workers of a node, if there are several nodes.
+        link_across: Bytes/s between nodes, if known.
+    """
     import psutil
 
-    here = min(per_node or workers, workers)
     node = NodeType(
         name="cpu",
-        gpus=here,
+        gpus=min(per_node or workers, workers),
         gpu="cpu",
         cpus=1.0,
         memory_bytes=psutil.virtual_memory().total,
         link_within=None,
-        link_across=across,
+        link_across=link_across,
         price_per_hour=None,
         spot=False,
         min_nodes=1,
         max_nodes=1,
     )
-    return _of_node(node, workers, HERE)
+    return _machine_of_node(node, workers, THIS_MACHINE)
 
 
-def of_shape(shape: ClusterShape, world: int | None, gpu: str | None = None, across: float | None = None) -> Machine:
-    """The cluster's GPUs as one kind: the GPU, and number of it to a node, that it has most of, its head's included.
+def of_shape(
+    shape: ClusterShape,
+    world: int | None,
+    gpu: str | None = None,
+    link_across: float | None = None,
+) -> Machine:
+    """A cluster as equal GPUs: of the kind, and number to a node, of which it has the most.
 
-    gpu: which, where the shape does not know or has several. across: bytes/s of a node, where it is not the shape's.
+    Args:
+        shape: The cluster; its head's GPUs count too.
+        world: The number of GPUs to use; None for all.
+        gpu: Which GPU, if the shape does not say or has several.
+        link_across: Bytes/s of a node, instead of the shape's.
+
     Raises:
-        UserError: no GPUs, or not that one; or fewer than `world`.
+        UserError: The cluster has no GPUs, not that one, or fewer than `world`.
     """
-    name, kinds = find_gpu(gpu).name if gpu else "", defaultdict[tuple[str, int], list[NodeType]](list)
-    has = [node for node in shape.types if node.gpus and node.max_nodes]
-    for node in has:
-        if not name or node.gpu in ("", name):
-            kinds[node.gpu or name, node.gpus].append(node)
-    if not has:
+    wanted = find_gpu(gpu).name if gpu else ""
+    kinds: dict[tuple[str, int], list[NodeType]] = defaultdict(list)
+    gpu_nodes = [node for node in shape.types if node.gpus and node.max_nodes]
+    for node in gpu_nodes:
+        if not wanted or node.gpu in ("", wanted):
+            kinds[node.gpu or wanted, node.gpus].append(node)
+    if not gpu_nodes:
         raise UserError(
-            f"the cluster {shape.name} has no GPUs: plan for GPUs that you could have with --gpus 8 --gpu a100-80gb, "
-            "or for this machine's CPUs with --gpu cpu --gpus 2"
+            f"the cluster {shape.name} has no GPUs: plan for GPUs that you could have with "
+            "--gpus 8 --gpu a100-80gb, or for this machine's CPUs with --gpu cpu --gpus 2"
         )
     if not kinds:
+        present = ", ".join(sorted({node.gpu for node in gpu_nodes}))
         raise UserError(
-            f"--gpu is {name}, but the cluster {shape.name} has {', '.join(sorted({node.gpu for node in has}))}: leave "
-            "--gpu out, or write --gpus instead of --cluster to plan for GPUs that need not exist"
+            f"--gpu is {wanted}, but the cluster {shape.name} has {present}: leave --gpu out, or "
+            "write --gpus instead of --cluster to plan for GPUs that need not exist"
         )
-    (name, _), alike = max(kinds.items(), key=lambda kind: _count(shape, kind[1]))
-    most, first = _count(shape, alike), alike[0]
+    (name, _), nodes = max(kinds.items(), key=lambda kind: _max_gpus(shape, kind[1]))
+    max_gpus = _max_gpus(shape, nodes)
+    first = nodes[0]
     if not name:
         raise UserError(
-            f"the node type {first.name} of {shape.name} has {first.gpus} GPUs of an unknown kind: name it with --gpu"
+            f"the node type {first.name} of {shape.name} has {first.gpus} GPUs of an unknown kind: "
+            "name it with --gpu"
         )
-    if world is not None and world > most:
-        raise UserError(f"workers is {world}, but the cluster {shape.name} has at most {most} GPUs of type {name}")
-    across = across or min((n.link_across for n in alike if n.link_across is not None), default=None)
-    return _of_node(replace(first, gpu=name, link_across=across), world or most, shape.name)
+    if world is not None and world > max_gpus:
+        raise UserError(
+            f"workers is {world}, but the cluster {shape.name} has at most {max_gpus} GPUs of "
+            f"type {name}"
+        )
+    if not link_across:
+        known = [node.link_across for node in nodes if node.link_across is not None]
+        link_across = min(known, default=None)
+    return _machine_of_node(
+        replace(first, gpu=name, link_across=link_across), world or max_gpus, shape.name
+    )
 
 
-def _count(shape: ClusterShape, alike: list[NodeType]) -> int:
-    """GPUs of alike node types, within the cluster's limit of nodes beside the head."""
-    head, *workers = (node if node in alike else replace(node, gpus=0) for node in shape.types)
+def _max_gpus(shape: ClusterShape, nodes: list[NodeType]) -> int:
+    """GPUs of some node types, within the cluster's limit of nodes beside the head."""
+    head, *workers = (node if node in nodes else replace(node, gpus=0) for node in shape.types)
     return replace(shape, head=head, workers=tuple(workers)).max_gpus
 
 
-def _of_cluster(shape: ClusterShape, asked: Asked, world: int | None) -> Machine:
-    """A file's or a connected cluster, with what the command line says of it beside."""
-    across = parse_link_speed(asked.interconnect)
-    if asked.gpu == "cpu" or (not shape.max_gpus and not asked.cluster and asked.gpu is None):
-        node = max(shape.types, key=lambda n: n.cpus * n.max_nodes)
-        found = cpus(world or 2, max(1, int(node.cpus)), across)  # two, as `train` does with workers=auto
-        return replace(found, name=shape.name)
-    return of_shape(shape, world, asked.gpu, across)
+def _machine_of_cluster(shape: ClusterShape, options: MachineOptions, world: int | None) -> Machine:
+    """A cluster of a file or a connected one, with what the command line says of it."""
+    link_across = parse_link_speed(options.interconnect)
+    is_connected_without_gpus = not shape.max_gpus and not options.cluster and options.gpu is None
+    if options.gpu == "cpu" or is_connected_without_gpus:
+        node = max(shape.types, key=lambda node: node.cpus * node.max_nodes)
+        machine = cpus(world or CPU_WORKERS, max(1, int(node.cpus)), link_across)
+        return replace(machine, name=shape.name)
+    return of_shape(shape, world, options.gpu, link_across)
 
 
-def _of_node(node: NodeType, world: int, name: str) -> Machine:
-    values: dict[str, Any] = {} if ":" in node.gpu else dict(remembered(node.gpu))
-    instance, price = all_instances().get(node.name), node.price_per_hour
-    across = node.link_across or values.get("link_across") or (instance.link_across if instance else None)
-    if price is None and node.gpu != "cpu" and (offer := cheapest(node.gpu)):
-        price = offer.price_per_gpu_hour * node.gpus
+def _machine_of_node(node: NodeType, world: int, name: str) -> Machine:
+    is_variant = ":" in node.gpu  # such as h100-80gb:power=500W, which was not measured
+    is_cpu = node.gpu == "cpu"
+    values: dict[str, Any] = {} if is_variant else dict(measured_values(node.gpu))
+    instance = all_instances().get(node.name)
+    link_across = node.link_across or values.get("link_across")
+    if not link_across and instance is not None:
+        link_across = instance.link_across
+    price = node.price_per_hour
+    if price is None and not is_cpu:
+        offer = cheapest(node.gpu)
+        if offer is not None:
+            price = offer.price_per_gpu_hour * node.gpus
     if node.link_within:
         values.setdefault("link_within", node.link_within)
-    if node.gpu == "cpu":
+    if is_cpu:
         values["memory_bytes"] = int(node.memory_bytes / node.gpus)
-    unknown = "The network between nodes is not known: the plan assumes 100 Gbit/s (set it with --interconnect)."
+    assumption = ""
+    if link_across is None and world > node.gpus:
+        assumption = (
+            "The network between nodes is not known: the plan assumes 100 Gbit/s "
+            "(set it with --interconnect)."
+        )
     return Machine(
-        device(node.gpu, values),
-        world,
-        node.gpus,
-        across or UNKNOWN_NETWORK,
-        price / node.gpus if price else None,
-        name,
-        node.memory_bytes if node.gpu != "cpu" else None,
-        unknown if across is None and world > node.gpus else "",
+        device=device_named(node.gpu, values),
+        world=world,
+        per_node=node.gpus,
+        link_across=link_across or UNKNOWN_NETWORK,
+        price_per_hour=price / node.gpus if price else None,
+        name=name,
+        host_bytes=None if is_cpu else node.memory_bytes,
+        assumption=assumption,
     )
 
 
 def connected_shape() -> ClusterShape | None:
-    """The Ray cluster that `train` would use: RAY_ADDRESS's, else the one running here; None if there is none.
+    """The Ray cluster that `train` would use: RAY_ADDRESS's, or the one that runs here.
+
+    Returns:
+        The cluster; None if there is none.
 
     Raises:
-        ClusterError: there is an address, and no answer from it.
+        ClusterError: There is an address, but it does not answer.
     """
     from cluster.connect import address, connect
 
     ray = sys.modules.get("ray")
-    if not (ray is not None and ray.is_initialized()) and not address():
+    is_connected = ray is not None and ray.is_initialized()
+    if not is_connected and not address():
         return None
     return connect(worker_setup=names.worker_setup()).shape
 
 
 def is_here(machine: Machine) -> bool:
     """Whether this machine has the devices that a plan is for."""
-    if machine.name == HERE:
+    if machine.name == THIS_MACHINE:
         return True
-    return machine.world <= torch.cuda.device_count() and find_gpu(_local_gpu()).name == machine.device.gpu.name
+    has_enough = machine.world <= torch.cuda.device_count()
+    return has_enough and find_gpu(_local_gpu()).name == machine.device.gpu.name
 
 
 def require_here(machine: Machine, option: str) -> None:
-    """Raises UserError unless this machine has the devices that a plan is for."""
-    name, count = machine.device.gpu.name, torch.cuda.device_count()
+    """Check that this machine has the devices that a plan is for.
+
+    Args:
+        machine: The plan's machine.
+        option: Of the command line, which needs them.
+
+    Raises:
+        UserError: This machine does not have them.
+    """
     if not is_here(machine):
         raise UserError(
-            f"{option} runs layouts on this machine, which has {count} GPUs, but the plan is for {machine.world} × "
-            f"{name} ({machine.name}): leave {option} out, or run it there"
+            f"{option} runs layouts on this machine, which has {torch.cuda.device_count()} GPUs, "
+            f"but the plan is for {machine.world} × {machine.device.gpu.name} ({machine.name}): "
+            f"leave {option} out, or run it there"
         )
 
 

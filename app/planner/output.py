@@ -1,4 +1,4 @@
-"""A plan as a table for a terminal with the reason for each strategy, as JSON, and as an experiment's file."""
+"""A plan as a table with the reasons for each strategy, as JSON, and as an experiment's file."""
 
 import math
 from collections import defaultdict
@@ -19,65 +19,99 @@ from cluster.shape import align_columns
 from strategies import registry
 from strategies.dims import DEGREES
 
-COLUMNS = ("strategy", "degrees", "at once", "recompute", "precision", "GiB", "", "s/step", "{}/s", "MFU", "$/step")
+COLUMNS = (
+    "strategy",
+    "degrees",
+    "at once",
+    "recompute",
+    "precision",
+    "GiB",
+    "",
+    "s/step",
+    "{}/s",
+    "MFU",
+    "$/step",
+)
+"""The table's columns; {} is the task's unit."""
+WHY_OPTION = "--why for each strategy's reason"
+ASSUMPTIONS_OPTION = "--assumptions for what the devices are taken to reach"
+ALIKE = 0.02
+"""Layouts of one split within this share of time, and `CLOSE` of memory, share a row."""
 
 
-def text(plan: Plan, top: int = 5, *, with_reasons: bool = False, with_assumptions: bool = False) -> str:
+def text(
+    plan: Plan, top: int = 5, *, with_reasons: bool = False, with_assumptions: bool = False
+) -> str:
     """The advice, then the best layouts.
 
     Args:
         plan: What is planned.
         top: Layouts to show.
         with_reasons: Also why each strategy's best layout is, or is not, the best of all.
-        with_assumptions: Also what the devices are taken to reach.
+        with_assumptions: Also what the devices are assumed to reach.
     """
-    machine, read = plan.machine, plan.reader
-    lines = [
-        *advice(plan),
-        "",
-        f"{quantity(read.parameters / 1e6)} million parameters in {read.blocks} blocks, on {machine.world} × "
-        f"{machine.device.gpu.name} ({machine.device.capacity / GIB:.0f} GiB each, {machine.per_node} to a node): "
-        f"{len(plan.rows):,} layouts, of which {sum(row.fits for row in plan.rows):,} fit",
-        *([f"note: {read.note}"] if read.note else []),
-        "",
-        *align_columns([_head(plan), *(cells(plan, row) for row in distinct(plan, top))]),
-        f"The first is the simplest of those within {100 * NEAR:.0f} % of the best. Speeds are the range in which 80 % "
-        "of runs lie; with `close` a trial decides (--max-batch).",
-        *_unmeasured(plan),
-    ]
-    if machine.price_per_hour:
-        lines.append("Prices are list prices of cluster/hardware.yaml; spot and reserved machines cost less.")
+    lines = [*advice(plan), "", _summary(plan)]
+    if plan.reader.note:
+        lines.append(f"note: {plan.reader.note}")
+    lines.append("")
+    lines += align_columns([_head(plan), *(cells(plan, row) for row in distinct(plan, top))])
+    lines.append(
+        f"The first is the simplest of those within {100 * NEAR:.0f} % of the best. Speeds are the "
+        "range in which 80 % of runs lie; with `close` a trial decides (--max-batch)."
+    )
+    unmeasured = plan.rows[0].unmeasured
+    if unmeasured:
+        kinds = ", ".join(unmeasured)
+        lines.append(f"No measured run of this kind ({kinds}): the ranges are extrapolated.")
+    if plan.machine.price_per_hour:
+        lines.append(
+            "Prices are list prices of cluster/hardware.yaml; spot and reserved machines cost less."
+        )
+    further = []
     if with_reasons:
-        lines += ["", "Why:", *(f"  {family}: {reason}" for family, reason in families(plan).items())]
+        reasons = families(plan)
+        lines += ["", "Why:", *(f"  {family}: {reason}" for family, reason in reasons.items())]
+    else:
+        further.append(WHY_OPTION)
     if with_assumptions:
-        lines += ["", assumptions(machine.device, plan.rows[0].candidate.precision)]
-    missing = [option for option, is_there in ((WHY, with_reasons), (ASSUMPTIONS, with_assumptions)) if not is_there]
-    return "\n".join([*lines, *(["Further: " + "; ".join(missing) + "."] if missing else [])])
+        lines += ["", assumptions(plan.machine.device, plan.rows[0].candidate.precision)]
+    else:
+        further.append(ASSUMPTIONS_OPTION)
+    if further:
+        lines.append(f"Further: {'; '.join(further)}.")
+    return "\n".join(lines)
 
 
-WHY = "--why for each strategy's reason"
-ASSUMPTIONS = "--assumptions for what the devices are taken to reach"
-
-
-def _unmeasured(plan: Plan) -> list[str]:
-    """Of what no run is known, if anything."""
-    unseen = plan.rows[0].unseen
-    return [f"No measured run of this kind ({', '.join(unseen)}): the ranges are extrapolated."] if unseen else []
-
-
-ALIKE = 0.02
-"""Share of its time by which a layout that splits the model as another does, in about as much memory, is no choice."""
+def _summary(plan: Plan) -> str:
+    """The model, the machine, and how many layouts there are."""
+    machine = plan.machine
+    device = machine.device
+    millions = quantity(plan.reader.parameters / 1e6)
+    fitting = sum(row.fits for row in plan.rows)
+    return (
+        f"{millions} million parameters in {plan.reader.blocks} blocks, on {machine.world} × "
+        f"{device.gpu.name} ({device.capacity / GIB:.0f} GiB each, {machine.per_node} to a node): "
+        f"{len(plan.rows):,} layouts, of which {fitting:,} fit"
+    )
 
 
 def distinct(plan: Plan, top: int) -> list[Estimate]:
-    """The best rows, so that the list shows choices: none that differs from a better one in no more than micro-batches
-    and schedules, nor one that splits the model in the same way and is `ALIKE`."""
-    chosen, alike = list[Estimate](), defaultdict[Any, list[Estimate]](list)
+    """The best rows that are a choice.
+
+    Left out is what differs from a better row in micro-batches and schedules only, and what splits
+    the model in the same way with about the same time and memory.
+
+    Args:
+        plan: What is planned.
+        top: Rows, at most.
+    """
+    chosen: list[Estimate] = []
+    by_split: dict[tuple[int, ...], list[Estimate]] = defaultdict(list)
     for row in plan.rows:
         if len(chosen) == top or (chosen and not row.fits):
             break
         dims = row.candidate.dims
-        better = alike[dims.cp, dims.ep, dims.tp, dims.pp]
+        better = by_split[dims.cp, dims.ep, dims.tp, dims.pp]
         if not any(_is_like(row, other) for other in better):
             better.append(row)
             chosen.append(row)
@@ -85,122 +119,176 @@ def distinct(plan: Plan, top: int) -> list[Estimate]:
 
 
 def _is_like(row: Estimate, other: Estimate) -> bool:
-    one, two = row.candidate, other.candidate
-    if (one.layout.name, one.checkpointing, one.offload) == (two.layout.name, two.checkpointing, two.offload):
+    mine = row.candidate
+    theirs = other.candidate
+    has_same_layout = mine.layout.name == theirs.layout.name
+    has_same_memory = mine.checkpointing == theirs.checkpointing and mine.offload == theirs.offload
+    if has_same_layout and has_same_memory:
         return True
-    seconds, size = row.step_seconds / other.step_seconds, row.memory_bytes / other.memory_bytes
-    return abs(seconds - 1) < ALIKE and abs(size - 1) < CLOSE
+    slower = abs(row.step_seconds / other.step_seconds - 1)
+    larger = abs(row.memory_bytes / other.memory_bytes - 1)
+    return slower < ALIKE and larger < CLOSE
 
 
 def _head(plan: Plan) -> tuple[str, ...]:
-    unit = plan.reader.task.unit
-    return tuple(name.format(unit) + (" per GPU" if "{}" in name and _per_device(plan) > 1 else "") for name in COLUMNS)
+    names = []
+    for column in COLUMNS:
+        name = column.format(plan.reader.task.unit)
+        if "{}" in column and _devices_of_speed(plan) > 1:
+            name += " per GPU"
+        names.append(name)
+    return tuple(names)
 
 
-def _per_device(plan: Plan) -> int:
-    """What speeds are divided by: GPUs; a CPU's cores are not told apart."""
+def _devices_of_speed(plan: Plan) -> int:
+    """What speeds are divided by: the GPUs; the cores of a CPU count as one device."""
     return 1 if plan.machine.device.is_cpu else plan.machine.world
 
 
 def cells(plan: Plan, row: Estimate) -> tuple[str, ...]:
-    """One row of the table, as COLUMNS has it."""
+    """A row of the table, with the columns of COLUMNS."""
     layout = plan.layout(row)
-    parallel, size, cost = layout["parallel"], layout["memory_bytes"] / GIB, layout["cost_per_step"]
+    parallel = layout["parallel"]
     degrees = [f"{name}={parallel[name]}" for name in DEGREES if parallel[name] > 1]
     if parallel["schedule"]:
-        degrees.append(parallel["schedule"] + (f"×{parallel['chunks']}" if parallel["chunks"] > 1 else ""))
-    degrees += ["offload"] if parallel["offload"] else []
-    times = f", {layout['micro_batches']} times" if layout["micro_batches"] > 1 else ""
-    low, high = (speed / _per_device(plan) for speed in layout[f"{plan.reader.task.unit}_per_second_range"])
+        chunks = f"×{parallel['chunks']}" if parallel["chunks"] > 1 else ""
+        degrees.append(f"{parallel['schedule']}{chunks}")
+    if parallel["offload"]:
+        degrees.append("offload")
+    micro_batches = layout["micro_batches"]
+    times = f", {micro_batches} times" if micro_batches > 1 else ""
+    size = layout["memory_bytes"] / GIB
+    low, high = layout[f"{plan.reader.task.unit}_per_second_range"]
+    devices = _devices_of_speed(plan)
+    cost = layout["cost_per_step"]
     return (
         layout["strategy"],
         " ".join(degrees) or "-",
         f"{layout['micro_batch_size']}{times}",
         layout["activation_checkpointing"],
         layout["precision"],
-        f"{size:{'.1f' if size > 1 else '.3f'}}",
+        f"{size:.1f}" if size > 1 else f"{size:.3f}",
         layout["verdict"],
         f"{layout['step_seconds']:.4g}",
-        between(low, high),
+        between(low / devices, high / devices),
         f"{100 * layout['mfu']:.0f} %",
         "-" if cost is None else f"{cost:.3g}",
     )
 
 
 def between(low: float, high: float) -> str:
-    """Two speeds as a person reads them: 6.1–7.0 k."""
-    size, mark = next(((s, m) for s, m in ((1e9, " G"), (1e6, " M"), (1e3, " k")) if high >= s), (1.0, ""))
-    digits = max(0, 1 - int(math.log10(max(high / size, 1e-9))))
-    return f"{low / size:.{digits}f}–{high / size:.{digits}f}{mark}"
+    """A range of speeds, such as 6.1–7.0 k."""
+    prefixes = ((1e9, " G"), (1e6, " M"), (1e3, " k"))
+    factor, prefix = next((each for each in prefixes if high >= each[0]), (1.0, ""))
+    digits = max(0, 1 - int(math.log10(max(high / factor, 1e-9))))
+    return f"{low / factor:.{digits}f}–{high / factor:.{digits}f}{prefix}"
+
+
+# --- why ------------------------------------------------------------------------------------------
 
 
 def families(plan: Plan) -> dict[str, str]:
-    """Each strategy that there is for the number of workers → why its best layout is or is not the plan's best."""
-    found, several = {}, plan.space.world > 1
+    """For each strategy that this number of workers can have, why it is or is not the best."""
+    reasons = {}
     for record in registry.STRATEGIES.values():
-        if record.plannable and not record.alias_of and bool(record.degrees) == several:
-            rows = [row for row in plan.rows if row.candidate.family == record.name]
-            found[record.name] = _verdict(plan, rows) if rows else _absent(plan, record.name)
-    return found
+        is_for_several = bool(record.degrees)
+        if not record.plannable or record.alias_of or is_for_several != (plan.space.world > 1):
+            continue
+        rows = [row for row in plan.rows if row.candidate.family == record.name]
+        if rows:
+            reasons[record.name] = _reason(plan, rows)
+        else:
+            reasons[record.name] = _reason_of_absence(plan, record.name)
+    return reasons
 
 
-def _verdict(plan: Plan, rows: list[Estimate]) -> str:
-    row, best = rows[0], plan.best
+def _reason(plan: Plan, rows: list[Estimate]) -> str:
+    """Why the first of a strategy's rows is or is not the plan's best."""
+    row = rows[0]
+    best = plan.best
     if not row.fits:
-        fitting = [r for r in plan.rows if r.fits]
         sentence = f"needs at least {shortage(smallest(rows))}"
+        fitting = [other for other in plan.rows if other.fits]
         if fitting:
-            least = min(fitting, key=lambda r: (-r.candidate.dims.dp_replicate, r.step_seconds))
-            sentence += f"; the least sharded layout that fits: {least.candidate.layout.name}, {settings_text(least)}"
+            least_sharded = min(
+                fitting,
+                key=lambda other: (-other.candidate.dims.dp_replicate, other.step_seconds),
+            )
+            name = least_sharded.candidate.layout.name
+            settings = settings_text(least_sharded)
+            sentence += f"; the least sharded layout that fits: {name}, {settings}"
         return sentence
     if best is None or row is best:
         return f"the best, {figures(row)}"
-    what, ratio = f"{figures(row)} ({settings_text(row)})", row.step_seconds / best.step_seconds
+    summary = f"{figures(row)} ({settings_text(row)})"
+    ratio = row.step_seconds / best.step_seconds
+    if 0.999 < ratio < 1.001:
+        return f"{summary}: as fast as the best"
     if ratio < 1.001:
-        near = f"within {100 * NEAR:.0f} % of the best, and not simpler"
-        return f"{what}: {'as fast as the best' if ratio > 0.999 else near}"
-    more = {name: seconds - best.seconds[name] for name, seconds in row.seconds.items()}
-    return f"{what}: {ratio:.2f} × the best's time, mostly {PARTS[max(more, key=lambda name: more[name])]}"
+        return f"{summary}: within {100 * NEAR:.0f} % of the best, and not simpler"
+    slower = {part: seconds - best.seconds[part] for part, seconds in row.seconds.items()}
+    most = max(slower, key=lambda part: slower[part])
+    return f"{summary}: {ratio:.2f} × the best's time, mostly {PARTS[most]}"
 
 
-def _absent(plan: Plan, family: str) -> str:
-    """Which of the reasons keeps a whole strategy out."""
-    space, degrees = plan.space, registry.STRATEGIES[family].degrees
+def _reason_of_absence(plan: Plan, family: str) -> str:
+    """Why a strategy has no layout in the plan."""
+    space = plan.space
+    degrees = registry.STRATEGIES[family].degrees
 
-    def is_there(fixed: Fixed) -> bool:
+    def has_layouts(fixed: Fixed) -> bool:
         return bool(enumerate_layouts(space, fixed, family))
 
-    if is_there({}):
-        alone = [key for key, value in plan.fixed.items() if not is_there({key: value})]
-        keys = [f"{key}={str(plan.fixed[key]).replace('True', 'true')}" for key in alone[:1] or plan.fixed]
-        return f"left out, because {' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} fixed"
-    if "tp" in degrees and not space.splits:
+    if has_layouts({}):
+        excluding = [key for key, value in plan.fixed.items() if not has_layouts({key: value})]
+        keys = excluding[:1] or list(plan.fixed)
+        written = [f"{key}={str(plan.fixed[key]).replace('True', 'true')}" for key in keys]
+        verb = "is" if len(written) == 1 else "are"
+        return f"left out, because {' and '.join(written)} {verb} fixed"
+    if "tp" in degrees and not space.splits_layers:
         return "the model has no layers that can be split over its heads"
-    if "cp" in degrees and space.length is None:
+    if "cp" in degrees and space.cp_sequence is None:
         return "the model has no sequence that can be split"
-    if "cp" in degrees and space.length is not None and space.length < 2 * LEAST_TOKENS:
-        return f"of {space.length:,} tokens a worker would have fewer than {LEAST_TOKENS:,} (parallel.cp=2 asks for it)"
+    if "cp" in degrees and space.cp_sequence is not None and space.cp_sequence < 2 * LEAST_TOKENS:
+        return (
+            f"of {space.cp_sequence:,} tokens a worker would have fewer than {LEAST_TOKENS:,} "
+            "(parallel.cp=2 asks for it)"
+        )
     if "ep" in degrees and space.experts == 1:
         return "the model is no mixture of experts"
     if "pp" in degrees and space.blocks < 2:
         return "the model has no chain of blocks to cut into stages"
     return (
         f"no {' × '.join(degrees)} of {space.world} workers, {space.per_node} to a node, goes with "
-        f"train.global_batch_size {space.global_batch} and the model's {space.heads or 'number of'} heads and "
-        f"{space.blocks} blocks"
+        f"train.global_batch_size {space.global_batch} and the model's "
+        f"{space.heads or 'number of'} heads and {space.blocks} blocks"
     )
 
 
+# --- files ----------------------------------------------------------------------------------------
+
+
 def as_json(plan: Plan, top: int) -> dict[str, Any]:
-    """The layouts, best first, with what they were planned for and why."""
-    machine, gpu = plan.machine, plan.machine.device.gpu
+    """The best layouts, with what they were planned for and why.
+
+    Args:
+        plan: What is planned.
+        top: Layouts, at most.
+    """
+    machine = plan.machine
+    gpu = machine.device.gpu
+    reader = plan.reader
     return {
         "layouts": [plan.layout(row) for row in plan.rows[:top]],
         "count": len(plan.rows),
         "fitting": sum(row.fits for row in plan.rows),
         "families": families(plan),
         "advice": advice(plan),
-        "model": {key: getattr(plan.reader, key) for key in ("parameters", "blocks", "note")},
+        "model": {
+            "parameters": reader.parameters,
+            "blocks": reader.blocks,
+            "note": reader.note,
+        },
         "machine": {
             "gpu": gpu.name,
             "gpus": machine.world,
@@ -208,36 +296,51 @@ def as_json(plan: Plan, top: int) -> dict[str, Any]:
             "memory_bytes": int(gpu.memory_bytes),
             "usable_bytes": int(machine.device.capacity),
             "link_within": gpu.link_within,
-            "link_across": machine.across,
+            "link_across": machine.link_across,
             "price_per_gpu_hour": machine.price_per_hour,
             "calibrated": machine.device.measured,
-            "assumed": machine.assumed or None,
+            "assumed": machine.assumption or None,
         },
     }
 
 
 def experiment(plan: Plan, row: Estimate) -> dict[str, Any]:
-    """The whole configuration with a layout."""
-    layout, tree = plan.layout(row), to_dict(plan.config)
-    tree |= {"strategy": layout["strategy"], "workers": str(plan.machine.world)}
-    tree["parallel"] |= {key: value for key, value in layout["parallel"].items() if value is not None}
-    tree["train"] |= {key: layout[key] for key in ("micro_batch_size", "activation_checkpointing", "precision")}
+    """The whole configuration with a layout, as nested dictionaries."""
+    layout = plan.layout(row)
+    tree = to_dict(plan.config)
+    tree["strategy"] = layout["strategy"]
+    tree["workers"] = str(plan.machine.world)
+    for key, value in layout["parallel"].items():
+        if value is not None:
+            tree["parallel"][key] = value
+    for key in ("micro_batch_size", "activation_checkpointing", "precision"):
+        tree["train"][key] = layout[key]
     return tree
 
 
 def write(plan: Plan, path: str, row: Estimate | None = None) -> str:
-    """Writes a layout, the best if not told which, as an experiment file; what was done, in a sentence.
+    """Write a layout as an experiment file.
+
+    Args:
+        plan: What is planned.
+        path: The file.
+        row: The layout; None for the best.
+
+    Returns:
+        A sentence on what was written.
 
     Raises:
-        UserError: nothing fits, or the file cannot be written.
+        UserError: Nothing fits, or the file cannot be written.
     """
     row = row or plan.best
     if row is None:
         raise UserError("there is nothing to write: " + " ".join(advice(plan)))
-    head = f"# Planned for {plan.machine.world} × {plan.machine.device.gpu.name} by `trireme plan`.\n"
+    machine = plan.machine
+    head = f"# Planned for {machine.world} × {machine.device.gpu.name} by `trireme plan`.\n"
+    tree = experiment(plan, row)
     try:
         Path(path).write_text(
-            head + yaml.safe_dump(experiment(plan, row), sort_keys=False, allow_unicode=True, width=120)
+            head + yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
         )
     except OSError as error:
         raise UserError(f"--write {path}: {error.strerror}") from error

@@ -1,11 +1,13 @@
 """What a part of a model takes on a device: seconds, added up from its kernels, and memory.
 
-A product takes as long as its size lets it (device.py), an attention as its length and the width of its heads let it
-(fused.py), any other operation as long as its bytes take; each kernel's start and end cost `kernel` seconds besides.
-Where the host takes longer to launch all of them, a device waits for it. A compiled block moves and launches what
-fused kernels do (fusion.py).
+A matrix product takes as long as its size lets it (device.py), attention as long as the length of
+the sequence and the width of the heads let it (fused.py), and any other operation as long as its
+bytes take. Each kernel's start and end cost `Device.kernel` seconds besides. Where the host takes
+longer to launch the kernels than the device to run them, the device waits for the host. A compiled
+block moves the bytes and launches the kernels of fused operations (fusion.py).
 
-Products of a batch whose rows do not begin at multiples of 16 bytes (heads of width 150) have no tensor cores.
+Batched products whose rows do not begin at multiples of 16 bytes (such as heads of width 150) run
+without tensor cores.
 """
 
 from dataclasses import dataclass
@@ -13,18 +15,26 @@ from typing import NamedTuple
 
 from app.planner.device import Device
 from app.planner.model_costs import ModelCosts, PartCosts
-from app.planner.read import AUTOCAST, CAST, PLAIN, WHOLE
+from app.planner.read import AUTOCAST, CAST, PLAIN, Variant
 from app.planner.trace import AFTER
 from strategies.activation_checkpointing import checkpoint_every, kept_bytes, recomputed_blocks
 
 
 class Work(NamedTuple):
-    """What a worker does with a micro-batch, as far as a part's costs depend on it."""
+    """What a worker does with a micro-batch, as far as the costs of parts depend on it.
 
-    batch: float  # samples; of one that context parallelism splits, a part
+    Args:
+        batch: Samples; a fraction of one if context parallelism splits the sequence.
+        tp: The degree of tensor parallelism.
+        precision: fp32, bf16, fp16 or fp8.
+        variant: Which computation of the model a worker runs.
+        checkpointing: The mode of activation checkpointing.
+    """
+
+    batch: float
     tp: int
     precision: str
-    way: str  # what `way_of` says
+    variant: Variant
     checkpointing: str
 
     @property
@@ -33,119 +43,221 @@ class Work(NamedTuple):
         return 4 if self.precision == "fp32" else 2
 
 
-def way_of(is_sharded: bool, tp: int, pp: int, precision: str) -> str:
-    """Sharded layouts cast everything to 16 bits; the others use autocast. WHOLE: a device has the whole model (or
-    gathers it)."""
-    way = PLAIN if precision == "fp32" else CAST if is_sharded else AUTOCAST
-    return way + WHOLE if tp * pp == 1 else way
+def variant_of(*, is_sharded: bool, tp: int, pp: int, precision: str) -> Variant:
+    """Which computation of the model a layout runs.
+
+    Sharded layouts cast every number to 16 bits; the others use autocast.
+
+    Args:
+        is_sharded: Whether data-parallel workers shard the parameters.
+        tp: The degree of tensor parallelism.
+        pp: The number of pipeline stages.
+        precision: fp32, bf16, fp16 or fp8.
+    """
+    if precision == "fp32":
+        casting = PLAIN
+    elif is_sharded:
+        casting = CAST
+    else:
+        casting = AUTOCAST
+    return Variant(casting, whole_model=tp * pp == 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PartCost:
-    """One part; seconds and bytes of one micro-batch on one tensor-parallel worker."""
+    """What one part of the model costs a tensor-parallel worker for one micro-batch.
+
+    Args:
+        name: The part's name (trace.py).
+        count: How many such parts the model has.
+        forward_seconds: At least what the host needs to launch the operations.
+        backward_seconds: The same of backward, with what is recomputed.
+        launch_forward_seconds: What the host needs to launch the operations of forward.
+        launch_backward_seconds: The same of backward, with what is recomputed.
+        flops: Of forward and backward, without what is recomputed.
+        saved_bytes: Kept by each micro-batch until its backward, without 16-bit copies of
+            parameters, which micro-batches share.
+        recomputed_bytes: Saved again while the part is recomputed.
+        working_bytes: Alive at the worst moment of forward or backward, beyond what is saved.
+        stage_input_bytes: What a pipeline sends to the stage that begins with this part.
+        tp_bytes: What tensor parallelism sends.
+        tp_collectives: In how many collectives.
+        query_numel: Numbers in the queries of attention.
+        key_value_numel: Numbers in its keys and values.
+        attention_forwards: How often the forward of attention runs, with recomputation.
+        attention_seconds: Of attention, (in one forward, in backward).
+        overlappable_seconds: Of the products that can run beside the collectives of tensor
+            parallelism: in forward, in recomputation, and for the gradients of inputs.
+    """
 
     name: str
-    count: int  # how many of them the model has
-    forward: float  # seconds; at least what the host needs to launch the operations
-    backward: float  # with what is computed again
-    launch_forward: float  # seconds of the host
-    launch_backward: float
-    flops: float  # of forward and backward, without what is computed again
-    saved: float  # bytes that stay until its backward
-    each: float  # of these, what each micro-batch has of its own: without the parameters' copies in 16 bits
-    rebuilt: float  # bytes that are there again once it is recomputed
-    extra: float  # bytes alive at the worst moment of its forward or backward, beyond what it has saved
-    crossing: float  # bytes that a pipeline sends into it
-    sent: float  # bytes that tensor parallelism sends
-    calls: float  # in how many collectives
-    queries: float = 0.0  # numbers that attention is given, and of keys and values
-    keys: float = 0.0
-    exchanges: float = 1.0  # forwards of attention, with what is computed again
-    attending: tuple[float, float] = (0.0, 0.0)  # seconds of attention in one forward, in backward
-    multiplying: float = 0.0  # seconds of products in forward, recomputed ones too, and for gradients of inputs
+    count: int
+    forward_seconds: float
+    backward_seconds: float
+    launch_forward_seconds: float
+    launch_backward_seconds: float
+    flops: float
+    saved_bytes: float
+    recomputed_bytes: float
+    working_bytes: float
+    stage_input_bytes: float
+    tp_bytes: float
+    tp_collectives: float
+    query_numel: float = 0.0
+    key_value_numel: float = 0.0
+    attention_forwards: float = 1.0
+    attention_seconds: tuple[float, float] = (0.0, 0.0)
+    overlappable_seconds: float = 0.0
 
     @property
     def is_block(self) -> bool:
+        """Whether it is one of the repeating blocks."""
         return self.name.startswith("block")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _PhaseCost:
+    """What forward or backward of a part takes, in seconds and FLOPs."""
+
+    seconds: float
+    launch_seconds: float
+    flops: float
+    attention_seconds: float
+    product_seconds: float
+
+
 def part_costs(
-    model: ModelCosts, work: Work, device: Device, compiled: bool, compiled_loss: bool = False
+    model: ModelCosts,
+    work: Work,
+    device: Device,
+    *,
+    compiles_blocks: bool,
+    compiles_loss: bool = False,
 ) -> list[PartCost]:
-    """Every part's, in the order of forward.
+    """The cost of every part of a model, in the order of forward.
 
     Args:
-        model: What the parts cost.
+        model: The costs of the parts for any batch and tensor-parallel degree.
         work: What a worker does with a micro-batch.
-        device: Where.
-        compiled: Whether blocks are compiled, by torch.compile.
-        compiled_loss: Whether the loss is, on a GPU that has the whole model.
+        device: The device that does it.
+        compiles_blocks: Whether torch.compile compiles the blocks.
+        compiles_loss: Whether the loss is compiled on a GPU that has the whole model.
     """
-    return [_part_cost(model, name, work, device, compiled, compiled_loss) for name in model.parts]
+    costs = []
+    for name in model.parts:
+        if name.startswith("block"):
+            is_compiled = compiles_blocks
+        else:
+            is_compiled = name == AFTER and compiles_loss and work.variant.whole_model
+        is_fused = is_compiled and not device.is_cpu
+        costs.append(_part_cost(model, name, work=work, device=device, is_fused=is_fused))
+    return costs
 
 
 def _part_cost(
-    model: ModelCosts, name: str, work: Work, device: Device, compiled: bool, compiled_loss: bool
+    model: ModelCosts, name: str, *, work: Work, device: Device, is_fused: bool
 ) -> PartCost:
-    is_block, blocks, mode = name.startswith("block"), len(model.order), work.checkpointing
     part = model.parts[name]
-    fused = compiled and is_block and not device.is_cpu
+    is_block = name.startswith("block")
     values = part.at(work.batch, work.tp)
-    if fused or (name == AFTER and compiled_loss and work.way.endswith(WHOLE) and not device.is_cpu):
-        kinds = [f"{value}_{phase}" for value in ("moved", "operations") for phase in ("forward", "backward")]
-        values |= {kind: min(values[kind], values[f"fused_{kind}"]) for kind in kinds}
-    if work.precision == "fp8" and not is_block:  # of a run in fp8 only the blocks' linear layers are
+    if is_fused:
+        for kind in (
+            "moved_forward",
+            "moved_backward",
+            "operations_forward",
+            "operations_backward",
+        ):
+            values[kind] = min(values[kind], values[f"fused_{kind}"])
+    if work.precision == "fp8" and not is_block:  # fp8 is for the linear layers of blocks only
         work = work._replace(precision="bf16")
-    forward, backward = (_phase(part, values, phase, work, device) for phase in ("forward", "backward"))
-    share = recomputed_blocks(mode, blocks) / blocks if is_block else 0.0
-    results = values["kept"] * (1 - device.again)
-    stored = values["saved"] - values["fusible"] * fused  # the partitioner of torch.compile saves as little as it can
-    kept = kept_bytes(mode, stored, results, values["boundary"]) if share else stored
-    whole = share if checkpoint_every(mode) else 0.0  # `selective` keeps what products and collectives gave
-    moving = values["moved_forward"] / device.bandwidth
-    partly = moving + max(0.0, forward[0] - forward[3] - moving) * device.again
-    again = forward[0] * whole if whole else partly * share
-    # Every micro-batch of a pipeline has copies of its own where a compiled block saves them.
-    copies = values["copies"] * (not fused or work.way.endswith(WHOLE))
-    saved = kept * share + stored * (1 - share)
+    forward = _phase_cost(part, values, phase="forward", work=work, device=device)
+    backward = _phase_cost(part, values, phase="backward", work=work, device=device)
+
+    mode = work.checkpointing
+    recomputed_share = 0.0
+    if is_block:
+        recomputed_share = recomputed_blocks(mode, len(model.order)) / len(model.order)
+    # `selective` keeps the results of products and collectives; the other modes keep none.
+    fully_recomputed_share = recomputed_share if checkpoint_every(mode) else 0.0
+    if fully_recomputed_share:
+        recompute_seconds = forward.seconds * fully_recomputed_share
+    else:
+        moving_seconds = values["moved_forward"] / device.bandwidth
+        product_seconds = forward.seconds - forward.attention_seconds - moving_seconds
+        repeated_seconds = moving_seconds + max(0.0, product_seconds) * device.again
+        recompute_seconds = repeated_seconds * recomputed_share
+
+    has_fused_backward = is_fused and is_block
+    saved = values["saved"]
+    if has_fused_backward:  # torch.compile's partitioner computes the rest again
+        saved -= values["fusible"]
+    checkpointed = saved
+    if recomputed_share:
+        results = values["kept"] * (1 - device.again)
+        checkpointed = kept_bytes(mode, saved, results, values["boundary"])
+    saved_on_average = checkpointed * recomputed_share + saved * (1 - recomputed_share)
+    # Micro-batches share 16-bit copies of parameters, except where a compiled block of a pipeline
+    # or of tensor parallelism saves them: there each micro-batch has its own.
+    shared_copies = values["copies"]
+    if has_fused_backward and not work.variant.whole_model:
+        shared_copies = 0.0
+    needed_in_backward = values["saved"]
+    if recomputed_share:
+        needed_in_backward += values["regathered"]
+    # Backward repeats the collectives of forward and gathers inputs again. If a block is
+    # recomputed, the recomputation gathers them.
+    kept_share = 1 - fully_recomputed_share
+    tp_bytes = values["sent"] * kept_share + 3 * values["sent_forward"] * fully_recomputed_share
+    tp_collectives = (
+        values["collectives"] * kept_share
+        + 3 * values["collectives_forward"] * fully_recomputed_share
+    )
     return PartCost(
-        name,
-        model.counts[name],
-        forward=forward[0],
-        backward=backward[0] + again,
-        launch_forward=forward[1],
-        launch_backward=backward[1] + forward[1] * whole,
-        flops=forward[2] + backward[2],
-        saved=saved,
-        each=saved - copies * (1 - share),
-        rebuilt=max(0.0, values["saved"] + values["again"] * (share > 0) - kept),
-        extra=max(values["extra"], values["forward_extra"] - values["saved"]),
-        crossing=values["crossing"],
-        # Backward sends what forward does, and gathers inputs again; if a block is recomputed, the recomputation does.
-        sent=values["sent"] * (1 - whole) + 3 * values["sent_forward"] * whole,
-        calls=values["calls"] * (1 - whole) + 3 * values["calls_forward"] * whole,
-        queries=values.get("queries", 0.0),
-        keys=values.get("keys", 0.0),
-        exchanges=1 + share,
-        attending=(forward[3], backward[3]),
-        multiplying=forward[4] * (1 + whole) + backward[4] / 2,
+        name=name,
+        count=model.counts[name],
+        forward_seconds=forward.seconds,
+        backward_seconds=backward.seconds + recompute_seconds,
+        launch_forward_seconds=forward.launch_seconds,
+        launch_backward_seconds=(
+            backward.launch_seconds + forward.launch_seconds * fully_recomputed_share
+        ),
+        flops=forward.flops + backward.flops,
+        saved_bytes=saved_on_average - shared_copies * (1 - recomputed_share),
+        recomputed_bytes=max(0.0, needed_in_backward - checkpointed),
+        working_bytes=max(values["extra"], values["forward_extra"] - values["saved"]),
+        stage_input_bytes=values["crossing"],
+        tp_bytes=tp_bytes,
+        tp_collectives=tp_collectives,
+        query_numel=values["queries"],
+        key_value_numel=values["keys"],
+        attention_forwards=1 + recomputed_share,
+        attention_seconds=(forward.attention_seconds, backward.attention_seconds),
+        overlappable_seconds=(
+            forward.product_seconds * (1 + fully_recomputed_share) + backward.product_seconds / 2
+        ),
     )
 
 
-def _phase(
-    part: PartCosts, values: dict[str, float], phase: str, work: Work, device: Device
-) -> tuple[float, float, float, float, float]:
-    """Seconds, those that launching takes, FLOPs, and the seconds of attention and of products: a roofline of products,
-    attention, and bytes moved."""
-    products, attended = part.products_at(phase, work.batch, work.tp), values[f"attention_{phase}"]
-    launched = values[f"operations_{phase}"] * device.operation
-    peak = device.gpu.rate("bf16" if work.precision == "fp8" else work.precision)
-    seconds = device.product_seconds(products, work.precision, work.itemsize)
+def _phase_cost(
+    part: PartCosts, values: dict[str, float], *, phase: str, work: Work, device: Device
+) -> _PhaseCost:
+    """Forward or backward of a part: the time of products, attention, moved bytes and kernels."""
+    products = part.products_at(phase, work.batch, work.tp)
+    product_seconds = device.product_seconds(products, work.precision, work.itemsize)
     if not device.is_cpu and work.itemsize < 4:
-        seconds += values[f"misaligned_{phase}"] / device.peak("fp32")
-    attending = values[f"attending_{phase}"] / (peak * device.attention)
-    multiplying = seconds
-    gaps = values[f"operations_{phase}"] * device.kernel
-    seconds += attending + values[f"moved_{phase}"] / device.bandwidth + gaps
-    flops = attended + float(2 * products.prod(axis=1).sum())
-    return max(seconds, launched), launched, flops, attending, multiplying
+        product_seconds += values[f"misaligned_{phase}"] / device.peak("fp32")
+    attention_rate = device.gpu.rate("bf16" if work.precision == "fp8" else work.precision)
+    attention_seconds = values[f"weighted_attention_{phase}"] / (attention_rate * device.attention)
+    moving_seconds = values[f"moved_{phase}"] / device.bandwidth
+    operations = values[f"operations_{phase}"]
+    kernel_seconds = operations * device.kernel
+    launch_seconds = operations * device.operation
+    device_seconds = product_seconds + (attention_seconds + moving_seconds + kernel_seconds)
+    product_flops = float(2 * products.prod(axis=1).sum())
+    return _PhaseCost(
+        seconds=max(device_seconds, launch_seconds),
+        launch_seconds=launch_seconds,
+        flops=values[f"attention_{phase}"] + product_flops,
+        attention_seconds=attention_seconds,
+        product_seconds=product_seconds,
+    )

@@ -1,4 +1,4 @@
-"""A plan: every layout of an experiment on a machine, its memory and its time, best first."""
+"""A plan: every layout of an experiment on a machine, with its memory and time, best first."""
 
 import math
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ from typing import Any
 from app.config import Config
 from app.planner.estimate import Estimate, Estimator
 from app.planner.layouts import Candidate, Fixed, Space, enumerate_layouts, fixed_by, refuse
-from app.planner.machine import Machine
-from app.planner.part_costs import way_of
+from app.planner.machine import GPUS_PER_NODE, Machine
+from app.planner.part_costs import variant_of
 from app.planner.read import Reader
 from app.tasks.base import Task
 from app.training.job import strategy_options
@@ -17,11 +17,30 @@ from strategies.dims import DEGREES, LayoutError
 from strategies.pipeline import partition
 
 GIB = 2**30
+FAR = 1.5
+"""A layout that takes this many times a GPU's memory is not planned with larger micro-batches."""
+NEAR = 0.03
+"""Share of the time by which layouts of one model count as equally fast.
+
+The errors of their plans have much in common, so it is less than the range of each of them.
+"""
+CERTAIN = 0.99
+"""From this probability of fitting a layout is not ranked behind another one for it."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Plan:
-    """All layouts, best first, and what they were planned for."""
+    """All layouts, and what they were planned for.
+
+    Args:
+        config: The experiment.
+        reader: Its model.
+        machine: The machine.
+        estimator: Estimates further layouts of the same model on it.
+        space: What was enumerated.
+        fixed: What the user has fixed.
+        rows: Best first; behind those that fit come the others, least memory first.
+    """
 
     config: Config
     reader: Reader
@@ -30,7 +49,6 @@ class Plan:
     space: Space
     fixed: Fixed
     rows: list[Estimate]
-    """Best first: those that fit, then those that do not, least memory first."""
 
     @property
     def best(self) -> Estimate | None:
@@ -39,39 +57,60 @@ class Plan:
 
     @property
     def steps(self) -> int | None:
-        """Of the run; None: they depend on data that are not there."""
+        """The steps of the run; None if they depend on data that are not there."""
         is_known = self.config.train.steps or self.reader.samples
         return self.config.train.steps_for(self.reader.samples) if is_known else None
 
-    def on_gpus(self, world: int, fixed: Fixed, *, batch: int | None = None, pipelines: bool = False) -> list[Estimate]:
-        """Layouts of the same model on another number of these devices."""
-        machine = replace(self.machine, world=world, per_node=min(world, 8 if batch else self.machine.per_node))
+    def on_gpus(
+        self,
+        world: int,
+        fixed: Fixed,
+        *,
+        global_batch: int | None = None,
+        pipelines: bool = False,
+    ) -> list[Estimate]:
+        """Layouts of the same model on another number of these devices.
+
+        Args:
+            world: The number of devices.
+            fixed: Keys of the configuration whose values stay.
+            global_batch: Samples of a step, if they are not those of the plan; nodes then have the
+                usual number of devices.
+            pipelines: Whether pipelines are considered.
+        """
+        per_node = self.machine.per_node if global_batch is None else GPUS_PER_NODE
+        machine = replace(self.machine, world=world, per_node=min(world, per_node))
         space = replace(
             self.space,
             world=world,
             per_node=machine.per_node,
-            global_batch=batch or self.space.global_batch,
+            global_batch=self.space.global_batch if global_batch is None else global_batch,
             precisions=(self.rows[0].candidate.precision,),
-            offload=False,
+            offloads=False,
             pipelines=pipelines,
         )
         estimator = replace(self.estimator, machine=machine)
         return [estimator.estimate(candidate) for candidate in enumerate_layouts(space, fixed)]
 
     def layout(self, row: Estimate) -> dict[str, Any]:
-        """One layout as a dictionary that is ready for JSON."""
-        candidate, machine, unit = row.candidate, self.machine, self.reader.task.unit
-        samples = self.config.train.global_batch_size / row.step_seconds
-        price = machine.price_per_hour
-        cost = None if price is None else price * machine.world * row.step_seconds / 3600
-        energy = machine.device.gpu.watts * machine.world * row.step_seconds / 3.6e6
-        peak = machine.device.gpu.rate(candidate.precision) * machine.world
+        """A layout as a dictionary for JSON."""
+        candidate = row.candidate
+        gpu = self.machine.device.gpu
+        world = self.machine.world
+        unit = self.reader.task.unit
+        samples_per_second = self.config.train.global_batch_size / row.step_seconds
+        units_per_second = samples_per_second * self.reader.items_per_sample
+        price = self.machine.price_per_hour
+        cost = None if price is None else price * world * row.step_seconds / 3600
+        energy_kwh = gpu.watts * world * row.step_seconds / 3.6e6
+        peak = gpu.rate(candidate.precision) * world
+        has_pipeline = bool(candidate.schedule)
         return {
             "strategy": candidate.layout.name,
             "parallel": {
                 **{name: getattr(candidate.dims, name) for name in DEGREES},
-                "schedule": candidate.schedule or None,
-                "chunks": candidate.chunks if candidate.schedule else None,
+                "schedule": candidate.schedule if has_pipeline else None,
+                "chunks": candidate.chunks if has_pipeline else None,
                 "stages": list(row.stages) if row.stages else None,
                 "offload": candidate.offload,
                 "accumulate_sharded": row.reduces_each_microbatch,
@@ -84,18 +123,18 @@ class Plan:
             "memory": {name: int(value) for name, value in row.memory.items()},
             "step_seconds": row.step_seconds,
             "seconds": row.seconds,
-            "samples_per_second": samples,
-            f"{unit}_per_second": samples * self.reader.items_per_sample,
-            f"{unit}_per_second_range": [samples * self.reader.items_per_sample * share for share in row.range],
+            "samples_per_second": samples_per_second,
+            f"{unit}_per_second": units_per_second,
+            f"{unit}_per_second_range": [units_per_second * share for share in row.speed_range],
             "mfu": row.flops / (row.step_seconds * peak),
             "cost_per_step": cost,
             "cost_per_run": None if cost is None or self.steps is None else cost * self.steps,
-            "energy_kwh_per_run": None if self.steps is None else energy * self.steps,
+            "energy_kwh_per_run": None if self.steps is None else energy_kwh * self.steps,
             "fits": row.fits,
-            "chance_of_fitting": row.chance,
-            "unmeasured": list(row.unseen),
+            "chance_of_fitting": row.fit_probability,
+            "unmeasured": list(row.unmeasured),
             "verdict": row.verdict,
-            "host_memory": row.in_host,
+            "host_memory": row.host_memory_share,
         }
 
 
@@ -107,80 +146,116 @@ def make_plan(
     given: frozenset[str] = frozenset(),
     reader: Reader | None = None,
 ) -> Plan:
-    """Plans an experiment. given: keys that are fixed, such as train.micro_batch_size.
+    """Plan an experiment.
+
+    Args:
+        config: The experiment.
+        task: Its task.
+        machine: The machine.
+        given: Keys whose values stay, such as train.micro_batch_size.
+        reader: Of the same task, if there is one.
 
     Raises:
-        UserError, LayoutError: nothing could run so; one sentence.
+        UserError: The model or a value cannot be planned.
+        LayoutError: No layout is possible.
     """
-    fixed, precisions = fixed_by(config, given), _precisions(config, machine, "train.precision" in given)
-    reader = reader or reader_of(config, task, machine, splits=fixed.get("parallel.tp") != 1)
+    fixed = fixed_by(config, given)
+    precisions = _precisions(config, machine, is_fixed="train.precision" in given)
+    if reader is None:
+        reader = reader_of(config, task, machine, splits=fixed.get("parallel.tp") != 1)
     if "parallel.stages" in given and config.parallel.stages:
-        parts = fixed["parallel.pp"] * fixed["parallel.chunks"]
-        partition.require_sizes(config.parallel.stages, reader.blocks, parts)
-    for is_sharded in (True, False) if reader.tp else ():  # whether it can be split is known once it is read
-        reader.costs(way_of(is_sharded, 2, 1, precisions[-1]))
-    space = Space(
-        machine.world,
-        machine.per_node,
-        config.train.global_batch_size,
-        reader.blocks,
-        reader.heads,
-        reader.sequence_length if config.parallel.sequence_parallel else None,
-        bool(reader.tp),
-        precisions,
-        offload=not machine.device.is_cpu,
-        length=reader.sequence_length if reader.splits_sequence else None,
-        experts=math.gcd(*(found.count for found in reader.mixtures)) or 1,
-        by_tp=math.gcd(*(p.shape[0] for p in reader.size.parameters if p.is_expert and p.split_dim == 0)),
-    )
+        chunks = fixed["parallel.pp"] * fixed["parallel.chunks"]
+        partition.require_sizes(config.parallel.stages, reader.blocks, chunks)
+    if reader.tp:  # whether the model can be split is known only once it has been read
+        for is_sharded in (True, False):
+            variant = variant_of(is_sharded=is_sharded, tp=2, pp=1, precision=precisions[-1])
+            reader.costs(variant.casting)
+    space = _space_of(config, reader, machine, precisions)
     candidates = enumerate_layouts(space, fixed)
     if not candidates:
         refuse(config, fixed, space)
-    plan = Plan(config, reader, machine, estimator_of(config, reader, machine, given), space, fixed, [])
-    plan.rows = ranked(list(_estimates(plan.estimator, candidates)))
-    return plan
+    estimator = estimator_of(config, reader, machine, given)
+    return Plan(
+        config=config,
+        reader=reader,
+        machine=machine,
+        estimator=estimator,
+        space=space,
+        fixed=fixed,
+        rows=ranked(list(_estimates(estimator, candidates))),
+    )
 
 
-FAR = 1.5
-"""Times a GPU's memory from which on more of the same is not looked at."""
+def _space_of(
+    config: Config, reader: Reader, machine: Machine, precisions: tuple[str, ...]
+) -> Space:
+    tp_experts = [
+        parameter.shape[0]
+        for parameter in reader.size.parameters
+        if parameter.is_expert and parameter.split_dim == 0
+    ]
+    return Space(
+        world=machine.world,
+        per_node=machine.per_node,
+        global_batch=config.train.global_batch_size,
+        blocks=reader.blocks,
+        heads=reader.heads,
+        tp_sequence=reader.sequence_length if config.parallel.sequence_parallel else None,
+        splits_layers=bool(reader.tp),
+        precisions=precisions,
+        offloads=not machine.device.is_cpu,
+        cp_sequence=reader.sequence_length if reader.splits_sequence else None,
+        experts=math.gcd(*(mixture.count for mixture in reader.mixtures)) or 1,
+        tp_experts=math.gcd(*tp_experts),
+    )
 
 
 def _estimates(estimator: Estimator, candidates: list[Candidate]) -> Iterator[Estimate]:
-    """Of all but those that have more samples at once than one that takes far more than there is, and do not differ
-    from it otherwise. (Nearer by, stages that are cut otherwise may fit, and so may the whole share at once, which
-    accumulates nothing.)"""
-    full = set[tuple[Any, ...]]()
-    for one in candidates:
-        key = (one.layout, one.checkpointing, one.precision, one.schedule, one.chunks, one.offload)
-        if key in full and one.micro_batches > 1:
+    """The estimates of all candidates worth looking at.
+
+    If one takes far more memory than there is, those that differ from it only in larger
+    micro-batches are left out. If it takes a little more, another cut of the stages may fit, or a
+    single micro-batch, which accumulates nothing.
+    """
+    too_large = set[tuple[Any, ...]]()
+    for candidate in candidates:
+        without_batch = candidate._replace(micro_batch=0, micro_batches=0)
+        if without_batch in too_large and candidate.micro_batches > 1:
             continue
-        row = estimator.estimate(one)
+        row = estimator.estimate(candidate)
         if row.memory_bytes > FAR * row.capacity:
-            full.add(key)
+            too_large.add(without_batch)
         yield row
 
 
-def _precisions(config: Config, machine: Machine, is_fixed: bool) -> tuple[str, ...]:
-    """The one that is configured, and on a GPU the 16-bit one that it has, unless it is fixed.
+def _precisions(config: Config, machine: Machine, *, is_fixed: bool) -> tuple[str, ...]:
+    """The configured precision and, unless that is fixed, the 16-bit one that the GPU has.
 
     Raises:
-        LayoutError: the machine cannot compute in the precision that is configured.
+        LayoutError: The machine cannot compute in the configured precision.
     """
-    wanted, gpu = config.train.precision, machine.device.gpu
-    if wanted == "fp8" and wanted not in gpu.peak:
-        raise LayoutError(f"train.precision=fp8, but {gpu.name} has no float8 products: write train.precision=bf16")
-    halves = [precision for precision in ("bf16", "fp16") if precision in gpu.peak and not machine.device.is_cpu]
-    return tuple(dict.fromkeys([wanted, *([] if is_fixed else halves[:1])]))
+    configured = config.train.precision
+    gpu = machine.device.gpu
+    if configured == "fp8" and configured not in gpu.peak:
+        raise LayoutError(
+            f"train.precision=fp8, but {gpu.name} has no float8 products: "
+            "write train.precision=bf16"
+        )
+    precisions = [configured]
+    if not is_fixed and not machine.device.is_cpu:
+        sixteen_bit = [precision for precision in ("bf16", "fp16") if precision in gpu.peak]
+        precisions += sixteen_bit[:1]
+    return tuple(dict.fromkeys(precisions))
 
 
 def reader_of(config: Config, task: Task, machine: Machine, *, splits: bool = True) -> Reader:
-    """The reader of the task's model.
+    """A reader of the task's model.
 
     Args:
-        config: which says how tensor parallelism treats sequences and losses.
-        task: of which the model is.
-        machine: on which it is to run.
-        splits: whether layouts with tensor parallelism are looked at.
+        config: Says how tensor parallelism treats sequences and losses.
+        task: The task.
+        machine: Where the model is to run.
+        splits: Whether layouts with tensor parallelism are considered.
     """
     return Reader(
         task,
@@ -191,46 +266,60 @@ def reader_of(config: Config, task: Task, machine: Machine, *, splits: bool = Tr
     )
 
 
-def estimator_of(config: Config, reader: Reader, machine: Machine, given: frozenset[str] | None = None) -> Estimator:
-    """given: keys that are fixed; None: all of them."""
-    asked = strategy_options(config)
+def estimator_of(
+    config: Config, reader: Reader, machine: Machine, given: frozenset[str] | None = None
+) -> Estimator:
+    """An estimator of a configuration's layouts.
+
+    Args:
+        config: The configuration.
+        reader: Its model.
+        machine: The machine.
+        given: Keys whose values stay; None for all.
+    """
+    options = strategy_options(config)
     if given is not None and "parallel.stages" not in given:
-        asked = replace(asked, stages=None)
-    return Estimator(reader, machine, asked, config.optimizer.name, config.train.clip_norm is not None)
-
-
-NEAR = 0.03
-"""Share of time by which layouts of one model are taken to be equally fast: their plans' errors have much in common,
-so this is less than the range in which each of them lies."""
-CERTAIN = 0.99
-"""Probability of fitting from which on one layout is not preferred to another for it."""
+        options = replace(options, stages=None)
+    return Estimator(
+        reader=reader,
+        machine=machine,
+        options=options,
+        optimizer=config.optimizer.name,
+        clips=config.train.clip_norm is not None,
+    )
 
 
 def ranked(rows: list[Estimate]) -> list[Estimate]:
-    """Best first: by speed times the probability of fitting, since a layout that runs out of memory is worth nothing.
+    """Layouts, best first.
 
-    First of all is the simplest of those that are `NEAR` the best: what another gains is less than what is known. What
-    does not fit comes last, least memory first. Equally good ones (within 0.1 %) by less memory, then by the simpler
-    layout.
+    They are ranked by speed times the probability of fitting, since a layout that runs out of
+    memory is worth nothing. The first is the simplest of those within `NEAR` of the best, as what
+    others gain is less than what is known. What does not fit comes last, least memory first.
+    Equally good layouts (within 0.1 %) are ranked by less memory, then by simplicity.
     """
-
-    def worth(row: Estimate) -> float:
-        return math.log(row.step_seconds / max(min(row.chance / CERTAIN, 1.0), 1e-9))
-
-    def key(row: Estimate) -> tuple[float, ...]:
-        rounded = round(1000 * worth(row)) if row.fits else 1000 * math.log(row.memory_bytes)
-        return (
-            not row.fits,
-            rounded,
-            round(1000 * math.log(row.step_seconds)),
-            row.memory_bytes,
-            row.candidate.complexity,
-        )
-
-    order = sorted(rows, key=key)
+    order = sorted(rows, key=_rank)
     if not order or not order[0].fits:
         return order
-    limit = worth(order[0]) + math.log1p(NEAR)
-    near = (row for row in order if row.fits and worth(row) <= limit)
-    simplest = min(near, key=lambda row: row.candidate.complexity)
+    limit = _log_expected_seconds(order[0]) + math.log1p(NEAR)
+    near_best = [row for row in order if row.fits and _log_expected_seconds(row) <= limit]
+    simplest = min(near_best, key=lambda row: row.candidate.complexity)
     return [simplest] + [row for row in order if row is not simplest]
+
+
+def _log_expected_seconds(row: Estimate) -> float:
+    probability = min(row.fit_probability / CERTAIN, 1.0)
+    return math.log(row.step_seconds / max(probability, 1e-9))
+
+
+def _rank(row: Estimate) -> tuple[float, ...]:
+    if row.fits:
+        value: float = round(1000 * _log_expected_seconds(row))
+    else:
+        value = 1000 * math.log(row.memory_bytes)
+    return (
+        not row.fits,
+        value,
+        round(1000 * math.log(row.step_seconds)),
+        row.memory_bytes,
+        row.candidate.complexity,
+    )

@@ -1,4 +1,4 @@
-"""Functions in new processes of this machine, in a process group of their own."""
+"""Runs a function in new processes of this machine, which form a process group of their own."""
 
 import json
 import tempfile
@@ -13,44 +13,70 @@ import torch.multiprocessing as multiprocessing
 
 from app.errors import RunFailed
 
+RESULT_FILE = "result.json"
 
-def in_processes(function: Callable[..., Any], workers: int, *arguments: Any, timeout: float) -> Any:
-    """What `function(rank, device, *arguments)` gives on rank 0 of new processes, with a device each.
 
-    function: of a module, not of another function. What it gives is passed as JSON.
+def in_processes(
+    function: Callable[..., Any], workers: int, *arguments: Any, timeout: float
+) -> Any:
+    """Call `function(rank, device, *arguments)` in new processes, each with a device of its own.
+
+    Args:
+        function: Of a module, not of another function. Its result must be possible in JSON.
+        workers: The number of processes.
+        arguments: Further arguments.
+        timeout: Seconds.
+
+    Returns:
+        The result of rank 0.
+
     Raises:
-        RunFailed: a process failed, or all of them took longer than `timeout` seconds.
+        RunFailed: A process failed, or they took too long.
     """
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.start_processes(
-            _run, (workers, folder, function, arguments), nprocs=workers, join=False, daemon=True, start_method="spawn"
+            _run,
+            (workers, folder, function, arguments),
+            nprocs=workers,
+            join=False,
+            daemon=True,
+            start_method="spawn",
         )
-        until = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         try:
-            while not context.join(timeout=max(0.1, until - time.monotonic())):
-                if time.monotonic() > until:
+            while not context.join(timeout=max(0.1, deadline - time.monotonic())):
+                if time.monotonic() > deadline:
                     raise RunFailed(f"{workers} processes took more than {timeout:.0f} s")
         except multiprocessing.ProcessRaisedException as error:
-            raise RunFailed(str(error).strip().splitlines()[-1][:300]) from None
-        except multiprocessing.ProcessExitedException as error:  # killed, perhaps because the host's memory ended
+            last_line = str(error).strip().splitlines()[-1]
+            raise RunFailed(last_line[:300]) from None
+        except multiprocessing.ProcessExitedException as error:  # killed, perhaps out of memory
             raise RunFailed(str(error)) from None
         finally:
             for process in context.processes:
                 process.kill()
                 process.join()
-        return json.loads(Path(folder, "found").read_text())
+        return json.loads(Path(folder, RESULT_FILE).read_text())
 
 
-def _run(rank: int, workers: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _run(
+    rank: int,
+    workers: int,
+    folder: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    """The main function of a process."""
     torch.set_num_threads(1)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     store = dist.FileStore(f"{folder}/store", workers)
-    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=workers)
-    found = function(rank, device, *arguments)
+    backend = "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=workers)
+    result = function(rank, device, *arguments)
     if rank == 0:
-        Path(folder, "found").write_text(json.dumps(found))
+        Path(folder, RESULT_FILE).write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,10 +1,11 @@
-"""Between which shares of a planned speed runs lie: 80 of 100, by the errors of published runs (conformal).
+"""The range around a planned speed in which 80 of 100 runs lie, from errors of published runs.
 
-The range is that of the errors of runs whose layout splits the model in the same way, each planned with constants that
-were fitted to other sources' runs alone, so that it holds for a run of a source that nobody has seen. It is wider the
-further a plan is from all of them: a model of another kind, a family of GPUs without fitted constants, a layout that
-nobody has published, a model or a sequence beyond the smallest or largest (fitted.yaml's `ranges`; written by
-`python -m experiments.benchmarks published --fit`).
+The ranges are conformal: they are made of the errors of runs whose layout splits the model in the
+same way, each planned with constants that were fitted to other sources' runs only, so that they
+hold for runs of a new source. A range is wider the further a plan is from all of these runs: a
+model of another kind, a family of GPUs without fitted constants, a layout that nobody has
+published, a model or a sequence smaller than the smallest or larger than the largest (`ranges` in
+fitted.yaml, written by `python -m experiments.benchmarks published --fit`).
 """
 
 import math
@@ -13,48 +14,74 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 DEFAULT = (0.8, 1.25)
+"""The range of devices to which nothing was fitted."""
 DENSE, MIXTURE, ADAPTERS = "dense", "mixture", "adapters"
+MODEL_NAMES = {MIXTURE: "a mixture of experts", ADAPTERS: "adapters"}
 OCTAVES = 2.0
-"""Factors of two outside of what was seen that count as much as another kind of model."""
+"""Factors of two beyond the published sizes that count as much as another kind of model."""
 
 
 class Traits(NamedTuple):
-    """What a plan's error depends on."""
+    """What the error of a plan depends on.
+
+    Args:
+        layout: How the model is split: data, tp, pp, tp+pp and so on.
+        model: DENSE, MIXTURE or ADAPTERS.
+        family: Of GPUs with fitted constants; "" for none.
+        billions: Of parameters.
+        sequence: Tokens of a sequence; None if there are none.
+    """
 
     layout: str
-    """How the model is split: data, tp, pp, tp+pp, …"""
     model: str
-    """dense, mixture or adapters."""
     family: str
-    """Of GPUs with fitted constants; "" for none."""
     billions: float
-    """Parameters."""
     sequence: int | None
-    """Tokens."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Least and most share of the planned speed, and which of the plan's traits no published run has."""
+    """The range of a plan.
+
+    Args:
+        low: The least share of the planned speed.
+        high: The most.
+        unmeasured: The plan's traits that no published run has, in words.
+    """
 
     low: float
     high: float
-    unseen: tuple[str, ...] = ()
+    unmeasured: tuple[str, ...] = ()
 
 
 def spread_of(traits: Traits, ranges: Mapping[str, Any]) -> Spread:
-    """The range of a plan. ranges: fitted.yaml's, or none."""
+    """The range of a plan.
+
+    Args:
+        traits: Of the plan.
+        ranges: Those of fitted.yaml; empty if there are none for the device.
+    """
     if not ranges:
         return Spread(*DEFAULT)
-    unseen, distance = distance_of(traits, ranges["seen"])
+    unmeasured, distance = distance_of(traits, ranges["seen"])
     low, high = base_of(traits, ranges["layouts"], distance)
-    wider = 1 + ranges["wider"] * distance
-    return Spread(low**wider, high**wider, unseen)
+    exponent = 1 + ranges["wider"] * distance
+    return Spread(low**exponent, high**exponent, unmeasured)
 
 
-def base_of(traits: Traits, layouts: Mapping[str, Sequence[float]], distance: float) -> tuple[float, float]:
-    """The range of runs that split the model in the same way; of a plan that is far from them no narrower than that of
-    all, for how well its kind of layout is known says little of it."""
+def base_of(
+    traits: Traits, layouts: Mapping[str, Sequence[float]], distance: float
+) -> tuple[float, float]:
+    """The range of the runs that split the model in the same way.
+
+    If the plan is far from these runs, how well its layout is known says little, so the range is at
+    least that of all runs.
+
+    Args:
+        traits: Of the plan.
+        layouts: (low, high) by layout; `any` has that of all runs.
+        distance: From `distance_of`.
+    """
     low, high = layouts.get(traits.layout) or layouts["any"]
     if distance > 0:
         return min(low, layouts["any"][0]), max(high, layouts["any"][1])
@@ -62,20 +89,30 @@ def base_of(traits: Traits, layouts: Mapping[str, Sequence[float]], distance: fl
 
 
 def distance_of(traits: Traits, seen: Mapping[str, Any]) -> tuple[tuple[str, ...], float]:
-    """The traits that no run has, in words, and how far the plan is from runs that were seen: 0 among them."""
-    unseen = []
+    """How far a plan is from published runs.
+
+    Args:
+        traits: Of the plan.
+        seen: The traits of the runs.
+
+    Returns:
+        (the traits that no run has, in words; the distance, 0 among the runs)
+    """
+    unmeasured = []
     if traits.model not in seen["models"]:
-        unseen.append({MIXTURE: "a mixture of experts", ADAPTERS: "adapters"}.get(traits.model, traits.model))
+        unmeasured.append(MODEL_NAMES.get(traits.model, traits.model))
     if traits.layout not in seen["layouts"]:
-        unseen.append(f"layouts with {traits.layout}")
+        unmeasured.append(f"layouts with {traits.layout}")
     if traits.family not in seen["families"]:
-        unseen.append("this GPU")
-    beyond = _octaves(traits.billions, seen["billions"]) + _octaves(traits.sequence, seen["sequence"])
-    return tuple(unseen), len(unseen) + beyond / OCTAVES
+        unmeasured.append("this GPU")
+    octaves = _octaves(traits.billions, seen["billions"])
+    octaves += _octaves(traits.sequence, seen["sequence"])
+    return tuple(unmeasured), len(unmeasured) + octaves / OCTAVES
 
 
-def _octaves(value: float | None, ends: tuple[float, float]) -> float:
-    """Factors of two by which a value is outside."""
+def _octaves(value: float | None, limits: tuple[float, float]) -> float:
+    """Factors of two by which a value is outside of the limits."""
     if not value:
         return 0.0
-    return max(0.0, math.log2(ends[0] / value), math.log2(value / ends[1]))
+    smallest, largest = limits
+    return max(0.0, math.log2(smallest / value), math.log2(value / largest))

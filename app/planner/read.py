@@ -1,13 +1,15 @@
-"""Reads what a task's own model costs, whatever the model: nothing here knows one by name.
+"""Reads what the model of a task costs; nothing here knows a model by name.
 
-The model is built on `meta` and watched under fake tensors (trace.py) at two sizes of the micro-batch and, if it can be
-split, as one of t tensor-parallel workers for one or two values of t. Every cost is then
+The model is built on `meta` and traced under fake tensors (trace.py) with two sizes of the
+micro-batch and, if it can be split, as one of t tensor-parallel workers for one or two values of t.
+Every cost is then
 
-    cost(b, t) = c0 + c1·b + (c2 + c3·b) / t + (c4 + c5·b)·[t > 1]        b samples in the micro-batch
+    cost(b, t) = c0 + c1·b + (c2 + c3·b) / t + (c4 + c5·b)·[t > 1]       b samples in a micro-batch
 
-exactly in b for nearly all models, within a few per cent in t. The last term is what only split layers do, such as
-gathering their input; it needs two values of t. So a few traces of unlike blocks give all sizes and degrees. A model
-that cannot be built on `meta`, or whose code looks at values, is run for real, once, on the CPU; and `note` says so.
+exactly in b for nearly all models, and within a few per cent in t. The last term is what only split
+layers do, such as gathering their input; it needs two values of t. So a few traces of distinct
+blocks give the costs of all sizes and degrees. A model that cannot be built on `meta`, or whose
+code looks at values, is run for real, once, on the CPU; `Reader.note` says so.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import contextlib
 import copy
 import functools
 from collections import Counter
-from typing import Any
+from collections.abc import Hashable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +27,8 @@ from torch import Tensor, nn
 
 from app.data.loader import fetch, length, map_tensors, rows, tensors
 from app.errors import UserError
-from app.planner.model_costs import ModelCosts, PartCosts, basis
-from app.planner.trace import AFTER, BEFORE, PartTrace, Trace, alike, watch
+from app.planner.model_costs import Floats, ModelCosts, PartCosts, basis
+from app.planner.trace import AFTER, BEFORE, PartTrace, Trace, block_signature, watch
 from app.tasks.base import Task
 from app.tasks.build import build_model
 from strategies.blocks import find_blocks, separable
@@ -39,16 +42,56 @@ from strategies.tensor.plan import make_plan
 from strategies.torch_internals import fake_mode
 
 BATCHES = (2, 4)
+"""The sizes of the micro-batch that are traced."""
 PLAIN, CAST, AUTOCAST = "plain", "cast", "autocast"
-"""How precision is had: float32; every number 16 bits (sharded strategies); torch.autocast (the others)."""
-WHOLE = ", whole"
-"""Behind one of these: what a device computes that has the whole model, as the task says it for a GPU."""
-ROOM = 0.8
-"""Share of the host's free memory that a model may take which must be run for real; activations come on top."""
+"""How precision is reached: float32, all numbers in 16 bits (if sharded), or torch.autocast."""
+MEMORY_SHARE = 0.8
+"""Share of the host's free memory for a model that is run for real; activations come on top."""
+Key = tuple[int, int]
+"""(samples of the micro-batch, degree of tensor parallelism)"""
+
+
+class Variant(NamedTuple):
+    """Which computation of a model is read.
+
+    Args:
+        casting: How precision is reached: PLAIN, CAST or AUTOCAST.
+        whole_model: Whether a device has the whole model, or gathers it. On a GPU the task may then
+            compute its loss in another way.
+    """
+
+    casting: str
+    whole_model: bool
 
 
 class Reader:
-    """Reads one task's model, each way of having precision when it is first asked for."""
+    """Reads the model of one task: its structure at once, its costs when they are needed.
+
+    Args:
+        task: The task.
+        on_gpu: Whether it is for GPUs.
+        sequence_parallel: Whether tensor parallelism splits the sequence outside of products.
+        loss_parallel: Whether it splits the loss.
+        splits: Whether tensor parallelism is considered; False saves two of three traces.
+
+    Attributes:
+        note: What the user should know of how the model was read.
+        samples: The number of training samples; None for a stream.
+        items_per_sample: Of the task's unit, such as tokens.
+        sample_bytes: Bytes of a sample, as the device gets it.
+        sequence_length: Tokens of a sample; None if it is not a sequence.
+        heads: Of attention; None if the task does not say.
+        blocks: The number of repeating blocks.
+        splits_sequence: Whether context parallelism can split the model.
+        size: The parameters and buffers.
+        parameters: The number of numbers in them.
+        mixtures: The mixtures of experts.
+        exchanged_numel: Numbers of a sample that mixtures would send to experts and back.
+        tp: The degree for which the split model is traced; 0 if it cannot be split.
+
+    Raises:
+        UserError: The model has no parameters.
+    """
 
     def __init__(
         self,
@@ -59,133 +102,158 @@ class Reader:
         loss_parallel: bool = True,
         splits: bool = True,
     ) -> None:
-        """Reads the structure; what it costs is read when it is first asked for.
-
-        Args:
-            task: Whose model is read.
-            on_gpu: Whether it is for GPUs.
-            sequence_parallel: Whether tensor parallelism splits the sequence outside of products.
-            loss_parallel: Whether it splits the loss.
-            splits: Whether tensor parallelism is looked at; False saves two of three traces.
-        """
-        self.task, self.note, self.on_gpu = task, "", on_gpu
-        self.parallel_options = {"sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel}
+        self.task = task
+        self.note = ""
+        self._on_gpu = on_gpu
+        self._sequence_parallel = sequence_parallel
+        self._loss_parallel = loss_parallel
         self.compiles_loss = on_gpu and task.compiles_loss
-        self._real = fake_mode() is None
+        self._runs_for_real = fake_mode() is None
         self._costs: dict[str, ModelCosts] = {}
+
         data = task.train_data()
         self.samples = length(data)
-        self.batches = {b: fetch(data, [(i % (self.samples or BATCHES[-1]), i) for i in range(b)]) for b in BATCHES}
-        first = self.batches[BATCHES[0]]
-        self.items_per_sample = float(torch.as_tensor(task.items(first)).item()) / rows(first)
-        self.sample_bytes = sum(t.nbytes for t in tensors(first)) / rows(first)
+        self._batches = {}
+        for batch in BATCHES:
+            picks = [(i % (self.samples or BATCHES[-1]), i) for i in range(batch)]
+            self._batches[batch] = fetch(data, picks)
+        example = self._batches[BATCHES[0]]
+        example_rows = rows(example)
+        self.items_per_sample = float(torch.as_tensor(task.items(example)).item()) / example_rows
+        self.sample_bytes = sum(tensor.nbytes for tensor in tensors(example)) / example_rows
         self.sequence_length: int | None = getattr(task, "sequence_length", None)
         self.heads = task.heads()
-        structure = self._structure()
-        self._names = find_blocks(structure, task.blocks(structure))
-        self.blocks = len(self._names)
-        try:
+
+        structure = self._build_structure()
+        self._block_names = find_blocks(structure, task.blocks(structure))
+        self.blocks = len(self._block_names)
+        split_dims: dict[str, int] = {}
+        split_styles: dict[str, str] = {}
+        with contextlib.suppress(LayoutError):  # it cannot be split
             plan = make_plan(structure, task.tensor_plan(structure), sequence_parallel)
-            split, styles = plan.dims, plan.styles
-        except LayoutError:
-            split, styles = {}, {}
-        try:
+            split_dims = plan.dims
+            split_styles = plan.styles
+        self.splits_sequence = False
+        with contextlib.suppress(LayoutError, UserError):
             require_positions(structure, task.context_plan(structure))
             self.splits_sequence = True
-        except (LayoutError, UserError):
-            self.splits_sequence = False
-        self.size = model_size(structure, separable(structure, self._names), split)
-        self.mixtures = find_mixtures(structure)
-        tokens = self.sequence_length or 1
-        self.exchanged = sum(exchanged_bytes(tokens, found.top_k, found.width, 1) for found in self.mixtures)
-        """Numbers of a sample's rows that mixtures would send to experts and back, where they are split."""
-        self.parameters = sum(p.numel for p in self.size.parameters)
-        self._skeleton = structure if self._real else _alike_shared(structure, self._names, styles)
-        self.tp = next((t for t in (2, 3, 5, 7) if split and splits and not (self.heads or t) % t), 0)
-        """The degree that the model is split by to be watched; 0: it cannot be split."""
+        units = separable(structure, self._block_names)
+        self.size = model_size(structure, units, split_dims)
+        self.parameters = sum(parameter.numel for parameter in self.size.parameters)
         if not self.parameters:
             raise UserError("the task's model has no parameters, so there is nothing to plan")
+        self.mixtures = find_mixtures(structure)
+        tokens = self.sequence_length or 1
+        self.exchanged_numel = sum(
+            exchanged_bytes(tokens, mixture.top_k, mixture.width, 1) for mixture in self.mixtures
+        )
+        self.tp = 0
+        if split_dims and splits:
+            degrees = (degree for degree in (2, 3, 5, 7) if self._can_split_heads(degree))
+            self.tp = next(degrees, 0)
+        self._skeleton = structure
+        if not self._runs_for_real:
+            _share_equal_blocks(structure, self._block_names, split_styles)
 
-    def costs(self, way: str = PLAIN) -> ModelCosts:
-        """way: PLAIN, CAST or AUTOCAST, maybe with WHOLE."""
-        if way.endswith(WHOLE):
-            return (self._of_whole or self).costs(way.removesuffix(WHOLE))
-        if way not in self._costs:
-            self._costs[way] = self._read(way)
-        return self._costs[way]
+    def costs(self, casting: str = PLAIN, *, whole_model: bool = False) -> ModelCosts:
+        """The costs of the model's parts.
 
-    def _read(self, way: str) -> ModelCosts:
-        """The costs; reading them may find out `tp`, `note`, and whether the model is run for real."""
-        traces = self._traces(way)
-        first = traces[min(traces)]
-        parts = {
-            name: _fitted({k: t.parts[name] for k, t in traces.items() if name in t.parts}) for name in first.parts
-        }
-        return ModelCosts(parts, first.order, self._by_part(first))
+        Args:
+            casting: How precision is reached: PLAIN, CAST or AUTOCAST.
+            whole_model: Whether a device has the whole model.
+        """
+        if whole_model and self._whole_model_reader is not None:
+            return self._whole_model_reader.costs(casting)
+        if casting not in self._costs:
+            self._costs[casting] = self._read(casting)
+        return self._costs[casting]
+
+    def _can_split_heads(self, degree: int) -> bool:
+        return self.heads is None or self.heads % degree == 0
 
     @functools.cached_property
-    def _of_whole(self) -> Reader | None:
-        """Reads what a GPU computes that has the whole model; None: nothing else than this one reads."""
-        other = self.task.on_gpu() if self.on_gpu else None
-        if other is None:
+    def _whole_model_reader(self) -> Reader | None:
+        """Reads what a GPU with the whole model computes; None if it is nothing else."""
+        gpu_task = self.task.on_gpu() if self._on_gpu else None
+        if gpu_task is None:
             return None
         reader = copy.copy(self)
-        reader.task, reader.tp, reader._costs = other, 0, {}
+        reader.task = gpu_task
+        reader.tp = 0
+        reader._costs = {}
         return reader
 
-    def _by_part(self, trace: Trace) -> dict[str, tuple[ParameterSize, ...]]:
-        """The parameters of one part of each kind; one outside of blocks is before or after by where it stands."""
-        kinds = dict(zip(self._names, trace.order)) if len(trace.order) == len(self._names) else {}
-        first = {kind: block for block, kind in reversed(kinds.items())}
-        found: dict[str, list[ParameterSize]] = {name: [] for name in trace.parts}
-        side = BEFORE
-        for parameter in self.size.parameters:
-            block = next((name for name in kinds if parameter.name.startswith(name + ".")), None)
-            if block is None:
-                found[side if side in found else BEFORE if BEFORE in found else next(iter(found))].append(parameter)
-                continue
-            side = AFTER
-            if first[kinds[block]] == block:
-                found[kinds[block]].append(parameter)
-        return {name: tuple(own) for name, own in found.items()}
-
-    def _structure(self) -> nn.Module:
+    def _build_structure(self) -> nn.Module:
         try:
             with torch.device("meta"):
                 return build_model(self.task)
         except UserError:
             raise
         except Exception as error:
-            self._real = True
-            self.note = f"the model cannot be built on the meta device ({_first_line(error)}): built and run for real"
+            self._runs_for_real = True
+            self.note = (
+                f"the model cannot be built on the meta device ({_first_line(error)}): "
+                "built and run for real"
+            )
             return build_model(self.task)
 
-    def _traces(self, way: str) -> dict[tuple[int, int], Trace]:
-        """By (batch, tp)."""
-        found = {(batch, 1): self._trace(batch, way) for batch in BATCHES}
-        degrees = [t for t in (self.tp, 2 * self.tp) if t and not (self.heads or t) % t]
+    # --- tracing --------------------------------------------------------------------------------
+
+    def _read(self, casting: str) -> ModelCosts:
+        traces = self._traces(casting)
+        unsplit = traces[min(traces)]
+        parts = {}
+        for name in unsplit.parts:
+            of_part = {
+                key: trace.parts[name] for key, trace in traces.items() if name in trace.parts
+            }
+            parts[name] = _fit_part(of_part)
+        return ModelCosts(parts, unsplit.order, self._parameters_by_part(unsplit))
+
+    def _traces(self, casting: str) -> dict[Key, Trace]:
+        traces = {(batch, 1): self._trace_unsplit(batch, casting) for batch in BATCHES}
+        split_traces = {}
+        degrees = [tp for tp in (self.tp, 2 * self.tp) if tp and self._can_split_heads(tp)]
         try:
-            return found | {(batch, t): self._traced(batch, t, way) for t in degrees for batch in BATCHES}
+            for tp in degrees:
+                for batch in BATCHES:
+                    split_traces[batch, tp] = self._trace(batch, tp, casting)
         except Exception as error:
             self.tp = 0
-            self.note = self.note or f"tensor parallelism is left out: {_first_line(error)}"
-            return found
+            if not self.note:
+                self.note = f"tensor parallelism is left out: {_first_line(error)}"
+            return traces
+        return traces | split_traces
 
-    def _trace(self, batch: int, way: str) -> Trace:
-        if not self._real:
+    def _trace_unsplit(self, batch: int, casting: str) -> Trace:
+        if not self._runs_for_real:
             try:
-                return self._traced(batch, 1, way)
+                return self._trace(batch, 1, casting)
             except Exception as error:
-                self._real = True
-                self.note = f"the model's code looks at values ({_first_line(error)}): run for real, once, on the CPU"
-        _require_room(self.parameters * (8 if way == CAST else 12))
-        return self._traced(batch, 1, way)
+                self._runs_for_real = True
+                self.note = (
+                    f"the model's code looks at values ({_first_line(error)}): "
+                    "run for real, once, on the CPU"
+                )
+        # Parameters, gradients, and the original parameters of a 16-bit copy.
+        bytes_of_number = 8 if casting == CAST else 12
+        _require_memory(self.parameters * bytes_of_number)
+        return self._trace(batch, 1, casting)
 
-    def _traced(self, batch: int, tp: int, way: str) -> Trace:
-        fake = None if self._real else fake_mode()
-        module, values = self._module(way, fake).train(), self.batches[batch]
-        peers = one_part(module, self.task.tensor_plan(module), tp, **self.parallel_options)[0] if tp > 1 else None
-        if way == CAST:
+    def _trace(self, batch: int, tp: int, casting: str) -> Trace:
+        fake = None if self._runs_for_real else fake_mode()
+        module = self._make_module(casting, fake).train()
+        peers = None
+        if tp > 1:
+            peers, _ = one_part(
+                module,
+                self.task.tensor_plan(module),
+                tp,
+                sequence_parallel=self._sequence_parallel,
+                loss_parallel=self._loss_parallel,
+            )
+        values = self._batches[batch]
+        if casting == CAST:
             values = _cast(values, torch.bfloat16)
             if self.task.float_output:
                 module.register_forward_hook(lambda _, __, output: _cast(output, torch.float32))
@@ -193,83 +261,152 @@ class Reader:
             values = map_tensors(fake.from_tensor, values)
 
         def loss(model: nn.Module) -> Tensor:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way == AUTOCAST):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casting == AUTOCAST):
                 return self.task.loss(model, values)
 
         with fake or contextlib.nullcontext():
-            return watch(module, self._names, loss, peers)
+            return watch(module, self._block_names, loss, peers)
 
-    def _module(self, way: str, fake: Any) -> nn.Module:
-        dtype = torch.bfloat16 if way == CAST else None
+    def _make_module(self, casting: str, fake: Any) -> nn.Module:
+        """A new module for a trace: with real parameters, or with fake ones of the same shapes."""
+        dtype = torch.bfloat16 if casting == CAST else None
         if fake is None:
             return build_model(self.task).to(dtype=dtype)
-        module, made = copy.deepcopy(self._skeleton), dict[Tensor, Tensor]()
+        module = copy.deepcopy(self._skeleton)
+        fakes: dict[Tensor, Tensor] = {}  # a tensor that is used in two places stays one
         for owner in module.modules():
-            own = [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]
-            for name, old in own:  # one that is used in two places stays one
-                if old not in made:
-                    kind = dtype if dtype and old.is_floating_point() else old.dtype
-                    with fake:
-                        empty = torch.empty(old.shape, dtype=kind)
-                    made[old] = nn.Parameter(empty, old.requires_grad) if isinstance(old, nn.Parameter) else empty
-                setattr(owner, name, made[old])
+            tensors_of_owner = [
+                *owner.named_parameters(recurse=False),
+                *owner.named_buffers(recurse=False),
+            ]
+            for name, tensor in tensors_of_owner:
+                if tensor not in fakes:
+                    fakes[tensor] = _fake_copy(tensor, dtype, fake)
+                setattr(owner, name, fakes[tensor])
         return module
 
+    def _parameters_by_part(self, trace: Trace) -> dict[str, tuple[ParameterSize, ...]]:
+        """The parameters of one part of each kind.
 
-def _alike_shared(module: nn.Module, blocks: list[str], styles: dict[str, str]) -> nn.Module:
-    """The module with one block in the place of all that are alike and split alike by the tensor plan's `styles`: of
-    eighty only one or two are built and split again."""
-    first: dict[Any, nn.Module] = {}
+        A parameter outside of blocks belongs to the part before them if it is listed before the
+        first block's parameters, otherwise to the part after them.
+        """
+        kinds: dict[str, str] = {}  # block → part
+        if len(trace.order) == len(self._block_names):
+            kinds = dict(zip(self._block_names, trace.order))
+        first_block = {kind: block for block, kind in reversed(kinds.items())}
+        parameters: dict[str, list[ParameterSize]] = {name: [] for name in trace.parts}
+        outside = _first_present(parameters, BEFORE)
+        for parameter in self.size.parameters:
+            blocks = (name for name in kinds if parameter.name.startswith(name + "."))
+            block = next(blocks, None)
+            if block is None:
+                parameters[outside].append(parameter)
+                continue
+            outside = _first_present(parameters, AFTER, BEFORE)
+            if first_block[kinds[block]] == block:
+                parameters[kinds[block]].append(parameter)
+        return {name: tuple(of_part) for name, of_part in parameters.items()}
+
+
+def _first_present(parts: Mapping[str, object], *names: str) -> str:
+    """The first of the names that there is, or the first part if there is none of them."""
+    return next((name for name in names if name in parts), next(iter(parts)))
+
+
+def _fake_copy(tensor: Tensor, dtype: torch.dtype | None, fake: Any) -> Tensor:
+    """A fake tensor of the same shape; of `dtype` if that is given and the tensor is floating."""
+    casts = dtype is not None and tensor.is_floating_point()
+    with fake:
+        empty = torch.empty(tensor.shape, dtype=dtype if casts else tensor.dtype)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, tensor.requires_grad)
+    return empty
+
+
+def _share_equal_blocks(module: nn.Module, blocks: list[str], styles: dict[str, str]) -> None:
+    """Put one block in the place of all that are equal and split alike, in place.
+
+    Of eighty blocks only one or two have to be copied and split for a trace.
+
+    Args:
+        module: The model.
+        blocks: The names of its blocks.
+        styles: How the tensor plan splits modules, by name.
+    """
+    first: dict[Hashable, nn.Module] = {}
     for name in blocks:
-        block, (parent, _, own) = module.get_submodule(name), name.rpartition(".")
-        kind = alike(block), styles.get(name)  # what is in it is split alike where it is alike
-        setattr(module.get_submodule(parent), own, first.setdefault(kind, block))
-    return module
+        block = module.get_submodule(name)
+        # What is inside equal blocks is split alike.
+        key = (block_signature(block), styles.get(name))
+        parent, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(parent), attribute, first.setdefault(key, block))
 
 
-def _require_room(needed: float) -> None:
-    """Raises UserError if this host has no room to run the model for real."""
+def _require_memory(needed: float) -> None:
+    """Check that this host has the memory to run a model for real.
+
+    Raises:
+        UserError: It has not.
+    """
     import psutil
 
     free = psutil.virtual_memory().available
-    if needed > ROOM * free:
+    if needed > MEMORY_SHARE * free:
         raise UserError(
-            "the model's code looks at values, so planning has to run the model for real, and that takes "
-            f"{needed / 2**30:.1f} GiB and its activations; {free / 2**30:.1f} GiB are free: plan it on a larger "
-            "machine, or plan the same model with fewer layers"
+            "the model's code looks at values, so planning has to run the model for real, and that "
+            f"takes {needed / 2**30:.1f} GiB and its activations; {free / 2**30:.1f} GiB are free: "
+            "plan it on a larger machine, or plan the same model with fewer layers"
         )
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+    """The tree with its floating tensors in another type."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return map_tensors(cast, tree)
 
 
 def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:120]}"
 
 
-def _fitted(traces: dict[tuple[int, int], PartTrace]) -> PartCosts:
-    """One part's costs from its traces by (batch, tp): of two batches, with tp = 1 and maybe one or two more."""
+# --- fitting --------------------------------------------------------------------------------------
+
+
+def _fit_part(traces: Mapping[Key, PartTrace]) -> PartCosts:
+    """The costs of a part from its traces: of two batches, with one to three degrees each."""
     names = {name for trace in traces.values() for name in trace.values}
-    values = {name: _coefficients({key: trace.values[name] for key, trace in traces.items()}) for name in names}
-    products, times = {}, {}
+    values = {
+        name: _fit({key: trace.values[name] for key, trace in traces.items()}) for name in names
+    }
+    products: dict[str, Floats] = {}
+    repeats: dict[str, Floats] = {}
     for phase in ("forward", "backward"):
-        lists = {key: trace.products[phase] for key, trace in traces.items()}
-        if len({len(own) for own in lists.values()}) > 1:  # as if all work were split evenly
-            lists = {key: own for key, own in lists.items() if key[1] == 1}
-        unlike: Counter[tuple[float, ...]] = Counter()
-        for i in range(min(map(len, lists.values()))):
-            sizes = [_coefficients({key: float(own[i][side]) for key, own in lists.items()}) for side in range(4)]
-            unlike[tuple(np.round(np.concatenate(sizes), 4))] += 1
-        products[phase] = np.array(list(unlike), float).reshape(-1, 4, 6)
-        times[phase] = np.array(list(unlike.values()), float)
-    return PartCosts(values, products, times)
+        by_key = {key: trace.products[phase] for key, trace in traces.items()}
+        if len({len(of_trace) for of_trace in by_key.values()}) > 1:
+            # The split model has other products; take those of the whole one for all degrees.
+            by_key = {(batch, tp): by_key[batch, tp] for batch, tp in by_key if tp == 1}
+        distinct: Counter[tuple[float, ...]] = Counter()
+        for i in range(min(len(of_trace) for of_trace in by_key.values())):
+            coefficients = [
+                _fit({key: float(of_trace[i][side]) for key, of_trace in by_key.items()})
+                for side in range(4)
+            ]
+            distinct[tuple(np.round(np.concatenate(coefficients), 4))] += 1
+        products[phase] = np.array(list(distinct), float).reshape(-1, 4, 6)
+        repeats[phase] = np.array(list(distinct.values()), float)
+    return PartCosts(values, products, repeats)
 
 
-def _coefficients(values: dict[tuple[int, int], float]) -> np.ndarray:
-    """c0 … c5 from values at (batch, tp); what was not traced is 0."""
+def _fit(values: Mapping[Key, float]) -> Floats:
+    """The coefficients c0 … c5, (6,), of a value; those that the traces do not determine are 0."""
     known = 2 * len({tp for _, tp in values})
-    equations = np.array([basis(*key)[:known] for key in values])
-    found = np.zeros(6)
-    found[:known] = np.linalg.lstsq(equations, np.array(list(values.values())), rcond=None)[0]
-    return found
+    equations = np.array([basis(batch, tp)[:known] for batch, tp in values])
+    observed = np.array(list(values.values()))
+    coefficients = np.zeros(6)
+    coefficients[:known] = np.linalg.lstsq(equations, observed, rcond=None)[0]
+    return coefficients

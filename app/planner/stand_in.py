@@ -1,9 +1,16 @@
-"""Plans where `task_args.data` is not there: the model's shape is what matters, so made-up data of that shape do."""
+"""Plans without data or weights on this machine: made-up samples and weights stand in for them.
+
+It is here because a plan is made before there is anything to train with: on a laptop, before the
+data have been copied and the GPUs rented. A plan depends only on the shapes of the model and of the
+samples, so that made-up samples of the longest length, and weights that are never read, give the
+same plan.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +27,15 @@ from app.planner.read import Reader
 from app.tasks.base import Task
 from app.tasks.language import LanguageModelling
 
-MADE_UP = "task_args.data is not there: planned with made-up samples of the longest length; a run's is not known"
+DATA_NOTE = (
+    "task_args.data is not there: planned with made-up samples of the longest length; "
+    "a run's is not known"
+)
+WEIGHTS_NOTE = "task_args.model has no weights here: planned from its configuration"
 ROWS = 8
+"""Samples that are made up, at least."""
 LENGTH = 512
-"""Tokens of a text where the experiment says no length: the longest that a task takes by itself."""
+"""Tokens of a text if the experiment does not say how many: the most that tasks take by default."""
 
 
 def plan_experiment(
@@ -34,135 +46,230 @@ def plan_experiment(
     needs_data: str = "",
     reader: Reader | None = None,
 ) -> Plan:
-    """make_plan of the experiment's task, with its data or without.
+    """Plan an experiment, with its data and weights if they are there, otherwise without.
 
     Args:
-        needs_data: What has no use for made-up samples.
-        reader: Of the same task, where a plan of it has been made before.
+        config: The experiment.
+        machine: The machine.
+        given: Keys whose values stay.
+        needs_data: The option of the command line that needs the real data; "" if none does.
+        reader: Of the same task, if it has been planned before.
+
+    Raises:
+        UserError: The data are needed, or nothing can stand in for them.
+        LayoutError: No layout is possible.
     """
     if reader is not None:
         return make_plan(config, reader.task, machine, given=given, reader=reader)
     notes = []
     args = dict(config.task_args)
-    if not needs_data and (folder := _without_weights(config)):
-        args |= {"model": folder, "pretrained": True, "tokenizer": args.get("tokenizer") or BYTES}
+    folder = "" if needs_data else _folder_instead_of_weights(config)
+    if folder:
+        args["model"] = folder
+        args["pretrained"] = True
+        args["tokenizer"] = args.get("tokenizer") or BYTES
         args.pop("config", None)
-        notes.append("task_args.model has no weights here: planned from its configuration")
+        notes.append(WEIGHTS_NOTE)
+    has_data = True
     try:
         task = tasks.load_task(config.task, args)
     except MissingData as error:
         if needs_data:
             raise UserError(f"{needs_data} needs the data: {error}") from error
-        task = _on_made_up(config.task, args, error)
-        notes.append(MADE_UP)
+        task = _task_without_data(config.task, args, error)
+        notes.append(DATA_NOTE)
+        has_data = False
     plan = make_plan(config, task, machine, given=given)
-    if MADE_UP in notes:
+    if not has_data:
         plan.reader.samples = None
-    plan.reader.note = "; ".join(filter(None, [*notes, plan.reader.note]))
+    if plan.reader.note:
+        notes.append(plan.reader.note)
+    plan.reader.note = "; ".join(notes)
     return plan
 
 
-def _without_weights(config: Config) -> str:
-    """A folder that stands in for that of the weights from which the experiment begins, where these are not on this
-    machine: a plan needs their shapes only, which the configuration tells. "" where they are, or are not asked for."""
+# --- weights --------------------------------------------------------------------------------------
+
+
+def _folder_instead_of_weights(config: Config) -> str:
+    """A folder with the configuration and no weights, if those of the experiment are not here.
+
+    Returns:
+        The folder; "" if the weights are here, or not used.
+    """
     args = config.task_args
-    if config.task != "huggingface" or not (args.get("pretrained") or args.get("lora")):
+    uses_weights = args.get("pretrained") or args.get("lora")
+    if config.task != "huggingface" or not uses_weights:
         return ""
     from app.tasks.huggingface.model import WEIGHTS, find_model, resolve_config
 
-    named = args.get("model")
-    if isinstance(named, str) and Path(named).expanduser().is_dir():
-        if any((Path(named).expanduser() / name).is_file() for name in WEIGHTS):
-            return ""
-    elif isinstance(named, str) and named.count("/") == 1:
-        return ""  # on the hub, which has them
-    written = json.loads(json.dumps(args.get("config") or {}))
-    resolved = resolve_config(find_model(named, weights=False), {}, written)
-    settled = json.dumps(resolved.to_dict(), sort_keys=True, default=str)
-
-    def make(folder: Path) -> None:
-        folder.mkdir()
-        (folder / "config.json").write_text(settled)
-        (folder / WEIGHTS[0]).touch()  # empty: on meta none are read
-
-    return str(cached(f"stand-in-{hashlib.sha256(settled.encode()).hexdigest()[:16]}", make))
-
-
-def _on_made_up(name: str, args: dict[str, Any], error: MissingData) -> Task:
-    """The task with made-up samples. name: of the task. args: its arguments, whose data are not there."""
-    kind = tasks.find_task(name)
-    args |= {"eval_samples": 0} if "eval_samples" in args else {}
-    if issubclass(kind, LanguageModelling):
-        size = args.get("vocab_size") or _vocabulary(args, "task_args.vocab_size")
-        left = {key: value for key, value in args.items() if key not in ("stream", "text", "token_dtype")}
-        return tasks.load_task(name, left | {"vocab_size": size, "data": _tokens(args)})
-    if name != "huggingface":
-        raise UserError(
-            f"{error}; planning needs it, too, since sizes of the model come from it: a few samples of the same shape "
-            "and classes do"
-        ) from error
-    return tasks.load_task(name, args | _of_transformers(args, error))
-
-
-def _of_transformers(args: dict[str, Any], error: MissingData) -> dict[str, Any]:
-    """Arguments of the huggingface task that take the place of those of the data."""
-    from app.tasks.huggingface.model import choose_kind, find_model
-
-    found = find_model(args.get("model"), weights=bool(args.get("pretrained")))
-    kind, own = choose_kind(found, args.get("kind", "auto")), dict(args.get("config") or {})
-    if kind == "causal_lm":
-        if found.folder is None and "vocab_size" not in own:
-            own["vocab_size"] = _vocabulary(args, "task_args.config.vocab_size")
-        return {"config": own, "data": _tokens(args), "token_dtype": "uint16"}
-    text = " ".join(map(str, range(_length(args))))  # a token a number at least
-    if kind == "instructions":
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
-        return {"data": _kept("jsonl", "\n".join([json.dumps({"messages": messages})] * ROWS))}
-    if kind == "seq2seq_lm":
-        return {"data": _table(args, "target", [text] * ROWS, text)}
-    classes = own.get("num_labels") or (found.base.num_labels if found.folder else None)
-    if classes is None:
-        raise UserError(f"{error}; to plan without it write task_args.config.num_labels, the number of classes")
-    labels = [f"class {i % classes}" for i in range(max(ROWS, 2 * classes))]
-    if kind == "sequence_classification":
-        return {"data": _table(args, "label", labels, text)}
-    sides, channels = (own.get(key) or getattr(found.base, key, None) for key in ("image_size", "num_channels"))
-    if not sides or not channels:
-        raise UserError(f"{error}; to plan without it write task_args.config.image_size and num_channels")
-    shape = (len(labels), channels, *(sides if isinstance(sides, (list, tuple)) else (sides, sides)))
+    model = args.get("model")
+    if isinstance(model, str):
+        folder = Path(model).expanduser()
+        if folder.is_dir():
+            if any((folder / name).is_file() for name in WEIGHTS):
+                return ""
+        elif model.count("/") == 1:
+            return ""  # on the hub, which has the weights
+    overrides = json.loads(json.dumps(args.get("config") or {}))
+    model_config = resolve_config(find_model(model, weights=False), {}, overrides)
+    written = json.dumps(model_config.to_dict(), sort_keys=True, default=str)
 
     def make(path: Path) -> None:
-        with open(path, "wb") as out:
-            np.savez(out, images=np.zeros(shape, np.uint8), labels=np.arange(len(labels)) % classes)
+        path.mkdir()
+        (path / "config.json").write_text(written)
+        (path / WEIGHTS[0]).touch()  # empty, because a model on meta reads none
 
-    return {"data": str(cached(f"stand-in-{'x'.join(map(str, shape))}-{classes}.npz", make))}
-
-
-def _vocabulary(args: dict[str, Any], key: str) -> int:
-    """The tokenizer's, where the arguments say which it is."""
-    data, tokenizer = args.get("data") or [], args.get("tokenizer")
-    names = [data] if isinstance(data, str) else list(data)
-    if tokenizer is None and (not names or any(Path(name).suffix in SUFFIXES for name in names)):
-        raise UserError(f"task_args.data is not there: to plan without it write {key}, how many tokens there are")
-    return encoder(tokenizer or BYTES)[1]
+    return str(cached(f"stand-in-{_digest(written)}", make))
 
 
-def _length(args: dict[str, Any]) -> int:
-    written = args.get("sequence_length")
-    return written if isinstance(written, int) and written > 0 else LENGTH
+# --- data -----------------------------------------------------------------------------------------
 
 
-def _tokens(args: dict[str, Any]) -> str:
-    """A file of zeros."""
+def _task_without_data(name: str, args: dict[str, Any], error: MissingData) -> Task:
+    """The task with made-up samples.
+
+    Args:
+        name: Of the task.
+        args: Its arguments.
+        error: Says that their data are not there.
+
+    Raises:
+        UserError: Nothing can stand in for the data, because sizes of the model depend on them.
+    """
+    kind = tasks.find_task(name)
+    args = dict(args)
+    if "eval_samples" in args:
+        args["eval_samples"] = 0
+    if issubclass(kind, LanguageModelling):
+        for key in ("stream", "text", "token_dtype"):
+            args.pop(key, None)
+        args["vocab_size"] = args.get("vocab_size") or _vocabulary(args, "task_args.vocab_size")
+        args["data"] = _token_file(args)
+        return tasks.load_task(name, args)
+    if name != "huggingface":
+        raise UserError(
+            f"{error}; planning needs it, too, since sizes of the model come from it: "
+            "a few samples of the same shape and classes do"
+        ) from error
+    return tasks.load_task(name, args | _huggingface_args(args, error))
+
+
+def _huggingface_args(args: Mapping[str, Any], error: MissingData) -> dict[str, Any]:
+    """Arguments of the huggingface task with made-up samples, in place of those of the data."""
+    from app.tasks.huggingface.model import choose_kind, find_model
+
+    model = find_model(args.get("model"), weights=bool(args.get("pretrained")))
+    kind = choose_kind(model, args.get("kind", "auto"))
+    overrides = dict(args.get("config") or {})
+    if kind == "causal_lm":
+        if model.folder is None and "vocab_size" not in overrides:
+            overrides["vocab_size"] = _vocabulary(args, "task_args.config.vocab_size")
+        return {"config": overrides, "data": _token_file(args), "token_dtype": "uint16"}
+    text = " ".join(str(number) for number in range(_length(args)))  # each is a token or more
+    if kind == "instructions":
+        return {"data": _conversations_file(text)}
+    if kind == "seq2seq_lm":
+        return {"data": _table_file(args, "target", labels=[text] * ROWS, text=text)}
+    classes = overrides.get("num_labels") or None
+    if classes is None and model.folder is not None:
+        classes = model.base.num_labels
+    if classes is None:
+        raise UserError(
+            f"{error}; to plan without it write task_args.config.num_labels, the number of classes"
+        )
+    rows = max(ROWS, 2 * classes)
+    if kind == "sequence_classification":
+        labels = [f"class {row % classes}" for row in range(rows)]
+        return {"data": _table_file(args, "label", labels=labels, text=text)}
+    size = overrides.get("image_size") or getattr(model.base, "image_size", None)
+    channels = overrides.get("num_channels") or getattr(model.base, "num_channels", None)
+    if not size or not channels:
+        raise UserError(
+            f"{error}; to plan without it write task_args.config.image_size and num_channels"
+        )
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return {"data": _images_file((rows, channels, height, width), classes)}
+
+
+def _vocabulary(args: Mapping[str, Any], key: str) -> int:
+    """The number of tokens of the tokenizer.
+
+    Args:
+        args: Of the task.
+        key: What the user can write instead.
+
+    Raises:
+        UserError: The arguments do not say which tokenizer it is.
+    """
+    data = args.get("data") or []
+    files = [data] if isinstance(data, str) else list(data)
+    tokenizer = args.get("tokenizer")
+    has_tokens = any(Path(file).suffix in SUFFIXES for file in files)
+    if tokenizer is None and (not files or has_tokens):
+        raise UserError(
+            f"task_args.data is not there: to plan without it write {key}, "
+            "how many tokens there are"
+        )
+    _, size = encoder(tokenizer or BYTES)
+    return size
+
+
+def _length(args: Mapping[str, Any]) -> int:
+    """The tokens of a sample."""
+    length = args.get("sequence_length")
+    return length if isinstance(length, int) and length > 0 else LENGTH
+
+
+def _token_file(args: Mapping[str, Any]) -> str:
+    """A file of tokens, all of them 0."""
     size = ROWS * _length(args) + 1
-    return str(cached(f"stand-in-{size}.bin", lambda path: np.zeros(size, np.uint16).tofile(path)))
+
+    def make(path: Path) -> None:
+        np.zeros(size, np.uint16).tofile(path)
+
+    return str(cached(f"stand-in-{size}.bin", make))
 
 
-def _table(args: dict[str, Any], label: str, labels: list[str], text: str) -> str:
-    columns = [args.get("text") or "text", args.get("label") or label]
-    return _kept("csv", "\n".join([",".join(columns), *(f"{text},{own}" for own in labels)]))
+def _conversations_file(text: str) -> str:
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
+    line = json.dumps({"messages": messages})
+    return _text_file("jsonl", [line] * ROWS)
 
 
-def _kept(suffix: str, content: str) -> str:
-    name = f"stand-in-{hashlib.sha256(content.encode()).hexdigest()[:16]}.{suffix}"
-    return str(cached(name, lambda path: path.write_text(content)))
+def _table_file(args: Mapping[str, Any], label: str, *, labels: list[str], text: str) -> str:
+    """A CSV file with the same text in each row.
+
+    Args:
+        args: Of the task; they may name the columns.
+        label: The default name of the column of labels.
+        labels: One for each row.
+        text: The text.
+    """
+    head = f"{args.get('text') or 'text'},{args.get('label') or label}"
+    return _text_file("csv", [head, *(f"{text},{value}" for value in labels)])
+
+
+def _images_file(shape: tuple[int, int, int, int], classes: int) -> str:
+    """Black images of all classes."""
+
+    def make(path: Path) -> None:
+        with open(path, "wb") as file:
+            images = np.zeros(shape, np.uint8)
+            np.savez(file, images=images, labels=np.arange(shape[0]) % classes)
+
+    sizes = "x".join(str(size) for size in shape)
+    return str(cached(f"stand-in-{sizes}-{classes}.npz", make))
+
+
+def _text_file(suffix: str, lines: list[str]) -> str:
+    content = "\n".join(lines)
+
+    def make(path: Path) -> None:
+        path.write_text(content)
+
+    return str(cached(f"stand-in-{_digest(content)}.{suffix}", make))
+
+
+def _digest(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -1,18 +1,22 @@
 """Seconds of one optimizer step, by parts.
 
-    step = micro-batches · (forward + backward + what cannot be hidden) + the pipeline's bubble + optimizer + rest
+    step = micro-batches · (forward + backward + exposed communication)
+         + the pipeline's bubble + optimizer + fixed costs
 
-A sharded block's parameters are gathered while the block before computes, its gradients scattered while the next one's
-backward runs: what takes longer than that computing is exposed; so is what cannot start earlier (the root's), and what
-the host has to do for it where launching is what a block waits for. An average over copies hides behind the last
-backward but for its last bucket. Tensor parallelism hides nothing, or with parallel.async_tp a share (`async_tp`, less
-what products lose to it) if the products beside it take as long; exchanging tokens with experts hides nothing; experts
-are taken to be used evenly, and to be gathered and averaged over as many workers as the rest.
+The parameters of a sharded block are gathered while the block before it computes, and its gradients
+are scattered while the backward of the next one runs. Communication is exposed where it takes
+longer than that computation, where it cannot start earlier (the root's parameters), and where the
+host has to launch it while a block waits for launches. An all-reduce over replicas hides behind the
+last backward, except for its last bucket. Tensor parallelism hides nothing, or with
+parallel.async_tp a share (`Device.async_tp`, less what products lose to it) if the products beside
+it take as long. Exchanging tokens with experts hides nothing. Experts are assumed to be used
+evenly, and to be gathered and averaged over as many workers as the other parameters.
 
-Collectives are rings over the links between the devices that take part (Thakur et al. 2005). Ranks are numbered so that
-tp peers are next to one another, then cp's, dp_shard's, dp_replicate's, then stages (strategies/dims.py); a node holds
-`per_node` consecutive ranks. A group whose neighbours are `stride` ranks apart has min(n, per_node / stride) members in
-a node; the other ranks of the node run the same collective in groups of their own and share the node's link.
+Collectives are rings over the links between the devices that take part (Thakur et al. 2005). Ranks
+are numbered so that tp peers are next to one another, then those of cp, dp_shard and dp_replicate,
+then stages (strategies/dims.py); a node holds `per_node` consecutive ranks. A group whose
+neighbours are `stride` ranks apart has min(n, per_node / stride) members in a node; the other ranks
+of the node run the same collective in groups of their own and share the node's link.
 """
 
 import math
@@ -30,187 +34,295 @@ from strategies.pipeline.simulate import Times, bubble_by_formula
 HOST_LINK = 25e9
 """Bytes/s between a GPU and its host that PCIe 4 x16 reaches of its 31.5e9."""
 HOST_MEMORY = 20e9
-"""Bytes/s of host memory that the optimizer of one GPU's part reaches, where 8 of them share a host."""
-BESIDE = 2 / 3
-"""Of a block's products, those that stand beside what asynchronous tensor parallelism sends: of layers called with the
-same input only the first (a gated block's q, out, gate and down)."""
-TOGETHER = 64
-"""GPUs up to which nobody waits for the slowest of many."""
-THIRD = Times.equal(1 / 3)
-"""Of a micro-batch's time, forward, the gradients of inputs, and those of weights take about a third each."""
+"""Bytes/s of host memory that the optimizer of one GPU's shard reaches if 8 GPUs share a host."""
+OVERLAPPABLE_SHARE = 2 / 3
+"""Share of a block's products that run beside the collectives of asynchronous tensor parallelism.
+
+Of several layers with the same input only the first does: in a gated block q, out, gate and down.
+"""
+GPUS_WITHOUT_STRAGGLERS = 64
+"""Up to so many GPUs a step does not wait for the slowest of them."""
+EQUAL_THIRDS = Times.equal(1 / 3)
+"""Forward and the gradients of inputs and of weights take about a third of a micro-batch each."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
-    """One layout with all that its time depends on. Lists have an entry per part of the model."""
+    """A layout with everything on which its time and memory depend.
+
+    Args:
+        candidate: The layout.
+        machine: The machine it runs on.
+        work: What a worker does with a micro-batch.
+        step: What strategies need to know of a step.
+        parts: The cost of each part of the model.
+        units: The sizes, on one rank, of each part's unit of sharding.
+        counts: How many of each part the slowest stage has.
+        options: Of the configuration.
+        context_method: How workers that share a sequence attend.
+        expert_bytes: Of a micro-batch's rows, sent to experts and back by the mixtures of a stage,
+            if experts are split.
+    """
 
     candidate: Candidate
     machine: Machine
     work: Work
     step: StepShape
     parts: list[PartCost]
-    units: list[UnitSize]  # what a rank holds of one such part
-    counts: tuple[int, ...]  # how many of them the slowest stage has
+    units: list[UnitSize]
+    counts: tuple[int, ...]
     options: Options
-    context: str  # how workers that share a sequence attend
-    exchanged: float = 0.0
-    """Bytes of a micro-batch's rows that a stage's mixtures send to experts and back, if they are split."""
+    context_method: str
+    expert_bytes: float = 0.0
+
+    def sum_of_parts(self, values: list[float]) -> float:
+        """A sum over the slowest stage of values with an entry per part."""
+        return sum(value * count for value, count in zip(values, self.counts))
 
 
-Exposed = dict[str, float]
-"""Seconds of communication that nothing hides, by part of the step; `hidden`: those that computing hides."""
+@dataclass
+class Exposed:
+    """Seconds of a step's communication that nothing hides, by cause, and those that are hidden."""
+
+    tensor: float = 0.0
+    context: float = 0.0
+    expert: float = 0.0
+    shard: float = 0.0
+    replicate: float = 0.0
+    pipeline_send: float = 0.0
+    hidden: float = 0.0
 
 
-def timing(case: Case, sample_bytes: float, tensors: int, clips: bool) -> tuple[dict[str, float], float]:
-    """Seconds by part; FLOPs of the whole step, computed once.
+def timing(
+    case: Case, *, sample_bytes: float, parameter_tensors: int, clips: bool
+) -> tuple[dict[str, float], float]:
+    """The time of an optimizer step.
 
-    sample_bytes: of one sample, which goes to the device. tensors: how many parameters the model has. clips: whether
-    gradients are, which takes an all-reduce."""
-    candidate, machine, dims = case.candidate, case.machine, case.candidate.dims
+    Args:
+        case: The layout.
+        sample_bytes: Bytes of a sample, which are copied to the device.
+        parameter_tensors: How many parameters, as tensors, the model has.
+        clips: Whether gradients are clipped, which takes an all-reduce.
+
+    Returns:
+        (seconds by part, FLOPs of the whole step without what is recomputed)
+    """
+    candidate = case.candidate
+    dims = candidate.dims
+    machine = case.machine
     device = machine.device
-    many = candidate.micro_batches
-    exposed: Exposed = dict.fromkeys(
-        ("tensor", "context", "expert", "shard", "replicate", "pipeline_send", "hidden"), 0.0
+    micro_batches = candidate.micro_batches
+
+    compute = case.sum_of_parts(
+        [part.forward_seconds + part.backward_seconds for part in case.parts]
     )
-    compute = sum((part.forward + part.backward) * n for part, n in zip(case.parts, case.counts))
-    lost = device.stage + device.split * (candidate.schedule in SPLIT) if dims.pp > 1 else 0.0
-    _tensor(case, exposed)
-    _context(case, exposed)
-    if dims.ep > 1:  # nothing hides it; like a gathering it sends all but one's own share
-        exposed["expert"] = machine.links.gather(case.exchanged, dims.ep, dims.tp) * many
+    pipeline_loss = 0.0
+    if dims.pp > 1:
+        pipeline_loss = device.stage + device.split * (candidate.schedule in SPLIT)
+
+    exposed = Exposed()
+    _add_tensor(case, exposed)
+    _add_context(case, exposed)
+    if dims.ep > 1:  # like a gather, an exchange sends everything but a rank's own share
+        exposed.expert = machine.links.gather(case.expert_bytes, dims.ep, dims.tp) * micro_batches
     if dims.dp_cp > 1 and candidate.strategy.is_sharded:
         for part, unit, count in zip(case.parts, case.units, case.counts):
-            _unit(case, part, unit, count, exposed)
+            _add_sharded_unit(case, part, unit=unit, count=count, exposed=exposed)
     elif dims.dp_cp > 1:
-        _average(case, exposed)
-    hidden = exposed.pop("hidden")
-    waits = sum(exposed[name] for name in ("tensor", "context", "expert", "shard"))
-    of_each = compute * (1 + lost) + waits / many
-    _sends(case, of_each, exposed)
-    exposed["pipeline_send"] += lost * compute * many
+        _add_gradient_average(case, exposed)
+    waits = exposed.tensor + exposed.context + exposed.expert + exposed.shard
+    micro_batch_seconds = compute * (1 + pipeline_loss) + waits / micro_batches
+    _add_stage_sends(case, micro_batch_seconds, exposed)
+    exposed.pipeline_send += pipeline_loss * compute * micro_batches
+
+    data_seconds = 0.0
+    if not device.is_cpu:
+        data_seconds = candidate.micro_batch * micro_batches * sample_bytes / HOST_LINK
     seconds = {
-        "compute": compute * many,
-        **exposed,
-        "contention": hidden * device.contention,
-        "bubble": _bubbles(candidate) * of_each,
-        "optimizer": _optimizer(case, clips),
-        "data": 0.0 if device.is_cpu else candidate.micro_batch * many * sample_bytes / HOST_LINK,
-        "rest": device.step * tensors + device.loop,
+        "compute": compute * micro_batches,
+        "tensor": exposed.tensor,
+        "context": exposed.context,
+        "expert": exposed.expert,
+        "shard": exposed.shard,
+        "replicate": exposed.replicate,
+        "pipeline_send": exposed.pipeline_send,
+        "contention": exposed.hidden * device.contention,
+        "bubble": _bubble_micro_batches(candidate) * micro_batch_seconds,
+        "optimizer": _optimizer_seconds(case, clips),
+        "data": data_seconds,
+        "rest": device.step * parameter_tensors + device.loop,
     }
-    seconds["scale"] = sum(seconds.values()) * device.scale * max(0.0, math.log2(case.machine.world / TOGETHER))
-    flops = sum(part.flops * part.count for part in case.parts) * dims.tp * many * dims.dp_cp
-    return seconds, flops
+    doublings = max(0.0, math.log2(machine.world / GPUS_WITHOUT_STRAGGLERS))
+    seconds["scale"] = sum(seconds.values()) * device.scale * doublings
+    model_flops = sum(part.flops * part.count for part in case.parts)
+    return seconds, model_flops * dims.tp * micro_batches * dims.dp_cp
 
 
-def _tensor(case: Case, exposed: Exposed) -> None:
-    tp, link = case.candidate.dims.tp, case.machine.links
+def _add_tensor(case: Case, exposed: Exposed) -> None:
+    """The collectives of tensor parallelism, less what products hide with parallel.async_tp."""
+    candidate = case.candidate
+    tp = candidate.dims.tp
+    links = case.machine.links
     if tp == 1:
         return
-    sent = sum(part.sent * n for part, n in zip(case.parts, case.counts))
-    calls = sum(part.calls * n for part, n in zip(case.parts, case.counts))
-    hops = (tp - 1) * (link.hop_across if tp > link.per_node else link.hop_within)
-    seconds = link.gather(sent * tp / (tp - 1), tp, 1) + max(calls - 1, 0) * hops
+    sent = case.sum_of_parts([part.tp_bytes for part in case.parts])
+    collectives = case.sum_of_parts([part.tp_collectives for part in case.parts])
+    hop_seconds = links.hop_across if tp > links.per_node else links.hop_within
+    # The route of `gather` counts the hops of one collective already.
+    seconds = links.gather(sent * tp / (tp - 1), tp, 1) + max(collectives - 1, 0) * (
+        (tp - 1) * hop_seconds
+    )
     hidden = 0.0
-    if case.options.async_tp and case.candidate.schedule not in SPLIT and sent:
-        each = seconds / sent * case.machine.device.async_tp
-        beside = (min(each * part.sent, BESIDE * part.multiplying) for part in case.parts)
-        hidden = sum(one * n for one, n in zip(beside, case.counts))
-    exposed["tensor"] += (seconds - hidden) * case.candidate.micro_batches
+    if case.options.async_tp and candidate.schedule not in SPLIT and sent:
+        seconds_per_byte = seconds / sent * case.machine.device.async_tp
+        hidden = case.sum_of_parts(
+            [
+                min(
+                    seconds_per_byte * part.tp_bytes,
+                    OVERLAPPABLE_SHARE * part.overlappable_seconds,
+                )
+                for part in case.parts
+            ]
+        )
+    exposed.tensor += (seconds - hidden) * candidate.micro_batches
 
 
-def _context(case: Case, exposed: Exposed) -> None:
-    """What attention across workers sends; a ring's hides behind attending."""
-    dims, link, method = case.candidate.dims, case.machine.links, METHODS[case.context]
-    if dims.cp == 1:
+def _add_context(case: Case, exposed: Exposed) -> None:
+    """What attention over a split sequence sends; a ring's messages hide behind attention."""
+    candidate = case.candidate
+    cp = candidate.dims.cp
+    method = METHODS[case.context_method]
+    if cp == 1:
         return
     for part, count in zip(case.parts, case.counts):
-        sent = method.sent_bytes(queries=part.queries, keys=part.keys, cp=dims.cp, itemsize=case.work.itemsize)
-        for bytes_, times, attending in zip(sent, (part.exchanges, 1.0), part.attending):
-            seconds = link.gather(bytes_ * dims.cp / (dims.cp - 1), dims.cp, dims.tp)
-            left = max(0.0, seconds - attending) if method.hides_sending else seconds
-            exposed["context"] += left * times * count * case.candidate.micro_batches
-            exposed["hidden"] += (seconds - left) * times * count * case.candidate.micro_batches
+        sent = method.sent_bytes(
+            queries=part.query_numel,
+            keys=part.key_value_numel,
+            cp=cp,
+            itemsize=case.work.itemsize,
+        )
+        times_of_phase = (part.attention_forwards, 1.0)
+        for bytes_sent, times, attention_seconds in zip(
+            sent, times_of_phase, part.attention_seconds
+        ):
+            seconds = case.machine.links.gather(bytes_sent * cp / (cp - 1), cp, candidate.dims.tp)
+            left = max(0.0, seconds - attention_seconds) if method.hides_sending else seconds
+            exposed.context += left * times * count * candidate.micro_batches
+            exposed.hidden += (seconds - left) * times * count * candidate.micro_batches
 
 
-def _unit(case: Case, part: PartCost, unit: UnitSize, count: int, exposed: Exposed) -> None:
-    """A sharded part: of each of its collectives what takes longer than the computing beside it."""
-    device, many = case.machine.device, case.candidate.micro_batches
-    host = device.unit_operations * device.operation
-    found = case.candidate.strategy.collectives(unit, case.step)
-    for phase, computing, launch in (
-        ("forward", part.forward, part.launch_forward),
-        ("backward", part.backward, part.launch_backward),
+def _add_sharded_unit(
+    case: Case, part: PartCost, *, unit: UnitSize, count: int, exposed: Exposed
+) -> None:
+    """The collectives of a sharded part, as far as they take longer than its computation."""
+    device = case.machine.device
+    micro_batches = case.candidate.micro_batches
+    host_seconds = device.unit_operations * device.operation
+    collectives = case.candidate.strategy.collectives(unit, case.step)
+    for phase, compute_seconds, launch_seconds in (
+        ("forward", part.forward_seconds, part.launch_forward_seconds),
+        ("backward", part.backward_seconds, part.launch_backward_seconds),
     ):
-        own = [c for c in found if c.phase == phase and c.times]
-        room = computing * device.hidden if part.is_block else 0.0
-        if own and part.is_block:  # what the host does for it, where launching is what a block waits for
-            exposed["shard"] += min(max(launch + host - computing, 0.0), host) * many * count
-        before = 0
-        for times in sorted({c.times for c in own}):  # with some micro-batches all of them go, with others a few
-            total = sum(_seconds(case, c) for c in own if c.times >= times)
-            exposed["shard"] += max(total - room, 0.0) * (times - before) * count
-            exposed["hidden"] += min(total, room) * (times - before) * count
-            before = times
+        of_phase = [each for each in collectives if each.phase == phase and each.times]
+        hiding_seconds = compute_seconds * device.hidden if part.is_block else 0.0
+        if of_phase and part.is_block:  # the host's work for it, while the block waits for launches
+            late_seconds = max(launch_seconds + host_seconds - compute_seconds, 0.0)
+            exposed.shard += min(late_seconds, host_seconds) * micro_batches * count
+        # With some micro-batches all of the collectives run, with others a few of them only.
+        previous_times = 0
+        for times in sorted({each.times for each in of_phase}):
+            together = sum(
+                _collective_seconds(case, each) for each in of_phase if each.times >= times
+            )
+            repeats = times - previous_times
+            exposed.shard += max(together - hiding_seconds, 0.0) * repeats * count
+            exposed.hidden += min(together, hiding_seconds) * repeats * count
+            previous_times = times
 
 
-def _seconds(case: Case, collective: Collective) -> float:
-    """Of one such collective."""
-    dims, link = case.candidate.held, case.machine.links
+def _collective_seconds(case: Case, collective: Collective) -> float:
+    """One collective over data-parallel workers."""
+    dims = case.candidate.parameter_dims
+    links = case.machine.links
     ways = getattr(dims, collective.over)
     stride = dims.tp * (dims.dp_shard if collective.over == "dp_replicate" else 1)
-    take = link.reduce if collective.name == "all_reduce" else link.gather
-    return take(collective.bytes, ways, stride)
+    if collective.name == "all_reduce":
+        return links.reduce(collective.bytes, ways, stride)
+    return links.gather(collective.bytes, ways, stride)
 
 
-def _average(case: Case, exposed: Exposed) -> None:
-    """All parts' gradients in buckets, behind the last backward."""
-    dims, link, device = case.candidate.held, case.machine.links, case.machine.device
+def _add_gradient_average(case: Case, exposed: Exposed) -> None:
+    """The all-reduce of all gradients in buckets, behind the last backward."""
+    dims = case.candidate.parameter_dims
+    links = case.machine.links
     size = sum(
-        float(collective.bytes) * n
-        for unit, n in zip(case.units, case.counts)
+        float(collective.bytes) * count
+        for unit, count in zip(case.units, case.counts)
         for collective in case.candidate.strategy.collectives(unit, case.step)
         if collective.over == "dp_replicate"
     )
-    bucket = min(size, case.options.bucket_mb * 2**20)
-    backward = sum(part.backward * n for part, n in zip(case.parts, case.counts))
-    seconds, last = (link.reduce(each, dims.dp_replicate, dims.tp) for each in (size, bucket))
-    left = min(seconds, max(seconds - device.hidden * backward, last))
-    exposed["hidden"] += seconds - left
-    exposed["replicate"] += left
+    last_bucket = min(size, case.options.bucket_mb * 2**20)
+    seconds = links.reduce(size, dims.dp_replicate, dims.tp)
+    last_bucket_seconds = links.reduce(last_bucket, dims.dp_replicate, dims.tp)
+    backward_seconds = case.sum_of_parts([part.backward_seconds for part in case.parts])
+    not_hidden = seconds - case.machine.device.hidden * backward_seconds
+    left = min(seconds, max(not_hidden, last_bucket_seconds))
+    exposed.hidden += seconds - left
+    exposed.replicate += left
 
 
-def _sends(case: Case, of_each: float, exposed: Exposed) -> None:
-    """An activation on and a gradient back for each chunk. While the pipeline fills and drains every hop is waited for;
-    between, a send has the time in which its stage computes another micro-batch or chunk.
+def _add_stage_sends(case: Case, micro_batch_seconds: float, exposed: Exposed) -> None:
+    """An activation to the next stage and a gradient back, for each chunk.
 
-    of_each: seconds of a micro-batch on a stage."""
-    candidate, link = case.candidate, case.machine.links
-    if candidate.dims.pp > 1:
-        stride = candidate.dims.dp_cp * candidate.dims.tp
-        seconds = link.send(max(part.crossing for part in case.parts), stride)
-        room = case.machine.device.hidden * of_each / candidate.chunks / 2
-        steady = candidate.micro_batches * candidate.chunks * max(0.0, seconds - room)
-        exposed["pipeline_send"] += 2 * (seconds * (candidate.dims.pp - 1) + steady)
+    While the pipeline fills and drains every hop is waited for. In between, a send has the time in
+    which its stage computes another micro-batch or chunk.
+
+    Args:
+        case: The layout.
+        micro_batch_seconds: Of a micro-batch on a stage.
+        exposed: Is added to.
+    """
+    candidate = case.candidate
+    dims = candidate.dims
+    if dims.pp == 1:
+        return
+    sent_bytes = max(part.stage_input_bytes for part in case.parts)
+    seconds = case.machine.links.send(sent_bytes, dims.dp_cp * dims.tp)
+    hiding_seconds = case.machine.device.hidden * micro_batch_seconds / candidate.chunks / 2
+    steady_seconds = candidate.micro_batches * candidate.chunks * max(0.0, seconds - hiding_seconds)
+    exposed.pipeline_send += 2 * (seconds * (dims.pp - 1) + steady_seconds)
 
 
-def _bubbles(candidate: Candidate) -> float:
-    """Micro-batch times (forward and backward) that a stage waits for in one step."""
-    if candidate.dims.pp == 1:
+def _bubble_micro_batches(candidate: Candidate) -> float:
+    """The pipeline's bubble, in times of forward and backward of one micro-batch."""
+    pp = candidate.dims.pp
+    if pp == 1:
         return 0.0
-    many = candidate.micro_batches
+    micro_batches = candidate.micro_batches
     share = bubble_by_formula(
-        candidate.schedule, stages=candidate.dims.pp, micro_batches=many, chunks=candidate.chunks, times=THIRD
+        candidate.schedule,
+        stages=pp,
+        micro_batches=micro_batches,
+        chunks=candidate.chunks,
+        times=EQUAL_THIRDS,
     )
-    return share * many / (1 - share)
+    return share * micro_batches / (1 - share)
 
 
-def _optimizer(case: Case, clips: bool) -> float:
-    """Reads parameter, gradient and state, writes parameter and state, all float32; clipping adds an all-reduce."""
-    candidate, device, machine = case.candidate, case.machine.device, case.machine
-    sharded = candidate.strategy.is_sharded
-    held = sum((u.sharded_gradients if sharded else u.gradients) * n for u, n in zip(case.units, case.counts))
-    moved = held * (3 + 2 * STATES.get(case.step.optimizer, 2) + clips)
-    norm = case.machine.links.reduce(4.0, machine.world, 1) if clips else 0.0
+def _optimizer_seconds(case: Case, clips: bool) -> float:
+    """Reading parameters, gradients and state and writing parameters and state, all in float32.
+
+    Clipping adds an all-reduce.
+    """
+    candidate = case.candidate
+    device = case.machine.device
+    if candidate.strategy.is_sharded:
+        gradient_bytes = case.sum_of_parts([unit.sharded_gradients for unit in case.units])
+    else:
+        gradient_bytes = case.sum_of_parts([unit.gradients for unit in case.units])
+    moved_bytes = gradient_bytes * (3 + 2 * STATES.get(case.step.optimizer, 2) + clips)
+    norm_seconds = case.machine.links.reduce(4.0, case.machine.world, 1) if clips else 0.0
     if candidate.offload:  # over PCIe: the shards up for each gathering, the gradients down
-        return moved / HOST_MEMORY + norm + (1 + 2 * candidate.micro_batches) * held / HOST_LINK
-    return moved / device.bandwidth + norm
+        transfers = 1 + 2 * candidate.micro_batches
+        return moved_bytes / HOST_MEMORY + norm_seconds + transfers * gradient_bytes / HOST_LINK
+    return moved_bytes / device.bandwidth + norm_seconds

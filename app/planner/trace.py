@@ -1,19 +1,23 @@
-"""Watches one forward and backward of a model and writes down what each part of it costs.
+"""Traces one forward and backward of a model and records what each part of it costs.
 
-Under fake tensors nothing is computed and nothing allocated: a 70-billion-parameter model is watched on a laptop. The
-same watcher works on real tensors, for models whose code looks at values (read.py falls back to that).
+Under fake tensors nothing is computed and nothing allocated, so that a model of 70 billion
+parameters is traced on a laptop. The same recorder works on real tensors, for models whose code
+looks at values (read.py falls back to that).
 
-A *part* is what is before the first block, each kind of block, and what is after the last one. Blocks that are alike
-(class, parameter shapes, inputs) are watched once; the others pass shapes through.
+A *part* is what comes before the first block, each kind of block, and what comes after the last
+one. Of equal blocks (same class, parameter shapes and inputs) the first is traced; the others pass
+on tensors of the right shapes.
 
-Fused operations are watched as GPUs have them (fused.py).
+Fused operations are recorded as GPUs have them (fused.py).
 """
+
+from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from app.data.loader import map_tensors, tensors
 from app.planner.fused import Fused
-from app.planner.fusion import Fusion
+from app.planner.fusion import Fusion, Place
 from strategies.activation_checkpointing import is_kept
 from strategies.pipeline.p2p import sent_dtype
 from strategies.tensor.loss import VocabularyLogits
@@ -32,192 +36,294 @@ from strategies.tree import tree_map
 
 BEFORE, AFTER = "before", "after"
 INDEXED = {"gather", "scatter_add", "scatter_add_", "nll_loss_forward"}
-"""Operations that touch a few places of their largest tensor: its other tensors are what they move."""
+"""Operations that touch a few places of their largest tensor and move the bytes of the others."""
 BATCHED = {"bmm", "baddbmm"}
-FREE = {"detach", "alias", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
-Product = tuple[float, float, float, float]
-"""m, n, k, number in a batch: 2·m·n·k·number FLOPs."""
+FREE = {
+    "detach",
+    "alias",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "lift_fresh",
+}
+"""Operations that move no bytes."""
+
+
+class Product(NamedTuple):
+    """Matrix products of one operation: 2·m·n·k·batch FLOPs."""
+
+    m: float
+    n: float
+    k: float
+    batch: float
 
 
 @dataclass
 class PartTrace:
-    """One part's costs for the batch that was traced.
+    """The costs of one part for the batch that was traced.
 
-    values, in bytes unless said otherwise:
-        moved_forward, moved_backward            read and written by all that is not a product
-        operations_forward, …_backward           how many are launched
-        misaligned_forward, …_backward           FLOPs of batched products of misaligned rows
-        attention_forward, …_backward            FLOPs of fused attention
-        attending_forward, …_backward            the same, weighed by how far kernels are from their best (fused.py)
-        fused_moved_…, fused_operations_…        of `moved` and `operations`, what is left where a compiler fuses
-        queries, keys                            numbers of its queries, of its keys and values
-        saved                                    distinct storages kept for backward, parameters excluded
-        fusible                                  of `saved`, what compiled kernels compute again on their way
-        copies                                   of `saved`, parameters in the type of products (autocast)
-        kept                                     results that `selective` checkpointing keeps
-        boundary, crossing                       what flows into a block; the same as a pipeline sends it
-        forward_extra, extra                     alive at the worst moment of forward, of backward, beyond what is saved
-        sent, calls                              by one tensor-parallel worker: bytes, and number of collectives
-        sent_forward, calls_forward              of these, in forward
-        again                                    that a recomputed block has besides `saved`: it gathers no input again
+    Args:
+        values: By name, in bytes unless noted otherwise:
+
+            moved_forward, moved_backward        read and written by what is not a product
+            operations_forward, …_backward       how many operations are launched
+            misaligned_forward, …_backward       FLOPs of batched products of misaligned rows
+            attention_forward, …_backward        FLOPs of fused attention
+            weighted_attention_forward, …        the same, times how far the kernels are from their
+                                                 best (fused.py)
+            fused_moved_…, fused_operations_…    `moved` and `operations` if a compiler fuses them
+            queries, keys                        numbers in queries, and in keys and values
+            saved                                storages kept for backward, without parameters
+            fusible                              of `saved`, what compiled kernels recompute
+            copies                               of `saved`, parameters in the type of products
+            kept                                 results that `selective` checkpointing keeps
+            boundary                             the input of a block
+            crossing                             the same, as a pipeline sends it
+            forward_extra, extra                 alive at the worst moment of forward, of backward,
+                                                 beyond what is saved
+            sent, collectives                    by one tensor-parallel worker: bytes, and how many
+                                                 collectives send them
+            sent_forward, collectives_forward    of these, in forward
+            regathered                           what a recomputed block has besides `saved`, as it
+                                                 does not gather its input again
+        products: The matrix products of forward and of backward.
     """
 
     values: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    products: dict[str, list[Product]] = field(default_factory=lambda: {"forward": [], "backward": []})
+    products: dict[str, list[Product]] = field(
+        default_factory=lambda: {"forward": [], "backward": []}
+    )
 
 
 @dataclass
 class Trace:
+    """What a model costs for one batch.
+
+    Args:
+        parts: By name; the kinds of blocks are called block0, block1 and so on.
+        order: The part of each block, in the order of their calls.
+    """
+
     parts: dict[str, PartTrace]
-    order: list[str]  # the part of each block, in the order they were called
+    order: list[str]
 
 
-class Watcher(OperationMode):
-    """Counts what passes by, for the part and phase that are current."""
+class CostRecorder(OperationMode):
+    """Records the costs of each operation under the current part and phase.
+
+    Args:
+        module: The model, whose parameters and buffers are not counted as activations.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.parts: dict[str, PartTrace] = defaultdict(PartTrace)
-        self.part, self.phase = BEFORE, "forward"
-        self.parameters = {id(p.untyped_storage()) for p in [*module.parameters(), *module.buffers()]}
-        self.sizes: dict[int, float] = {}  # of the storages that are alive
-        self.live = 0.0  # their sum
-        self.saved: set[int] = set()
-        self.fusible: dict[int, str] = {}
-        """Of storages that element-wise operations, norms and casts have written, the part that did, whose compiled
-        backward has them again. What another part saves of them, it saves."""
-        self.casts: dict[tuple[int, torch.dtype], int] = {}
-        """Of a storage in another type, the first that was made in this forward of a part."""
-        self.doubles: set[int] = set()
-        """Storages of further casts of the same to the same, which a compiler does not make."""
-        self.smaller: dict[int, tuple[str, float]] = {}
-        """Of a sum's storage the part that made it, whose compiled backward has it again, and the bytes that it keeps
-        for that, its smallest term's."""
-        self.copies: set[int] = set()
+        self.part = BEFORE
+        self.phase = "forward"
+        # Storages are identified by id() as long as they are alive.
+        state = [*module.parameters(), *module.buffers()]
+        self._parameters = {_storage_id(tensor) for tensor in state}
+        self._alive: dict[int, float] = {}  # bytes of the other storages that are alive
+        self._alive_bytes = 0.0
+        self._saved: set[int] = set()
+        self._recomputable: dict[int, str] = {}
+        """Storages that element-wise operations, norms and casts wrote, with their part.
+
+        The compiled backward of that part computes them again. Another part has to save them.
+        """
+        self._casts: dict[tuple[int, torch.dtype], int] = {}
+        """The first copy of a storage in another type that was made in this part's forward."""
+        self._repeated_casts: set[int] = set()
+        """Further copies of the same storage in the same type, which a compiler does not make."""
+        self._sums: dict[int, tuple[str, float]] = {}
+        """For the storage of a sum, its part and the bytes of its smallest term.
+
+        The compiled backward of that part computes the sum again and keeps only that term for it.
+        """
+        self._parameter_copies: set[int] = set()
         """Storages of parameters in another type."""
-        self.entered: list[weakref.ref[Tensor]] = []
-        self.fusion = Fusion(self.count, self.parameters)
+        self._part_borders: list[weakref.ref[Tensor]] = []
+        self._fusion = Fusion(self.count, self._parameters)
 
     def count(self, name: str, value: float) -> None:
+        """Add to a value of the current part."""
         self.parts[self.part].values[name] += value
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, packet = kwargs or {}, func.overloadpacket
-        if packet is torch.ops.prim.device:  # three of four operations under fake tensors only ask where a tensor is
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        # Under fake tensors three of four operations only ask for the device of a tensor.
+        if packet is torch.ops.prim.device:
             return func(*args, **kwargs)
-        name, out = packet.__name__, func(*args, **kwargs)
-        outputs = tensors(out)
-        given = {key: value for key, value in kwargs.items() if key != "out"}
-        inputs = tensors((args, given))
-        fresh = [t for t in outputs if self._allocate(t)]
+        name = packet.__name__
+        result = func(*args, **kwargs)
+        outputs = tensors(result)
+        inputs = tensors((args, {key: value for key, value in kwargs.items() if key != "out"}))
+        new = [tensor for tensor in outputs if self._allocate(tensor)]
         if packet in flop_registry:
-            flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
-            like = inputs[0] if name == "convolution_backward" else outputs[0]
-            self.parts[self.part].products[self.phase].append(_product(like, name, flops))
-            self.read_whole(inputs)
-            self.fusion.product(self._place, inputs, outputs)
-            if name in BATCHED and not all(map(_aligned, [*inputs, *outputs])):
-                self.count(f"misaligned_{self.phase}", flops)
-            self.count(f"operations_{self.phase}", 1)
-        elif name not in FREE and (fresh or name.endswith("_") or "out" in kwargs):
-            self.count(f"moved_{self.phase}", _moved(name, [*inputs, *outputs]))
-            self.count(f"operations_{self.phase}", 1)
-            self.fusion.elementwise(self._place, name, inputs, outputs, free=name in INDEXED)
+            flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
+            self._record_product(name, flops, inputs=inputs, outputs=outputs)
+        elif name not in FREE and (new or name.endswith("_") or "out" in kwargs):
+            self._record_elementwise(name, inputs=inputs, outputs=outputs)
             if _is_sum(name, inputs):
-                smallest = float(min(term.nbytes for term in inputs))
-                self.smaller |= {id(tensor.untyped_storage()): (self.part, smallest) for tensor in fresh}
+                smallest_term = float(min(term.nbytes for term in inputs))
+                for tensor in new:
+                    self._sums[_storage_id(tensor)] = (self.part, smallest_term)
             elif not is_kept(func):
-                self.fusible |= {id(t.untyped_storage()): self.part for t in fresh}
+                for tensor in new:
+                    self._recomputable[_storage_id(tensor)] = self.part
         if name == "_to_copy":
-            self._cast(inputs[0], fresh)
+            self._record_cast(inputs[0], new)
         if self.phase == "forward" and is_kept(func):
-            self.count("kept", sum(t.nbytes for t in fresh))
-        return out
+            self.count("kept", sum(tensor.nbytes for tensor in new))
+        return result
 
-    def _cast(self, source: Tensor, fresh: list[Tensor]) -> None:
-        """Notes a copy in another type: whether it is a parameter's, and whether there is one already."""
-        key = id(source.untyped_storage())
-        for tensor in fresh:
-            copy = id(tensor.untyped_storage())
-            if key in self.parameters:
-                self.copies.add(copy)
-            elif self.casts.setdefault((key, tensor.dtype), copy) != copy and tensor.numel() == source.numel():
-                self.doubles.add(copy)
+    def _record_product(
+        self, name: str, flops: float, *, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
+        like = inputs[0] if name == "convolution_backward" else outputs[0]
+        self.parts[self.part].products[self.phase].append(_product(like, name, flops))
+        self.record_reads(inputs)
+        self._fusion.product(self._place, inputs, outputs)
+        if name in BATCHED and not all(_is_aligned(matrix) for matrix in [*inputs, *outputs]):
+            self.count(f"misaligned_{self.phase}", flops)
+        self.count(f"operations_{self.phase}", 1)
+
+    def _record_elementwise(
+        self, name: str, *, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> None:
+        self.count(f"moved_{self.phase}", _moved_bytes(name, [*inputs, *outputs]))
+        self.count(f"operations_{self.phase}", 1)
+        self._fusion.elementwise(
+            self._place,
+            name,
+            inputs=inputs,
+            outputs=outputs,
+            skips_largest=name in INDEXED,
+        )
+
+    def _record_cast(self, source: Tensor, copies: list[Tensor]) -> None:
+        """Note whether a copy in another type is a parameter's, or one that exists already."""
+        key = _storage_id(source)
+        for copy in copies:
+            copy_key = _storage_id(copy)
+            if key in self._parameters:
+                self._parameter_copies.add(copy_key)
+                continue
+            first_copy = self._casts.setdefault((key, copy.dtype), copy_key)
+            if first_copy != copy_key and copy.numel() == source.numel():
+                self._repeated_casts.add(copy_key)
 
     @property
-    def _place(self) -> tuple[str, str]:
+    def _place(self) -> Place:
         return self.part, self.phase
 
-    def attended(self, flops: float, weight: float, kept: float, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Counts an attention that `Fused` has seen.
+    def record_attention(
+        self,
+        *,
+        flops: float,
+        weight: float,
+        kept_bytes: float,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+    ) -> None:
+        """Record an attention that `Fused` has replaced.
 
         Args:
             flops: Of its products.
-            weight: How many times as long as the kernel's best these take.
-            kept: Bytes of its results.
+            weight: How many times as long as the kernel at its best these take.
+            kept_bytes: Bytes of its results.
             inputs: What it reads.
             outputs: What it writes.
         """
         self.count(f"attention_{self.phase}", flops)
-        self.count(f"attending_{self.phase}", flops * weight)
+        self.count(f"weighted_attention_{self.phase}", flops * weight)
         self.count(f"operations_{self.phase}", 1)
-        self.fusion.product(self._place, inputs, outputs)
-        self.count("kept", kept if self.phase == "forward" else 0.0)
+        self._fusion.product(self._place, inputs, outputs)
+        if self.phase == "forward":
+            self.count("kept", kept_bytes)
 
-    def read_whole(self, given: list[Tensor]) -> None:
-        """Told of what a product or an attention reads, whose backward does too: no kernel computes that on the way."""
-        for tensor in given:
+    def record_reads(self, inputs: list[Tensor]) -> None:
+        """Record what a product or an attention reads.
+
+        Its backward reads it too, from memory, so that no kernel computes it again on the way.
+        """
+        for tensor in inputs:
             storage = tensor.untyped_storage()
-            if id(storage) in self.fusible and id(storage) not in self.doubles:
-                computed = self.fusible.pop(id(storage)) == self.part and id(storage) in self.saved
-                self.count("fusible", -float(storage.nbytes()) * computed)
+            key = id(storage)
+            if key not in self._recomputable or key in self._repeated_casts:
+                continue
+            part = self._recomputable.pop(key)
+            if part == self.part and key in self._saved:
+                self.count("fusible", -float(storage.nbytes()))
 
     def _allocate(self, tensor: Tensor) -> bool:
-        """Whether the tensor's storage is new; then it is alive until nothing refers to it."""
-        if isinstance(tensor, VocabularyLogits) or tensor.is_meta:  # it, and the whole logits that it stands for
+        """Whether the tensor's storage is new. It is alive until nothing refers to it."""
+        # Split logits, and the whole logits for which they stand, have no storage of their own.
+        if isinstance(tensor, VocabularyLogits) or tensor.is_meta:
             return False
         storage = tensor.untyped_storage()
         key = id(storage)
-        if key in self.sizes or key in self.parameters:
+        if key in self._alive or key in self._parameters:
             return False
-        self.sizes[key] = float(storage.nbytes())
-        self.live += self.sizes[key]
-        values, peak = self.parts[self.part].values, "forward_extra" if self.phase == "forward" else "extra"
-        values[peak] = max(values[peak], self.live)
+        self._alive[key] = float(storage.nbytes())
+        self._alive_bytes += self._alive[key]
+        values = self.parts[self.part].values
+        peak = "forward_extra" if self.phase == "forward" else "extra"
+        values[peak] = max(values[peak], self._alive_bytes)
         weakref.finalize(storage, self._free, key)
         return True
 
     def _free(self, key: int) -> None:
-        self.live -= self.sizes.pop(key, 0.0)
-        for known in (self.saved, self.copies, self.doubles):
-            known.discard(key)
-        for by_storage in (self.fusible, self.smaller):
-            by_storage.pop(key, None)
-        for cast in [cast for cast, copy in self.casts.items() if key in (cast[0], copy)]:
-            del self.casts[cast]
-        self.fusion.forget(key)
+        self._alive_bytes -= self._alive.pop(key, 0.0)
+        for storages in (self._saved, self._parameter_copies, self._repeated_casts):
+            storages.discard(key)
+        self._recomputable.pop(key, None)
+        self._sums.pop(key, None)
+        gone = [cast for cast, copy in self._casts.items() if key in (cast[0], copy)]
+        for cast in gone:
+            del self._casts[cast]
+        self._fusion.forget(key)
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """Told by autograd of each tensor that it saves."""
-        key = id(tensor.untyped_storage())
-        if key not in self.parameters and key not in self.saved:
-            self.saved.add(key)
-            is_computed_again = self.fusible.get(key) == self.part
-            if not is_computed_again:
-                self.fusion.save(self._place, key)
-            self.count("saved", float(tensor.untyped_storage().nbytes()))
-            size = float(tensor.untyped_storage().nbytes())
-            part, smallest = self.smaller.get(key, ("", size))
-            self.count("fusible", size if is_computed_again else (size - smallest) * (part == self.part))
-            self.count("copies", float(tensor.untyped_storage().nbytes()) * (key in self.copies))
+        """Record a tensor that autograd saves; for saved_tensors_hooks."""
+        key = _storage_id(tensor)
+        if key in self._parameters or key in self._saved:
+            return tensor
+        self._saved.add(key)
+        size = float(tensor.untyped_storage().nbytes())
+        self.count("saved", size)
+        if key in self._parameter_copies:
+            self.count("copies", size)
+        if self._recomputable.get(key) == self.part:
+            self.count("fusible", size)
+            return tensor
+        self._fusion.save(self._place, key)
+        part, smallest_term = self._sums.get(key, ("", size))
+        if part == self.part:
+            self.count("fusible", size - smallest_term)
         return tensor
 
     def enter_with_gradient(self, tensor: Tensor, part: str) -> None:
-        """From the moment that the gradient of `tensor` is there, backward is in `part`; as it was first told: what one
-        block gives another, or passes by, is the one's."""
-        if tensor.requires_grad and not any(other() is tensor for other in self.entered):
-            self.entered.append(weakref.ref(tensor))
-            tensor.register_hook(lambda _: setattr(self, "part", part))
+        """Let backward enter a part at the moment when it has the gradient of a tensor.
+
+        The first part that is named for a tensor counts: what a block passes to the next block
+        belongs to the block that made it.
+        """
+        if not tensor.requires_grad:
+            return
+        if any(border() is tensor for border in self._part_borders):
+            return
+        self._part_borders.append(weakref.ref(tensor))
+
+        def enter(_: Tensor) -> None:
+            self.part = part
+
+        tensor.register_hook(enter)
 
 
 def watch(
@@ -226,63 +332,93 @@ def watch(
     loss: Callable[[nn.Module], Tensor],
     peers: ShapePeers | None = None,
 ) -> Trace:
-    """Runs `loss(module)` and its backward once and tells the parts' costs; works on fake and on real tensors.
+    """Run a forward and a backward once and record what the parts cost.
 
-    The module is changed: it is of no use afterwards."""
-    watcher, order = Watcher(module), list[str]()
+    It works on fake and on real tensors.
+
+    Args:
+        module: The model. It is changed, and of no use afterwards.
+        blocks: The names of its repeating blocks.
+        loss: Computes the loss of the model that it is called with.
+        peers: Of a model that is split by tensor parallelism, what counts its collectives.
+    """
+    recorder = CostRecorder(module)
+    order: list[str] = []
     for parameter in module.parameters():
         if parameter.requires_grad:  # gradients are counted by the strategies' cost functions
-            parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
     if peers is not None:
-        peers.current_part = lambda: watcher.part
-    templates: dict[Any, Any] = {}
-    for block in dict.fromkeys(map(module.get_submodule, blocks)):
-        block.forward = _watched(block, block.forward, watcher, order, templates)
-    with watcher, Fused(watcher):
-        with saved_tensors_hooks(watcher.pack, lambda t: t):
+        peers.current_part = lambda: recorder.part
+    traced_blocks: dict[Hashable, _TracedBlock] = {}
+    for block in dict.fromkeys(module.get_submodule(name) for name in blocks):
+        block.forward = _traced_forward(block, recorder, order, traced_blocks)
+    with recorder, Fused(recorder):
+        with saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
             value = loss(module)
-        sent, calls = (dict(peers.sent_bytes), dict(peers.calls)) if peers is not None else ({}, {})
-        watcher.phase, watcher.part = "backward", AFTER if order else BEFORE
-        # of a tensor, backward would be taken by Fused, and run without it
+        sent_forward = dict(peers.sent_bytes) if peers is not None else {}
+        collectives_forward = dict(peers.calls) if peers is not None else {}
+        recorder.phase = "backward"
+        recorder.part = AFTER if order else BEFORE
+        # Called with a tensor, `backward` would be dispatched to Fused and run outside of it.
         torch.autograd.backward(get_gradient_edge(value), torch.ones_like(value))
-    for name, part in watcher.parts.items() if peers is not None else ():
-        found = {"sent": peers.sent_bytes, "calls": peers.calls, "again": peers.regathered_bytes}  # type: ignore[union-attr]
-        found |= {"sent_forward": sent, "calls_forward": calls}
-        part.values |= {key: by_part.get(name, 0.0) for key, by_part in found.items()}
-    return Trace(_beyond_saved(watcher.parts, order), order)
+    if peers is not None:
+        for name, part in recorder.parts.items():
+            part.values["sent"] = peers.sent_bytes.get(name, 0.0)
+            part.values["collectives"] = peers.calls.get(name, 0.0)
+            part.values["regathered"] = peers.regathered_bytes.get(name, 0.0)
+            part.values["sent_forward"] = sent_forward.get(name, 0.0)
+            part.values["collectives_forward"] = collectives_forward.get(name, 0.0)
+    return Trace(_without_saved(recorder.parts, order), order)
 
 
-def _beyond_saved(parts: dict[str, PartTrace], order: list[str]) -> dict[str, PartTrace]:
-    """Makes peaks those beyond what the parts up to this one have saved; of the traced (unlike) blocks only."""
-    found, held = {}, 0.0
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _without_saved(parts: dict[str, PartTrace], order: list[str]) -> dict[str, PartTrace]:
+    """The parts in order, with peaks less what the traced parts up to each of them have saved."""
+    ordered = {}
+    saved_bytes = 0.0
     for name in (BEFORE, *dict.fromkeys(order), AFTER):
-        if name in parts:
-            found[name], values = parts[name], parts[name].values
-            values["forward_extra"] = max(0.0, values["forward_extra"] - held)
-            held += values["saved"]
-            values["extra"] = max(0.0, values["extra"] - held)
-    return found
+        if name not in parts:
+            continue
+        values = parts[name].values
+        values["forward_extra"] = max(0.0, values["forward_extra"] - saved_bytes)
+        saved_bytes += values["saved"]
+        values["extra"] = max(0.0, values["extra"] - saved_bytes)
+        ordered[name] = parts[name]
+    return ordered
 
 
-def alike(block: nn.Module) -> Any:
-    """What blocks have in common that cost the same, given like inputs."""
-    return type(block), tuple((tuple(p.shape), p.requires_grad) for p in block.parameters())
+def block_signature(block: nn.Module) -> Hashable:
+    """What blocks have in common that cost the same for equal inputs."""
+    parameters = tuple((tuple(p.shape), p.requires_grad) for p in block.parameters())
+    return type(block), parameters
 
 
 @dataclass(frozen=True)
-class _Like:
-    """Instead of a tensor, what it is like."""
+class _TensorLike:
+    """The shape and type of a tensor, in place of it."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class _TracedBlock:
+    """A block that was traced: its part, and its output with a _TensorLike for each tensor."""
+
+    part: str
+    output: Any
+
+
 class _Skip(torch.autograd.Function):
-    """Stands for a block that was watched before: what is like its output, connected to its input."""
+    """Stands for a block that equals a traced one: an output of the right shape."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, like: _Like) -> Tensor:
-        ctx.shape, ctx.dtype = x.shape, x.dtype
+    def forward(ctx: Any, x: Tensor, like: _TensorLike) -> Tensor:
+        ctx.shape = x.shape
+        ctx.dtype = x.dtype
         return x.new_empty(like.shape, dtype=like.dtype)
 
     @staticmethod
@@ -290,70 +426,116 @@ class _Skip(torch.autograd.Function):
         return gradient.new_empty(ctx.shape, dtype=ctx.dtype), None
 
 
-def _skipped(flowing: Tensor, leaf: Any) -> Any:
-    """One value that a block gives which was watched before: its input itself where that is like it."""
-    if not isinstance(leaf, _Like):
+def _skipped(block_input: Tensor, leaf: Any) -> Any:
+    """A value of the output of a skipped block: the input itself if that is like it."""
+    if not isinstance(leaf, _TensorLike):
         return leaf
-    return flowing if (leaf.shape, leaf.dtype) == (flowing.shape, flowing.dtype) else _Skip.apply(flowing, leaf)
+    if (leaf.shape, leaf.dtype) == (block_input.shape, block_input.dtype):
+        return block_input
+    return _Skip.apply(block_input, leaf)
 
 
-def _watched(
-    block: nn.Module, forward: Callable[..., Any], watcher: Watcher, order: list[str], templates: dict[Any, Any]
+def _traced_forward(
+    block: nn.Module,
+    recorder: CostRecorder,
+    order: list[str],
+    traced_blocks: dict[Hashable, _TracedBlock],
 ) -> Callable[..., Any]:
-    """The block's forward; of alike blocks, but for the first, only what its output is like."""
-    signature = alike(block)
+    """A block's forward that is run and traced once for equal blocks, and skipped after that.
+
+    Args:
+        block: The block.
+        recorder: Records the costs.
+        order: Gets the part of each block that is called.
+        traced_blocks: Those traced so far, shared by all blocks of the model.
+    """
+    forward = block.forward
+    signature = block_signature(block)
+    is_frozen = not all(p.requires_grad for p in block.parameters())
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        given = tensors((args, kwargs))
-        flowing = next((t for t in given if t.requires_grad), given[0] if given else None)
-        back = flowing is not None and flowing.requires_grad
-        of_adapters = not back and not all(p.requires_grad for p in block.parameters())  # behind a frozen embedding
-        key = (signature, of_adapters, tuple((tuple(t.shape), t.dtype) for t in given))
-        if key in templates and flowing is not None and back:
-            name, output = templates[key]
-            order.append(name)
-            return tree_map(lambda leaf: _skipped(flowing, leaf), output)
-        name, outside = f"block{len(templates)}", watcher.part
-        order.append(name)
-        watcher.part = name
-        if flowing is not None:
-            wire = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-            values = watcher.parts[name].values
-            values["boundary"], values["crossing"] = (
-                flowing.nbytes,
-                flowing.numel() * sent_dtype(flowing, wire).itemsize,
-            )
-            before = outside if outside != AFTER else order[-2] if len(order) > 1 else BEFORE
-            watcher.enter_with_gradient(flowing, before)
+        inputs = tensors((args, kwargs))
+        first_input = inputs[0] if inputs else None
+        block_input = next((tensor for tensor in inputs if tensor.requires_grad), first_input)
+        has_gradient = block_input is not None and block_input.requires_grad
+        # Behind a frozen embedding the first block passes no gradient on to its input.
+        ends_backward = is_frozen and not has_gradient
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
+        key = (signature, ends_backward, shapes)
+        traced = traced_blocks.get(key)
+        if traced is not None and block_input is not None and has_gradient:
+            order.append(traced.part)
+            return tree_map(lambda leaf: _skipped(block_input, leaf), traced.output)
+
+        part = f"block{len(traced_blocks)}"
+        previous_part = _part_before_block(recorder.part, order)
+        order.append(part)
+        recorder.part = part
+        if block_input is not None:
+            values = recorder.parts[part].values
+            values["boundary"] = block_input.nbytes
+            values["crossing"] = block_input.numel() * _sent_itemsize(block_input)
+            recorder.enter_with_gradient(block_input, previous_part)
         output = forward(*args, **kwargs)
         for tensor in tensors(output):
-            watcher.enter_with_gradient(tensor, name)
-        watcher.part = AFTER
-        templates[key] = name, map_tensors(lambda t: _Like(t.shape, t.dtype), output)
+            recorder.enter_with_gradient(tensor, part)
+        recorder.part = AFTER
+        output_like = map_tensors(lambda tensor: _TensorLike(tensor.shape, tensor.dtype), output)
+        traced_blocks[key] = _TracedBlock(part, output_like)
         return output
 
     return call
 
 
-def _moved(name: str, tensors: list[Tensor]) -> float:
+def _part_before_block(part: str, order: list[str]) -> str:
+    """The part that backward enters behind the block that is called now."""
+    if part != AFTER:
+        return part
+    return order[-1] if order else BEFORE
+
+
+def _sent_itemsize(tensor: Tensor) -> int:
+    """Bytes of a number of a tensor that a pipeline sends."""
+    autocast_dtype = None
+    if torch.is_autocast_enabled("cpu"):
+        autocast_dtype = torch.get_autocast_dtype("cpu")
+    return sent_dtype(tensor, autocast_dtype).itemsize
+
+
+def _storage_id(tensor: Tensor) -> int:
+    return id(tensor.untyped_storage())
+
+
+def _moved_bytes(name: str, operands: list[Tensor]) -> float:
     """Bytes that an operation reads and writes."""
-    largest = max((t.numel() for t in tensors), default=0) if name in INDEXED else -1
-    return float(sum(t.nbytes for t in tensors if t.numel() != largest))
+    skipped_numel = -1
+    if name in INDEXED:
+        skipped_numel = max((tensor.numel() for tensor in operands), default=0)
+    return float(sum(tensor.nbytes for tensor in operands if tensor.numel() != skipped_numel))
 
 
 def _is_sum(name: str, inputs: list[Tensor]) -> bool:
-    """Whether it adds what a layer gives to what went around it: to have the sum again takes one as large."""
-    return name == "add" and len({t.shape for t in inputs}) == 1 < len(inputs)
+    """Whether it adds tensors of one shape, such as a layer's output to the residual stream."""
+    return name == "add" and len(inputs) > 1 and len({tensor.shape for tensor in inputs}) == 1
 
 
-def _aligned(tensor: Tensor) -> bool:
-    """Whether all rows of a matrix begin at multiples of 16 bytes, as fast kernels want them."""
-    longest = max(tensor.stride()[-2:], default=0) if tensor.dim() > 1 else 0
-    return longest * tensor.element_size() % 16 == 0
+def _is_aligned(matrix: Tensor) -> bool:
+    """Whether all rows begin at multiples of 16 bytes, as fast kernels need."""
+    if matrix.dim() < 2:
+        return True
+    row_stride = max(matrix.stride()[-2:])
+    return row_stride * matrix.element_size() % 16 == 0
 
 
 def _product(like: Tensor, name: str, flops: float) -> Product:
-    """The product that has as many FLOPs as an operation. like: its result, or what its result is the gradient of."""
-    size, columns = max(like.numel(), 1), max(like.shape[1 if "convolution" in name else -1], 1)
-    batch = max(like.shape[0], 1) if name in ("bmm", "baddbmm") else 1
-    return size / columns / batch, columns, flops / (2.0 * size), batch
+    """The product with the FLOPs of an operation.
+
+    Args:
+        like: The operation's result, or what its result is the gradient of.
+        name: The operation.
+        flops: Its FLOPs.
+    """
+    numel = max(like.numel(), 1)
+    columns = max(like.shape[1 if "convolution" in name else -1], 1)
+    batch = max(like.shape[0], 1) if name in BATCHED else 1
+    return Product(m=numel / columns / batch, n=columns, k=flops / (2.0 * numel), batch=batch)

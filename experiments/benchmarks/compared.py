@@ -10,7 +10,7 @@ from typing import Any
 from app.config.io import load_config
 from app.planner.device import Device, family_of
 from app.planner.estimate import Estimate
-from app.planner.machine import Asked, find
+from app.planner.machine import MachineOptions, find_machine
 from app.planner.plan import GIB, Plan
 from app.planner.ranges import Traits
 from app.planner.read import Reader
@@ -48,7 +48,7 @@ class Compared:
     def is_inside(self) -> bool:
         """Whether the published speed is inside the range that the plan shows."""
         assert self.plan is not None
-        low, high = self.plan.range
+        low, high = self.plan.speed_range
         return low <= 1 / (1 + self.error) <= high
 
     @property
@@ -153,7 +153,7 @@ def prepare(run: Run) -> Prepared:
     keys = frozenset(word.partition("=")[0] for word in words)
     try:
         config = load_config([], words)
-        machine = find(Asked(**options), config.workers)
+        machine = find_machine(MachineOptions(**options), config.workers)
         plan = plan_experiment(config, machine, keys, reader=_READERS.get(key))
     except USER_ERRORS as error:
         return Prepared(run, None, str(error))

@@ -349,7 +349,7 @@ class Study:
         Empty if the batch cannot be divided by one of them.
         """
         from app.planner.advice import predict
-        from app.planner.machine import cpus, running
+        from app.planner.machine import cpus, machine_of_run
         from app.planner.plan import reader_of
 
         largest = max(self.plan.workers)
@@ -357,7 +357,7 @@ class Study:
         batch = self.config.train.global_batch_size
         if any(batch % count for count in counts):
             return {}
-        machine = running(largest) if on_gpu else cpus(largest)
+        machine = machine_of_run(largest) if on_gpu else cpus(largest)
         reader = reader_of(self.config, self.task, machine)
         curve = {}
         for count in sorted(counts):

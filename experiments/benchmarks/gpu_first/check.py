@@ -100,9 +100,9 @@ class Here:
 
     def datasheet(self) -> Device:
         """The device as the planner knows it: datasheet's figures (cluster/hardware.yaml) and efficiencies."""
-        from app.planner.machine import running
+        from app.planner.machine import machine_of_run
 
-        return running(1).device
+        return machine_of_run(1).device
 
     def seconds_of(self, function: Callable[[], object]) -> float:
         """Seconds of one call: the fastest of a few blocks."""

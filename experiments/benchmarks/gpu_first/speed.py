@@ -103,7 +103,7 @@ def alone(here: Here, options: str = "default", precision: str = "bf16", compile
         sizes: Any = shape.model()
         parameters = sum(p.numel() for p in GPT(vocab_size=shape.vocab_size, **sizes).parameters())
     flops = shape.flops(parameters - shape.vocab_size * shape.d_model)
-    expected, (least, most) = flops / plan.step_seconds / peak, plan.range
+    expected, (least, most) = flops / plan.step_seconds / peak, plan.speed_range
     why = "the planner, with its own range of speeds"
     here.expect_speed("ms_a_step", 1e3 * plan.step_seconds / most, 1e3 * plan.step_seconds / least, why)
     here.expect_speed("mfu", least * expected, most * expected, "the same; (6N + 12LDT) tokens/s / peak of bf16")

@@ -19,7 +19,7 @@ from app.models.gpt import GPT, TENSOR_PLAN
 from app.models.mixture import MixtureGPT
 from app.planner.advice import predict
 from app.planner.estimate import Estimate
-from app.planner.machine import Machine, running
+from app.planner.machine import Machine, machine_of_run
 from app.storage.lease import write_lease
 from app.storage.storage import Storage
 from app.tasks import load_task
@@ -79,7 +79,7 @@ def training(here: Here, config: Config) -> Training:
 
 def planned(config: Config, machine: Machine | None = None) -> Estimate:
     """What the planner expects of it, here or on another machine."""
-    return predict(config, load_task(config.task, config.task_args), SINGLE, machine or running(1))
+    return predict(config, load_task(config.task, config.task_args), SINGLE, machine or machine_of_run(1))
 
 
 # --- the same numbers ---------------------------------------------------------------------------------------------

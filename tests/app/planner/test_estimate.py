@@ -36,7 +36,8 @@ def summed(layout: Layout, chain: list[str], parts: Any, sizes: Any, many: int, 
     own = [replace(sizes[name], unit=f"{name}.{i}" if name == "block0" else "") for i, name in enumerate(chain)]
     cost, _ = layout_cost(layout, tuple(own), None, many)
     gradients = [layout_cost(layout, (size,), None, many)[0].gradients for size in own]
-    saved, at_work = [parts[name].each for name in chain], [parts[n].rebuilt + parts[n].extra for n in chain]
+    saved = [parts[name].saved_bytes for name in chain]
+    at_work = [parts[name].recomputed_bytes + parts[name].working_bytes for name in chain]
     early = many > 1 or ("ddp" in layout.parts and layout.dims.tp == 1)  # gradients are there from the start
     sharded = bool({"fsdp", "zero1"} & set(layout.parts))  # but those of which whole ones wait for the last micro-batch
     there = [cost.gradients if early else sum(gradients[i + 1 :]) for i in range(len(chain))]
@@ -62,19 +63,34 @@ def test_memory_is_that_of_the_worst_moment_on_the_fullest_device(
     draw, pp = random.Random(3), layout.dims.pp
     for cut in ((1, 1, 1, 1) if chunks == 2 else (1, 3), (2, 0, 1, 1) if chunks == 2 else (3, 1)) * 10:
         parts = {
-            name: PartCost(name, n, 1.0, 2.0, 0.0, 0.0, 0.0, *(draw.randrange(500) for _ in range(4)), 0.0, 0.0, 0.0)
-            for name, n in COUNTS.items()
+            name: PartCost(
+                name=name,
+                count=count,
+                forward_seconds=1.0,
+                backward_seconds=2.0,
+                launch_forward_seconds=0.0,
+                launch_backward_seconds=0.0,
+                flops=0.0,
+                saved_bytes=draw.randrange(500),
+                recomputed_bytes=draw.randrange(500),
+                working_bytes=draw.randrange(500),
+                stage_input_bytes=0.0,
+                tp_bytes=0.0,
+                tp_collectives=0.0,
+            )
+            for name, count in COUNTS.items()
         }
         sizes = {name: ParameterSize(name, (draw.randint(1, 9), 4), split_dim=0) for name in COUNTS}
         model: Any = SimpleNamespace(counts=COUNTS, parts=parts, order=CHAIN[1:-1])
         model.parameters = {name: (size,) for name, size in sizes.items()}
-        monkeypatch.setattr(estimate, "part_costs", lambda *_, found=parts: list(found.values()))
+        monkeypatch.setattr(estimate, "part_costs", lambda *_, found=parts, **__: list(found.values()))
         size = ModelSize((), 24)
-        reader: Any = SimpleNamespace(costs=lambda way, found=model: found, size=size, sample_bytes=1.0, exchanged=0.0)
+        reader: Any = SimpleNamespace(costs=lambda _, found=model, **__: found, size=size)
+        reader.sample_bytes, reader.exchanged_numel = 1.0, 0.0
         reader.heads, reader.blocks, reader.compiles_loss = None, len(model.order), False
         options = Options(stages=cut if pp > 1 else None)
         candidate = Candidate(layout, 2, many, "none", "fp32", schedule, chunks)
-        found = estimate.Estimator(reader, cpus(4), options).estimate(candidate)
+        found = estimate.Estimator(reader=reader, machine=cpus(4), options=options).estimate(candidate)
         chains, expected = [CHAIN], []
         if pp > 1:
             spans = [CHAIN[1 + end - size : 1 + end] for size, end in zip(cut, itertools.accumulate(cut))]
@@ -95,19 +111,20 @@ def test_memory_is_that_of_the_worst_moment_on_the_fullest_device(
 def test_a_plan_says_what_fits_and_a_simpler_layout_within_the_range_of_the_fastest_comes_first(small: Reader) -> None:
     plan = plan_of(small, gpus(8), "train.precision=bf16", given=("train.activation_checkpointing",))
     row = plan.rows[0]
-    assert row.verdict == "fits" and row.range[0] < 1 < row.range[1]
+    assert row.verdict == "fits" and row.speed_range[0] < 1 < row.speed_range[1]
     low, high = plan.layout(row)["tokens_per_second_range"]
     assert low < plan.layout(row)["tokens_per_second"] < high
     for share, verdict in ((1.2, "fits"), (1.05, "close"), (0.95, "close"), (0.8, "does not fit")):
         assert replace(row, capacity=share * row.memory_bytes).verdict == verdict
-    assert not replace(row, in_host=1.1).fits and replace(row, in_host=1.1).verdict == "does not fit"
+    beyond_host = replace(row, host_memory_share=1.1)
+    assert not beyond_host.fits and beyond_host.verdict == "does not fit"
     assert between(6.1e3, 7e3) == "6.1–7.0 k" and between(95, 120) == "95–120"
     simple = min((row for row in plan.rows if row.fits), key=lambda row: row.candidate.complexity)
     other = next(row for row in plan.rows if row.fits and row.candidate.complexity > simple.candidate.complexity)
     slow = replace(simple, seconds={"compute": 1.0})
-    assert ranked([slow, replace(other, seconds={"compute": 0.98}, range=(0.9, 1.1))])[0] is slow
-    assert ranked([slow, replace(other, seconds={"compute": 0.6}, range=(0.9, 1.1))])[0] is not slow
-    wide = replace(other, seconds={"compute": 0.9}, range=(0.5, 2.0))
+    assert ranked([slow, replace(other, seconds={"compute": 0.98}, speed_range=(0.9, 1.1))])[0] is slow
+    assert ranked([slow, replace(other, seconds={"compute": 0.6}, speed_range=(0.9, 1.1))])[0] is not slow
+    wide = replace(other, seconds={"compute": 0.9}, speed_range=(0.5, 2.0))
     assert ranked([slow, wide])[0] is not slow, "that all are known badly does not make them equal"
 
 
@@ -127,6 +144,7 @@ def test_speed_counts_by_the_chance_that_it_fits(small: Reader, share: float, ga
     row = plan_of(small, gpus(2), "train.precision=bf16", given=("train.activation_checkpointing",)).rows[0]
     safe = replace(row, seconds={"compute": 1.0}, memory={"parameters": 0.3 * row.capacity})
     fast = replace(row, seconds={"compute": gain}, memory={"parameters": share * row.capacity})
-    assert safe.chance > 0.999 and 0 <= fast.chance <= 1 and (fast.chance > 0.5) == (share < 1)
+    assert safe.fit_probability > 0.999 and 0 <= fast.fit_probability <= 1
+    assert (fast.fit_probability > 0.5) == (share < 1)
     assert ranked([fast, safe])[0] is (safe if first == "safe" else fast)
-    assert replace(safe, in_host=1.2).chance == 0
+    assert replace(safe, host_memory_share=1.2).fit_probability == 0

@@ -16,8 +16,8 @@ from app.config.io import load_config
 from app.errors import RunFailed, UserError
 from app.planner import calibrate, trial
 from app.planner.calibrate import keep
-from app.planner.device import assumptions, device
-from app.planner.machine import Asked, cpus, find, of_shape
+from app.planner.device import assumptions, device_named
+from app.planner.machine import MachineOptions, cpus, find_machine, of_shape
 from app.planner.output import experiment
 from app.planner.plan import make_plan
 from app.planner.processes import in_processes
@@ -40,11 +40,11 @@ def test_a_clusters_gpus_count_with_those_of_its_head() -> None:
 
 
 def test_the_command_line_adds_to_a_cluster() -> None:
-    found = find(Asked(cluster="onprem", gpus=8, interconnect="1Gb"), "auto")
-    assert (found.world, found.across, found.assumed) == (8, 125e6, "")
-    assert find(Asked(cluster="onprem", gpu="GeForce RTX 4090", per_node=4), "auto").world == 12
-    assert find(Asked(cluster="onprem", gpu="cpu"), "4").device.gpu.name == "cpu"
-    assert find(Asked(gpu="cpu", gpus=4, per_node=2, interconnect="8Gb"), "auto").across == 1e9
+    found = find_machine(MachineOptions(cluster="onprem", gpus=8, interconnect="1Gb"), "auto")
+    assert (found.world, found.link_across, found.assumption) == (8, 125e6, "")
+    assert find_machine(MachineOptions(cluster="onprem", gpu="GeForce RTX 4090", per_node=4), "auto").world == 12
+    assert find_machine(MachineOptions(cluster="onprem", gpu="cpu"), "4").device.gpu.name == "cpu"
+    assert find_machine(MachineOptions(gpu="cpu", gpus=4, per_node=2, interconnect="8Gb"), "auto").link_across == 1e9
 
 
 def test_what_ray_does_not_say_of_a_cluster_is_its_cpus_or_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,17 +54,17 @@ def test_what_ray_does_not_say_of_a_cluster_is_its_cpus_or_asked_for(monkeypatch
         return shape_of_nodes([NodeState(address="a", kind="", total=total, available={}) for total in totals])
 
     monkeypatch.setattr("app.planner.machine.connected_shape", lambda: cluster(CPU=16.0))
-    found = find(Asked(), "20")
+    found = find_machine(MachineOptions(), "20")
     assert (found.world, found.per_node, found.device.is_cpu) == (20, 16, True)
     monkeypatch.setattr("app.planner.machine.connected_shape", lambda: cluster(GPU=4.0))
     with pytest.raises(UserError, match="name it with --gpu"):
-        find(Asked(), "auto")
+        find_machine(MachineOptions(), "auto")
     found = of_shape(cluster(GPU=4.0), None, "t4")
     assert (found.world, found.per_node, found.device.gpu.name) == (8, 4, "t4")
 
 
 def test_what_is_assumed_is_listed_in_two_lines_and_changed_by_name() -> None:
-    machine = find(Asked(gpus=8, gpu="h100-80gb", assume=("across=0.5", "products=0.4")), "auto")
+    machine = find_machine(MachineOptions(gpus=8, gpu="h100-80gb", assume=("across=0.5", "products=0.4")), "auto")
     assert (machine.device.across, machine.device.matmul["bf16"], machine.device.matmul["fp8"]) == (0.5, 0.4, 0.4)
     said = assumptions(machine.device, "bf16").splitlines()
     assert len(said) == 2 and "fitted to published runs" in said[0] and "across 0.5" in said[1]
@@ -95,7 +95,10 @@ def test_one_that_is_not_in_it_is_known_once_measured_and_a_variant_is_what_is_w
     whole, limited = hardware.find_gpu("h100"), hardware.find_gpu("h100:hbm=2.4TB/s,power=500W")
     assert (limited.memory_bandwidth, limited.watts, limited.base) == (2.4e12, 500, "h100-80gb")
     assert limited.clock == pytest.approx((500 / 700) ** (1 / 3)) and whole.clock == 1
-    assert device(limited.name).peak("bf16") < device("h100").peak("bf16") and device(limited.name).fitted
+    assert (
+        device_named(limited.name).peak("bf16") < device_named("h100").peak("bf16")
+        and device_named(limited.name).fitted
+    )
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,17 @@ from tests.running import invoke
 BF16 = ("train.precision=bf16", "train.global_batch_size=64")
 FEWER = ("train.precision", "train.activation_checkpointing")
 """Fixed where these do not matter: a sixth of the layouts."""
-SPACE = Space(64, 8, 256, 8, 8, 128, True, ("bf16",), length=16384)
+SPACE = Space(
+    world=64,
+    per_node=8,
+    global_batch=256,
+    blocks=8,
+    heads=8,
+    tp_sequence=128,
+    splits_layers=True,
+    precisions=("bf16",),
+    cp_sequence=16384,
+)
 
 
 def test_a_collective_waits_for_the_slowest_link() -> None:
@@ -66,11 +76,11 @@ def test_every_layout_multiplies_to_the_workers_is_runnable_and_there_once() -> 
     assert {"fsdp+tensor", "hsdp+tensor+pipeline", "zero1+tensor"} <= {one.layout.name for one in found}
     assert {one.schedule for one in found} == {*SCHEDULES, ""}
     assert {one.dims.cp for one in found} == {1, 2, 4}, "4,096 tokens a worker at least"
-    short = enumerate_layouts(replace(SPACE, length=4096), {})
-    split = enumerate_layouts(replace(SPACE, length=4096), {"parallel.cp": 8})
+    short = enumerate_layouts(replace(SPACE, cp_sequence=4096), {})
+    split = enumerate_layouts(replace(SPACE, cp_sequence=4096), {"parallel.cp": 8})
     assert {one.dims.cp for one in short} == {1}
     assert {"ddp+context", "fsdp+context", "hsdp+tensor+context"} <= {one.layout.name for one in split}
-    assert not enumerate_layouts(replace(SPACE, length=None), {"parallel.cp": 2})
+    assert not enumerate_layouts(replace(SPACE, cp_sequence=None), {"parallel.cp": 2})
 
 
 def test_a_key_that_is_given_is_fixed_and_is_why_others_are_left_out(small: Reader) -> None:
@@ -314,7 +324,7 @@ def test_auto_for_one_worker_and_where_nothing_fits(tiny: Reader, monkeypatch: p
     assert row.compare(1.0, 2 * row.memory_bytes)["plan/memory_error"] == -0.5
     with pytest.raises(NoLayoutFits, match=r"auto finds no layout that fits.*smallest cluster"):
         choose_layout(config, tiny.task, 2, with_memory(cpus(2), 10_000))
-    monkeypatch.setattr("app.planner.auto.running", lambda *_: 1 / 0)
+    monkeypatch.setattr("app.planner.auto.machine_of_run", lambda *_: 1 / 0)
     found = choose_layout(config, tiny.task, 4)
     assert found.layout.name == "ddp" and "without a plan: division by zero" in found.sentence
 
@@ -352,22 +362,22 @@ def test_auto_starts_no_layout_that_is_close_before_it_has_been_tried(close: Pla
         tried.append(row)
         return "out of memory" if len(tried) < 3 else ""
 
-    row, sentence = auto._chosen(close, False, attempt)
+    row, sentence = auto._choose(close, has_pipeline=False, attempt=attempt)
     assert row is tried[2] and "was tried" in sentence
     sizes = [one.memory_bytes for one in tried]
     assert sizes == sorted(set(sizes), reverse=True), "after one that ran out only smaller ones are tried"
-    row, sentence = auto._chosen(close, False, lambda *_: "out of memory")
+    row, sentence = auto._choose(close, has_pipeline=False, attempt=lambda *_: "out of memory")
     assert row is None and "were tried: out of memory" in sentence
     sure = replace(close.rows[-1], capacity=2 * close.rows[-1].memory_bytes, seconds={"compute": 9.0})
 
     def no_attempt(plan: Plan, row: Estimate) -> str:
         raise AssertionError("nothing is to be tried")
 
-    row, sentence = auto._chosen(replace(close, rows=[*close.rows, sure]), False, no_attempt)
+    row, sentence = auto._choose(replace(close, rows=[*close.rows, sure]), has_pipeline=False, attempt=no_attempt)
     assert row is sure and not sentence, "a slower one that fits goes before all of them, and needs no try"
     away = replace(close, machine=gpus(1))
-    row, sentence = auto._chosen(away, False, no_attempt)
-    assert row is max(close.rows, key=lambda one: one.chance) and "not tried, because" in sentence
+    row, sentence = auto._choose(away, has_pipeline=False, attempt=no_attempt)
+    assert row is max(close.rows, key=lambda one: one.fit_probability) and "not tried, because" in sentence
 
 
 GPT = "task_args.d_model={} task_args.n_layers={} task_args.n_heads={} task_args.vocab_size=50304"

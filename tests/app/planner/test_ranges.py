@@ -18,7 +18,7 @@ KNOWN = Traits("data", DENSE, "hopper", 7.0, 4096)
 
 def test_among_what_was_seen_a_range_is_that_of_the_kind_of_layout_or_of_all() -> None:
     known = spread_of(KNOWN, RANGES)
-    assert (known.low, known.high, known.unseen) == (0.8, 1.2, ())
+    assert (known.low, known.high, known.unmeasured) == (0.8, 1.2, ())
     split = spread_of(KNOWN._replace(layout="tp"), RANGES)
     assert (split.low, split.high) == (0.9, 1.1)
     far = spread_of(split_far := KNOWN._replace(layout="tp", family=""), RANGES)
@@ -41,7 +41,7 @@ def test_among_what_was_seen_a_range_is_that_of_the_kind_of_layout_or_of_all() -
 def test_each_trait_that_nobody_has_seen_makes_it_wider(change: dict[str, object], word: str) -> None:
     spread, known = spread_of(KNOWN._replace(**change), RANGES), spread_of(KNOWN, RANGES)
     assert spread.low == pytest.approx(known.low**1.5) and spread.high == pytest.approx(known.high**1.5)
-    assert spread.unseen == ((word,) if word else ())
+    assert spread.unmeasured == ((word,) if word else ())
     further = spread_of(KNOWN._replace(**{"family": "", "model": MIXTURE, **change}), RANGES)
     assert further.low < spread.low or {"family", "model"} >= set(change)
 

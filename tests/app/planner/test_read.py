@@ -20,7 +20,7 @@ from app.errors import UserError
 from app.planner import read as reading
 from app.planner import trace
 from app.planner.advice import predict
-from app.planner.device import device
+from app.planner.device import device_named
 from app.planner.machine import cpus
 from app.planner.read import AUTOCAST, CAST, PLAIN, Reader
 from app.tasks import load_task
@@ -30,8 +30,8 @@ from strategies.layout import choose
 
 GPT = {"data": "python", "sequence_length": 64, "d_model": 64, "n_layers": 4, "n_heads": 4}
 DIGITS = {"data": "digits", "model": "resnet"}
-VALUES = {"saved", "kept", "boundary", "crossing", "extra", "sent", "calls", "moved_forward", "attention_backward"}
-VALUES |= {"operations_forward"}
+VALUES = {"saved", "kept", "boundary", "crossing", "extra", "sent", "collectives"}
+VALUES |= {"moved_forward", "attention_backward", "operations_forward"}
 
 
 class Values(Task):
@@ -101,7 +101,7 @@ def test_products_are_the_models_flops_and_what_crosses_between_stages_is_16_bit
 def test_experts_read_their_own_weights_and_the_loss_of_a_split_vocabulary_peaks_in_forward(gpt: Reader) -> None:
     product = trace._product(torch.empty(64, 16, 1408), "bmm", 2.0 * 64 * 16 * 1408 * 2048)
     assert product == (16, 1408, 2048, 64)
-    gpu = device("a100-80gb")
+    gpu = device_named("a100-80gb")
     seconds = gpu.product_seconds(np.array([[*product, 1.0]]), "bf16", 2)
     assert seconds * gpu.bandwidth == pytest.approx(2 * 64 * (1408 * 2048 + 16 * 1408 + 16 * 2048))
     loss, logits = gpt.costs(PLAIN).parts["after"].at(4, 2), 4 * 64 * 256 // 2 * 4

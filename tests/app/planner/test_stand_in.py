@@ -42,7 +42,7 @@ def test_split_experts_take_less_memory_and_time_to_send_tokens() -> None:
     held = sum(p.bytes for p in reader.size.parameters if p.is_expert)
     assert rows[1].memory["parameters"] - rows[8].memory["parameters"] == held - held // 8
     assert rows[1].seconds["expert"] == 0 < rows[2].seconds["expert"] < rows[8].seconds["expert"]
-    assert reader.exchanged == 2 * exchanged_bytes(512, 2, 512, 1)
+    assert reader.exchanged_numel == 2 * exchanged_bytes(512, 2, 512, 1)
     again = plan.estimator.estimate(rows[4].candidate._replace(checkpointing="full"))
     assert 1.3 < again.seconds["expert"] / rows[4].seconds["expert"] <= 1.5, "recomputing exchanges again"
     assert families(plan)["context"].startswith("of 512 tokens a worker would have fewer than 4,096")
@@ -53,7 +53,18 @@ def test_split_experts_take_less_memory_and_time_to_send_tokens() -> None:
 
 
 def test_workers_that_experts_are_split_over_by_tp_and_ep_get_equally_many() -> None:
-    space = Space(8, 8, 32, 2, 4, None, True, ("fp32",), experts=6, by_tp=6)
+    space = Space(
+        world=8,
+        per_node=8,
+        global_batch=32,
+        blocks=2,
+        heads=4,
+        tp_sequence=None,
+        splits_layers=True,
+        precisions=("fp32",),
+        experts=6,
+        tp_experts=6,
+    )
     ways = {(found.dims.tp, found.dims.ep) for found in enumerate_layouts(space, {})}
     assert ways == {(1, 1), (1, 2), (2, 1)}
 
@@ -115,7 +126,7 @@ def test_weights_that_an_experiment_begins_from_need_not_be_there(more: str, own
     assert plan.best is not None and plan.reader.note.startswith("task_args.model has no weights here")
     trained = [p for p in plan.reader.size.parameters if p.trainable]
     assert (len(trained) < len(plan.reader.size.parameters)) == ("lora" in more)
-    assert ("adapters" in plan.best.unseen) == ("lora" in more)
+    assert ("adapters" in plan.best.unmeasured) == ("lora" in more)
     whole = _planned("huggingface", LLAMA, "bf16")
     frozen = sum(p.numel for p in plan.reader.size.parameters if not p.trainable)
     assert frozen in (0, whole.reader.parameters), "every weight of the model's configuration"
@@ -147,4 +158,4 @@ def test_models_of_the_library_are_read_without_their_numbers(args: str, experts
         plan = _planned("huggingface", args, precision)
         assert plan.best is not None and "looks at values" not in plan.reader.note
         assert [found.count for found in plan.reader.mixtures] == [experts] * 2 * bool(experts)
-        assert ("a mixture of experts" in plan.best.unseen) == bool(experts)
+        assert ("a mixture of experts" in plan.best.unmeasured) == bool(experts)

@@ -166,7 +166,7 @@ def test_ranges_hold_what_they_were_made_of() -> None:
     wider = fit.ranges([*errors, *strange])
     spreads = [spread_of(one, wider) for one, _ in strange]
     assert sum(s.low <= 1 / (1 + e) <= s.high for s, (_, e) in zip(spreads, strange)) >= 4
-    assert all(s.unseen == ("a mixture of experts",) for s in spreads)
+    assert all(s.unmeasured == ("a mixture of experts",) for s in spreads)
 
 
 def test_laws_are_judged_beyond_the_two_smallest_numbers() -> None:
