@@ -223,7 +223,7 @@ class Checkpointer:
         try:
             commit = self._ranks.run_and_combine(
                 lambda: self._write(folder, staged),
-                lambda written: self._commit(folder, staged, commit, written),
+                lambda by_rank: self._commit(folder, staged, commit, by_rank=by_rank),
             )
         except BaseException:
             if self._ranks.rank == 0:
@@ -252,7 +252,7 @@ class Checkpointer:
         return writer.files.written, results
 
     def _commit(
-        self, folder: Storage, staged: StagedState, commit: Commit, by_rank: list[_Written]
+        self, folder: Storage, staged: StagedState, commit: Commit, *, by_rank: list[_Written]
     ) -> Commit:
         """On rank 0: write the metadata and the marker."""
         assert staged.checkpoint_metadata is not None

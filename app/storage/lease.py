@@ -134,7 +134,9 @@ def describe(lease: Lease) -> str:
     The age is by the clocks of both machines, which is good enough for a person.
     """
     process = f"process {lease.pid} on {lease.host}"
-    since, step, steps = lease.since, lease.step, lease.steps
+    since = lease.since
+    step = lease.step
+    steps = lease.steps
     if since is None or step is None or steps is None or min(since, step, steps) < 0:
         return process
     age = timedelta(seconds=max(0, int(time.time()) - since))

@@ -161,7 +161,12 @@ class Gathering:
         self.task = task
         self.parallel = parallel
         self.obstacle = _obstacle(parallel.layout)
-        self.batch_gather = BatchGather(parallel, rows, Generators(device), self._without_logging)
+        self.batch_gather = BatchGather(
+            parallel,
+            samples=rows,
+            randomness=Generators(device),
+            collecting=self._without_logging,
+        )
         self.parts = 1
         """How many parts the global batch has in the step that is running."""
         self._may_gather = may_gather(task)
@@ -193,13 +198,15 @@ class Gathering:
         self.parts = len(batches) * self.parallel.layout.dims.dp
         number, gathers = self._inspect(loss, batches)
         if not gathers:
-            return runner.forward_backward(batches, weights, loss, scale)
+            return runner.forward_backward(batches, weights, loss, scale=scale)
         if runner is not self.parallel:
             raise UserError(
                 "train.noise_scale_every compares the gradients of small and large batches, but "
                 "the task's loss calls self.gather: leave it out"
             )
-        return self.batch_gather.forward_backward(batches, weights, loss, scale, number=number)
+        return self.batch_gather.forward_backward(
+            batches, weights, loss, scale=scale, number=number
+        )
 
     def _inspect(self, loss: Loss, batches: Sequence[Batch]) -> tuple[int, bool]:
         """(the loss's number, whether it gathers), which its first step shows."""

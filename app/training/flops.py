@@ -117,7 +117,7 @@ class Utilization:
     gpus: int
 
     @classmethod
-    def of(cls, task: Task, layout: Layout, place: Place, precision: str) -> Utilization | None:
+    def of(cls, task: Task, layout: Layout, place: Place, *, precision: str) -> Utilization | None:
         """The utilization of a training; all GPUs are taken to be like this one.
 
         Args:

@@ -144,7 +144,7 @@ class Training:
             steps=job.steps,
             global_batch_size=train.global_batch_size,
             unit=self.task.unit,
-            utilization=Utilization.of(self.task, job.layout, place, train.precision),
+            utilization=Utilization.of(self.task, job.layout, place, precision=train.precision),
         )
         self.evaluator = Evaluator(
             config=self.config,
@@ -244,7 +244,7 @@ class Training:
         if is_logged:
             may_be_halved = self.noise_scale is not None
             losses = hooks.logged_losses(self.task, weights, may_be_halved=may_be_halved)
-            self.sync.log(step, learning_rates, updates.grad_norm, losses)
+            self.sync.log(step, learning_rates, updates.grad_norm, losses=losses)
 
     def _update(
         self,
@@ -269,7 +269,7 @@ class Training:
         # For each micro-batch: loss = loss_function(model, batch); (weight · loss).backward().
         # The gradients add up, over micro-batches and, once per step, over workers.
         loss = self.gathering.forward_backward(
-            runner, batches, weights, loss_function, scale=self.loss_scale.factor
+            runner, batches, weights, loss=loss_function, scale=self.loss_scale.factor
         )
         optimizer = hooks.choose_optimizer(
             self.optimizer, optimizer_name, self.parallel.parameters()

@@ -155,7 +155,7 @@ class NoiseScale:
         inverse_sizes: list[Tensor] = []
         sums: list[Tensor | None] = []
         for batch, weight in self._at_least_two(batches, weights):
-            value = self._micro_batch(batch, weight, loss, scale)
+            value = self._micro_batch(batch, weight, loss=loss, scale=scale)
             total_loss = total_loss.to(value.device) + value
             share = parallel.total(number_on(value.device, weight).float())
             norm = parallel.grad_norm_(None) / (share * scale)

@@ -310,7 +310,7 @@ def test_where_mfu_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     def utilization(rank: int, device: torch.device, name: str = H100, strategy: str = "ddp") -> Utilization | None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
         return Utilization.of(
-            Plain(), choose(strategy, 8), Place(rank=rank, world_size=8, local_rank=0, device=device), "bf16"
+            Plain(), choose(strategy, 8), Place(rank=rank, world_size=8, local_rank=0, device=device), precision="bf16"
         )
 
     known = utilization(0, GPU)
@@ -323,7 +323,7 @@ def test_where_mfu_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.pure
 def test_the_loop_logs_and_shows_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop.Utilization, "of", lambda *_: Utilization(flops=2e6, peak=1e12, gpus=4))
+    monkeypatch.setattr(loop.Utilization, "of", lambda *_, **__: Utilization(flops=2e6, peak=1e12, gpus=4))
     training, events = training_of(config("task=tests.tasks:Plain", "train.steps=3", "train.log_every=1"), tmp_path)
     training.run()
     rates = [event.values for event in logged(events, "train/samples_per_second")]
@@ -358,5 +358,7 @@ def test_the_loop_logs_and_shows_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_gpu_that_is_here_has_a_peak() -> None:
-    here = Utilization.of(Plain(), choose("single", 1), Place(rank=0, world_size=1, local_rank=0, device=GPU), "bf16")
+    here = Utilization.of(
+        Plain(), choose("single", 1), Place(rank=0, world_size=1, local_rank=0, device=GPU), precision="bf16"
+    )
     assert here is not None and here.gpus == 1 and here.peak > 1e13
