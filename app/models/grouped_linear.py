@@ -1,13 +1,16 @@
 """Many linear layers at once, each over its own rows: what the experts of a mixture compute.
 
-    rows (M, K), sorted by expert     weights (E, N, K)     ends (E,): one past each expert's last row
-    y[ends[e-1]:ends[e]] = rows[ends[e-1]:ends[e]] · weights[e]ᵀ                       y (M, N)
+    rows (M, K), sorted by expert    weights (E, N, K)    ends (E,), one past each expert's last row
+    y[ends[e-1]:ends[e]] = rows[ends[e-1]:ends[e]] · weights[e]ᵀ                            y (M, N)
 
-On a GPU in bfloat16, where N and K are multiples of 8, it is one kernel, `torch.nn.functional.grouped_mm`, and the host
-does not learn how many rows an expert has; elsewhere a loop of matrix products, which on a CPU is as fast. An operator
-of its own, so that shapes can be followed without numbers (planning, dividing a pipeline), recomputation can keep its
-result, and its products are counted. Its gradient is an autograd.Function, since `torch.library.custom_op` would take a
-tenth of a millisecond for each call: https://docs.pytorch.org/docs/stable/library.html
+On a GPU in bfloat16, if N and K are multiples of 8, it is one kernel,
+`torch.nn.functional.grouped_mm`, and the host does not need the number of rows of each expert.
+Otherwise it is a loop of matrix products, which on a CPU is as fast.
+
+It is an operator of its own, so that it works under fake tensors (for planning, and for cutting a
+pipeline), recomputation can keep its result, and its FLOPs are counted. Its gradient is an
+autograd.Function, because `torch.library.custom_op` would add a tenth of a millisecond to each
+call: https://docs.pytorch.org/docs/stable/library.html
 """
 
 from collections.abc import Callable
@@ -22,28 +25,57 @@ from app.models.linear import product_dtype
 from strategies.mixtures import sorted_by_expert, spread
 
 DEVICES = ("cpu", "cuda")
-torch.library.define("trireme::grouped_linear", "(Tensor rows, Tensor weights, Tensor ends) -> Tensor")
-torch.library.define("trireme::grouped_linear_weights", "(Tensor gradient, Tensor rows, Tensor ends) -> Tensor")
+torch.library.define(
+    "trireme::grouped_linear", "(Tensor rows, Tensor weights, Tensor ends) -> Tensor"
+)
+torch.library.define(
+    "trireme::grouped_linear_weights", "(Tensor gradient, Tensor rows, Tensor ends) -> Tensor"
+)
 
 
 def grouped_linear(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-    """(M, K), (E, N, K), (E,) int32 → (M, N)."""
+    """A linear layer for each group of rows.
+
+    Args:
+        rows: (M, K), sorted by expert.
+        weights: (E, N, K).
+        ends: (E,), int32, one past the last row of each expert.
+
+    Returns:
+        (M, N)
+    """
     return _GroupedLinear.apply(rows, weights, ends)
 
 
 def by_expert(
-    compute: Callable[[Tensor, Tensor], Tensor], x: Tensor, index: Tensor, weights: Tensor | None, experts: int
+    compute: Callable[[Tensor, Tensor], Tensor],
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor | None,
+    experts: int,
 ) -> Tensor:
-    """Σ over a token's k experts of weight · result: x (…, D), index and weights (…, k), None for 1, → (…, D).
+    """The sum over each token's k experts of weight · result.
 
-    compute: (rows sorted by expert, ends) → results (M, D). experts: how many there are here.
+    Args:
+        compute: From (rows sorted by expert (M, D), ends (E,)) to the results (M, D).
+        x: (…, D), the tokens.
+        index: (…, k), the experts of each token.
+        weights: (…, k), how much each counts; None for 1.
+        experts: E.
+
+    Returns:
+        (…, D), in the type of x.
     """
-    chosen, rows, k = index.flatten(), x.flatten(0, -2).to(product_dtype(x)), index.size(-1)
-    order, place, counts = sorted_by_expert(chosen, experts)
-    y = compute(spread(rows, order, place, k), counts.cumsum(0).int())
-    y = spread(y, place, order).view(*index.shape, -1)
-    y = y if weights is None else y * weights.unsqueeze(-1)
-    return (y.squeeze(-2) if k == 1 else y.sum(-2)).to(x.dtype)
+    k = index.size(-1)
+    tokens = x.flatten(0, -2).to(product_dtype(x))
+    order, place, counts = sorted_by_expert(index.flatten(), experts)
+    sorted_tokens = spread(tokens, order, place, k)
+    results = compute(sorted_tokens, counts.cumsum(0).int())
+    results = spread(results, place, order).view(*index.shape, -1)
+    if weights is not None:
+        results = results * weights.unsqueeze(-1)
+    y = results.squeeze(-2) if k == 1 else results.sum(-2)
+    return y.to(x.dtype)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -54,9 +86,19 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (rows, weights, ends), gradient, ops = ctx.saved_tensors, gradient.contiguous(), torch.ops.trireme
-        to_rows = ops.grouped_linear(gradient, weights.transpose(1, 2), ends) if ctx.needs_input_grad[0] else None
-        return to_rows, ops.grouped_linear_weights(gradient, rows, ends) if ctx.needs_input_grad[1] else None, None
+        rows, weights, ends = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        rows_gradient = None
+        weights_gradient = None
+        if ctx.needs_input_grad[0]:
+            transposed = weights.transpose(1, 2)
+            rows_gradient = torch.ops.trireme.grouped_linear(gradient, transposed, ends)
+        if ctx.needs_input_grad[1]:
+            weights_gradient = torch.ops.trireme.grouped_linear_weights(gradient, rows, ends)
+        return rows_gradient, weights_gradient, None
+
+
+# --- the operators --------------------------------------------------------------------------------
 
 
 @torch.library.impl("trireme::grouped_linear", DEVICES)
@@ -71,38 +113,41 @@ def _forward(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.impl("trireme::grouped_linear_weights", DEVICES)
 def _weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
-    """(M, N), (M, K), (E,) → (E, N, K): of each expert, over its own rows."""
+    """The gradient of each expert's weight: (M, N), (M, K), (E,) to (E, N, K)."""
     if _has_kernel(rows, gradient.size(1)):
         return F.grouped_mm(gradient.t(), rows, offs=ends)
-    found = rows.new_empty(ends.numel(), gradient.size(1), rows.size(1))
-    for (start, end), own in zip(_spans(ends), found.unbind()):
-        torch.mm(gradient[start:end].t(), rows[start:end], out=own)
-    return found
+    weights_gradient = rows.new_empty(ends.numel(), gradient.size(1), rows.size(1))
+    for (start, end), weight_gradient in zip(_spans(ends), weights_gradient.unbind()):
+        torch.mm(gradient[start:end].t(), rows[start:end], out=weight_gradient)
+    return weights_gradient
 
 
 def _has_kernel(rows: Tensor, features: int) -> bool:
-    """Its matrices' rows are whole pieces of 16 bytes."""
-    if not rows.is_cuda or rows.dtype != torch.bfloat16 or rows.size(1) % 8 or features % 8:
+    """Whether grouped_mm can compute it: its rows begin at multiples of 16 bytes."""
+    if not rows.is_cuda or rows.dtype != torch.bfloat16:
+        return False
+    if rows.size(1) % 8 or features % 8:
         return False
     return torch.cuda.get_device_capability(rows.device) >= (8, 0)
 
 
 def _spans(ends: Tensor) -> list[tuple[int, int]]:
+    """The first row of each expert, and one past its last."""
     last = ends.tolist()
     return list(zip([0, *last], last))
 
 
 @torch.library.register_fake("trireme::grouped_linear")
-def _(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+def _fake_forward(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(rows.size(0), weights.size(1))
 
 
 @torch.library.register_fake("trireme::grouped_linear_weights")
-def _(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+def _fake_weight_gradient(gradient: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
     return rows.new_empty(ends.numel(), gradient.size(1), rows.size(1))
 
 
 @register_flop_formula([torch.ops.trireme.grouped_linear, torch.ops.trireme.grouped_linear_weights])
-def _flops(a_shape: Any, b_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
-    """2·M·N·K: of the two matrices with M rows, and the third with neither."""
-    return 2 * a_shape[0] * a_shape[1] * b_shape[1]
+def _flops(first_shape: Any, second_shape: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """2·M·N·K, which both operators have from the shapes of their first two tensors."""
+    return 2 * first_shape[0] * first_shape[1] * second_shape[1]

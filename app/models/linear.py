@@ -1,13 +1,15 @@
-"""Several linear layers of one input as one operation; and the type that products are computed in.
+"""Several linear layers of one input as one operation, and the type that products are computed in.
 
     yᵢ = x·Wᵢᵀ        ∂x = Σᵢ ∂yᵢ·Wᵢ        ∂Wᵢ = ∂yᵢᵀ·x
 
-On its own each layer casts x for itself and keeps what it has cast, and autograd writes each term of ∂x, casts it back
-and adds them up. Together x is cast and kept once, and each product of ∂x is added to the one before as it is written
-(addmm). One product with all weights in one matrix would read x less often still, but a product is bound by its
-arithmetic; and backward would first copy all ∂yᵢ into one tensor, which moves more than is spared, and keep q and k
-from before they are turned for as long as v (experiments/LOG.md). So weights stay parameters of their own, under their
-own names.
+Under autocast each layer on its own casts x and keeps the copy, and autograd writes each term of
+∂x, casts it back and adds the terms up. Together the layers cast and keep x once, and each product
+of ∂x is added to the one before as it is written (addmm).
+
+One product with all weights in one matrix would read x less often still, but a product is bound by
+its arithmetic. Backward would have to copy all ∂yᵢ into one tensor first, which moves more bytes
+than are saved, and q and k before their rotation would be kept for as long as v
+(experiments/LOG.md). So weights stay parameters of their own, under their own names.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,40 +22,56 @@ from torch.autograd.function import once_differentiable
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """What a linear layer computes `x` in: autocast's type within it, else its own."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    """The type in which a linear layer computes: autocast's inside it, otherwise that of x."""
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return x.dtype
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether it is a linear layer that nothing has changed: whole here, and computing as torch does."""
+    """Whether it is an unchanged linear layer: not split, and computing as torch does."""
     return type(layer) is nn.Linear and "forward" not in vars(layer)
 
 
 def linears(x: Tensor, layers: Sequence[nn.Module], fused: bool) -> Iterable[Tensor]:
-    """(…, D) → each layer's (…, out).
+    """The outputs of several linear layers.
 
-    fused: together, but where a compiler fuses by itself, and where a layer has a bias or computes in a way of its own
-    (split over workers, in float8, its weight's gradient put off).
+    Args:
+        x: (…, D), the input of all of them.
+        layers: The layers.
+        fused: Whether to compute them as one operation. They are not fused while torch compiles,
+            which fuses by itself, or if a layer has a bias or computes in a way of its own (split
+            over workers, in float8, with the gradient of its weight deferred).
+
+    Returns:
+        (…, out) of each layer.
     """
-    if (
-        not fused
-        or torch.compiler.is_compiling()
-        or not all(is_plain(layer) and layer.bias is None for layer in layers)
-    ):
+    if not fused or torch.compiler.is_compiling() or not _can_fuse(layers):
         return [layer(x) for layer in layers]
     dtype = product_dtype(x)
     with torch.autocast(x.device.type, enabled=False):
-        return _Linears.apply(x.to(dtype), *(layer.weight.to(dtype) for layer in layers))  # type: ignore[operator]
+        weights = [layer.weight.to(dtype) for layer in layers]  # type: ignore[operator]
+        return _Linears.apply(x.to(dtype), *weights)
+
+
+def _can_fuse(layers: Sequence[nn.Module]) -> bool:
+    return all(is_plain(layer) and layer.bias is None for layer in layers)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left·right, in place; total is float32, the others may have 16 bits.
+    """Compute total += left · right, in place.
 
-    On a GPU the product itself adds to `total`. Written out in 16 bits first, it would be rounded, and both be read
-    once more.
+    On a GPU the product itself adds to `total`. A product in 16 bits would be rounded first, and
+    both tensors read once more.
+
+    Args:
+        total: (M, N), float32.
+        left: (M, K), of float32 or 16 bits.
+        right: (K, N), of the same type.
     """
-    if total.is_cuda and torch.version.hip is None and left.dtype in (torch.bfloat16, torch.float16):
+    is_16_bit = left.dtype in (torch.bfloat16, torch.float16)
+    if total.is_cuda and torch.version.hip is None and is_16_bit:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total += left @ right
@@ -69,8 +87,10 @@ class _Linears(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
         x, *weights = ctx.saved_tensors
-        rows, slopes = x.flatten(0, -2), [gradient.flatten(0, -2) for gradient in gradients]
-        to_x = slopes[0] @ weights[0]
-        for slope, weight in zip(slopes[1:], weights[1:]):
-            torch.addmm(to_x, slope, weight, out=to_x)
-        return to_x.view_as(x), *(slope.t() @ rows for slope in slopes)
+        rows = x.flatten(0, -2)
+        row_gradients = [gradient.flatten(0, -2) for gradient in gradients]
+        x_gradient = row_gradients[0] @ weights[0]
+        for gradient, weight in zip(row_gradients[1:], weights[1:]):
+            torch.addmm(x_gradient, gradient, weight, out=x_gradient)
+        weight_gradients = [gradient.t() @ rows for gradient in row_gradients]
+        return x_gradient.view_as(x), *weight_gradients

@@ -1,6 +1,7 @@
-"""Small functions whose operations a compiler makes one kernel of on a GPU, also where the model is not compiled.
+"""Small functions whose operations torch.compile fuses into one kernel on a GPU.
 
-Operation by operation each reads and writes its tensors in the GPU's memory, and that is all the time they take.
+They are compiled even where the model is not. Operation by operation each of them would read and
+write its tensors in the GPU's memory, and that is all the time they take.
 """
 
 import functools
@@ -16,27 +17,41 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def one_kernel(function: Function) -> Function:
-    """The function, compiled where its first argument is on a GPU for which torch can compile.
+    """Compile a function for tensors on a GPU for which torch can compile.
 
-    It is for what an autograd function of its own calls: nothing here has a gradient.
+    It is for functions that are called inside an autograd.Function, because nothing in them has a
+    gradient.
+
+    Args:
+        function: Its first argument is the tensor whose device decides.
     """
 
     @functools.cache
-    def compiled() -> Any:  # when it is needed first, as torch.compile takes seconds to import
-        return torch.compile(function)  # not fullgraph: after too many unlike calls it then runs as it is written
+    def compiled() -> Callable[..., Any]:
+        # torch.compile takes seconds to import, so it waits for the first call on a GPU. Without
+        # fullgraph the function still runs after too many recompilations.
+        return torch.compile(function)
 
     @functools.wraps(function)
-    def chosen(first: torch.Tensor, *others: Any) -> Any:
-        if torch.compiler.is_compiling() or not (first.is_cuda and compiles(first.device)):
-            return function(first, *others)
-        return compiled()(first, *others)
+    def call(tensor: torch.Tensor, *args: Any) -> Any:
+        if torch.compiler.is_compiling():  # first, so that a compiler traces none of the rest
+            return function(tensor, *args)
+        if tensor.is_cuda and compiles(tensor.device):
+            return compiled()(tensor, *args)
+        return function(tensor, *args)
 
-    return chosen  # type: ignore[return-value]
+    return call  # type: ignore[return-value]
 
 
 @functools.cache
 def compiles(device: torch.device) -> bool:
-    """Whether torch.compile has all that it needs for a GPU: Triton, and a C compiler, which many images lack."""
+    """Whether torch.compile has what it needs for a GPU.
+
+    That is Triton and a C compiler, which many images do not have.
+    """
+    is_new_enough = torch.version.hip is not None
+    if not is_new_enough:
+        is_new_enough = torch.cuda.get_device_capability(device) >= (7, 0)
     compilers = (os.environ.get("CC", ""), "gcc", "clang")
-    able = torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (7, 0)
-    return able and find_spec("triton") is not None and any(map(shutil.which, compilers))
+    has_compiler = any(shutil.which(compiler) for compiler in compilers)
+    return is_new_enough and find_spec("triton") is not None and has_compiler

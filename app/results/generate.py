@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from app.errors import UserError
 from app.models.gpt import Attention
-from app.models.prediction import called, logits_of
+from app.models.prediction import call_model, logits_of
 from app.tasks.base import Task
 from app.tasks.huggingface.inputs import PairsInput
 from app.tasks.language import TextInput
@@ -179,18 +179,18 @@ class _NextToken:
         is_cached = bool(self.attentions) or "use_cache" in self.preprocessor.keywords
         if end > self.preprocessor.longest or not is_cached:
             self._set_kept(None)
-            return logits_of(called(self.model, self.preprocessor(tokens_BT)))[0, -1]
+            return logits_of(call_model(self.model, self.preprocessor(tokens_BT)))[0, -1]
         new_BT = tokens_BT[:, self.seen :]
         if self.attentions:
             positions = torch.arange(self.seen, end)[None]
-            output = called(self.model, {"tokens_BT": new_BT, "position_ids": positions})
+            output = call_model(self.model, {"tokens_BT": new_BT, "position_ids": positions})
         else:
             arguments = {
                 self.preprocessor.keyword: new_BT,
                 "use_cache": True,
                 self.cache_name: self.cache,
             }
-            output = called(self.model, arguments)
+            output = call_model(self.model, arguments)
             self.cache = output[self.cache_name]
         self.seen = end
         return logits_of(output)[0, -1]
@@ -201,7 +201,7 @@ class _NextToken:
 
     def _set_kept(self, kept: list[Tensor] | None) -> None:
         for attention in self.attentions:
-            attention.kept = kept
+            attention.kv_cache = kept
 
 
 class _EncoderDecoderNextToken(_NextToken):
@@ -222,7 +222,7 @@ class _EncoderDecoderNextToken(_NextToken):
             "use_cache": True,
             self.cache_name: self.cache,
         }
-        output = called(self.model, arguments)
+        output = call_model(self.model, arguments)
         self.cache = output[self.cache_name]
         self.seen = tokens_BT.shape[1]
         if "encoder_outputs" not in self.encoder_inputs:

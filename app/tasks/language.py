@@ -34,7 +34,7 @@ from app.models.cross_entropy import LARGE_VOCABULARY, cross_entropy
 from app.models.gpt import GPT, TENSOR_PLAN
 from app.models.mixture import OPTIONS, MixtureGPT
 from app.models.mixture import TENSOR_PLAN as MIXTURE_PLAN
-from app.models.prediction import Preprocessor, called, logits_of, texts_of
+from app.models.prediction import Preprocessor, call_model, logits_of, texts_of
 from app.tasks.base import EvaluationLog
 from app.tasks.items import same_for_every_row
 from app.tasks.parts import (
@@ -119,7 +119,7 @@ class TextInput(Preprocessor):
     def _continuation(self, model: nn.Module, text: str) -> str:
         tokens_BT = self.encode(text)
         for _ in range(PREDICTED_TOKENS):
-            logits_BTV = logits_of(called(model, self(tokens_BT)))
+            logits_BTV = logits_of(call_model(model, self(tokens_BT)))
             next_B1 = logits_BTV[:, -1].argmax(-1, keepdim=True).cpu()
             tokens_BT = torch.cat([tokens_BT, next_B1], 1)
         return self.decode(tokens_BT[0, -PREDICTED_TOKENS:].tolist())
@@ -487,7 +487,7 @@ def sample_tokens(
     for _ in range(SAMPLE_TOKENS):
         context_T = tokens_T[-length:]
         padded_T = F.pad(context_T, (0, length - len(context_T)))
-        logits_BTV = logits_of(called(model, arguments(padded_T[None])))
+        logits_BTV = logits_of(call_model(model, arguments(padded_T[None])))
         logits_V = logits_BTV[0, len(context_T) - 1]
         if isinstance(logits_V, DTensor):
             logits_V = logits_V.full_tensor()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from app.models.cross_entropy import fusible, one_by_one
+from app.models.cross_entropy import eager_chunk_loss, fusible_chunk_loss
 from app.models.gpt import GPT
 from app.training.job import memory_bytes
 from experiments.benchmarks.gpt import OPTIONS, SHAPES, ByHand, Shape
@@ -58,15 +58,15 @@ def loss_chunks(here: Here) -> None:
     here.expect("difference", 0.0, 2**-8, "one rounding to bfloat16 of a number below 1")
     logits = torch.randn(rows, words, device=here.device).bfloat16()
     targets = torch.randint(words, (rows,), device=here.device)
-    compiled, taken, extra = torch.compile(fusible, fullgraph=True), {}, {}
-    for name, function in (("compiled", compiled), ("one by one", one_by_one)):
+    compiled, taken, extra = torch.compile(fusible_chunk_loss, fullgraph=True), {}, {}
+    for name, function in (("compiled", compiled), ("one by one", eager_chunk_loss)):
         taken[name] = here.seconds_of(lambda function=function: function(logits, targets))  # type: ignore[misc]
         if here.on_gpu:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             function(logits, targets)
             extra[name] = torch.cuda.max_memory_allocated() - before
-    (_, slope), (_, truth) = compiled(logits, targets), one_by_one(logits, targets)
+    (_, slope), (_, truth) = compiled(logits, targets), eager_chunk_loss(logits, targets)
     here.found(ms=1e3 * taken["compiled"], times_faster=taken["one by one"] / taken["compiled"], extra_bytes=extra)
     here.found(difference=float((slope.float() - truth).abs().max()))
 

@@ -89,13 +89,13 @@ def test_what_is_compiled_for_a_gpu_is_one_graph_with_the_same_numbers(dtype: to
     logits = (3 * torch.randn(12, WORDS, generator=made)).to(dtype)
     logits[:, 7] = -torch.inf  # a word that is ruled out
     targets = torch.randint(8, WORDS, (12,), generator=made)
-    loss, slope = losses.one_by_one(logits, targets)
-    compiled = torch.compile(losses.fusible, fullgraph=True, backend="aot_eager")
+    loss, slope = losses.eager_chunk_loss(logits, targets)
+    compiled = torch.compile(losses.fusible_chunk_loss, fullgraph=True, backend="aot_eager")
     for rows in (12, 11, 5):  # the last chunk may be smaller
         one, s = compiled(logits[:rows], targets[:rows])
         assert s.dtype == dtype and one.dtype == torch.float32
         assert torch.equal(s, slope[:rows].to(dtype))
-    assert losses.fusible(logits, targets)[0].item() == pytest.approx(loss.item(), rel=1e-6)
+    assert losses.fusible_chunk_loss(logits, targets)[0].item() == pytest.approx(loss.item(), rel=1e-6)
 
 
 def test_on_a_gpu_without_a_c_compiler_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -110,8 +110,10 @@ def test_on_a_gpu_without_a_c_compiler_nothing_is_compiled(monkeypatch: pytest.M
 
 def test_no_chunk_is_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    real = losses._chunk
-    monkeypatch.setattr(losses, "_chunk", lambda logits, column: seen.append(logits.numel()) or real(logits, column))
+    real = losses._chunk_loss
+    monkeypatch.setattr(
+        losses, "_chunk_loss", lambda logits, column: seen.append(logits.numel()) or real(logits, column)
+    )
     monkeypatch.setattr(losses, "CHUNK_NUMBERS", 10 * WORDS)
     linear_cross_entropy(*example(8 * 16))
     assert seen == [8 * 16 * WORDS // CHUNKS] * CHUNKS

@@ -18,7 +18,7 @@ from app.config.io import load_config, to_dict
 from app.models import linear
 from app.models.cross_entropy import linear_cross_entropy
 from app.models.feedforward import CNN, MLP, ResNet
-from app.models.gpt import GPT, rotary, rotated
+from app.models.gpt import GPT, apply_rotary, rotary_table
 from experiments.parity.curves import Curve, difference, train
 from experiments.parity.experiment import make_trial
 from strategies import activation_checkpointing, precision
@@ -97,8 +97,8 @@ def test_a_gpt_starts_at_chance_and_cannot_see_the_future() -> None:
 def test_rotary_attention_depends_on_distance_only() -> None:
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(1, 1, 1, 8, generator=generator, dtype=torch.float64).expand(1, 12, 1, 8) for _ in range(2))
-    turns = rotary(torch.zeros(1, 12), 8)
-    turned_q, turned_k = rotated(q, turns), rotated(k, turns)
+    turns = rotary_table(torch.zeros(1, 12), 8)
+    turned_q, turned_k = apply_rotary(q, turns), apply_rotary(k, turns)
     scores = turned_q[0, :, 0] @ turned_k[0, :, 0].T
     for distance in range(-4, 5):
         diagonal = scores.diagonal(distance)

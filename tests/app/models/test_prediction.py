@@ -13,7 +13,7 @@ from mlflow.models import validate_schema
 from torch import Tensor, nn
 
 from app.data.loader import fetch
-from app.models.prediction import Predictor, find_also_in, watched_arguments
+from app.models.prediction import Predictor, extend_package_paths, watched_arguments
 from app.tasks import load_task
 from app.tracking.model import _signature
 
@@ -111,5 +111,5 @@ def test_two_models_in_one_process_find_their_own_modules(tmp_path: Path, monkey
     importlib.import_module("half_a_package")
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("half_a_package.only_here")
-    find_also_in(tmp_path / "second")
+    extend_package_paths(tmp_path / "second")
     importlib.import_module("half_a_package.only_here")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from app.errors import UserError
-from app.models.prediction import called, logits_of
+from app.models.prediction import call_model, logits_of
 from app.results.generate import Sampling, _EncoderDecoderNextToken, _NextToken, continuation, text_input
 from app.tasks import load_task
 from app.tasks.huggingface.inputs import PairsInput
@@ -167,10 +167,10 @@ def test_keys_and_values_that_are_kept_change_nothing(task: str, args: dict[str,
     plain, tokens = copy.deepcopy(network), given.encode("a penny saved")  # longer than what it looks back
     kept = _NextToken(network, given)
     for end in range(3, tokens.shape[1] + 1):
-        whole = logits_of(called(plain, given(tokens[:, :end])))[0, -1]
+        whole = logits_of(call_model(plain, given(tokens[:, :end])))[0, -1]
         assert torch.allclose(kept.logits(tokens[:, :end]), whole, atol=1e-5)
         assert kept.seen == min(end, 8)
-    found, whole = (logits_of(called(each, given(tokens))) for each in (network, plain))
+    found, whole = (logits_of(call_model(each, given(tokens))) for each in (network, plain))
     assert torch.equal(found, whole), "nothing is kept any more"
 
 

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from app.config.io import load_config, to_dict
 from app.errors import UserError
 from app.models.grouped_linear import grouped_linear
-from app.models.prediction import Predictor, called, logits_of
+from app.models.prediction import Predictor, call_model, logits_of
 from app.planner.read import CAST, PLAIN, Reader
 from app.tasks.huggingface.experts import group_experts
 from app.tasks.huggingface.plan import tensor_plan
@@ -113,7 +113,7 @@ def test_builds_and_has_gradients(name: str, data: Path) -> None:
     assert loss.dim() == 0 and all(p.grad is not None for p in model.parameters())
     asked: Any = task.preprocessor()
     assert len(Predictor(model.eval(), asked).predict(asked.example)) == 1
-    classes = logits_of(called(model, asked(asked.example))).shape[-1]
+    classes = logits_of(call_model(model, asked(asked.example))).shape[-1]
     model.train()
     expected = {"text.txt": 256, "digits": 10, "reviews.csv": 2}[MODELS[name][2]]
     assert classes == expected and loss.item() == pytest.approx(math.log(classes), rel=0.35)
