@@ -48,7 +48,12 @@ class Command:
 
     @property
     def is_quick(self) -> bool:
-        return self.words[0] == "trireme" and self.words[1] in QUICK and self.words[2] not in ("up", "down", "status")
+        program, verb, *more = self.words
+        if program != "trireme":
+            return False
+        if verb == "submit":  # shown and not sent, or only printed for kubectl
+            return bool({"--dry-run", "--queue"} & set(more))
+        return verb in QUICK and more[0] not in ("up", "down", "status")
 
     @property
     def is_refused(self) -> bool:
@@ -87,6 +92,7 @@ def same_but_for_numbers(text: str) -> str:
     """One line without what differs from machine to machine: numbers, folders, widths of columns, units of bytes."""
     text = re.sub(r"/\S*/(?=runs\b)", "", text)
     text = re.sub(r"\d[\d.,:]*", "#", text)
+    text = re.sub(r"^\S+ \(\S+\) \(head\)", "HOST (head)", text)
     return " ".join(re.sub(r"\b[KMG]i?B\b", "B", text).split())
 
 
