@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from app.data.loader import fetch
 from app.models.feedforward import CNN
-from app.models.gpt import GPT, rotary
+from app.models.gpt import GPT, rotary_table
 from app.models.mixture import MixtureGPT
 
 LOG_EVERY = 10
@@ -384,7 +384,7 @@ class GptStage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Tokens (B, T) or the stage before's (B, T, D), to logits (B, T, V) or (B, T, D)."""
-        tables = rotary(x, self.head_dim)
+        tables = rotary_table(x, self.head_dim)
         if self.embed is not None:
             x = self.embed(x)
         for block in self.blocks:
