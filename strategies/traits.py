@@ -180,8 +180,7 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
         "",
     ),
     Trait.FUNCTIONAL_CALL: (
-        "the loss calls the model by torch.func.functional_call, which takes no copies of it on "
-        "several devices",
+        "the loss calls the model by torch.func.functional_call, with parameters that it gives it",
         "call the model itself",
     ),
     Trait.CALLS_VARY: (

@@ -26,7 +26,7 @@ from app.tasks.base import Task
 from app.tasks.build import build_model
 from app.tasks.items import count_items, weighs_items
 from app.training.batch_gather import POINTER
-from strategies import registry
+from strategies import activation_checkpointing, registry
 from strategies.blocks import find_blocks
 from strategies.dims import Layout, LayoutError
 from strategies.options import Options
@@ -55,8 +55,10 @@ COARSE_TOLERANCE = 5e-2
 """The same where a parameter has 16 bits."""
 REPEATED_TOLERANCE = 1e-5
 """The same of a loss that is taken again, in any type: it is computed in the same way."""
-TOLERANCE = 1e-3
+TOLERANCE = 1e-4
 """Relative difference of two losses, which are the same to rounding, from which on they are not."""
+GRADIENT_TOLERANCE = 1e-3
+"""The same of gradients, in which rounding adds up."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class FirstStep:
         coupling: where the samples of a batch depend on one another, what shows it: a clause.
         stateful: whether the loss of the same samples is another one when it is taken again.
         error_of_one: what the model says to a batch of one sample, where it takes larger ones.
+        error_of_recomputing: what the model says in backward when it is recomputed as the configuration asks for.
     """
 
     observations: tuple[Observation, ...] = ()
@@ -78,6 +81,7 @@ class FirstStep:
     coupling: str = ""
     stateful: bool = False
     error_of_one: str = ""
+    error_of_recomputing: str = ""
 
     def is_kept_by(self, layout: Layout, options: Options) -> bool:
         """Whether the layout trains such a model as one device would."""
@@ -106,6 +110,12 @@ class FirstStep:
             alternatives=[registry.by_degrees("dp_replicate"), registry.by_degrees("dp_shard")],
             micro_batches=micro_batches,
         )
+        mode = options.activation_checkpointing
+        if mode != "none" and self.error_of_recomputing:
+            raise LayoutError(
+                f"the model cannot be recomputed as train.activation_checkpointing={mode} does "
+                f"({self.error_of_recomputing}): write {'full' if mode == 'selective' else 'none'} instead"
+            )
 
     def notes(self, layout: Layout, micro_batches: int, *, gathers: bool = False) -> Iterator[str]:
         """What to say of a model that a layout which splits a batch trains otherwise than one device.
@@ -222,6 +232,7 @@ def _with_numbers(config: Config, task: Task, batches: list[Batch], *, thorough:
         items_remark=remark or "",
         coupling=couples,
         error_of_one=_error_of_one(config, task, batches[0], cpu),
+        error_of_recomputing=_error_of_recomputing(config, task, batches[0], cpu),
     )
 
 
@@ -250,8 +261,36 @@ def _error_of_one(config: Config, task: Task, batch: Batch, device: torch.device
     try:
         task.loss(_build(config, task, device).train(), one)
     except Exception as error:
-        return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+        return _first_line(error)
     return ""
+
+
+def _error_of_recomputing(config: Config, task: Task, batch: Batch, device: torch.device) -> str:
+    """What a step says in which the model is recomputed, where it takes one in which it is not; "" where both do."""
+    mode = config.train.activation_checkpointing
+    if mode == "none":
+        return ""
+
+    def take_step(*, recomputed: bool) -> None:
+        model = _build(config, task, device).train()
+        if recomputed:
+            activation_checkpointing.apply(model, find_blocks(model, task.blocks(model)), mode)
+        seed_step(config.train.seed, 0, data_rank=0, device=device)
+        task.loss(model, _copied(batch)).backward()
+
+    try:
+        take_step(recomputed=False)
+    except Exception:  # which the workers' logs will say
+        return ""
+    try:
+        take_step(recomputed=True)
+    except Exception as error:
+        return _first_line(error)
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _watched(
@@ -286,15 +325,23 @@ def _batches(task: Task) -> list[Batch]:
 
 
 def _with_items(task: Task, picks: list[tuple[int, int]], *, fallback: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Of a task that counts its items, samples from all over the picks that have some: the loss of samples without
-    items says nothing."""
+    """Of a task that counts its items, samples from all over the picks: the loss of samples without items says nothing.
+
+    Those with the most items come first and one without any last, where there is one, so that the halves of the batch
+    differ in their items: else a mean over rows, too, would be the mean of the halves' by their items.
+    """
     if not weighs_items(task):
         return fallback
     data: Any = task.train_data()
-    counted = [pick for pick in picks if count_items(task, fetch(data, [pick]))]
-    step = max(1, len(counted) // SAMPLES)
-    chosen = counted[::step][:SAMPLES]
-    return chosen if len(chosen) == SAMPLES else fallback
+    items = {pick: count_items(task, fetch(data, [pick])) for pick in picks}
+    with_some = [pick for pick in picks if items[pick]]
+    without = [pick for pick in picks if not items[pick]]
+    step = max(1, len(with_some) // SAMPLES)
+    chosen = with_some[::step][:SAMPLES]
+    if len(chosen) < SAMPLES:
+        return fallback
+    chosen.sort(key=lambda pick: -items[pick])
+    return [*chosen[:-1], without[0]] if without else chosen
 
 
 def _rows(batch: Batch, half: int) -> Batch:
@@ -322,6 +369,7 @@ class _Step:
     loss: Tensor
     gradient: Tensor
     tolerance: float = TOLERANCE
+    gradient_tolerance: float = GRADIENT_TOLERANCE
 
 
 def _evaluated(task: Task, model: nn.Module, batch: Batch, *, backward: bool) -> _Step:
@@ -332,8 +380,13 @@ def _evaluated(task: Task, model: nn.Module, batch: Batch, *, backward: bool) ->
     real = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
     flat = torch.cat([loss.new_empty(0, dtype=torch.double), *(g.flatten().double() for g in real)])
     is_coarse = any(parameter.element_size() < 4 for parameter in model.parameters())
-    tolerance = COARSE_TOLERANCE if is_coarse else TOLERANCE
-    return _Step(float(count_items(task, batch)), loss.detach().double(), flat, tolerance)
+    return _Step(
+        float(count_items(task, batch)),
+        loss.detach().double(),
+        flat,
+        tolerance=COARSE_TOLERANCE if is_coarse else TOLERANCE,
+        gradient_tolerance=COARSE_TOLERANCE if is_coarse else GRADIENT_TOLERANCE,
+    )
 
 
 def coupling(whole: _Step, *halves: _Step) -> str:
@@ -345,11 +398,11 @@ def coupling(whole: _Step, *halves: _Step) -> str:
         return ""
     loss = torch.stack([half.loss * (half.items / total) for half in counted]).sum()
     if not _alike(whole.loss, loss, whole.tolerance):
-        return f"the loss of {SAMPLES} samples is {whole.loss:.4g}, and the mean of its halves' {loss:.4g}"
+        return f"the loss of {SAMPLES} samples is {whole.loss:.6g}, and the mean of its halves' {loss:.6g}"
     if any(half.gradient.shape != whole.gradient.shape for half in counted):
         return ""
     gradient = torch.stack([half.gradient * (half.items / total) for half in counted]).sum(0)
-    if not _alike(whole.gradient, gradient, whole.tolerance):
+    if not _alike(whole.gradient, gradient, whole.gradient_tolerance):
         return f"the gradient of {SAMPLES} samples is not the mean of its halves'"
     return ""
 
@@ -359,8 +412,10 @@ def repeating(once: _Step, twice: _Step) -> str:
     gradient; "" where it does not. What couples equal samples alone, as the rows of a table that are looked up several
     times, is not seen in a few samples that are not."""
     if not _alike(once.loss, twice.loss, once.tolerance):
-        return f"the loss of samples is {once.loss:.4g}, and {twice.loss:.4g} where each is in the batch twice"
-    if once.gradient.shape == twice.gradient.shape and not _alike(once.gradient, twice.gradient, once.tolerance):
+        return f"the loss of samples is {once.loss:.6g}, and {twice.loss:.6g} where each is in the batch twice"
+    if once.gradient.shape == twice.gradient.shape and not _alike(
+        once.gradient, twice.gradient, once.gradient_tolerance
+    ):
         return "the gradient of samples is another one where each is in the batch twice"
     return ""
 

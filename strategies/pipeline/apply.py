@@ -255,6 +255,7 @@ STRATEGY = Strategy(
         Trait.CHANGES_OUTPUT,
         Trait.RUNS_WITHOUT_GRADIENT,
         Trait.GRADIENT_IN_LOSS,
+        Trait.FUNCTIONAL_CALL,
         Trait.CALLS_VARY,
         Trait.PARAMETERS_VARY,
         Trait.VARIES_BY_CALL,

@@ -267,7 +267,7 @@ class Comparison:
         self.coarse = bool(config.pop("coarse", False))
         self.changes = config
         self.random = any(feature.random for feature in model.features)
-        self.couples = any(feature.couples for feature in model.features)
+        self.couples = model.couples
         self.counts = any(feature.counts for feature in model.features)
         outcome = self._prepared(Rival("single", "single", 1))
         if isinstance(outcome, Verdict):

@@ -35,6 +35,8 @@ class Feature:
         config: Values of the configuration by dotted key.
         random: Its numbers depend on how the batch is split, as dropout's do: no layout that splits it can be equal.
         couples: Samples of a batch depend on one another: a layout that splits the batch may say so in a note.
+        weighs_items: Parts of a batch are weighted by items, so a mean over rows, which other features add to the loss,
+            couples samples too.
         counts: Its numbers depend on how often it has been called: a layout that calls it for each micro-batch may say
             so in a note.
         weight: How often it is drawn, beside the others of its axis.
@@ -46,6 +48,7 @@ class Feature:
     config: dict[str, Any] = field(default_factory=dict)
     random: bool = False
     couples: bool = False
+    weighs_items: bool = False
     counts: bool = False
     weight: float = 1.0
 
@@ -956,9 +959,12 @@ LOSS: Axis = {
             "task": "items_vary = True\n\ndef items(self, batch):\n    return (batch[1] != -100).sum()",
         },
         domains=(TOKENS,),
+        weighs_items=True,
     ),
     "masked_items_only": Feature(
-        {"data": _MASKED, "task": "def items(self, batch):\n    return (batch[1] != -100).sum()"}, domains=(TOKENS,)
+        {"data": _MASKED, "task": "def items(self, batch):\n    return (batch[1] != -100).sum()"},
+        domains=(TOKENS,),
+        weighs_items=True,
     ),
     "penalty": _mean_of("sum(p.abs().square().sum() for p in model.parameters() if p.requires_grad)"),
     "penalty_trained_norm": _mean_of("torch.stack([p.abs().float().norm() for p in model.parameters()]).sum()"),
@@ -1147,6 +1153,13 @@ class Model:
     @property
     def named(self) -> dict[str, str]:
         return dict(self.choices)
+
+    @property
+    def couples(self) -> bool:
+        """Whether samples of a batch depend on one another."""
+        is_weighted = any(feature.weighs_items for feature in self.features)
+        adds = any("loss" in feature.lines for feature in self.features if not feature.weighs_items)
+        return any(feature.couples for feature in self.features) or (is_weighted and adds)
 
     @property
     def features(self) -> list[Feature]:

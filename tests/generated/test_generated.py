@@ -124,6 +124,9 @@ SURVEYED = {
     ("bfloat16 python_counter tokens", "pipeline 1f1b"): Kind.NOTED,
     ("in_place_batch loss_inside", "pipeline zbv"): Kind.EQUAL,
     ("in_place_batch loss_inside", "pipeline 1f1b"): Kind.EQUAL,
+    ("masked recording_hook", "ddp"): Kind.NOTED,
+    ("attributes conv in_place", "single selective"): Kind.REFUSED,
+    ("functional_call weight_norm_head", "pipeline 1f1b"): Kind.REFUSED,
 }
 """What a survey of drawn models found wrong: choices, a strategy, and what becomes of it. `make test` has some."""
 

@@ -419,12 +419,12 @@ def with_its_parameters(model: Any, batch: Any) -> Tensor:
     return F.mse_loss(predicted, batch[:, :1])
 
 
-def test_a_model_that_is_called_with_given_parameters_is_not_copied_to_other_devices() -> None:
+def test_a_model_that_is_called_with_given_parameters_is_not_copied_or_cut() -> None:
     assert seen(Net, with_its_parameters) == {Trait.FUNCTIONAL_CALL: ("the model",)}
     observations = [Observation(Trait.FUNCTIONAL_CALL, ("the model",))]
     with pytest.raises(LayoutError, match=r"by torch\.func\.functional_call.* strategy dp .*write strategy=ddp"):
         require_kept(choose("dp", 1), registry.records("dp"), Options(), observations, [registry.find("ddp")])
-    assert refusing([Trait.FUNCTIONAL_CALL]) == set()
+    assert refusing([Trait.FUNCTIONAL_CALL]) == {name for name in NAMES if "pipeline" in name}
 
 
 # --- blocks that change their input, or are not called every time -----------------------------------------------------

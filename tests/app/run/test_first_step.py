@@ -206,6 +206,37 @@ class Branching(nn.Module):
         return self.out(self.rare(x) if x[0, 0] > 1e6 else self.usual(x))
 
 
+class OverwritesProducts(Chain):
+    """What a product puts out is overwritten by the activation that follows."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 8), Overwriting(), Overwriting(), nn.Linear(8, 4))
+
+    def blocks(self, model: nn.Module) -> list[str]:
+        return ["1", "2"]
+
+
+class Overwriting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x), inplace=True))
+
+
+class MeanOverSamples(Chain):
+    """Beside the mean over what counts, a mean over all samples."""
+
+    def items(self, batch: Any) -> Tensor:
+        return (batch[1] > 1).sum()
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        answers = model(batch[0])
+        counted = F.cross_entropy(answers, batch[1].where(batch[1] > 1, -100))
+        return counted + 0.1 * answers.square().mean()
+
+
 class Wide(Penalised):
     """Too many operations for real numbers, and of a size that would show if it were run."""
 
@@ -230,7 +261,7 @@ def test_auto_takes_a_layout_that_keeps_what_the_model_does() -> None:
 
 
 COUPLED = ("InBatchNegatives", "PairwiseRanking", "BatchVariance", "OfTheMean", "ByFrequency")
-COUPLED += ("ByFrequencyOfRareWords", "MostlyMasked", "LargestAnswer")
+COUPLED += ("ByFrequencyOfRareWords", "MostlyMasked", "LargestAnswer", "MeanOverSamples")
 
 
 @pytest.mark.parametrize("task", COUPLED)
@@ -301,6 +332,13 @@ def test_one_device_in_micro_batches_is_told_what_they_change(task: str, sentenc
 def test_a_micro_batch_of_one_sample_is_refused_where_the_model_does_not_take_it() -> None:
     with pytest.raises(LayoutError, match=r"one sample here, which the model does not take \(Expected more than 1"):
         prepared("WithBatchNorm", "strategy=ddp", "train.micro_batch_size=1")
+
+
+def test_what_cannot_be_recomputed_is_refused_and_the_mode_that_can_is_named() -> None:
+    asked = ("strategy=ddp", "train.activation_checkpointing=selective")
+    with pytest.raises(LayoutError, match=r"activation_checkpointing=selective does \(.*mutated\): write full instead"):
+        prepared("OverwritesProducts", *asked)
+    assert prepared("OverwritesProducts", "strategy=ddp", "train.activation_checkpointing=full").layout.name == "ddp"
 
 
 def test_what_is_large_is_looked_at_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
