@@ -41,7 +41,9 @@ def all_to_all(
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    """Starts to sum a tensor over the workers of a group, of which each gets its part. Collective over `group`.
+    """Starts to sum a tensor over the workers of a group, each of which gets a part of the sum.
+
+    Collective over the group.
 
     Args:
         output: (n / workers,), where this worker's part of the sum is written.
@@ -49,6 +51,6 @@ def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> d
         group: The workers.
 
     Returns:
-        What to wait for; None where this worker is not in the group.
+        What to wait for; None if this worker is not in the group.
     """
     return reduce_scatter_into(output, input, group=group, async_op=True)
