@@ -189,7 +189,7 @@ def _types(_: int, name: str, workers: int, options: dict[str, Any]) -> tuple[in
         send(kind, stage, tensors, message)
 
     def done(chunk: int, kept: Any = sync and sync.chunk_done) -> None:
-        matrices = [p for p in sync.unsharded.values() if p.dim() > 1]
+        matrices = [p for p in sync._unsharded.values() if p.dim() > 1]
         found["gathered"].update(p.dtype for p in matrices)
         found["gradients"].update(p.grad.dtype for p in matrices if p.grad is not None)
         kept(chunk)
