@@ -34,7 +34,8 @@ class BuildWithPath(build_py):
 def packages() -> list[str]:
     """All folders with code, but `trireme` and what only a checkout needs."""
     include = [pattern for name in NAMES for pattern in (name, f"{name}.*")]
-    return find_namespace_packages(include=include, exclude=["app.trireme*", "experiments.benchmarks*", "*.pictures"])
+    exclude = ["app.trireme*", "experiments.benchmarks*", "experiments.guide*", "*.pictures"]
+    return find_namespace_packages(include=include, exclude=exclude)
 
 
 setup(

@@ -1,4 +1,4 @@
-"""The application: configuration, tasks, the training loop, launchers, checkpoints, tracking, command line."""
+"""The application, from the configuration to the command line; app/README.md lists its parts."""
 
 from app import names as _names
 

@@ -1,4 +1,7 @@
-"""`python -m app` is `trireme`, where no other `app` comes first on sys.path; `python -m trireme` is so anywhere."""
+"""`python -m app` is the command `trireme`, if no other `app` comes first on sys.path.
+
+`python -m trireme` works everywhere.
+"""
 
 from app.cli import main
 

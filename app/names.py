@@ -1,16 +1,18 @@
-"""Whose `app` an import gets, where a user's own package has the name of one of Trireme's four.
+"""Decides whose module an import gets if a user's package has a name of one of Trireme's four.
 
-In every process of Trireme's, a name under `app`, `strategies`, `cluster` or `experiments` is Trireme's where Trireme
-has it, and else the user's: `app.tasks` is Trireme's and `app.shop` is the user's, whatever comes first on sys.path.
-The same holds for what a module defines: where both have a module `app.config`, it is Trireme's, and what Trireme's
-lacks comes from the user's. What both define cannot be decided, and app/tasks/user_code.py refuses it before anything
-starts.
+In every process of Trireme's, a name under `app`, `strategies`, `cluster` or `experiments` is
+Trireme's if Trireme has it, and else the user's: `app.tasks` is Trireme's and `app.shop` is the
+user's, whatever comes first on sys.path. The same holds for what a module defines: if both have a
+module `app.config`, it is Trireme's, and names that it lacks come from the user's. A name that both
+define is ambiguous, and app/tasks/user_code.py refuses it before anything starts.
 
-`trireme` is Trireme's alone, and `trireme.tasks` is `app.tasks` by a name that no package of a user's can take.
+`trireme` is Trireme's alone, and `trireme.tasks` is `app.tasks` under a name that no package of a
+user's can take.
 
-This is done by a finder at the beginning of sys.meta_path (https://docs.python.org/3/reference/import.html), which
-looks up the names above in Trireme's own folder. `import app` and `import trireme` put it there (`claim`). This file
-imports the standard library only, and app/trireme/__init__.py loads it by its path.
+A finder at the beginning of sys.meta_path (https://docs.python.org/3/reference/import.html) does
+this: it looks up the names above in Trireme's own folder. `import app` and `import trireme` install
+it (`claim`). This file imports only the standard library, because app/trireme/__init__.py loads it
+by its path.
 """
 
 import ast
@@ -22,7 +24,13 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.machinery import BuiltinImporter, FrozenImporter, ModuleSpec, PathFinder, SourceFileLoader
+from importlib.machinery import (
+    BuiltinImporter,
+    FrozenImporter,
+    ModuleSpec,
+    PathFinder,
+    SourceFileLoader,
+)
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,26 +38,26 @@ from typing import Any
 NAMES = ("app", "strategies", "cluster", "experiments")
 FACE = "trireme"
 ROOT = str(Path(__file__).resolve().parents[1])
-"""The folder that holds Trireme's four packages: a checkout, or trireme/packages in site-packages."""
-THEIRS = os.path.join(ROOT, FACE, "theirs")
-"""Where a copy of Trireme's sources that MLflow keeps with a model has the user's of the same names."""
+"""The folder that has Trireme's four packages: a checkout, or trireme/packages in site-packages."""
+USER_COPY = os.path.join(ROOT, FACE, "theirs")
+"""Where the sources that MLflow keeps with a model have the user's modules with Trireme's names."""
 MARKS = (os.path.join("app", "names.py"), os.path.join("app", "tasks", "by_value.py"))
-"""A folder with one of these files holds another copy of Trireme, and no packages of a user's."""
+"""A folder with one of these files has another copy of Trireme, and not a user's packages."""
 
 
 def module() -> str:
-    """What to write after `python -m`, as this program was started: `app` in a checkout that is not installed."""
-    words = sys.orig_argv
-    return "app" if ("-m", "app") in itertools.pairwise(words) else FACE
+    """What to write after `python -m` to start this program in the same way."""
+    is_checkout = ("-m", "app") in itertools.pairwise(sys.orig_argv)
+    return "app" if is_checkout else FACE
 
 
 @dataclass(frozen=True)
 class Counterpart:
-    """What a user has under a name of Trireme's.
+    """What a user has under the name of a module of Trireme's.
 
     Args:
         folders: Where its submodules are, in the order in which they are searched.
-        file: Its code, app.py or app/__init__.py; "" where it is only a folder.
+        file: Its code, such as app.py or app/__init__.py; "" if it is only a folder.
     """
 
     folders: tuple[str, ...]
@@ -59,18 +67,25 @@ class Counterpart:
 NONE = Counterpart((), "")
 
 
+# --- the finder and its loaders ---
+
+
 class TriremeFinder:
-    """Finds Trireme's own modules before anyone else's of the same name, and adds what the user has to theirs."""
+    """Finds Trireme's modules before others with their names, and adds the user's code to them."""
 
     trireme_root = ROOT
+    """By this attribute another copy of Trireme recognises the finder."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module's spec, None where Trireme has no such module: then Python looks for the user's."""
-        top, _, rest = fullname.partition(".")
+        """Python's hook: the spec of a module of Trireme's.
+
+        It is None if Trireme has no such module. Python then looks for the user's.
+        """
+        top, _, below = fullname.partition(".")
         if top == FACE:
-            return _find_face(fullname, rest)
+            return _find_face(fullname, below)
         if top not in NAMES:
             return None
         parents = fullname.split(".")[:-1]
@@ -78,7 +93,8 @@ class TriremeFinder:
         if spec is None:
             return None
         counterpart = find_counterpart(fullname, path)
-        if spec.loader is None:  # a folder without __init__.py, which a user's package would come before
+        if spec.loader is None:
+            # A folder without __init__.py. A user's package with one would come before it.
             loader: Any = _NamespaceLoader(counterpart)
             namespace = ModuleSpec(fullname, loader, is_package=True)
             namespace.submodule_search_locations = [os.path.join(ROOT, *fullname.split("."))]
@@ -89,14 +105,14 @@ class TriremeFinder:
 
 
 class _Loader(SourceFileLoader):
-    """Loads a module of Trireme's under whose name a user has something, too."""
+    """Loads a module of Trireme's with a name under which the user has something too."""
 
     def __init__(self, name: str, file: str, counterpart: Counterpart) -> None:
         super().__init__(name, file)
         self._counterpart = counterpart
 
     def exec_module(self, module: ModuleType) -> None:
-        _add(module, self.name, self._counterpart)
+        _add_counterpart(module, self.name, self._counterpart)
         super().exec_module(module)
 
 
@@ -110,11 +126,11 @@ class _NamespaceLoader:
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        _add(module, module.__name__, self._counterpart)
+        _add_counterpart(module, module.__name__, self._counterpart)
 
 
-class _SameModule:
-    """A loader for `trireme.X`, which gives the module `app.X` itself."""
+class _AliasLoader:
+    """Loads `trireme.X` as the module `app.X` itself."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -126,69 +142,94 @@ class _SameModule:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # which the import system has replaced by that of the other name
+        # The import system has replaced the module's spec by that of the other name.
+        module.__spec__ = self._spec
+
+
+# --- what a process calls ---
 
 
 def claim() -> None:
-    """Makes the four names, and `trireme`, Trireme's in this process. A second call does nothing.
+    """Make the four names, and `trireme`, Trireme's in this process. A second call does nothing.
 
     Raises:
-        ImportError: A user's module that was imported before defines what Trireme needs of its own under that name.
+        ImportError: A user's module that was imported before defines what Trireme needs of its own
+            under that name.
     """
+    # The finder may be that of another copy of Trireme, such as one that MLflow keeps with a model.
     if any(hasattr(finder, "trireme_root") for finder in sys.meta_path):
-        return  # also where it is another copy of Trireme: the one that MLflow has kept with a model, say
-    imported = {name: module for name, module in sys.modules.items() if _is_rival(name, module)}
-    for name, module in imported.items():
-        _refuse_shared(name, module)
+        return
+    user_modules: dict[str, ModuleType] = {}
+    for name, imported in sys.modules.items():
+        if _hides_trireme(name, imported):
+            user_modules[name] = imported
+    for name, user_module in user_modules.items():
+        _refuse_shared_names(name, user_module)
     sys.meta_path.insert(0, TriremeFinder())
-    for name in imported:
+    for name in user_modules:
         del sys.modules[name]
-    for name, module in imported.items():  # parents come before what is in them, as they were imported
-        _put_before(name, module)
+    # In the order of their import, in which packages come before their modules.
+    for name, user_module in user_modules.items():
+        _import_instead(name, user_module)
     merge()
 
 
 def merge() -> None:
-    """Lets the user's modules be found beside Trireme's: call it again where sys.path or the folder has changed."""
-    for name in NAMES:
-        counterpart = find_counterpart(name)
+    """Let the user's modules be found beside Trireme's.
+
+    It must be called again if sys.path or the current folder has changed.
+    """
+    for top in NAMES:
+        counterpart = find_counterpart(top)
         if counterpart == NONE:
             continue
-        for loaded in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
-            module = sys.modules[loaded]
-            if is_triremes(module):
-                _add(module, loaded, counterpart if loaded == name else _below(loaded, counterpart))
+        loaded_names = [name for name in sys.modules if name == top or name.startswith(f"{top}.")]
+        for name in loaded_names:
+            loaded = sys.modules[name]
+            if is_triremes(loaded):
+                own = counterpart if name == top else _counterpart_below(name, counterpart)
+                _add_counterpart(loaded, name, own)
 
 
 def hidden_names() -> dict[str, str]:
-    """The names of Trireme's under which the user has code of their own, each with its file."""
-    found = {name: find_counterpart(name).file for name in NAMES}
-    return {name: file for name, file in found.items() if file}
+    """The names of Trireme's under which the user has code, each with the user's file."""
+    files = {name: find_counterpart(name).file for name in NAMES}
+    return {name: file for name, file in files.items() if file}
 
 
-def theirs_in_use() -> dict[str, str]:
-    """The user's modules that have been run under names of Trireme's, with their files."""
-    modules = [module for name, module in list(sys.modules.items()) if _is_shared(name) and is_triremes(module)]
-    fallbacks: list[Any] = [vars(module).get("__getattr__") for module in modules]
-    return {each.name: file for each in fallbacks if each is not None for file in each.modules}
+def user_modules_in_use() -> dict[str, str]:
+    """The names of Trireme's under which the user's code has run, each with the user's file."""
+    in_use: dict[str, str] = {}
+    for name, loaded in list(sys.modules.items()):
+        if _is_shared(name) and is_triremes(loaded):
+            fallback: Any = vars(loaded).get("__getattr__")
+            if fallback is not None:
+                for file in fallback.modules:
+                    in_use[fallback.name] = file
+    return in_use
 
 
 def worker_setup() -> str:
-    """What a worker of Ray's must call before it imports anything of Trireme's, "" where nothing hides that.
+    """The import path of what Ray's workers must call before they import anything of Trireme's.
 
-    Ray puts the driver's current folder first on its workers' sys.path when the first task arrives, after this call.
+    It is "" if nothing hides Trireme's modules. Ray puts the driver's current folder first on its
+    workers' sys.path when the first task arrives, which is after this call.
     """
     if not hidden_names():
         return ""
     return f"{FACE}.claim" if _is_installed() else f"{__name__}.claim"
 
 
+# --- what the user has ---
+
+
 def find_counterpart(name: str, path: Sequence[str] | None = None) -> Counterpart:
     """What the user has under the name of a module of Trireme's.
 
     Args:
-        name: The whole name, such as `app.data`.
-        path: Folders to search, for a submodule those of its parent. None: the current folder and sys.path.
+        name: The full name, such as `app.data`.
+        path: The folders to search, for a submodule those of its package. None means the current
+            folder and sys.path.
     """
     last = name.rpartition(".")[2]
     folders: list[str] = []
@@ -196,45 +237,93 @@ def find_counterpart(name: str, path: Sequence[str] | None = None) -> Counterpar
         if _is_own_folder(entry) or _is_copy(entry):
             continue
         package = os.path.join(entry, last)
-        init = os.path.join(package, "__init__.py")
-        if os.path.isfile(init):
-            return Counterpart((*folders, package), init)
+        init_file = os.path.join(package, "__init__.py")
+        if os.path.isfile(init_file):
+            return Counterpart((*folders, package), init_file)
         if os.path.isfile(f"{package}.py"):
             return Counterpart(tuple(folders), f"{package}.py")
         if os.path.isdir(package):
             folders.append(package)
-    for spec in _specs_of_other_finders(name) if path is None else ():
-        return Counterpart((*folders, *(spec.submodule_search_locations or ())), spec.origin or "")
+    if path is None:
+        spec = _spec_of_other_finders(name)
+        if spec is not None:
+            locations = spec.submodule_search_locations or ()
+            return Counterpart((*folders, *locations), spec.origin or "")
     return Counterpart(tuple(folders), "")
 
 
+def _spec_of_other_finders(name: str) -> ModuleSpec | None:
+    """The spec of a user's module that only finders other than Python's own know.
+
+    Packages that are installed in editable mode have such finders.
+    """
+    for finder in sys.meta_path:
+        is_pythons = finder in (BuiltinImporter, FrozenImporter, PathFinder)
+        if is_pythons or hasattr(finder, "trireme_root") or not hasattr(finder, "find_spec"):
+            continue
+        spec = finder.find_spec(name, None)
+        if spec is None or not spec.origin or _is_own_folder(os.path.realpath(spec.origin)):
+            continue
+        if not _is_copy(os.path.dirname(os.path.dirname(spec.origin))):
+            return spec
+    return None
+
+
+def _counterpart_below(name: str, counterpart: Counterpart) -> Counterpart:
+    """The user's counterpart of a submodule.
+
+    Args:
+        name: The full name of the submodule.
+        counterpart: The user's counterpart of its top-level package.
+    """
+    folders: Sequence[str] = counterpart.folders
+    _, *packages, _ = name.split(".")
+    for package in packages:
+        folders = [os.path.join(folder, package) for folder in folders]
+    return find_counterpart(name, folders)
+
+
 def file_of(name: str, folders: Sequence[str]) -> str:
-    """The module's file below one of the folders that its top-level package may be in, or its folder; "" if none."""
+    """The file of a module, or its folder if it has none; "" if there is no such module.
+
+    Args:
+        name: The full name of the module.
+        folders: The folders that its top-level package may be in.
+    """
     for folder in folders:
-        place = os.path.join(folder, *name.split("."))
-        for candidate in (os.path.join(place, "__init__.py"), f"{place}.py"):
-            if os.path.isfile(candidate):
-                return candidate
-        if os.path.isdir(place):
-            return place
+        path = os.path.join(folder, *name.split("."))
+        for file in (os.path.join(path, "__init__.py"), f"{path}.py"):
+            if os.path.isfile(file):
+                return file
+        if os.path.isdir(path):
+            return path
     return ""
 
 
 def defined_names(file: str) -> set[str]:
-    """The names that a file of Python defines at its top level; none for a folder, or for what does not parse."""
-    return set(_bound(parsed(file).body))
+    """The names that a Python file defines at its top level.
+
+    There are none for a folder, or for a file that cannot be parsed.
+    """
+    return set(_bound_names(parsed(file).body))
 
 
 def parsed(file: str) -> ast.Module:
-    """What a file is parsed to; an empty module for a folder, and for what does not parse: importing it says why."""
+    """The syntax tree of a Python file.
+
+    It is empty for a folder, or for a file that cannot be parsed: importing that says why.
+    """
     try:
         return ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):
         return ast.Module([], [])
 
 
-def _bound(statements: Iterable[ast.stmt]) -> Iterator[str]:
-    """The names that statements bind, also within if, try, with and loops, but not within functions and classes."""
+def _bound_names(statements: Iterable[ast.stmt]) -> Iterator[str]:
+    """The names that statements bind, also within if, try, with and loops.
+
+    What is bound within functions and classes does not count.
+    """
     for statement in statements:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield statement.name
@@ -244,56 +333,79 @@ def _bound(statements: Iterable[ast.stmt]) -> Iterator[str]:
         else:
             for node in ast.iter_child_nodes(statement):
                 if isinstance(node, ast.stmt):
-                    yield from _bound([node])
+                    yield from _bound_names([node])
                 elif isinstance(node, ast.ExceptHandler):
-                    yield from _bound(node.body)
+                    yield from _bound_names(node.body)
                 else:
-                    names = (each for each in ast.walk(node) if isinstance(each, ast.Name))
-                    yield from (each.id for each in names if isinstance(each.ctx, ast.Store))
+                    yield from _stored_names(node)
 
 
-def _find_face(fullname: str, rest: str) -> ModuleSpec | None:
-    """`trireme` itself, or a module of `app` under the name `trireme.X`."""
+def _stored_names(expression: ast.AST) -> Iterator[str]:
+    for node in ast.walk(expression):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+# --- `trireme` ---
+
+
+def _find_face(fullname: str, below: str) -> ModuleSpec | None:
+    """The spec of `trireme` itself, or of a module of `app` under the name `trireme.X`.
+
+    Args:
+        fullname: The full name of the module.
+        below: What follows `trireme.` in it.
+    """
     folder = _face_folder()
-    spec = PathFinder.find_spec(fullname, [os.path.join(folder, FACE) if rest else folder])
+    spec = PathFinder.find_spec(fullname, [os.path.join(folder, FACE) if below else folder])
     if spec is not None and spec.loader is not None:
         return spec
-    first = rest.partition(".")[0]
-    name = rest if first in NAMES else f"app.{rest}"
-    if first in ("", "train") or not file_of(name, [ROOT]):  # trireme.train is a function
+    first = below.partition(".")[0]
+    name = below if first in NAMES else f"app.{below}"
+    is_function = first == "train"  # trireme.train is not a module, although app/train may be
+    if first == "" or is_function or not file_of(name, [ROOT]):
         return None
-    loader: Any = _SameModule(name)
-    return ModuleSpec(fullname, loader, is_package=os.path.isdir(os.path.join(ROOT, *name.split("."))))
+    loader: Any = _AliasLoader(name)
+    is_package = os.path.isdir(os.path.join(ROOT, *name.split(".")))
+    return ModuleSpec(fullname, loader, is_package=is_package)
 
 
 def _face_folder() -> str:
-    """The folder that holds the package `trireme`: in a checkout app/, else where it is installed."""
+    """The folder that has the package `trireme`."""
     checkout = os.path.join(ROOT, "app")
     if os.path.isfile(os.path.join(checkout, FACE, "__init__.py")):
         return checkout
-    copied = os.path.join(ROOT, FACE, "__init__.py")  # beside the others, as MLflow keeps them with a model
-    return ROOT if os.path.isfile(copied) else os.path.dirname(os.path.dirname(ROOT))
+    # Among the sources that MLflow keeps with a model it is beside the other packages.
+    if os.path.isfile(os.path.join(ROOT, FACE, "__init__.py")):
+        return ROOT
+    site_packages = os.path.dirname(os.path.dirname(ROOT))
+    return site_packages
 
 
 def _is_installed() -> bool:
     """Whether other processes of this Python find `trireme` by themselves."""
-    return any(os.path.isfile(os.path.join(entry, FACE, "__init__.py")) for entry in sys.path if entry)
+    init_files = [os.path.join(entry, FACE, "__init__.py") for entry in sys.path if entry]
+    return any(map(os.path.isfile, init_files))
+
+
+# --- whose a folder or a module is ---
 
 
 def _search_path() -> list[str]:
-    """The current folder, which workers search too, and sys.path: absolute, and without links."""
+    """The current folder, which workers search too, and sys.path: absolute and without links."""
     with contextlib.suppress(OSError):  # the current folder has been deleted
         return [os.path.realpath(entry or ".") for entry in ("", *sys.path)]
     return [os.path.realpath(entry) for entry in sys.path if os.path.isabs(entry)]
 
 
 def _is_own_folder(path: str) -> bool:
-    """Whether a file or folder is one of Trireme's four, or in one, or the folder that holds them."""
-    return path == ROOT or any(f"{path}{os.sep}".startswith(os.path.join(ROOT, name, "")) for name in NAMES)
+    """Whether a path is one of Trireme's packages, in one, or the folder that has them."""
+    packages = [os.path.join(ROOT, name, "") for name in NAMES]
+    return path == ROOT or any(f"{path}{os.sep}".startswith(package) for package in packages)
 
 
 def _is_copy(folder: str) -> bool:
-    """Whether a folder holds another copy of Trireme."""
+    """Whether a folder has another copy of Trireme."""
     return any(os.path.isfile(os.path.join(folder, mark)) for mark in MARKS)
 
 
@@ -306,51 +418,65 @@ def is_triremes(module: ModuleType) -> bool:
     return bool(folders) and _is_own_folder(os.path.realpath(folders[0]))
 
 
-def _specs_of_other_finders(name: str) -> Iterator[ModuleSpec]:
-    """What finders other than Python's own know under a name: those of packages installed in editable mode, say."""
-    for finder in sys.meta_path:
-        if finder in (BuiltinImporter, FrozenImporter, PathFinder) or hasattr(finder, "trireme_root"):
-            continue
-        spec = finder.find_spec(name, None) if hasattr(finder, "find_spec") else None
-        if spec is None or not spec.origin or _is_own_folder(os.path.realpath(spec.origin)):
-            continue
-        if not _is_copy(os.path.dirname(os.path.dirname(spec.origin))):
-            yield spec
+def _is_shared(name: str) -> bool:
+    """Whether the full name of a module is one of Trireme's four, or below one."""
+    return name.partition(".")[0] in NAMES
 
 
-def _below(name: str, counterpart: Counterpart) -> Counterpart:
-    """The user's counterpart of a submodule, by that of its top-level package."""
-    folders: Sequence[str] = counterpart.folders
-    parts = name.split(".")[1:]
-    for part in parts[:-1]:
-        folders = [os.path.join(folder, part) for folder in folders]
-    return find_counterpart(name, folders)
+def _hides_trireme(name: str, module: ModuleType) -> bool:
+    """Whether an imported module is a user's under the name of a module of Trireme's."""
+    if not _is_shared(name) or not isinstance(module, ModuleType):
+        return False
+    return not is_triremes(module) and bool(file_of(name, [ROOT]))
 
 
-def _add(module: ModuleType, name: str, counterpart: Counterpart) -> None:
-    """Adds the user's folders to a module of Trireme's, and lets it take from the user's code what it lacks."""
-    parents = name.split(".")[:-1]
-    kept = find_counterpart(name, [os.path.join(THEIRS, *parents)]) if os.path.isdir(THEIRS) else NONE
-    for each in (counterpart, kept):
-        if each.folders:
+# --- one module from two files ---
+
+
+def _add_counterpart(module: ModuleType, name: str, counterpart: Counterpart) -> None:
+    """Let a module of Trireme's take what it lacks from the user's code.
+
+    The user's submodules are found too.
+
+    Args:
+        module: The module.
+        name: Its full name.
+        counterpart: What the user has under this name.
+    """
+    copied = NONE
+    if os.path.isdir(USER_COPY):
+        parents = name.split(".")[:-1]
+        copied = find_counterpart(name, [os.path.join(USER_COPY, *parents)])
+    for source in (counterpart, copied):
+        if source.folders:
             folders = list(getattr(module, "__path__", ()))
-            module.__path__ = [*folders, *(folder for folder in each.folders if folder not in folders)]
-        if each.file.endswith(".py"):
+            new_folders = [folder for folder in source.folders if folder not in folders]
+            module.__path__ = [*folders, *new_folders]
+        if source.file.endswith(".py"):
             fallback: Any = vars(module).setdefault("__getattr__", Fallback(name))
-            fallback.add(each)
+            fallback.add(source)
 
 
 class Fallback:
-    """A module's `__getattr__` (PEP 562): takes what Trireme's module lacks from the user's of the same name."""
+    """A module's `__getattr__` (PEP 562), which takes what the module lacks from the user's code.
+
+    Args:
+        name: The full name of the module.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.modules: dict[str, ModuleType] = {}
-        """The user's modules that have been run, by their files. They are not in sys.modules: their name is taken."""
+        """The user's modules that have run, by file. sys.modules has Trireme's under their name."""
         self._counterparts: dict[str, Counterpart] = {}
 
     def add(self, counterpart: Counterpart, module: ModuleType | None = None) -> None:
-        """Takes from this file, too; module: what it has been imported as already."""
+        """Take names from another file too.
+
+        Args:
+            counterpart: The file.
+            module: The module that it has been imported as already; None if it has not.
+        """
         self._counterparts.setdefault(counterpart.file, counterpart)
         if module is not None:
             self.modules[counterpart.file] = module
@@ -360,55 +486,66 @@ class Fallback:
         is_special = attribute.startswith("__") and attribute.endswith("__")
         if not is_special and not is_submodule:
             for counterpart in list(self._counterparts.values()):
-                module = self.modules.get(counterpart.file) or self._run(counterpart)
-                if hasattr(module, attribute):
-                    return getattr(module, attribute)
+                user_module = self.modules.get(counterpart.file) or self._run(counterpart)
+                if hasattr(user_module, attribute):
+                    return getattr(user_module, attribute)
         raise AttributeError(f"module {self.name!r} has no attribute {attribute!r}")
 
     def _run(self, counterpart: Counterpart) -> ModuleType:
-        """The user's module, run when something of it is first needed."""
+        """Run the user's module, when something from it is first needed."""
         file = counterpart.file
         is_package = os.path.basename(file) == "__init__.py"
         spec = importlib.util.spec_from_file_location(
-            self.name, file, submodule_search_locations=list(counterpart.folders) if is_package else None
+            self.name,
+            file,
+            submodule_search_locations=list(counterpart.folders) if is_package else None,
         )
         assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        self.modules[file] = module  # before it has been run, as in sys.modules: what it imports may need it
+        user_module = importlib.util.module_from_spec(spec)
+        # As in sys.modules before it has run, because what it imports may need it.
+        self.modules[file] = user_module
         try:
-            spec.loader.exec_module(module)
+            spec.loader.exec_module(user_module)
         except BaseException:
             del self.modules[file]
             raise
-        return module
+        return user_module
 
 
-def _is_shared(name: str) -> bool:
-    """Whether a module's whole name is one of the four, or below one."""
-    return name.partition(".")[0] in NAMES
+def _refuse_shared_names(name: str, user_module: ModuleType) -> None:
+    """Check that an imported module of the user's defines nothing that Trireme's defines.
 
+    Args:
+        name: The full name of both modules.
+        user_module: The user's.
 
-def _is_rival(name: str, module: ModuleType) -> bool:
-    """Whether a module that has been imported is a user's and has a name of Trireme's."""
-    is_imported = _is_shared(name) and isinstance(module, ModuleType)
-    return is_imported and not is_triremes(module) and bool(file_of(name, [ROOT]))
-
-
-def _refuse_shared(name: str, theirs: ModuleType) -> None:
-    """Raises ImportError where a user's module that is in use defines what Trireme's module of that name defines."""
-    ours = file_of(name, [ROOT])
-    shared = {each for each in defined_names(ours) & vars(theirs).keys() if not each.startswith("_")}
+    Raises:
+        ImportError: Both define a name.
+    """
+    trireme_file = file_of(name, [ROOT])
+    both_define = defined_names(trireme_file) & vars(user_module).keys()
+    shared = {attribute for attribute in both_define if not attribute.startswith("_")}
     if shared:
+        user_file = getattr(user_module, "__file__", name)
         raise ImportError(
-            f"{getattr(theirs, '__file__', name)} was imported as {name} before trireme, which needs {min(shared)} of "
-            f"its own module of that name ({ours}): import trireme first, and give your module another name"
+            f"{user_file} was imported as {name} before trireme, which needs {min(shared)} of its "
+            f"own module of that name ({trireme_file}): "
+            "import trireme first, and give your module another name"
         )
 
 
-def _put_before(name: str, theirs: ModuleType) -> None:
-    """Imports Trireme's module in the place of a user's, which is asked for what Trireme's lacks."""
+def _import_instead(name: str, user_module: ModuleType) -> None:
+    """Import Trireme's module in the place of a user's, from which it takes what it lacks.
+
+    Args:
+        name: The full name of both modules.
+        user_module: The user's.
+    """
     module = importlib.import_module(name)
-    counterpart = Counterpart(tuple(getattr(theirs, "__path__", ())), getattr(theirs, "__file__", None) or "")
-    _add(module, name, counterpart)
+    counterpart = Counterpart(
+        folders=tuple(getattr(user_module, "__path__", ())),
+        file=getattr(user_module, "__file__", None) or "",
+    )
+    _add_counterpart(module, name, counterpart)
     if counterpart.file.endswith(".py"):
-        vars(module)["__getattr__"].add(counterpart, theirs)
+        vars(module)["__getattr__"].add(counterpart, user_module)

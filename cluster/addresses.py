@@ -12,7 +12,7 @@ def split_address(text: str) -> tuple[str, int] | None:
         ClusterError: It is an IPv6 address without brackets, so that its end is not known.
     """
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdecimal():
         return None
     if ":" in host and not (host.startswith("[") and host.endswith("]")):
         raise ClusterError(f"{text} has an IPv6 address without brackets: write [{host}]:{port}")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from cluster import ClusterError, ClusterUnavailable
 from cluster.addresses import split_address
 from cluster.detached import Guard, detached
-from cluster.environment import home, set_defaults, set_home, shared, temporary_home
+from cluster.environment import home, set_defaults, set_home, shared_variables, temporary_home
 from cluster.temporary import TemporaryFolder, private_folder
 
 if TYPE_CHECKING:
@@ -374,7 +374,7 @@ def _share_environment(*, first: bool) -> dict[str, str]:
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     set_defaults()
-    return shared()
+    return shared_variables()
 
 
 def _setup(worker_setup: str) -> dict[str, Any]:
@@ -505,11 +505,11 @@ def describe(*, private: bool = False) -> Cluster:
         private: Whether this process has started Ray for itself; such a Ray has no file.
     """
     from cluster.files import bootstrap_config, cluster_file, read_cluster
-    from cluster.shape import living_nodes, of_nodes
+    from cluster.shape import living_nodes, shape_of_nodes
 
     nodes = tuple(living_nodes())
     if private:
-        return Cluster(nodes, of_nodes(nodes), private=True)
+        return Cluster(nodes, shape_of_nodes(nodes), private=True)
     file = cluster_file()
     shape = read_cluster(file) if file else bootstrap_config()
-    return Cluster(nodes, shape or of_nodes(nodes))
+    return Cluster(nodes, shape or shape_of_nodes(nodes))

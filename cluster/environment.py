@@ -1,8 +1,8 @@
 """The environment of every worker's process under every launcher, where the user has set nothing.
 
 `cluster.connect` sets it before Ray starts, and passes it on to a cluster that runs already;
-`app.launchers.train` sets it in the processes of torchrun and in its own. Both happen before the first
-process group is made and before CUDA is initialised.
+`app.launchers.train` sets it in the processes of torchrun and in its own. Both happen before the
+first process group is made and before CUDA is initialised.
 
 TORCH_NCCL_ASYNC_ERROR_HANDLING says what torch does once a collective has failed, for instance
 because a peer is gone. By default (3), and by Ray Train's own default (1), torch's watchdog
@@ -56,7 +56,7 @@ def set_defaults(environ: MutableMapping[str, str] = os.environ) -> None:
         environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
-def shared(environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
+def shared_variables(environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
     """The variables that the driver passes on to workers.
 
     The number of threads is passed on where the user has set it. In the process of a submitted job

@@ -1,7 +1,8 @@
 """What is wrong with a file for Ray's launcher, without credentials or network.
 
-Its schema is Ray's own (ray/autoscaler/ray-schema.json, which Ray ships); schemas/ray.yaml and schemas/providers.yaml
-have what that leaves open; here is what holds between several values, and Ray lets through although it cannot work.
+The schema is Ray's own (ray/autoscaler/ray-schema.json, which is part of Ray). schemas/ray.yaml and
+schemas/providers.yaml add what it leaves open. This file has rules between several values, which
+Ray does not check although the cluster could not work.
 """
 
 import functools
@@ -9,181 +10,272 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster.document import Document, Keys, Problem, nearest, schema_problems, schemas, strict
 from cluster.hardware import all_instances
-from cluster.ray_file import ONPREM_HEAD, ONPREM_WORKER, hosts, instance_type, is_this_machine, own_metadata
-from cluster.shape import check_fact, instance_facts
+from cluster.ray_file import (
+    ONPREM_HEAD,
+    ONPREM_WORKER,
+    hosts,
+    instance_type,
+    is_this_machine,
+    own_metadata,
+)
+from cluster.shape import instance_facts, problem_with_fact
 
 TOKEN = "~/.ray/auth_token"
+"""The token of Ray's processes; `trireme cluster up` makes it."""
+DEFAULT_MAX_WORKERS = 2
+"""Ray's default of `max_workers`."""
 Mistakes = Iterator[tuple[Keys, str]]
+"""The keys and indices that lead to each wrong value, and a sentence about it."""
 
 
 def problems(document: Document) -> list[Problem]:
     """Everything that is wrong in a file for Ray's launcher."""
-    data, provider = document.data, document.data.get("provider")
-    # Ray takes this key of an on-prem file out before it looks at the schema.
-    local = isinstance(provider, dict) and provider.get("type") == "local"
-    found = schema_problems(document, _schema(), {k: v for k, v in data.items() if not (local and k == "min_workers")})
-    if found:
-        return found
-    kind, known = data["provider"]["type"], _providers()
-    if kind not in known:
-        message = f"the provider {kind!r} is not supported{nearest(kind, known)}"
+    data = document.data
+    provider = data.get("provider")
+    is_onprem = isinstance(provider, dict) and provider.get("type") == "local"
+    data_for_schema = dict(data)
+    if is_onprem:
+        # Ray removes this key of an on-prem file before it checks the schema.
+        data_for_schema.pop("min_workers", None)
+    schema_errors = schema_problems(document, _ray_schema(), data_for_schema)
+    if schema_errors:
+        return schema_errors
+    provider_type = data["provider"]["type"]
+    provider_schemas = _provider_schemas()
+    if provider_type not in provider_schemas:
+        suggestion = nearest(provider_type, provider_schemas)
+        message = f"the provider {provider_type!r} is not supported{suggestion}"
         return [document.problem(("provider", "type"), message)]
-    found = schema_problems(document, known[kind], data) + schema_problems(document, schemas("ray.yaml")["file"], data)
-    if found:
-        return found
-    found = [problem for start in starts(data) for problem in _start(document, start)]
-    for key, commands in data.items():
-        for number, command in enumerate(commands or ()) if key.endswith("_commands") else ():
-            environment = schemas("ray.yaml")["environment"]
-            found += schema_problems(document, environment, assignments(command), (key, number))
-    rules = (_onprem if local else _cloud, _node_types, _written_facts, _commands)
-    return found + [document.problem(path, sentence) for rule in rules for path, sentence in rule(data)]
+    schema_errors = schema_problems(document, provider_schemas[provider_type], data)
+    schema_errors += schema_problems(document, schemas("ray.yaml")["file"], data)
+    if schema_errors:
+        return schema_errors
+    found_problems = []
+    for ray_start in ray_starts(data):
+        found_problems += _problems_of_start(document, ray_start)
+    found_problems += _environment_problems(document)
+    rules = (
+        _onprem_limits if is_onprem else _cloud_limits,
+        _node_types,
+        _metadata_facts,
+        _start_commands,
+    )
+    for rule in rules:
+        found_problems += [document.problem(path, sentence) for path, sentence in rule(data)]
+    return found_problems
 
 
 @functools.cache
-def _schema() -> dict[str, Any]:
+def _ray_schema() -> dict[str, Any]:
     import ray.autoscaler
 
-    return json.loads(Path(ray.autoscaler.__file__).with_name("ray-schema.json").read_text())
+    path = Path(ray.autoscaler.__file__).with_name("ray-schema.json")
+    return json.loads(path.read_text())
 
 
 @functools.cache
-def _providers() -> dict[str, Any]:
+def _provider_schemas() -> dict[str, Any]:
+    """Schemas by the provider's type."""
     return strict(schemas("providers.yaml"))
 
 
 def missing_files(data: Mapping[str, Any]) -> Mistakes:
-    """Files of this machine that `ray up` needs and that are not here. `trireme cluster up` makes the token."""
+    """Files that `ray up` needs on this machine and that do not exist.
+
+    The token is not among them, because `trireme cluster up` makes it.
+    """
     auth = data.get("auth") or {}
-    named: dict[Keys, Any] = {("auth", key): auth[key] for key in ("ssh_private_key", "ssh_public_key") if key in auth}
-    named |= {("file_mounts", there): here for there, here in (data.get("file_mounts") or {}).items() if here != TOKEN}
-    for path, file in named.items():
+    files: dict[Keys, Any] = {}
+    for key in ("ssh_private_key", "ssh_public_key"):
+        if key in auth:
+            files["auth", key] = auth[key]
+    for remote_path, local_path in (data.get("file_mounts") or {}).items():
+        if local_path != TOKEN:
+            files["file_mounts", remote_path] = local_path
+    for (section, key), file in files.items():
         if isinstance(file, str) and not os.path.exists(os.path.expanduser(file)):
-            yield path, f"{path[0]}.{path[1]} is {file}, which is not on this machine: write a file that is there"
+            problem = f"{section}.{key} is {file}, which is not on this machine"
+            yield (section, key), f"{problem}: write a file that is there"
 
 
-# --- machines ---------------------------------------------------------------------------------------------------------
+# --- machines -------------------------------------------------------------------------------------
 
 
-def _onprem(data: Mapping[str, Any]) -> Mistakes:
-    found = hosts(data)
-    for number, host in enumerate(found):
-        if host in found[:number]:
+def _onprem_limits(data: Mapping[str, Any]) -> Mistakes:
+    """No machine twice, and numbers of workers that the named machines allow."""
+    machines = hosts(data)
+    for number, host in enumerate(machines):
+        if host in machines[:number]:
+            # The head is machine 0 and is not in worker_ips.
             yield ("provider", "worker_ips", number - 1), f"the host {host} is named twice"
-    workers, most, least = len(found) - 1, data.get("max_workers", len(found) - 1), data.get("min_workers", 0)
-    if most < workers:
-        yield ("max_workers",), f"max_workers is {most}, but worker_ips names {workers} machines: write {workers}"
-    if not isinstance(least, int) or not 0 <= least <= min(most, workers):
-        yield ("min_workers",), f"min_workers is {least}: write a whole number of at most {min(most, workers)}"
+    workers = len(machines) - 1
+    max_workers = data.get("max_workers", workers)
+    min_workers = data.get("min_workers", 0)
+    if max_workers < workers:
+        problem = f"max_workers is {max_workers}, but worker_ips names {workers} machines"
+        yield ("max_workers",), f"{problem}: write {workers}"
+    limit = min(max_workers, workers)
+    if not isinstance(min_workers, int) or not 0 <= min_workers <= limit:
+        problem = f"min_workers is {min_workers}"
+        yield ("min_workers",), f"{problem}: write a whole number of at most {limit}"
 
 
-def _cloud(data: Mapping[str, Any]) -> Mistakes:
-    types, head, provider = data["available_node_types"], data["head_node_type"], data["provider"]
-    if head not in types:
-        yield ("head_node_type",), f"head_node_type is {head!r}{nearest(head, types)}"
-    least = {name: spec.get("min_workers", 0) for name, spec in types.items() if name != head}
-    most = data.get("max_workers", 2)
-    if least and not most:
-        yield ("max_workers",), "max_workers is 0, so no worker ever comes: write how many there may be at once"
-    if sum(least.values()) > most:
-        asked = f"the node types' min_workers add up to {sum(least.values())}"
-        yield ("max_workers",), f"max_workers is {most}, but {asked}: write at least that"
-    region, zones = provider.get("region", ""), provider.get("availability_zone") or ""
-    for zone in [zone.strip() for zone in str(zones).split(",") if zone.strip()] if region else []:
+def _cloud_limits(data: Mapping[str, Any]) -> Mistakes:
+    """A head, numbers of workers, zones and regions that agree."""
+    node_types = data["available_node_types"]
+    head = data["head_node_type"]
+    if head not in node_types:
+        yield ("head_node_type",), f"head_node_type is {head!r}{nearest(head, node_types)}"
+    worker_types = {name: spec for name, spec in node_types.items() if name != head}
+    min_workers = sum(spec.get("min_workers", 0) for spec in worker_types.values())
+    max_workers = data.get("max_workers", DEFAULT_MAX_WORKERS)
+    if worker_types and not max_workers:
+        problem = "max_workers is 0, so no worker ever comes"
+        yield ("max_workers",), f"{problem}: write how many there may be at once"
+    if min_workers > max_workers:
+        total = f"the node types' min_workers add up to {min_workers}"
+        yield ("max_workers",), f"max_workers is {max_workers}, but {total}: write at least that"
+    yield from _zones(data["provider"])
+    yield from _other_regions(node_types, data["provider"].get("region", ""))
+
+
+def _zones(provider: Mapping[str, Any]) -> Mistakes:
+    """The provider's zones, which must be in its region."""
+    region = provider.get("region", "")
+    if not region:
+        return
+    zones = str(provider.get("availability_zone") or "").split(",")
+    for zone in filter(None, map(str.strip, zones)):
+        # us-west-2a (AWS), us-west-2-lax-1a (AWS's local zones) or us-central1-a (Google Cloud).
         if not re.fullmatch(rf"{re.escape(region)}(-[a-z]+-\d+)?-?[a-z]", zone):
             dash = "" if provider["type"] == "aws" else "-"
-            yield (
-                ("provider", "availability_zone"),
-                f"the zone {zone} is not of the region {region}: write {region}{dash}a",
-            )
-    for path, value in _texts(types, ("available_node_types",)):
-        named = re.search(r"(?:^|/)(?:regions/([\w-]+)|zones/([\w-]+)-[a-z])/", value)
-        if named and (other := named[1] or named[2]) != region:
-            yield path, f"{value} is of the region {other}, but provider.region is {region}"
+            problem = f"the zone {zone} is not of the region {region}"
+            yield ("provider", "availability_zone"), f"{problem}: write {region}{dash}a"
+
+
+def _other_regions(node_types: Mapping[str, Any], region: str) -> Mistakes:
+    """Resources of another region in Google Cloud's paths, such as a subnetwork."""
+    for path, text in _texts(node_types, ("available_node_types",)):
+        match = re.search(r"(?:^|/)(?:regions/([\w-]+)|zones/([\w-]+)-[a-z])/", text)
+        other = match[1] or match[2] if match else region
+        if other != region:
+            yield path, f"{text} is of the region {other}, but provider.region is {region}"
 
 
 def _texts(value: Any, path: Keys) -> Iterator[tuple[Keys, str]]:
-    """Every text in a value, and where it is."""
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in pairs:
-        yield from [((*path, key), each)] if isinstance(each, str) else _texts(each, (*path, key))
+    """Every text inside a value, with the keys and indices that lead to it."""
+    children: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        children = list(value.items())
+    elif isinstance(value, list):
+        children = list(enumerate(value))
+    for key, child in children:
+        if isinstance(child, str):
+            yield (*path, key), child
+        else:
+            yield from _texts(child, (*path, key))
 
 
 def _node_types(data: Mapping[str, Any]) -> Mistakes:
+    """Limits and resources of each node type, and its network cards."""
+    default_max_workers = data.get("max_workers", DEFAULT_MAX_WORKERS)
     for name, spec in (data.get("available_node_types") or {}).items():
-        path, machine = ("available_node_types", name), instance_type(spec)
-        least, most = spec.get("min_workers", 0), spec.get("max_workers", data.get("max_workers", 2))
-        if least > most:
-            yield (*path, "min_workers"), f"{name} has min_workers {least}, more than its max_workers {most}"
-        known, written = instance_facts(machine), spec.get("resources") or {}
-        if known and written.get("GPU") not in (None, known["gpus"]):
-            has = f"a {machine} has {known['gpus']} ({known['gpu']})"
-            yield (*path, "resources", "GPU"), f"{name} says GPU: {written['GPU']}, but {has}"
-        if known and written.get("CPU", 0) > known["cpus"]:
-            has = f"a {machine} has {known['cpus']}"
-            yield (*path, "resources", "CPU"), f"{name} says CPU: {written['CPU']}, but {has}"
+        path = ("available_node_types", name)
+        min_workers = spec.get("min_workers", 0)
+        max_workers = spec.get("max_workers", default_max_workers)
+        if min_workers > max_workers:
+            problem = f"{name} has min_workers {min_workers}, more than its max_workers"
+            yield (*path, "min_workers"), f"{problem} {max_workers}"
+        machine = instance_type(spec)
+        facts = instance_facts(machine)
+        resources = spec.get("resources") or {}
+        if facts and resources.get("GPU") not in (None, facts["gpus"]):
+            has = f"a {machine} has {facts['gpus']} ({facts['gpu']})"
+            problem = f"{name} says GPU: {resources['GPU']}, but {has}"
+            yield (*path, "resources", "GPU"), problem
+        if facts and resources.get("CPU", 0) > facts["cpus"]:
+            has = f"a {machine} has {facts['cpus']}"
+            problem = f"{name} says CPU: {resources['CPU']}, but {has}"
+            yield (*path, "resources", "CPU"), problem
         yield from _network_cards(name, spec.get("node_config") or {}, machine)
 
 
 def _network_cards(name: str, config: Mapping[str, Any], machine: str) -> Mistakes:
+    """Network cards that the machine has, each device of them once."""
     path: Keys = ("available_node_types", name, "node_config", "NetworkInterfaces")
-    cards, seen = all_instances()[machine].cards if machine in all_instances() else 0, set()
-    for number, each in enumerate(config.get("NetworkInterfaces") or []):
-        card, device = each.get("NetworkCardIndex", 0), each.get("DeviceIndex", 0)
+    instances = all_instances()
+    cards = instances[machine].cards if machine in instances else 0
+    seen = set()
+    for number, interface in enumerate(config.get("NetworkInterfaces") or []):
+        card = interface.get("NetworkCardIndex", 0)
+        device = interface.get("DeviceIndex", 0)
         if cards and card >= cards:
             has = f"a {machine} has {cards} network card{'s' if cards > 1 else ''}"
-            yield (*path, number), f"{name} names network card {card}, but {has}, counted from 0: leave it out"
+            problem = f"{name} names network card {card}, but {has}, counted from 0"
+            yield (*path, number), f"{problem}: leave it out"
         elif (card, device) in seen:
             yield (*path, number), f"{name} names device {device} of network card {card} twice"
         seen.add((card, device))
 
 
-def _written_facts(data: Mapping[str, Any]) -> Mistakes:
-    types = data.get("available_node_types") or {ONPREM_HEAD: {}, ONPREM_WORKER: {}}
+def _metadata_facts(data: Mapping[str, Any]) -> Mistakes:
+    """The facts of node types under `metadata.trireme.nodes`."""
+    node_types = data.get("available_node_types") or {ONPREM_HEAD: {}, ONPREM_WORKER: {}}
     for name, facts in (own_metadata(data).get("nodes") or {}).items():
         path = ("metadata", "trireme", "nodes", name)
-        if name not in types:
-            yield path, f"there is no node type {name!r}{nearest(name, types)}"
+        if name not in node_types:
+            yield path, f"there is no node type {name!r}{nearest(name, node_types)}"
         for key, value in facts.items():
-            if message := check_fact(key, value):
-                yield (*path, key), message
+            problem = problem_with_fact(key, value)
+            if problem:
+                yield (*path, key), problem
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Start:
-    """A `ray start` of the file: what it is given, and by which variables."""
+class RayStart:
+    """A `ray start` of the file.
+
+    Attributes:
+        path: The keys and indices that lead to its command.
+        options: Its options by name without dashes.
+        environment: The variables that the command sets before it.
+    """
 
     path: Keys
     options: dict[str, Any]
     environment: dict[str, str]
 
+    @property
+    def is_head(self) -> bool:
+        return "head" in self.options
 
-def starts(data: Mapping[str, Any]) -> list[Start]:
+
+def ray_starts(data: Mapping[str, Any]) -> list[RayStart]:
     """Every `ray start` of the head and of the workers."""
-    found = []
+    starts = []
     for key in ("head_start_ray_commands", "worker_start_ray_commands"):
         for number, command in enumerate(data.get(key) or []):
             environment: dict[str, str] = {}
-            for piece in re.split(r";|&&|\|\||\n", command):
+            for part in re.split(r";|&&|\|\||\n", command):
                 try:
-                    words = shlex.split(piece)
-                except ValueError:  # a quotation goes beyond this piece
-                    words = piece.split()
-                environment |= assignments(piece)
+                    words = shlex.split(part)
+                except ValueError:  # a quotation goes on in the next part
+                    words = part.split()
+                environment |= assignments(part)
                 if "ray start" in " ".join(words):
-                    options = options_of(words[words.index("start") :])
-                    found.append(Start((key, number), options, dict(environment)))
-    return found
+                    options = command_options(words[words.index("start") :])
+                    starts.append(RayStart((key, number), options, dict(environment)))
+    return starts
 
 
 def assignments(command: str) -> dict[str, str]:
@@ -191,55 +283,83 @@ def assignments(command: str) -> dict[str, str]:
     return dict(re.findall(r"(?:^|[\s;])([A-Za-z_]\w*)=([^\s;]*)", command))
 
 
-def options_of(words: list[str]) -> dict[str, Any]:
-    """The options among a command's words, by name without dashes. Values of variables are left out."""
-    found: dict[str, Any] = {}
-    for word, following in zip(words, [*words[1:], "-"]):
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            found[name] = plain(value if equals else True if following.startswith("-") else following)
-    return found
+def command_options(words: Sequence[str]) -> dict[str, Any]:
+    """The options among a command's words, by name without dashes.
+
+    An option without a value is True.
+    """
+    options: dict[str, Any] = {}
+    for word, next_word in zip(words, [*words[1:], "-"]):
+        if not word.startswith("--"):
+            continue
+        name, equals, text = word[2:].partition("=")
+        value: str | bool = text
+        if not equals:
+            value = True if next_word.startswith("-") else next_word
+        options[name] = parse_scalar(value)
+    return options
 
 
-def plain(value: Any) -> Any:
-    """A number or truth value that is written as a text, as itself."""
+def parse_scalar(value: Any) -> Any:
+    """The integer or truth value in a text; anything else as it is."""
     if isinstance(value, str) and re.fullmatch(r"-?\d+", value):
         return int(value)
     return {"true": True, "false": False}.get(str(value).lower(), value)
 
 
-def _start(document: Document, start: Start) -> list[Problem]:
+def _problems_of_start(document: Document, start: RayStart) -> list[Problem]:
+    """Options that `ray start` does not have, and wrong values.
+
+    The values of shell variables are not known here.
+    """
+    options = {name: value for name, value in start.options.items() if "$" not in str(value)}
     schema = schemas("ray.yaml")
-    literal = {name: value for name, value in start.options.items() if "$" not in str(value)}
-    found = schema_problems(document, schema["start"], literal, start.path)
-    return found + schema_problems(document, schema["head"], literal, start.path)
+    errors = schema_problems(document, schema["start"], options, at=start.path)
+    errors += schema_problems(document, schema["head"], options, at=start.path)
+    return errors
 
 
-def _commands(data: Mapping[str, Any]) -> Mistakes:
-    """That the workers find the head, that the head starts them, and that both ask for the token."""
-    found = starts(data)
-    heads = [start for start in found if "head" in start.options]
-    workers = [start for start in found if start.path[0].startswith("worker")]
-    for key, of in (("head_start_ray_commands", heads), ("worker_start_ray_commands", workers)):
-        if data.get(key) and not of:
-            yield (key,), f"{key} has no `ray start{' --head' if of is heads else ''}`: write it, or leave the key out"
+def _environment_problems(document: Document) -> list[Problem]:
+    """Wrong environment variables that commands set."""
+    schema = schemas("ray.yaml")["environment"]
+    errors = []
+    for key, commands in document.data.items():
+        if key.endswith("_commands"):
+            for number, command in enumerate(commands or ()):
+                variables = assignments(command)
+                errors += schema_problems(document, schema, variables, at=(key, number))
+    return errors
+
+
+def _start_commands(data: Mapping[str, Any]) -> Mistakes:
+    """The workers find the head, the head starts the workers, and all of them ask for the token."""
+    starts = ray_starts(data)
+    heads = [start for start in starts if start.is_head]
+    workers = [start for start in starts if start.path[0].startswith("worker")]
+    if data.get("head_start_ray_commands") and not heads:
+        key = "head_start_ray_commands"
+        yield (key,), f"{key} has no `ray start --head`: write it, or leave the key out"
+    if data.get("worker_start_ray_commands") and not workers:
+        key = "worker_start_ray_commands"
+        yield (key,), f"{key} has no `ray start`: write it, or leave the key out"
     port = heads[0].options.get("port", 6379) if heads else 6379
     for start in workers:
         address = str(start.options.get("address", "nothing"))
-        if "head" in start.options or not re.fullmatch(rf"\$\{{?RAY_HEAD_IP\}}?:{port}", address):
-            write = f"write --address=$RAY_HEAD_IP:{port}"
-            yield start.path, f"a worker joins {address}, but the head listens on {port}: {write}"
+        if start.is_head or not re.fullmatch(rf"\$\{{?RAY_HEAD_IP\}}?:{port}", address):
+            problem = f"a worker joins {address}, but the head listens on {port}"
+            yield start.path, f"{problem}: write --address=$RAY_HEAD_IP:{port}"
     if is_this_machine(data):
-        return
-    may_grow = data.get("available_node_types") or len(hosts(data)) > 1
+        return  # no other machine joins, and no other machine reaches its ports
+    may_grow = bool(data.get("available_node_types")) or len(hosts(data)) > 1
     for start in heads:
         if "autoscaling-config" not in start.options and may_grow:
             write = "write --autoscaling-config=~/ray_bootstrap_config.yaml"
             yield start.path, f"the head is not told of the workers: {write}"
     for start in (*heads, *workers):
         if start.environment.get("RAY_AUTH_MODE") != "token":
-            write = "write export RAY_AUTH_MODE=token; before it"
-            yield start.path, f"Ray is started without a token, and whoever reaches a port runs code: {write}"
+            problem = "Ray is started without a token, and whoever reaches a port runs code"
+            yield start.path, f"{problem}: write export RAY_AUTH_MODE=token; before it"
     mounts = data.get("file_mounts") or {}
-    if heads and not any(there.endswith("/.ray/auth_token") for there in mounts):
-        yield ("file_mounts",), f'the machines do not get the token: write "{TOKEN}": "{TOKEN}" under file_mounts'
+    if heads and not any(remote_path.endswith("/.ray/auth_token") for remote_path in mounts):
+        write = f'write "{TOKEN}": "{TOKEN}" under file_mounts'
+        yield ("file_mounts",), f"the machines do not get the token: {write}"

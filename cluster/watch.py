@@ -14,16 +14,18 @@ from collections.abc import Callable, Mapping
 from cluster.addresses import join_address, split_address
 
 LOOK_SECONDS = 0.5
+"""Seconds from one look to the next."""
 SAY_SECONDS = 10.0
-"""Without an answer, until the user is told."""
+"""Seconds without an answer until the user is told."""
 GONE_SECONDS = 45.0
-"""Without an answer, until Ray is given up.
+"""Seconds without an answer until Ray is given up.
 
 Ray ends the process after 60 s (RAY_gcs_rpc_server_reconnect_timeout_s).
 """
 OWN_SECONDS = 1.0
 """The same for a Ray that this process has started, which nobody else will start again."""
 HERE = "Ray on this machine"
+"""The name of this node's raylet in messages."""
 Address = tuple[str, int]
 
 
@@ -55,6 +57,7 @@ class RayWatch:
     def __init__(
         self,
         at: Mapping[str, Address],
+        *,
         patience: float,
         say: Callable[[str], None],
         lost: Callable[[str], None],
@@ -63,15 +66,15 @@ class RayWatch:
         self.patience = patience
         self.say = say
         self.lost = lost
-        self.over = threading.Event()
+        self._closed = threading.Event()
         # Whether this node has left the cluster, which is for ever: its id does not come back.
-        self.left = False
+        self.has_left = False
         threading.Thread(target=self._look, daemon=True, name="ray").start()
 
     def close(self) -> None:
-        self.over.set()
+        self._closed.set()
 
-    def whole(self) -> bool:
+    def is_usable(self) -> bool:
         """Whether everything answers and this node has not left the cluster.
 
         To be asked before Ray's objects are used after something broke: where this machine's store
@@ -82,17 +85,17 @@ class RayWatch:
         node_id = ray.get_runtime_context().get_node_id()
         is_alive = any(node["NodeID"] == node_id and node["Alive"] for node in ray.nodes())
         if not is_alive:
-            self.left = True  # the thread gives it up too, though something may listen there
+            self.has_left = True  # the thread gives it up too, though something may listen there
         return is_alive and all(map(answers, self.at.values()))
 
     def _look(self) -> None:
         silent_since: dict[str, float] = {}
         announced: set[str] = set()
-        while not self.over.wait(LOOK_SECONDS):
+        while not self._closed.wait(LOOK_SECONDS):
             for name, address in self.at.items():
                 now = time.monotonic()
                 where = f"{name} ({join_address(*address)})"
-                if answers(address) and not (self.left and name == HERE):
+                if answers(address) and not (self.has_left and name == HERE):
                     if name in announced:
                         self.say(f"{where} answers again")
                     silent_since.pop(name, None)
@@ -100,7 +103,7 @@ class RayWatch:
                     continue
                 seconds = now - silent_since.setdefault(name, now)
                 if seconds > self.patience:
-                    if not self.over.is_set():
+                    if not self._closed.is_set():
                         self.lost(f"{where} is gone")
                     return
                 if seconds > SAY_SECONDS and name not in announced:

@@ -1,1 +1,4 @@
-"""Questions about training: experiment files, sweeps, scaling studies, parity, reports, benchmarks."""
+"""Questions about training.
+
+Experiment files, sweeps, scaling studies, parity, reports and benchmarks.
+"""

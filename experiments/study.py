@@ -1,4 +1,4 @@
-"""What a sweep and a scaling study have in common: a folder of their own, and an MLflow run that ends as they do."""
+"""What a sweep and a scaling study share: a folder of their own and an MLflow run."""
 
 import contextlib
 import json
@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from app.config import Config
 from app.config.io import flatten, to_dict, to_yaml
@@ -21,16 +21,50 @@ from app.tracking.spool import take_lock
 from app.tracking.tracker import Tracker
 
 
+class StudyManifest(TypedDict):
+    """What KIND.json in the folder of a sweep or a scaling study holds.
+
+    Attributes:
+        name: The name of the folder and of the MLflow run.
+        uid: Identifies the MLflow run.
+        created: The Unix time of the first start.
+        about: What makes it this sweep or study; with another value it is another one.
+    """
+
+    name: str
+    uid: str
+    created: float
+    about: dict[str, Any]
+
+
 @contextlib.contextmanager
-def own_folder(config: Config, name: str, kind: str, console: Console, *, verbose: bool) -> Iterator[Path]:
-    """The folder `name` in run.storage, held by this process; other output goes into a log there, unless verbose.
+def locked_folder(
+    config: Config,
+    name: str,
+    *,
+    kind: str,
+    console: Console,
+    verbose: bool,
+) -> Iterator[Path]:
+    """The folder of a sweep or a scaling study, locked by this process.
+
+    Args:
+        config: The experiment, whose run.storage has the folder.
+        name: The folder's name.
+        kind: "sweep" or "study".
+        console: Writes to the terminal, while all other output goes into a log in the folder.
+        verbose: Whether the other output goes to the terminal too.
+
+    Yields:
+        The folder.
 
     Raises:
-        UserError: it cannot be written, or another process works in it.
+        UserError: It cannot be written, or another process works in it.
     """
     storage = run_folder(config, name)
     if not storage.is_local:
-        raise UserError(f"run.storage is {config.run.storage}, but a {kind} needs a folder: write a local path or NFS")
+        problem = f"run.storage is {config.run.storage}, but a {kind} needs a folder"
+        raise UserError(f"{problem}: write a local path or NFS")
     storage.check_writable()
     folder = storage.local_path
     if (folder / "run.json").exists():
@@ -38,78 +72,121 @@ def own_folder(config: Config, name: str, kind: str, console: Console, *, verbos
     storage.make()
     lock = take_lock(folder, kind)
     if lock is None:
-        raise UserError(f"the {kind} in {folder} is in use by another process: wait for it, or use another name")
+        problem = f"the {kind} in {folder} is in use by another process"
+        raise UserError(f"{problem}: wait for it, or use another name")
+    output: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if not verbose:
+        output = console.capture(folder / "logs" / f"{kind}.log")
     try:
-        with contextlib.nullcontext() if verbose else console.capture(folder / "logs" / f"{kind}.log"):
+        with output:
             yield folder
     finally:
         os.close(lock)
 
 
-def open_head(folder: Path, kind: str, name: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    """What FOLDER/KIND.json holds: "name", "uid" (of its MLflow run), "created", "about", and what was found so far; a
-    new one, not yet written, where there is none.
+def load_manifest(folder: Path, *, kind: str, name: str, about: Mapping[str, Any]) -> StudyManifest:
+    """The manifest in a folder, or a new one, which is not written yet.
 
-    about: what makes it itself; another value of any of it is another sweep or study.
+    Args:
+        folder: The folder of the sweep or study.
+        kind: "sweep" or "study".
+        name: Its name.
+        about: What makes it this sweep or study, as `StudyManifest.about`.
+
+    Returns:
+        All that the file holds, which may be more than a StudyManifest.
+
     Raises:
-        UserError: the file is damaged, or of another one.
+        UserError: The file is damaged, or that of another sweep or study.
     """
-    now = json.loads(json.dumps(about, default=str))
+    current = json.loads(json.dumps(about, default=str))
     try:
-        head = json.loads((folder / f"{kind}.json").read_text())
-        before = head["about"]
+        manifest = json.loads((folder / f"{kind}.json").read_text())
+        stored = manifest["about"]
     except FileNotFoundError:
-        return {"name": name, "uid": uuid.uuid4().hex, "created": time.time(), "about": now}
+        return {"name": name, "uid": uuid.uuid4().hex, "created": time.time(), "about": current}
     except (ValueError, KeyError) as error:
-        raise UserError(f"{folder}/{kind}.json is damaged ({error}): use another name") from error
-    old, new = flatten(before), flatten(now)
-    for key in {**old, **new}:
-        if old.get(key) != new.get(key):
+        problem = f"{folder}/{kind}.json is damaged ({error})"
+        raise UserError(f"{problem}: use another name") from error
+    stored_values = flatten(stored)
+    current_values = flatten(current)
+    for key in {**stored_values, **current_values}:
+        before = stored_values.get(key)
+        now = current_values.get(key)
+        if before != now:
             raise UserError(
-                f"the {kind} {name!r} in {folder} was begun with another {key.removeprefix('experiment.')} "
-                f"({old.get(key)!r}, and now {new.get(key)!r}): run it as it was, or use another name"
+                f"the {kind} {name!r} in {folder} was begun with another "
+                f"{key.removeprefix('experiment.')} ({before!r}, and now {now!r}): run it as it "
+                "was, or use another name"
             )
-    return head
+    return cast(StudyManifest, manifest)
 
 
-def save_head(folder: Path, kind: str, head: Mapping[str, Any]) -> None:
-    Storage(folder).write_bytes(f"{kind}.json", json.dumps(head, indent=1).encode())
+def save_manifest(folder: Path, kind: str, manifest: StudyManifest) -> None:
+    """Writes KIND.json in one step.
+
+    Args:
+        folder: The folder of the sweep or study.
+        kind: "sweep" or "study".
+        manifest: What it holds.
+    """
+    Storage(folder).write_bytes(f"{kind}.json", json.dumps(manifest, indent=1).encode())
 
 
 @contextlib.contextmanager
-def tracked(config: Config, folder: Path, head: Mapping[str, Any], kind: str, console: Console) -> Iterator[Tracker]:
-    """The MLflow run of what is in `folder`, and at its end the places where a person finds everything.
+def tracked_study(
+    config: Config,
+    folder: Path,
+    manifest: StudyManifest,
+    *,
+    kind: str,
+    console: Console,
+) -> Iterator[Tracker]:
+    """The MLflow run of a sweep or a scaling study, which ends as the block does.
 
-    head: "name", and "uid", which identifies the MLflow run.
+    At the end the console says where a person finds everything.
+
+    Args:
+        config: The experiment.
+        folder: The folder of the sweep or study.
+        manifest: Has the name and the uid of the MLflow run.
+        kind: "sweep" or "study".
+        console: Writes to the terminal.
+
+    Raises:
+        Interrupted: The block was interrupted; says how to continue.
     """
     settings = resolve_tracking(config.tracking, str(folder.parent))
     tracker = Tracker(
         folder / "tracking",
         settings,
-        run_name=head["name"],
-        run_uid=head["uid"],
+        run_name=manifest["name"],
+        run_uid=manifest["uid"],
         enabled=config.tracking.enabled,
         tags={"trireme.kind": kind, **config.tracking.tags},
         warn=console.say,
     )
     tracker.start()
     tracker.text(to_yaml(mask_tree(to_dict(config))), "config.yaml")
-    status, message = "FAILED", ""
+    status = "FAILED"
+    message = ""
     try:
         yield tracker
         status = "FINISHED"
     except (Interrupted, KeyboardInterrupt) as error:
-        status, message = "KILLED", str(error) or "stopped at once"
+        status = "KILLED"
+        message = str(error) or "stopped at once"
         raise Interrupted(f"{message}: run the same command again to go on") from None
     except BaseException as error:
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise
     finally:
         console.status("sending the last metrics to MLflow")
-        delivery = tracker.finish(status, message=message, timeout=config.tracking.flush_timeout)
+        timeout = config.tracking.flush_timeout
+        delivery = tracker.finish(status, message=message, timeout=timeout)
         if not delivery.complete:
-            how = f"({delivery.problem}): run the same command again to deliver them"
-            console.say(f"note: some metrics have not reached MLflow yet {how}")
+            problem = f"some metrics have not reached MLflow yet ({delivery.problem})"
+            console.say(f"note: {problem}: run the same command again to deliver them")
     console.say(f"  stored    {folder}")
     console.say(f"  page      {folder / 'report.html'}")
     if config.tracking.enabled:

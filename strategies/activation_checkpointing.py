@@ -1,19 +1,21 @@
 """Activation checkpointing: forget what a block computed in forward, compute it again in backward.
 
-Backward needs every operation's inputs, O(blocks × activations of a block). Keeping only what flows *between* blocks
-and recomputing one block at a time needs O(blocks × boundary + activations of one block), for one more forward: a third
-more arithmetic. Chen et al. 2016, https://arxiv.org/abs/1604.06174.
+Backward needs every operation's inputs, O(blocks × activations of a block). Keeping only what flows
+*between* blocks and recomputing one block at a time needs O(blocks × boundary + activations of one
+block), for one more forward: a third more arithmetic. Chen et al. 2016,
+https://arxiv.org/abs/1604.06174.
 
 - `full`: every block; `every_N`: every N-th block, trading memory for time by block;
-- `selective`: by operator: every block is recomputed, except the results of matrix products, attention and
-  collectives that sum, which cost most and are kept; what is recomputed (norms, activations, dropout; what tensor
-  parallelism gathers, which is large) is cheap.
-  Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198;
+- `selective`: by operator: every block is recomputed, except the results of matrix products,
+  attention and collectives that sum, which cost most and are kept; what is recomputed (norms,
+  activations, dropout; what tensor parallelism gathers, which is large) is cheap. Korthikanti et
+  al. 2022, https://arxiv.org/abs/2205.05198;
   `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
 
-The numbers are the same: the recomputation repeats the forward, its random numbers included, and leaves alone what
-BatchNorm has counted in the first (its running statistics, on which training does not depend). A block's `forward` is
-replaced in place, so no name changes, and hooks around the block (of sharding) run once, outside of it.
+The numbers are the same: the recomputation repeats the forward, its random numbers included, and
+leaves alone what BatchNorm has counted in the first (its running statistics, on which training does
+not depend). A block's `forward` is replaced in place, so no name changes, and hooks around the
+block (of sharding) run once, outside of it.
 """
 
 import contextlib
@@ -24,7 +26,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from strategies.dims import LayoutError
 from strategies.state import BATCH_NORMS
@@ -57,10 +63,11 @@ def checkpoint_every(value: str) -> int | None:
     if value == "full":
         return 1
     head, _, number = value.partition("_")
-    if head == "every" and number.isdigit() and int(number) > 0:
+    if head == "every" and number.isdecimal() and int(number) > 0:
         return int(number)
     raise LayoutError(
-        f"train.activation_checkpointing is {value!r}: write none, full, selective, or every_2 for every second block"
+        f"train.activation_checkpointing is {value!r}: write none, full, selective, or every_2 for "
+        "every second block"
     )
 
 
@@ -76,7 +83,9 @@ def apply(module: nn.Module, blocks: list[str], mode: str) -> None:
             block.forward = _recomputed(block.forward, norms, selective=mode == "selective")
 
 
-def _recomputed(forward: Callable[..., Any], norms: Sequence[nn.Module], *, selective: bool) -> Callable[..., Any]:
+def _recomputed(
+    forward: Callable[..., Any], norms: Sequence[nn.Module], *, selective: bool
+) -> Callable[..., Any]:
     selected = functools.partial(create_selective_checkpoint_contexts, _keep)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -100,10 +109,14 @@ def _recomputed(forward: Callable[..., Any], norms: Sequence[nn.Module], *, sele
 
 
 @contextlib.contextmanager
-def _without_counting(norms: Sequence[nn.Module], inner: AbstractContextManager[Any]) -> Iterator[None]:
+def _without_counting(
+    norms: Sequence[nn.Module], inner: AbstractContextManager[Any]
+) -> Iterator[None]:
     """While this lasts, what batch normalisations count goes into copies. (A compiled forward is not run again: what it
     writes is no part of what is recomputed.)"""
-    counted = [(norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
+    counted = [
+        (norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers(recurse=False)
+    ]
     try:
         for norm, name, buffer in counted:
             setattr(norm, name, buffer.clone())

@@ -22,7 +22,8 @@ def all_to_all(
         rows: (rows, …) of this worker, those for the first worker first.
         group: The workers.
         gives: How many consecutive rows go to each worker. None: as many to each.
-        takes: How many rows come from each worker, in `gives` of that worker. None: as many from each.
+        takes: How many rows come from each worker, in `gives` of that worker. None: as many from
+            each.
 
     Returns:
         The rows that have arrived, those from the first worker first.
@@ -40,7 +41,9 @@ def all_to_all(
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    """Starts to sum a tensor over the workers of a group, of which each gets its part. Collective over `group`.
+    """Starts to sum a tensor over the workers of a group, each of which gets a part of the sum.
+
+    Collective over the group.
 
     Args:
         output: (n / workers,), where this worker's part of the sum is written.
@@ -48,6 +51,6 @@ def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> d
         group: The workers.
 
     Returns:
-        What to wait for; None where this worker is not in the group.
+        What to wait for; None if this worker is not in the group.
     """
     return reduce_scatter_into(output, input, group=group, async_op=True)

@@ -1,20 +1,24 @@
-"""What a layout costs, in bytes: the sizes that every strategy's cost functions read, and what they answer.
+"""What a layout costs, in bytes: the sizes that cost functions read, and what they return.
 
-Parameters, gradients and optimizer state are exact to the byte, padding included. What backward keeps of forward, and
-the time that communication takes, are the planner's (app/planner).
+Parameters, gradients and optimizer state are exact to the byte, padding included. What backward
+keeps of forward, and the time that communication takes, are up to the planner (app/planner).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Literal
 
 from torch import nn
 
 from strategies.mixtures import find_mixtures, shard_dim
 
-Number = Any  # an int or a float, or a bool as 0 or 1
+Number = int | float
+"""A count or a size; also a bool, which counts as 0 or 1."""
+
+FLOAT32_BYTES = 4
 
 STATES = {"adamw": 2, "adam": 2, "sgd": 1}
 """Tensors of the parameter's size that an optimizer keeps (sgd: its momentum)."""
@@ -22,19 +26,28 @@ STATES = {"adamw": 2, "adam": 2, "sgd": 1}
 
 @dataclass(frozen=True)
 class ParameterSize:
-    """One parameter: its name, shape, bytes per number, the unit (block) it is sharded with, and its tp split."""
+    """One parameter, as costs see it.
+
+    Args:
+        name: Its full name in the model.
+        shape: Its shape, before anything is split.
+        itemsize: Bytes of one number.
+        unit: The unit of sharding (a block) that it belongs to; "": outside of the blocks.
+        trainable: Whether it has a gradient.
+        split_dim: The dimension that tensor parallelism splits; None: every tp rank has all of it.
+        is_expert: Whether it has a row per expert of a mixture, which expert parallelism splits.
+        is_uneven: Whether tensor parallelism has left some ranks fewer rows than others.
+    """
 
     name: str
     shape: tuple[int, ...]
-    itemsize: int = 4
+    _: KW_ONLY
+    itemsize: int = FLOAT32_BYTES
     unit: str = ""
     trainable: bool = True
     split_dim: int | None = None
-    """The dimension that tensor parallelism splits; None: replicated on every tp rank."""
     is_expert: bool = False
-    """Whether it has a row per expert of a mixture, which expert parallelism splits."""
     is_uneven: bool = False
-    """Whether tensor parallelism has left some of its ranks fewer rows than others."""
 
     @property
     def numel(self) -> int:
@@ -45,42 +58,47 @@ class ParameterSize:
         return self.numel * self.itemsize
 
     def shard(self, ways: int, dim: int = 0) -> ParameterSize:
-        """The largest of the shards that torch.chunk makes along `dim`: that of the first rank."""
-        return replace(self, shape=(*self.shape[:dim], -(-self.shape[dim] // ways), *self.shape[dim + 1 :]))
+        """The largest of the shards that torch.chunk makes along `dim`: the first rank's."""
+        rows = -(-self.shape[dim] // ways)
+        return replace(self, shape=(*self.shape[:dim], rows, *self.shape[dim + 1 :]))
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A model as costs see it."""
+    """A model, as costs see it."""
 
     parameters: tuple[ParameterSize, ...]
     buffer_bytes: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UnitSize:
-    """What one rank holds of one unit of sharding (a block, or what is outside of blocks), after tensor parallelism."""
+    """What one rank holds of one unit of sharding, after tensor parallelism.
+
+    A unit is a block, or everything outside of the blocks.
+    """
 
     parameters: Number
     """Bytes, if dp_shard were 1."""
     gradients: Number
-    """Bytes of those that are trained."""
+    """Bytes of the gradients of trained parameters, if dp_shard were 1."""
     tensors: Number
-    """How many are trained."""
+    """Number of trained parameters."""
     sharded_parameters: Number
-    """Bytes of this rank's shard over dp_shard, padding included; rank 0's shards are never short."""
+    """Bytes of this rank's shards over dp_shard, padding included; rank 0's are never short."""
     sharded_gradients: Number
+    """Bytes of their gradients."""
     gathered: Number
     """Numbers (not bytes) that an all-gather over dp_shard gives, padding included."""
     whole_gradients: Number = 0
     """Bytes of those of `sharded_gradients` that cannot be sharded: every worker has them."""
-    is_root: Number = False
-    """Whether it is what is outside of blocks."""
+    is_root: bool = False
+    """Whether it is what is outside of the blocks."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RankSize:
-    """All units that one rank holds, added up."""
+    """The sum over all units that one rank holds; UnitSize says what the fields are."""
 
     parameters: Number
     gradients: Number
@@ -88,47 +106,62 @@ class RankSize:
     sharded_parameters: Number
     sharded_gradients: Number
     root: Number
-    """`gathered` of what is outside of blocks."""
+    """`gathered` of what is outside of the blocks."""
     blocks: Number
     """`gathered` of all blocks."""
     largest_block: Number
+    """`gathered` of the largest block."""
     two_largest_blocks: Number
+    """`gathered` of the two largest blocks."""
     buffers: Number = 0
+    """Bytes of buffers."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepShape:
     """What a step does, as far as costs depend on it."""
 
-    dp_replicate: Number = 1
-    dp_shard: Number = 1
-    tp: Number = 1
-    pp: Number = 1
-    micro_batches: Number = 1
-    compute_itemsize: Number = 4
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    pp: int = 1
+    micro_batches: int = 1
+    compute_itemsize: int = FLOAT32_BYTES
     """Bytes of a number in matrix products."""
-    reduce_itemsize: Number = 4
+    reduce_itemsize: int = FLOAT32_BYTES
     """Bytes of a gradient's number while data-parallel workers average it."""
-    reshard_after_forward: Number = True
+    reshard_after_forward: bool = True
     """Of a sharded strategy: whether gathered parameters are freed between forward and backward."""
-    reduce_scatter_each_microbatch: Number = False
-    """Of a sharded strategy: whether every micro-batch's gradients are reduced, or those of all together at the end."""
+    reduce_scatter_each_microbatch: bool = False
+    """Of a sharded strategy: whether every micro-batch's gradients are reduced, instead of the
+    sum of all at the end of the step."""
     optimizer: str = "adamw"
 
 
-@dataclass(frozen=True)
+CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"]
+Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Collective:
-    """Something that ranks do together for one unit. over: the degree whose ranks take part, or "devices" of one
-    process. bytes: of the whole tensor. times: per optimizer step. phase: forward or backward."""
+    """One collective that ranks run for the parameters of one unit.
 
-    name: str
-    over: str
+    Args:
+        name: What it does.
+        over: The degree whose ranks take part, or "devices" for the devices of one process.
+        bytes: Size of the whole tensor.
+        times: How often it runs per optimizer step.
+        phase: The phase of the step in which it runs.
+    """
+
+    name: CollectiveName
+    over: Literal["dp_replicate", "dp_shard", "devices"]
     bytes: Number
-    times: Number
-    phase: str
+    times: int
+    phase: Phase
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cost:
     """Bytes on the rank that holds most."""
 
@@ -137,100 +170,168 @@ class Cost:
     optimizer: Number
     buffers: Number = 0
     transient: Number = 0
-    """Bytes held only for a while within a step: gathered parameters, gradients that wait to be reduced."""
+    """Held only for a part of a step: gathered parameters, gradients that wait to be reduced."""
 
 
-def part_of(p: ParameterSize, tp: int, ep: int = 1) -> ParameterSize:
+def part_of(parameter: ParameterSize, tp: int, ep: int = 1) -> ParameterSize:
     """What one worker has of a parameter under tensor and expert parallelism."""
-    part = p if p.split_dim is None else p.shard(tp, p.split_dim)
-    part = replace(part, is_uneven=p.split_dim == 0 and p.shape[0] % tp != 0)
+    part = parameter
+    if parameter.split_dim is not None:
+        part = parameter.shard(tp, parameter.split_dim)
+    is_uneven = parameter.split_dim == 0 and parameter.shape[0] % tp != 0
+    part = replace(part, is_uneven=is_uneven)
     return part.shard(ep) if part.is_expert else part
 
 
-def model_size(module: nn.Module, blocks: list[str] | None = None, split: dict[str, int] | None = None) -> ModelSize:
-    """Reads the sizes off a module, which may be on meta. split: parameter name → dimension that tp splits."""
+def model_size(
+    module: nn.Module, blocks: list[str] | None = None, split: dict[str, int] | None = None
+) -> ModelSize:
+    """Reads the sizes of a module.
+
+    Args:
+        module: The model, which may be on the meta device.
+        blocks: Names of its repeating blocks, each a unit of sharding.
+        split: Parameter name → the dimension that tensor parallelism splits.
+    """
     split = split or {}
-    experts = {name for found in find_mixtures(module) for name in found.parameter_names()}
+    expert_names = {name for mixture in find_mixtures(module) for name in mixture.parameter_names()}
 
-    def unit(name: str) -> str:
-        return next((block for block in blocks or [] if name.startswith(block + ".")), "")
+    def unit_of(name: str) -> str:
+        return next((block for block in blocks or [] if name.startswith(f"{block}.")), "")
 
-    return ModelSize(
-        parameters=tuple(
-            ParameterSize(
-                name, tuple(p.shape), p.element_size(), unit(name), p.requires_grad, split.get(name), name in experts
-            )
-            for name, p in module.named_parameters()
-        ),
-        buffer_bytes=sum(b.numel() * b.element_size() for b in module.buffers()),
+    parameters = tuple(
+        ParameterSize(
+            name,
+            tuple(parameter.shape),
+            itemsize=parameter.element_size(),
+            unit=unit_of(name),
+            trainable=parameter.requires_grad,
+            split_dim=split.get(name),
+            is_expert=name in expert_names,
+        )
+        for name, parameter in module.named_parameters()
     )
+    buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
+    return ModelSize(parameters, buffer_bytes)
 
 
 def fsdp_dim(shape: tuple[int, ...], is_uneven: bool, ways: int) -> int | None:
-    """Along which dimension a worker's part of a parameter is sharded; None: not at all, every worker keeps it.
+    """The dimension along which a worker's part of a parameter is sharded.
 
-    Along rows; where tensor parallelism has split those unevenly (a vocabulary of 50,257), along columns if all workers
-    can have equally many, for torch (2.11 to 2.15) describes rows that are split unevenly twice wrongly, and no
-    checkpoint of them can be written."""
+    It is the first one. Where tensor parallelism has split the rows unevenly (a vocabulary of
+    50,257), it is the second one, if all workers can have equally many columns: torch (2.11 to
+    2.15) wrongly describes rows that are split unevenly twice, and cannot write a checkpoint of
+    them.
+
+    Args:
+        shape: Of the worker's part.
+        is_uneven: Whether tensor parallelism has left some ranks fewer rows than others.
+        ways: Number of shards.
+
+    Returns:
+        None: it is not sharded, and every worker keeps it.
+    """
     if shape and not is_uneven:
         return 0
     return 1 if len(shape) > 1 and shape[1] % ways == 0 else None
 
 
 def unit_size(
-    parameters: tuple[ParameterSize, ...], dp_shard: int, is_root: bool = False, of_experts: int | None = None
+    parameters: Sequence[ParameterSize],
+    dp_shard: int,
+    *,
+    is_root: bool = False,
+    expert_shards: int | None = None,
 ) -> UnitSize:
-    """Of parameters as part_of has left them. of_experts: shards of experts, where expert parallelism splits them."""
+    """Adds up the parameters of one unit.
 
-    def shard(p: ParameterSize) -> tuple[ParameterSize, int]:
-        if p.is_expert and of_experts is not None:
-            return p.shard(of_experts, shard_dim(p.shape, of_experts)), of_experts
-        dim = fsdp_dim(p.shape, p.is_uneven, dp_shard)
-        return (p, 0) if dim is None else (p.shard(dp_shard, dim), dp_shard)
+    Args:
+        parameters: As `part_of` has left them.
+        dp_shard: Number of shards.
+        is_root: Whether the unit is what is outside of the blocks.
+        expert_shards: Number of shards of experts, where expert parallelism splits them.
+    """
 
-    trained = [p for p in parameters if p.trainable]
+    def sharding(parameter: ParameterSize) -> tuple[int | None, int]:
+        """The dimension that is sharded, and the number of shards."""
+        if parameter.is_expert and expert_shards is not None:
+            return shard_dim(parameter.shape, expert_shards), expert_shards
+        return fsdp_dim(parameter.shape, parameter.is_uneven, dp_shard), dp_shard
+
+    sharded_parameters = 0
+    sharded_gradients = 0
+    whole_gradients = 0
+    gathered = 0
+    for parameter in parameters:
+        dim, ways = sharding(parameter)
+        shard = parameter if dim is None else parameter.shard(ways, dim)
+        sharded_parameters += shard.bytes
+        gathered += 0 if dim is None else shard.numel * ways
+        if parameter.trainable:
+            sharded_gradients += shard.bytes
+            whole_gradients += parameter.bytes if dim is None else 0
+
+    trained = [parameter for parameter in parameters if parameter.trainable]
     return UnitSize(
-        sum(p.bytes for p in parameters),
-        sum(p.bytes for p in trained),
-        len(trained),
-        sum(shard(p)[0].bytes for p in parameters),
-        sum(shard(p)[0].bytes for p in trained),
-        sum(part.numel * ways for part, ways in map(shard, parameters)),
-        sum(p.bytes for p in trained if not shard(p)[1]),
-        is_root,
+        parameters=sum(parameter.bytes for parameter in parameters),
+        gradients=sum(parameter.bytes for parameter in trained),
+        tensors=len(trained),
+        sharded_parameters=sharded_parameters,
+        sharded_gradients=sharded_gradients,
+        gathered=gathered,
+        whole_gradients=whole_gradients,
+        is_root=is_root,
     )
 
 
-def rank_size(units: list[UnitSize], buffers: int = 0) -> RankSize:
-    """The units added up."""
+def rank_size(units: Sequence[UnitSize], buffers: int = 0) -> RankSize:
+    """Adds up the units that a rank holds.
+
+    Args:
+        units: All of them; a block that occurs several times is listed as often.
+        buffers: Bytes of the model's buffers.
+    """
     blocks = sorted((unit.gathered for unit in units if not unit.is_root), reverse=True)
     return RankSize(
-        sum(unit.parameters for unit in units),
-        sum(unit.gradients for unit in units),
-        sum(unit.tensors for unit in units),
-        sum(unit.sharded_parameters for unit in units),
-        sum(unit.sharded_gradients for unit in units),
-        sum(unit.gathered for unit in units if unit.is_root),
-        sum(blocks),
-        max(blocks, default=0),
-        sum(blocks[:2]),
-        buffers,
+        parameters=sum(unit.parameters for unit in units),
+        gradients=sum(unit.gradients for unit in units),
+        tensors=sum(unit.tensors for unit in units),
+        sharded_parameters=sum(unit.sharded_parameters for unit in units),
+        sharded_gradients=sum(unit.sharded_gradients for unit in units),
+        root=sum(unit.gathered for unit in units if unit.is_root),
+        blocks=sum(blocks),
+        largest_block=max(blocks, default=0),
+        two_largest_blocks=sum(blocks[:2]),
+        buffers=buffers,
     )
 
 
 def optimizer_bytes(gradients: Number, tensors: Number, optimizer: str) -> Number:
-    """Bytes of optimizer state for bytes of gradients; Adam also counts steps, 4 bytes per tensor. An optimizer that
-    is not known is taken to keep as much as Adam."""
-    return STATES.get(optimizer, 2) * gradients + (0 if optimizer == "sgd" else 4 * tensors)
+    """Bytes of optimizer state.
+
+    An unknown optimizer is assumed to keep as much as Adam, which also counts steps, 4 bytes per
+    tensor.
+
+    Args:
+        gradients: Bytes of the gradients.
+        tensors: Number of trained parameters.
+        optimizer: Its name in the configuration.
+    """
+    step_counts = 0 if optimizer == "sgd" else 4 * tensors
+    return STATES.get(optimizer, 2) * gradients + step_counts
 
 
 def autocast_bytes(numbers: Number, step: StepShape) -> Number:
-    """Under autocast each weight's 16-bit copy is kept until its backward."""
-    return numbers * step.compute_itemsize * (step.compute_itemsize < 4)
+    """Bytes of the 16-bit copies of weights, which autocast keeps from forward to backward."""
+    return numbers * step.compute_itemsize if step.compute_itemsize < FLOAT32_BYTES else 0
 
 
 def replicated(size: RankSize, step: StepShape) -> Cost:
-    """Everything on every rank, as on one device."""
-    state = optimizer_bytes(size.gradients, size.tensors, step.optimizer)
-    cast = autocast_bytes(size.parameters // 4, step)
-    return Cost(size.parameters, size.gradients, state, size.buffers, transient=cast)
+    """The cost of having everything on every rank, as on one device."""
+    return Cost(
+        parameters=size.parameters,
+        gradients=size.gradients,
+        optimizer=optimizer_bytes(size.gradients, size.tensors, step.optimizer),
+        buffers=size.buffers,
+        transient=autocast_bytes(size.parameters // FLOAT32_BYTES, step),
+    )

@@ -1,21 +1,26 @@
-"""Distributed data parallelism: every worker holds the whole model and its share of the batch.
+"""Distributed data parallelism: every worker has the whole model and its share of the batch.
 
-    gᵣ = ∇ loss on worker r's share        ḡ = (1/R) Σᵣ gᵣ  (all-reduce)        every worker: θ ← θ - η·AdamW(ḡ)
+    each worker r:  gᵣ = ∇ loss on worker r's share of the batch
+    all-reduce:     ḡ  = (1/R) Σᵣ gᵣ
+    each worker:    θ ← θ - η·AdamW(ḡ)
 
-All begin with the same θ and apply the same ḡ, so they stay the same without ever sending θ. Gradients are gathered
-in buckets; a bucket is all-reduced as soon as it is full, while backward still computes the layers below. Of several
-micro-batches only the last communicates. Li et al. 2020, https://arxiv.org/abs/2006.15704;
+All workers start with the same θ and apply the same ḡ, so their copies stay the same without θ ever
+being sent. Gradients are collected in buckets. A bucket is all-reduced as soon as it is full, while
+backward still computes the layers below. If a step has several micro-batches, only the last one
+communicates. Li et al. 2020, https://arxiv.org/abs/2006.15704;
 https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html.
 
-Choose it whenever the whole training state fits on a device: nothing is faster. It costs what `single` costs per rank
-(plus nothing for the buckets: gradients are views into them) and one all-reduce of the gradients per step.
+Choose it whenever the whole training state fits on a device: nothing is faster. A rank holds as
+much as under `single` (buckets take no memory, because gradients are views into them), and each
+step sends one all-reduce of the gradients.
 
-- *Unused parameters*: DDP waits for every parameter's gradient, so one that the loss does not depend on is an error,
-  found after the first step. `find_unused_parameters` lets a step leave some out: DDP looks for them after every
-  forward, which takes time, and averages the others.
-- *BatchNorm* normalises with the statistics of one worker's micro-batch, so it is not the same training on another
-  number of workers; running statistics are those of rank 0, broadcast before each forward. GroupNorm or SyncBatchNorm
-  do not depend on the split.
+- *Unused parameters*: DDP waits for the gradient of every parameter, so a parameter that the loss
+  does not depend on is an error, which is found after the first step. `find_unused_parameters`
+  allows a step to leave parameters out: DDP then searches for them after every forward, which takes
+  time, and averages the others.
+- *BatchNorm* normalises with the statistics of one worker's micro-batch, so another number of
+  workers trains another model. Its running statistics are those of rank 0, broadcast before each
+  forward. GroupNorm and SyncBatchNorm do not depend on how the batch is split.
 - *Compression*: parallel.reduce_dtype=bf16 sends gradients in half the bytes.
 """
 
@@ -29,8 +34,16 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from strategies import grad_sync
-from strategies.costs import Collective, Cost, RankSize, StepShape, UnitSize, replicated
+from strategies.costs import (
+    FLOAT32_BYTES,
+    Collective,
+    Cost,
+    RankSize,
+    StepShape,
+    UnitSize,
+    replicated,
+)
+from strategies.grad_sync import GradientBuckets, require_gradients, split_off_experts
 from strategies.options import Options
 from strategies.parallel import WholeStep
 from strategies.strategy import Applied, MicroStep, Setup, Strategy
@@ -38,31 +51,47 @@ from strategies.traits import Trait
 
 
 def apply(setup: Setup) -> Applied:
-    """Replicates the module; collective over the data-parallel workers."""
+    """Replicates the module; collective over the data-parallel workers.
+
+    Only some of these workers hold the same experts, if experts are split. The gradients of those
+    experts are averaged in buckets of their own. Tensor parallelism needs such buckets for all
+    gradients, because DDP would turn the DTensors into plain tensors (grad_sync.py).
+    """
     setup.load()
     if setup.group is None:
         return Applied(setup.module)
-    own, others = grad_sync.experts_apart(list(setup.module.named_parameters()), setup.experts)
-    group = setup.experts.group if setup.experts is not None else None
-    experts = grad_sync.GradientBuckets({0: own}, group, setup.options).micro_step if group is not None else None
+    named = list(setup.module.named_parameters())
+    expert_parameters, other_parameters = split_off_experts(named, setup.experts)
     if setup.layout.dims.tp > 1:
-        applied = Applied(setup.module, grad_sync.GradientBuckets({0: others}, setup.group, setup.options).micro_step)
+        buckets = GradientBuckets({0: other_parameters}, setup.group, setup.options)
+        applied = Applied(setup.module, micro_step=buckets.micro_step)
     else:
-        trained = [p for _, p in own if p.requires_grad]
-        for p in trained:  # so that DDP leaves them out
-            p.requires_grad_(False)
-        applied = wrap(setup.module, setup.group, setup.device, setup.options, init_sync=not own)
-        for p in trained:
-            p.requires_grad_(True)
-    return applied if experts is None else replace(applied, micro_step=both(applied.micro_step, experts))
+        # DDP leaves out parameters that need no gradient when it is constructed.
+        trained_experts = [p for _, p in expert_parameters if p.requires_grad]
+        for parameter in trained_experts:
+            parameter.requires_grad_(False)
+        applied = wrap(
+            setup.module,
+            setup.group,
+            device=setup.device,
+            options=setup.options,
+            init_sync=not expert_parameters,
+        )
+        for parameter in trained_experts:
+            parameter.requires_grad_(True)
+    expert_group = setup.experts.group if setup.experts is not None else None
+    if expert_group is None:
+        return applied
+    expert_buckets = GradientBuckets({0: expert_parameters}, expert_group, setup.options)
+    return replace(applied, micro_step=nested(applied.micro_step, expert_buckets.micro_step))
 
 
-def both(one: MicroStep, other: MicroStep) -> MicroStep:
-    """Around a micro-batch, one inside the other."""
+def nested(outer: MicroStep, inner: MicroStep) -> MicroStep:
+    """A MicroStep that enters both contexts around a micro-batch."""
 
     @contextlib.contextmanager
     def context(last: bool) -> Iterator[None]:
-        with one(last), other(last):
+        with outer(last), inner(last):
             yield
 
     return context
@@ -71,68 +100,96 @@ def both(one: MicroStep, other: MicroStep) -> MicroStep:
 def wrap(
     module: nn.Module,
     group: dist.ProcessGroup,
+    *,
     device: torch.device,
     options: Options,
-    spread: bool = False,
+    is_spread: bool = False,
     init_sync: bool = True,
 ) -> Applied:
-    """Wraps a module. spread: its parameters are on several devices. init_sync: let DDP compare shapes and send rank
-    0's values."""
-    several = spread or device.type != "cuda"
-    wrapped = DistributedDataParallel(
+    """Wraps a module in DistributedDataParallel; collective over the group.
+
+    Args:
+        module: The model, already on its device or devices.
+        group: The data-parallel workers.
+        device: This worker's device.
+        options: Size of the buckets, type of the gradients, and whether parameters may be unused.
+        is_spread: Whether the parameters are on several devices.
+        init_sync: Whether DDP compares shapes and broadcasts rank 0's values at the start.
+    """
+    is_on_one_gpu = device.type == "cuda" and not is_spread
+    replica = DistributedDataParallel(
         WholeStep(module),
-        device_ids=None if several else [device],
+        device_ids=[device] if is_on_one_gpu else None,
         process_group=group,
         bucket_cap_mb=options.bucket_mb,
         gradient_as_bucket_view=True,
         find_unused_parameters=options.find_unused_parameters,
         init_sync=init_sync,
     )
-    # A lambda, because DDP refuses torch's bfloat16 hook by its name anywhere but on NCCL.
     if options.reduce_dtype == "bf16":
-        wrapped.register_comm_hook(group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket))
-    return Applied(wrapped, micro_step(wrapped, options.find_unused_parameters), whole=True)
+        # A lambda, because DDP refuses torch's own bfloat16 hook, by its name, except on NCCL.
+        replica.register_comm_hook(
+            group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)
+        )
+    return Applied(
+        replica,
+        micro_step=micro_step(replica, may_be_unused=options.find_unused_parameters),
+        is_whole_step=True,
+    )
 
 
-def micro_step(wrapped: DistributedDataParallel, may_leave_out: bool) -> MicroStep:
-    """What to put around forward and backward of a micro-batch: only the last one communicates. After the first step
-    every parameter must have a gradient, unless a step may leave some out."""
-    checked = may_leave_out
+def micro_step(replica: DistributedDataParallel, *, may_be_unused: bool) -> MicroStep:
+    """The context of a micro-batch: only the last one of a step communicates.
+
+    Args:
+        replica: The wrapped model.
+        may_be_unused: Whether a step may leave parameters without a gradient. Otherwise every
+            parameter must have one after the first step.
+    """
+    is_checked = may_be_unused
 
     @contextlib.contextmanager
     def context(last: bool) -> Iterator[None]:
-        nonlocal checked
-        with contextlib.nullcontext() if last else wrapped.no_sync():
+        nonlocal is_checked
+        with contextlib.nullcontext() if last else replica.no_sync():
             yield
-        if last and not checked and torch.is_grad_enabled():
-            checked = True
-            grad_sync.require_gradients(wrapped.module.module.named_parameters())
+        if last and not is_checked and torch.is_grad_enabled():
+            is_checked = True
+            require_gradients(replica.module.module.named_parameters())
 
     return context
 
 
 def cost(size: RankSize, step: StepShape) -> Cost:
-    """Exact: what one device holds. With tensor parallelism gradients are packed into buckets of their own
-    (grad_sync.py), else buckets hold the gradients themselves."""
-    found = replicated(size, step)
-    return replace(found, transient=found.transient + size.gradients * ((step.tp > 1) & (step.dp_replicate > 1)))
+    """Exact: what one device holds, and with tensor parallelism the buckets.
+
+    DDP's buckets hold the gradients themselves; those of grad_sync.py are copies.
+    """
+    on_one_device = replicated(size, step)
+    has_bucket_copies = step.tp > 1 and step.dp_replicate > 1
+    buckets = size.gradients if has_bucket_copies else 0
+    return replace(on_one_device, transient=on_one_device.transient + buckets)
 
 
 def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
-    """One all-reduce of the gradients per step, however many micro-batches."""
-    return (Collective("all_reduce", "dp_replicate", unit.gradients * step.reduce_itemsize // 4, 1, "backward"),)
+    """One all-reduce of the gradients per step, however many micro-batches it has."""
+    size = unit.gradients * step.reduce_itemsize // FLOAT32_BYTES
+    return (
+        Collective(name="all_reduce", over="dp_replicate", bytes=size, times=1, phase="backward"),
+    )
 
 
 STRATEGY = Strategy(
-    "ddp",
-    "a copy of the model per GPU",
-    cost,
-    collectives,
-    apply,
+    name="ddp",
+    summary="a copy of the model per GPU",
+    cost=cost,
+    collectives=collectives,
+    apply=apply,
     degrees=("dp_replicate",),
-    also=("cp", "tp", "pp", "ep"),
-    averages=True,
-    # Every worker's forward changes its own copy, and a hook sees its own gradient instead of the average.
+    combines_with=("cp", "tp", "pp", "ep"),
+    averages_gradients=True,
+    # Every worker's forward changes its own copy of the model, and a hook sees the gradient of one
+    # worker instead of the average.
     cannot_keep=frozenset(
         {
             Trait.CHANGES_PARAMETERS_BY_DATA,

@@ -1,31 +1,38 @@
 """Losses that couple the samples of a batch: the rows of the whole global batch, for every part of it.
 
-Contrastive losses, triplets mined within a batch and the like are no sum over samples: with x₁ … x_P what the P parts
-of a global batch (micro-batches of data-parallel workers) give to `BatchGather`, and G = (x₁, …, x_P),
+Contrastive losses, triplets mined within a batch and the like are no sum over samples: with x₁ …
+x_P what the P parts of a global batch (micro-batches of data-parallel workers) give to
+`BatchGather`, and G = (x₁, …, x_P),
 
     J = Σₚ wₚ · Lₚ(θ; G)          Σₚ wₚ = 1
 
-A task may compute the whole loss in every part (all Lₚ are equal) or the loss of a part's own anchors against G: J is
-the loss of one device with the whole batch either way, and so is
+A task may compute the whole loss in every part (all Lₚ are equal) or the loss of a part's own
+anchors against G: J is the loss of one device with the whole batch either way, and so is
 
-    dJ/dθ = Σₚ [ wₚ · ∂Lₚ/∂θ  +  (∂J/∂xₚ)ᵀ · dxₚ/dθ ]          ∂J/∂xₚ = Σ_q w_q · ∂L_q/∂G, of which part p has its rows
+    dJ/dθ = Σₚ [ wₚ · ∂Lₚ/∂θ  +  (∂J/∂xₚ)ᵀ · dxₚ/dθ ]          ∂J/∂xₚ = Σ_q w_q · ∂L_q/∂G, of which
+    part p has its rows
 
-**One micro-batch a worker**: rows travel in forward (an all-gather over the data-parallel workers), their gradients in
-backward (a reduce-scatter, which sums over q). That is all it costs.
+**One micro-batch a worker**: rows travel in forward (an all-gather over the data-parallel workers),
+their gradients in backward (a reduce-scatter, which sums over q). That is all it costs.
 
-**Several**: ∂J/∂xₚ needs all parts' losses, and so all parts' rows, before the first backward. Each micro-batch is
-computed three times, with the same random numbers and buffers each time, and only the last time goes backward through
-the model, so that no more than one micro-batch's activations exist at a time:
+**Several**: ∂J/∂xₚ needs all parts' losses, and so all parts' rows, before the first backward. Each
+micro-batch is computed three times, with the same random numbers and buffers each time, and only
+the last time goes backward through the model, so that no more than one micro-batch's activations
+exist at a time:
 
     1. without gradients: xₚ; then G is gathered                                           forward
-    2. Lₚ(θ; G) with G as leaves: w_q · ∂L_q/∂G, added up, then reduce-scattered           forward, backward of the loss
-    3. Lₚ(θ; G) with G constant, and a term that is 0 with the gradient ∂J/∂xₚ             forward, backward
+    2. Lₚ(θ; G) with G as leaves: w_q · ∂L_q/∂G, added up, then reduce-scattered           forward,
+       backward of the loss
+    3. Lₚ(θ; G) with G constant, and a term that is 0 with the gradient ∂J/∂xₚ             forward,
+       backward
 
-Two forwards more than without, two thirds of a step's arithmetic. Gao et al. 2021, "Scaling Deep Contrastive Learning
-Batch Size under Memory Limited Setup", https://arxiv.org/abs/2101.06983 (there the loss is apart from the model, so
-that the second forward is not needed; here it is any function of a model and a batch).
+Two forwards more than without, two thirds of a step's arithmetic. Gao et al. 2021, "Scaling Deep
+Contrastive Learning Batch Size under Memory Limited Setup", https://arxiv.org/abs/2101.06983 (there
+the loss is apart from the model, so that the second forward is not needed; here it is any function
+of a model and a batch).
 
-Workers that share samples (tensor parallelism) each gather over their own data-parallel group and get the same.
+Workers that share samples (tensor parallelism) each gather over their own data-parallel group and
+get the same.
 """
 
 from __future__ import annotations
@@ -61,7 +68,7 @@ class Randomness(Protocol):
         """Brings them back."""
 
 
-# --- over data-parallel workers ----------------------------------------------------------
+# --- over data-parallel workers -------------------------------------------------------------------
 
 
 class _AllGather(torch.autograd.Function):
@@ -109,7 +116,9 @@ def _own_sum(whole: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if whole.is_complex():
         return torch.view_as_complex(_own_sum(torch.view_as_real(whole), group))
     is_narrow = whole.dtype in (torch.float16, torch.bfloat16)
-    sent = (whole.float() if is_narrow else whole).contiguous()  # sums of many workers' are rounded once
+    sent = (
+        whole.float() if is_narrow else whole
+    ).contiguous()  # sums of many workers' are rounded once
     own = sent.new_empty((sent.size(0) // group.size(), *sent.shape[1:]))
     if (work := reduce_scatter(own.view(-1), sent.view(-1), group)) is not None:
         work.wait()
@@ -144,7 +153,7 @@ class _HasGradient(torch.autograd.Function):
         return gradient, None
 
 
-# --- what a call of gather does, pass by pass --------------------------------------------
+# --- what a call of gather does, pass by pass -----------------------------------------------------
 
 
 def _as_plain(x: Any) -> Tensor:
@@ -169,10 +178,14 @@ class _Pass:
     def __call__(self, x: Any) -> Tensor:
         x = _as_plain(x)
         if not isinstance(x, Tensor) or x.dim() == 0 or x.size(0) != self.samples:
-            given = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            given = (
+                f"a tensor of shape {tuple(x.shape)}"
+                if isinstance(x, Tensor)
+                else f"a {type(x).__name__}"
+            )
             raise LayoutError(
-                f"self.gather got {given} from a batch of {self.samples} samples: give it a tensor with one row a "
-                "sample, (samples, …), and several views of the samples one by one"
+                f"self.gather got {given} from a batch of {self.samples} samples: give it a tensor "
+                "with one row a sample, (samples, …), and several views of the samples one by one"
             )
         whole = self.gather(x)
         self.calls += 1
@@ -242,10 +255,11 @@ class _WithLeaves(_Pass):
             is_same = bool((x - before).norm() <= LIKE * before.norm())
         if not is_same:
             raise LayoutError(
-                f"self.gather got other rows from a second forward of the same micro-batch (its call "
-                f"{self.calls + 1}): with several micro-batches it is for what depends on the model and the batch "
-                "alone, not on what was gathered before, nor on a random generator of the task's own; gather only such "
-                "rows, or leave train.micro_batch_size out"
+                "self.gather got other rows from a second forward of the same micro-batch (its "
+                f"call {self.calls + 1}): with several micro-batches it is for what depends on the "
+                "model and the batch alone, not on what was gathered before, nor on a random "
+                "generator of the task's own; gather only such rows, or leave "
+                "train.micro_batch_size out"
             )
 
 
@@ -267,12 +281,12 @@ class _WithGradients(_Pass):
 def _require_call(number: int, wholes: list[Tensor]) -> None:
     if number >= len(wholes):
         raise LayoutError(
-            f"the loss calls self.gather {len(wholes)} times in one forward of a micro-batch and more often in "
-            "another: call it equally often in each"
+            f"the loss calls self.gather {len(wholes)} times in one forward of a micro-batch and "
+            "more often in another: call it equally often in each"
         )
 
 
-# --- a step ------------------------------------------------------------------------------
+# --- a step ---------------------------------------------------------------------------------------
 
 
 class BatchGather:
@@ -282,7 +296,8 @@ class BatchGather:
         parallel: the model under its layout; not a pipeline's, nor one whose sequences are split.
         samples: a micro-batch → how many samples it has.
         randomness: what the loss may draw from.
-        collecting: put around forwards that are not the one that counts, in which nothing is to be logged.
+        collecting: put around forwards that are not the one that counts, in which nothing is to be
+            logged.
     """
 
     def __init__(
@@ -346,18 +361,22 @@ class BatchGather:
             collected.append(self._collect(batch, loss, total))
         wholes = self._wholes(collected)
         self._restore(buffers)
-        gradients = self._gradients(batches, weights, factors, loss, total, states, collected, wholes)
+        gradients = self._gradients(
+            batches, weights, factors, loss, total, states, collected, wholes
+        )
         self._restore(buffers)
         found: Tensor | None = None
         for i, batch in enumerate(batches):
             self.randomness.restore(states[i])
             part = _WithGradients(self.samples(batch), total, wholes, gradients[i])
-            value = self._backward(batch, loss, part, weights[i], factors[i], last=i == len(batches) - 1)
+            value = self._backward(
+                batch, loss, part, weights[i], factors[i], last=i == len(batches) - 1
+            )
             found = value if found is None else found + value
         assert found is not None
         return found
 
-    # --- 1: rows ------------------------------------------------------------------------------------------------------
+    # --- 1: rows ----------------------------------------------------------------------------------
 
     def _collect(self, batch: Any, loss: Loss, total: int) -> _Collecting:
         collecting = _Collecting(self.samples(batch), total)
@@ -370,13 +389,16 @@ class BatchGather:
         calls = [len(each.kept) for each in collected]
         if len(set(calls)) > 1:
             raise LayoutError(
-                f"the loss calls self.gather {min(calls)} times for one micro-batch and {max(calls)} times for "
-                "another: call it equally often for each"
+                f"the loss calls self.gather {min(calls)} times for one micro-batch and "
+                f"{max(calls)} times for another: call it equally often for each"
             )
         wholes = []
         for call in range(calls[0]):
             rows = [each.kept[call] for each in collected]
-            odd = next((r for r in rows if r.shape[1:] != rows[0].shape[1:] or r.dtype != rows[0].dtype), None)
+            odd = next(
+                (r for r in rows if r.shape[1:] != rows[0].shape[1:] or r.dtype != rows[0].dtype),
+                None,
+            )
             if odd is not None:
                 raise _differ(rows[0], _row(odd))
             self._agree(call, rows[0])
@@ -398,7 +420,7 @@ class BatchGather:
         if self._agreed[key] != _row(x):
             raise _differ(x, self._agreed[key])
 
-    # --- 2: the gradients of the loss of what was gathered ------------------------------------------------------------
+    # --- 2: the gradients of the loss of what was gathered ----------------------------------------
 
     def _gradients(
         self,
@@ -437,12 +459,14 @@ class BatchGather:
                     total_gradient.add_(gradient)
         sizes = [self.samples(batch) for batch in batches]
         own: list[Sequence[Tensor | None]] = [
-            [None] * len(batches) if gradient is None else _own_sum(gradient, self.group).to(whole.dtype).split(sizes)
+            [None] * len(batches)
+            if gradient is None
+            else _own_sum(gradient, self.group).to(whole.dtype).split(sizes)
             for gradient, whole in zip(sums, wholes)
         ]
         return [[parts[i] for parts in own] for i in range(len(batches))]
 
-    # --- 3, and the only forward --------------------------------------------------------------------------------------
+    # --- 3, and the only forward ------------------------------------------------------------------
 
     def _backward(
         self,
@@ -478,11 +502,13 @@ class BatchGather:
         finally:
             self.current = None
 
-    # --- what forwards change -----------------------------------------------------------------------------------------
+    # --- what forwards change ---------------------------------------------------------------------
 
     def _buffers(self) -> dict[str, Tensor]:
         """Copies: running statistics, say, of which every forward must find the same."""
-        return {name: buffer.detach().clone() for name, buffer in self.parallel.inner.named_buffers()}
+        return {
+            name: buffer.detach().clone() for name, buffer in self.parallel.inner.named_buffers()
+        }
 
     @torch.no_grad()
     def _restore(self, buffers: dict[str, Tensor]) -> None:
@@ -513,8 +539,9 @@ def _row(x: Tensor) -> tuple[Any, ...]:
 def _differ(x: Tensor, other: tuple[Any, ...]) -> LayoutError:
     *sizes, dtype = other
     return LayoutError(
-        f"self.gather got rows of shape {tuple(x.shape[1:])}, {x.dtype}, where another part of the batch gave "
-        f"{tuple(sizes)}, {dtype}: pool or pad them to one shape before they are gathered"
+        f"self.gather got rows of shape {tuple(x.shape[1:])}, {x.dtype}, where another part of the "
+        f"batch gave {tuple(sizes)}, {dtype}: pool or pad them to one shape before they are "
+        "gathered"
     )
 
 

@@ -1,23 +1,27 @@
-"""Averaging gradients over data-parallel workers where DDP and `fully_shard` cannot: of DTensors, and of a pipeline.
+"""Averages gradients over data-parallel workers where DDP and `fully_shard` cannot.
 
-**Replicas.** What DDP does, by hand: gradients are packed into buckets from the last layer to the first, and a bucket
-is all-reduced over the replicas as soon as backward has added the last of its gradients, while the layers below are
-still computed. Each worker reduces only its own slice of a layer, with the workers that hold the same slice. ddp.py
-says the rest; that file is the faster one and serves every model that is not split. (Composing DDP itself with tensor
-parallelism would turn the parameters into plain tensors, and checkpoints would no longer know what they are slices of;
-`fully_shard` with one shard would hold every parameter twice.)
+**Replicas.** This does by hand what DDP does: gradients are packed into buckets from the last layer
+to the first, and a bucket is all-reduced over the replicas as soon as backward has added the last
+of its gradients, while the layers below are still computed. Each worker reduces only its own slice
+of a layer, with the workers that hold the same slice. ddp.py is faster, and serves every model that
+is not split. (DDP itself would turn the parameters of tensor parallelism into plain tensors, and
+checkpoints would no longer know what they are slices of. `fully_shard` with one shard would hold
+every parameter twice.)
 
-**Pipelines.** A chunk's gradients are complete with the last micro-batch that passes it, while other chunks and stages
-still compute: that is when they are sent, from a set of buckets per chunk (replicas: while that backward still runs,
-unless a schedule splits it). At the end of the step they are waited for, and then the gradients of parameters that
-several stages use (a tied embedding) are added up: one all-reduce per set of stages.
+**Pipelines.** A chunk's gradients are complete after the last micro-batch that passes it, while
+other chunks and stages still compute. That is when they are sent, from a set of buckets per chunk
+(those of replicas while that backward still runs, unless a schedule splits it). The end of the step
+waits for them. Then the gradients of parameters that several stages use (a tied embedding) are
+added up, in one all-reduce per set of stages.
 
-**Shards of a pipeline.** Parameters are `fully_shard`ed and gathered once per step, at its beginning; gradients are
-reduce-scattered once, at its end. They are gathered in the type of the arithmetic, so that no forward keeps a cast copy
-of its own until its backward; gradients add up in float32, or in the type that they are sent in. (To gather parameters
-for every micro-batch, as fsdp does without a pipeline, would send m times as much: Grattafiori et al. 2024, arXiv
-2407.21783, §3.3.2.) `fully_shard` only keeps the shards: its hooks never run, and gradients are reduced here, from the
-unsharded parameters; so whatever order a schedule computes in, W long after B, the sums are right.
+**Shards of a pipeline.** Parameters are sharded by `fully_shard`, gathered once at the beginning of
+a step, and their gradients are reduce-scattered once at its end. They are gathered in the type of
+the arithmetic, so that no forward keeps a cast copy until its backward; gradients add up in
+float32, or in the type that they are sent in. (Gathering parameters for every micro-batch, as fsdp
+does without a pipeline, would send m times as much: Grattafiori et al. 2024, arXiv 2407.21783,
+§3.3.2.) `fully_shard` only keeps the shards. Its hooks never run, and gradients are reduced here,
+from the unsharded parameters, so the sums are right in whatever order a schedule computes, W long
+after B.
 """
 
 from __future__ import annotations
@@ -40,34 +44,49 @@ from strategies.mixtures import SplitExperts
 from strategies.options import Options
 
 Named = list[tuple[str, nn.Parameter]]
+"""Parameters with their names."""
 
 
 def local(tensor: Any) -> Tensor:
-    """This rank's own memory of a tensor that may be a DTensor; to be called under torch.no_grad."""
+    """This rank's memory of a tensor that may be a DTensor; to be called under torch.no_grad."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def wire_dtype(options: Options) -> torch.dtype | None:
-    """What gradients are sent as; None: as they are."""
+    """The type that gradients are sent in; None: their own."""
     return torch.bfloat16 if options.reduce_dtype == "bf16" else None
 
 
 def require_gradients(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raises LayoutError unless every parameter that is trained has a gradient: others would wait for it to average."""
+    """Checks that every trained parameter has a gradient, for whose average other workers wait.
+
+    Raises:
+        LayoutError: A parameter has none.
+    """
     missing = [name for name, p in named if p.requires_grad and p.grad is None]
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise LayoutError(
-            f"the loss does not depend on parameter {missing[0]}{others}, whose gradient cannot be averaged: use it in "
-            "forward, set its requires_grad to False, or write strategy=fsdp, or, with ddp alone, "
-            "parallel.find_unused_parameters=true"
+            f"the loss does not depend on parameter {missing[0]}{others}, whose gradient cannot be "
+            "averaged: use it in forward, set its requires_grad to False, or write strategy=fsdp, "
+            "or, with ddp alone, parallel.find_unused_parameters=true"
         )
 
 
-def experts_apart(named: Named, experts: SplitExperts | None) -> tuple[Named, Named]:
-    """Those of experts that are split over data-parallel workers, which fewer of them average; and all others."""
-    names: frozenset[str] = experts.names if experts is not None else frozenset()
-    return [(n, p) for n, p in named if n in names], [(n, p) for n, p in named if n not in names]
+def split_off_experts(named: Named, experts: SplitExperts | None) -> tuple[Named, Named]:
+    """Separates parameters of split experts, which fewer workers average, from all others.
+
+    Args:
+        named: Parameters of the model.
+        experts: The experts that are split over data-parallel workers, if any are.
+
+    Returns:
+        The experts' parameters, and the others.
+    """
+    expert_names: frozenset[str] = experts.names if experts is not None else frozenset()
+    of_experts = [(name, p) for name, p in named if name in expert_names]
+    others = [(name, p) for name, p in named if name not in expert_names]
+    return of_experts, others
 
 
 @torch.no_grad()
@@ -80,107 +99,149 @@ def all_reduce_(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 
 def unpack_(tensors: Sequence[Tensor], flat: Tensor) -> None:
-    """Copies out of `flat`, in order."""
-    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors])):
+    """Copies the numbers of a flat tensor into tensors, in order."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, values in zip(tensors, parts):
         tensor.copy_(values.view_as(tensor))
 
 
-@dataclass
+# --- replicas -------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
 class Bucket:
-    """Parameters whose gradients travel together."""
+    """Parameters whose gradients are sent together."""
 
     parameters: list[nn.Parameter] = field(default_factory=list)
     bytes: int = 0
     pending: int = 0
+    """How many gradients backward has not added yet."""
     flat: Tensor | None = None
-    work: Any = None
+    """The packed gradients, once they are being sent."""
+    work: dist.Work | None = None
+
+
+def pack_into_buckets(named: Named, limit: float) -> list[Bucket]:
+    """Distributes trained parameters over buckets, from the last parameter to the first.
+
+    Args:
+        named: The parameters, in the order of the model.
+        limit: Bytes at which a bucket is full. Each has one type of number.
+    """
+    buckets: list[Bucket] = []
+    for parameter in [p for _, p in reversed(named) if p.requires_grad]:
+        size = parameter.numel() * parameter.element_size()
+        fits = (
+            bool(buckets)
+            and buckets[-1].bytes + size <= limit
+            and buckets[-1].parameters[0].dtype == parameter.dtype
+        )
+        if not fits:
+            buckets.append(Bucket())
+        buckets[-1].parameters.append(parameter)
+        buckets[-1].bytes += size
+    return buckets
 
 
 class GradientBuckets:
-    """Averages gradients over `group`. by_chunk: per chunk of the model the parameters that are complete when it is.
+    """Averages the gradients of replicas.
 
-    Within a chunk's last backward a bucket goes as soon as its gradients are there, in the order of the buckets, which
-    is that of every replica; what is left goes when the chunk is done."""
+    Within a chunk's last backward a bucket is sent as soon as its gradients are there. Buckets are
+    sent in their order, which is the same on every replica. What is left is sent when the chunk is
+    done.
 
-    def __init__(self, by_chunk: dict[int, Named], group: dist.ProcessGroup, options: Options) -> None:
-        self.group, self.wire = group, wire_dtype(options)
-        self.names = {p: name for named in by_chunk.values() for name, p in named}
-        self.buckets = {chunk: buckets(named, options.bucket_mb * 2**20) for chunk, named in by_chunk.items()}
-        self.of = {p: bucket for several in self.buckets.values() for bucket in several for p in bucket.parameters}
-        self.waiting: list[Bucket] = []
-        """Of the chunk whose last backward runs, the buckets that have not gone."""
-        self.arrived = False
-        for parameter in self.of:
-            parameter.register_post_accumulate_grad_hook(self._added)
+    Args:
+        by_chunk: For each chunk of the model, the parameters that are complete when it is.
+        group: The workers that hold the same parameters.
+        options: Size of the buckets, and type that gradients are sent in.
+    """
+
+    def __init__(
+        self, by_chunk: dict[int, Named], group: dist.ProcessGroup, options: Options
+    ) -> None:
+        self.group = group
+        self._wire_dtype = wire_dtype(options)
+        self._names = {p: name for named in by_chunk.values() for name, p in named}
+        limit = options.bucket_mb * 2**20
+        self._buckets = {
+            chunk: pack_into_buckets(named, limit) for chunk, named in by_chunk.items()
+        }
+        self._bucket_of: dict[Tensor, Bucket] = {}
+        self._unsent: list[Bucket] = []
+        """The buckets of the chunk whose last backward runs that have not been sent."""
+        self._has_gradients = False
+        for bucket in self._all_buckets():
+            self._bucket_of.update(dict.fromkeys(bucket.parameters, bucket))
+        for parameter in self._bucket_of:
+            parameter.register_post_accumulate_grad_hook(self._gradient_added)
+
+    def _all_buckets(self) -> Iterator[Bucket]:
+        for buckets in self._buckets.values():
+            yield from buckets
 
     def gather(self) -> None:
-        """Parameters are whole."""
+        """Does nothing: replicas have whole parameters."""
 
     def free(self) -> None:
-        """And stay so."""
+        """Does nothing: replicas keep whole parameters."""
 
     @contextlib.contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
-        """Around forward and backward of a micro-batch, for a model that is one chunk."""
+        """The context for forward and backward of a micro-batch, for a model that is one chunk."""
         if last:
             self.last_backward(0)
         yield
-        if last and torch.is_grad_enabled() and self.arrived:
+        if last and torch.is_grad_enabled() and self._has_gradients:
             self.chunk_done(0)
             self.finish()
-        self.waiting = []
+        self._unsent = []
 
     def last_backward(self, chunk: int) -> None:
-        """The chunk's last backward begins."""
-        self.arrived = False
-        self.waiting = list(self.buckets.get(chunk, []))
-        for bucket in self.waiting:
+        """The chunk's last backward of a step begins."""
+        self._has_gradients = False
+        self._unsent = list(self._buckets.get(chunk, []))
+        for bucket in self._unsent:
             bucket.pending = len(bucket.parameters)
 
-    def _added(self, parameter: Tensor) -> None:
-        bucket = self.of[parameter]  # type: ignore[index]
-        if not any(bucket is other for other in self.waiting):
+    def _gradient_added(self, parameter: Tensor) -> None:
+        bucket = self._bucket_of[parameter]
+        if not any(bucket is unsent for unsent in self._unsent):
             return
-        self.arrived = True
+        self._has_gradients = True
         bucket.pending -= 1
-        while self.waiting and self.waiting[0].pending == 0:
-            self._send(self.waiting.pop(0))
+        while self._unsent and self._unsent[0].pending == 0:
+            self._send(self._unsent.pop(0))
 
     def chunk_done(self, chunk: int) -> None:
         """The chunk's gradients are complete."""
-        self.waiting = []
-        for bucket in self.buckets.get(chunk, []):
+        self._unsent = []
+        for bucket in self._buckets.get(chunk, []):
             if bucket.flat is None:
                 self._send(bucket)
 
     @torch.no_grad()
     def _send(self, bucket: Bucket) -> None:
-        require_gradients((self.names[p], p) for p in bucket.parameters)
+        require_gradients((self._names[p], p) for p in bucket.parameters)
         flat = torch.cat([local(p.grad).reshape(-1) for p in bucket.parameters])
-        bucket.flat = (flat.to(self.wire) if self.wire else flat).div_(self.group.size())
+        if self._wire_dtype is not None:
+            flat = flat.to(self._wire_dtype)
+        bucket.flat = flat.div_(self.group.size())
         bucket.work = dist.all_reduce(bucket.flat, group=self.group, async_op=True)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Returns when all gradients are averaged."""
-        for bucket in (bucket for several in self.buckets.values() for bucket in several):
-            if bucket.flat is not None:
+        """Waits until all gradients are averaged."""
+        for bucket in self._all_buckets():
+            if bucket.flat is None:
+                continue
+            if bucket.work is not None:
                 bucket.work.wait()
-                unpack_([local(p.grad) for p in bucket.parameters], bucket.flat)
-                bucket.flat = bucket.work = None
+            unpack_([local(p.grad) for p in bucket.parameters], bucket.flat)
+            bucket.flat = None
+            bucket.work = None
 
 
-def buckets(named: Named, limit: float) -> list[Bucket]:
-    """From the last parameter to the first, each full at `limit` bytes, one type of number per bucket."""
-    found: list[Bucket] = []
-    for parameter in [p for _, p in reversed(named) if p.requires_grad]:
-        size = parameter.numel() * parameter.element_size()
-        fits = found and found[-1].bytes + size <= limit and found[-1].parameters[0].dtype == parameter.dtype
-        if not fits:
-            found.append(Bucket())
-        found[-1].parameters.append(parameter)
-        found[-1].bytes += size
-    return found
+# --- shards of a pipeline -------------------------------------------------------------------------
 
 
 def shard_without_hooks(
@@ -191,49 +252,75 @@ def shard_without_hooks(
     but: Iterable[nn.Parameter] = (),
     compute: torch.dtype | None = None,
 ) -> list[FSDPModule]:
-    """Shards parameters in place, in units that the caller gathers (`unshard`) and frees (`reshard`).
+    """Shards parameters in place, in units that the caller gathers and frees.
 
-    `fully_shard`'s hooks go to a module that holds the owner and is never called: they would do nothing, in a tenth of
-    a step's time here.
+    `fully_shard` puts its hooks on a module that holds the owner and is never called. They would do
+    nothing here, in a tenth of a step's time.
 
     Args:
-        owners: The modules whose parameters are sharded; the last holds all others.
+        owners: The modules whose parameters are sharded; the last one holds all others.
         mesh: The workers that they are sharded over.
-        placement: Along which dimension a parameter is sharded; None: the first.
-        but: What is sharded already or kept whole.
-        compute: Type that matrices are gathered in. None: their own.
+        placement: The dimension along which a parameter is sharded; None: the first.
+        but: Parameters that are sharded already, or kept whole.
+        compute: The type that matrices are gathered in. None: their own.
 
     Returns:
         The units.
     """
     units: list[FSDPModule] = []
     done = set(but)
-    # of norms and biases: autocast computes with those in float32
+    # The vectors of norms and biases keep their type, because autocast computes with them in
+    # float32.
     vectors = {p for owner in owners for p in owner.parameters() if p.dim() < 2} - done
 
-    def shard(owner: nn.Module, own: set[nn.Parameter], dtype: torch.dtype | None) -> None:
-        if own:
-            unit = fully_shard(
-                nn.Sequential(owner),
-                mesh=mesh,
-                shard_placement_fn=placement,
-                mp_policy=MixedPrecisionPolicy(param_dtype=dtype),
-                ignored_params=set(owner.parameters()) - own,
-            )
-            units.append(unit)
+    def shard(owner: nn.Module, parameters: set[nn.Parameter], dtype: torch.dtype | None) -> None:
+        if not parameters:
+            return
+        unit = fully_shard(
+            nn.Sequential(owner),
+            mesh=mesh,
+            shard_placement_fn=placement,
+            mp_policy=MixedPrecisionPolicy(param_dtype=dtype),
+            ignored_params=set(owner.parameters()) - parameters,
+        )
+        units.append(unit)
 
     for owner in owners:
         shard(owner, set(owner.parameters()) - done - vectors, compute)
         done |= set(owner.parameters()) - vectors
-    for owner in reversed(owners):  # the last holds all
+    for owner in reversed(owners):
+        # The last one holds the vectors of all.
         shard(owner, set(owner.parameters()) & vectors, None)
     return units
 
 
-class ShardedGradients:
-    """Gathers parameters, reduce-scatters gradients. by_chunk: per chunk the parameters that are complete when it is.
+@dataclass(frozen=True, kw_only=True)
+class _SentGradients:
+    """Gradients that are being reduce-scattered.
 
-    units: of shard_without_hooks. mesh: (replicate ×) shard."""
+    Args:
+        names: Their parameters.
+        sizes: How many numbers each has in `shard`.
+        shard: This rank's shards of the sums, one after the other.
+        work: What to wait for.
+    """
+
+    names: list[str]
+    sizes: list[int]
+    shard: Tensor
+    work: dist.Work | None
+
+
+class ShardedGradients:
+    """Gathers parameters, and reduce-scatters their gradients.
+
+    Args:
+        module: This stage's part of the model.
+        units: What `shard_without_hooks` has returned.
+        by_chunk: For each chunk, the parameters that are complete when it is.
+        mesh: The workers, (replicate ×) shard.
+        options: Size of the buckets, and type that gradients are sent in.
+    """
 
     def __init__(
         self,
@@ -243,114 +330,166 @@ class ShardedGradients:
         mesh: DeviceMesh,
         options: Options,
     ) -> None:
-        self.module, self.units, self.dtype = module, units, wire_dtype(options)
-        self.sharded = dict(module.named_parameters())
-        names = {p: name for name, p in self.sharded.items()}
-        self.buckets = {
-            chunk: [[names[p] for p in bucket.parameters] for bucket in buckets(named, options.bucket_mb * 2**20)]
+        self.module = module
+        self.units = units
+        self._wire_dtype = wire_dtype(options)
+        self._sharded = dict(module.named_parameters())
+        self._unsharded: dict[str, nn.Parameter] = {}
+        names = {p: name for name, p in self._sharded.items()}
+        limit = options.bucket_mb * 2**20
+        self._buckets = {
+            chunk: [
+                [names[p] for p in bucket.parameters] for bucket in pack_into_buckets(named, limit)
+            ]
             for chunk, named in by_chunk.items()
         }
-        self.group = submesh(mesh, "dp_shard").get_group()
-        self.replicas = submesh(mesh, "dp_replicate").get_group() if mesh.ndim > 1 else None
-        self.ways = mesh.size()
-        self.dims = {name: _sharded_along(p, mesh.ndim - 1) for name, p in self.sharded.items()}
-        """Of each parameter the dimension that is cut."""
-        self.sent: list[tuple[list[str], list[int], Tensor, Any]] = []
-        """Names, numbers of each, this rank's shards of the sums of their gradients, and what to wait for."""
+        """For each chunk, the names of the parameters in each bucket."""
+        self._shard_group = submesh(mesh, "dp_shard").get_group()
+        self._replica_group = submesh(mesh, "dp_replicate").get_group() if mesh.ndim > 1 else None
+        self._workers = mesh.size()
+        self._shard_dims = {
+            name: _shard_dim(parameter, mesh_dim=mesh.ndim - 1)
+            for name, parameter in self._sharded.items()
+        }
+        self._sent: list[_SentGradients] = []
 
     def gather(self) -> None:
-        """Before a step or an evaluation."""
+        """Gathers the parameters, before a step or an evaluation."""
         for handle in [unit.unshard(async_op=True) for unit in self.units]:
             if handle is not None:
                 handle.wait()
-        self.unsharded = dict(self.module.named_parameters())
-        for parameter in self.unsharded.values():  # of many micro-batches 16 bits would lose what is small
+        self._unsharded = dict(self.module.named_parameters())
+        for parameter in self._unsharded.values():
             if parameter.is_floating_point():
-                summed_in = self.dtype or torch.promote_types(parameter.dtype, torch.float32)
-                parameter.grad_dtype = summed_in  # type: ignore[attr-defined]
+                # The sum over many micro-batches would lose small numbers in 16 bits.
+                sum_dtype = self._wire_dtype or torch.promote_types(parameter.dtype, torch.float32)
+                parameter.grad_dtype = sum_dtype  # type: ignore[attr-defined]
 
     def free(self) -> None:
-        """Frees what has been gathered."""
+        """Frees the gathered parameters."""
         for unit in self.units:
             unit.reshard()
 
     def last_backward(self, chunk: int) -> None:
-        """Nothing goes before the chunk is done."""
+        """Does nothing: gradients are sent when the chunk is done."""
 
     @torch.no_grad()
     def chunk_done(self, chunk: int) -> None:
-        for names in self.buckets.get(chunk, []):
-            used = [name for name in names if self.unsharded[name].grad is not None]
-            if used:
-                slices = [self._by_rank(name) for name in used]
-                flat = torch.cat(slices, 1).reshape(-1)
-                flat = (flat.to(self.dtype) if self.dtype else flat).div_(self.ways)
-                shard = flat.new_empty(flat.numel() // self.group.size())
-                work = reduce_scatter(shard, flat, self.group)
-                self.sent.append((used, [part.size(1) for part in slices], shard, work))
+        """Sends the chunk's gradients, which are complete."""
+        for bucket in self._buckets.get(chunk, []):
+            names = [name for name in bucket if self._unsharded[name].grad is not None]
+            if not names:
+                continue
+            by_rank = [self._take_gradient_by_rank(name) for name in names]
+            flat = torch.cat(by_rank, 1).reshape(-1)
+            if self._wire_dtype is not None:
+                flat = flat.to(self._wire_dtype)
+            flat.div_(self._workers)
+            shard = flat.new_empty(flat.numel() // self._shard_group.size())
+            work = reduce_scatter(shard, flat, self._shard_group)
+            sizes = [part.size(1) for part in by_rank]
+            self._sent.append(_SentGradients(names=names, sizes=sizes, shard=shard, work=work))
 
-    def _by_rank(self, name: str) -> Tensor:
-        """(ranks, numbers): the gradient in the slices of rows that torch.chunk would make, padded to equal ones; or of
-        the dimension that it is sharded along."""
-        gradient, ranks = local(self.unsharded[name].grad), self.group.size()
-        self.unsharded[name].grad = None
-        gradient = gradient.movedim(self.dims[name], 0)
+    def _take_gradient_by_rank(self, name: str) -> Tensor:
+        """Takes a gradient from its unsharded parameter, as (ranks, numbers).
+
+        It is cut along the sharded dimension as torch.chunk would cut it, and padded so that all
+        parts are equally long.
+        """
+        ranks = self._shard_group.size()
+        gradient = local(self._unsharded[name].grad)
+        self._unsharded[name].grad = None
+        gradient = gradient.movedim(self._shard_dims[name], 0)
         missing = -len(gradient) % ranks
         if missing:
-            gradient = torch.cat([gradient, gradient.new_zeros((missing, *gradient.shape[1:]))])
+            padding = gradient.new_zeros((missing, *gradient.shape[1:]))
+            gradient = torch.cat([gradient, padding])
         return gradient.reshape(ranks, -1)
 
     @torch.no_grad()
     def finish(self) -> None:
+        """Frees the gathered parameters, and waits until all gradients are averaged."""
         self.free()
-        for names, numbers, shard, work in self.sent:
-            if work is not None:
-                work.wait()
-            if self.replicas is not None:
-                dist.all_reduce(shard, group=self.replicas)
-            for name, values in zip(names, shard.split(numbers)):
-                self._add(name, values)
-        self.sent.clear()
+        for sent in self._sent:
+            if sent.work is not None:
+                sent.work.wait()
+            if self._replica_group is not None:
+                dist.all_reduce(sent.shard, group=self._replica_group)
+            for name, values in zip(sent.names, sent.shard.split(sent.sizes)):
+                self._add_gradient(name, values)
+        self._sent.clear()
 
-    def _add(self, name: str, values: Tensor) -> None:
-        """Adds a shard, padded at its end, to the gradient of the sharded parameter."""
-        parameter: Any = self.sharded[name]
-        own = parameter.to_local()
-        dim = self.dims[name]
-        found = values[: own.numel()].view(own.movedim(dim, 0).shape).movedim(0, dim).contiguous().to(own.dtype)
-        if parameter.grad is None:
-            spec: dict[str, Any] = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
-            parameter.grad = DTensor.from_local(found, parameter.device_mesh, parameter.placements, **spec)
-        else:
-            local(parameter.grad).add_(found)
+    def _add_gradient(self, name: str, padded: Tensor) -> None:
+        """Adds a shard, which is padded at its end, to the gradient of the sharded parameter."""
+        parameter: Any = self._sharded[name]
+        local_shard = parameter.to_local()
+        dim = self._shard_dims[name]
+        values = padded[: local_shard.numel()].view(local_shard.movedim(dim, 0).shape)
+        gradient = values.movedim(0, dim).contiguous().to(local_shard.dtype)
+        if parameter.grad is not None:
+            local(parameter.grad).add_(gradient)
+            return
+        parameter.grad = DTensor.from_local(
+            gradient,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
 
 
-def _sharded_along(parameter: Any, side: int) -> int:
-    """side: of the mesh."""
-    return getattr(parameter.placements[side], "dim", 0) if isinstance(parameter, DTensor) else 0
+def _shard_dim(parameter: nn.Parameter, *, mesh_dim: int) -> int:
+    """The dimension of a parameter that one dimension of the mesh shards."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    return getattr(parameter.placements[mesh_dim], "dim", 0)
 
 
 class Together:
-    """Several, each for parameters that other workers share: what one is told, all are."""
+    """Several kinds of parameters, each of which other workers share."""
 
     def __init__(self, parts: Sequence[GradientBuckets | ShardedGradients]) -> None:
         self.parts = parts
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args: [getattr(part, name)(*args) for part in self.parts]
+    def gather(self) -> None:
+        for part in self.parts:
+            part.gather()
+
+    def free(self) -> None:
+        for part in self.parts:
+            part.free()
+
+    def last_backward(self, chunk: int) -> None:
+        for part in self.parts:
+            part.last_backward(chunk)
+
+    def chunk_done(self, chunk: int) -> None:
+        for part in self.parts:
+            part.chunk_done(chunk)
+
+    def finish(self) -> None:
+        for part in self.parts:
+            part.finish()
+
+
+GradSync = GradientBuckets | ShardedGradients | Together
+"""What a pipeline's data-parallel workers do with gradients in a step."""
 
 
 def add_over_stages(shared: dict[dist.ProcessGroup, Named]) -> None:
-    """Adds up the gradients of parameters that several stages use, a group's parameters at once."""
+    """Adds up the gradients of parameters that several stages use.
+
+    Args:
+        shared: For each group of stages, the parameters that all of them use; one all-reduce each.
+    """
     for group, named in shared.items():
         gradients = []
-        for parameter in (p for _, p in named if p.requires_grad):
+        for _, parameter in named:
+            if not parameter.requires_grad:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             with torch.no_grad():
                 gradients.append(local(parameter.grad))
         all_reduce_(gradients, group)
-
-
-GradSync = GradientBuckets | ShardedGradients | Together
-"""What data-parallel workers do with gradients in a step."""

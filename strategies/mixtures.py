@@ -1,15 +1,18 @@
 """Which modules of a model are mixtures of experts, told by their looks: no name of a model is known here.
 
-*Experts*: a module that holds the experts' weights itself, each parameter with a row per expert, (E, …), at least one
-of them a matrix per expert; called with the tokens, which experts each chose, and how much each counts:
+*Experts*: a module that holds the experts' weights itself, each parameter with a row per expert,
+(E, …), at least one of them a matrix per expert; called with the tokens, which experts each chose,
+and how much each counts:
 
-    forward(x (…, D), index (…, k) int, weights (…, k)) → Σ over k of weights · expert_index(x), (…, D)
+    forward(x (…, D), index (…, k) int, weights (…, k)) → Σ over k of weights · expert_index(x), (…,
+    D)
 
 where weights may have the default None, which stands for 1.
 
-So Hugging Face's transformers has them since version 5, in all its mixtures of that kind (Mixtral, Qwen-MoE, OLMoE,
-DeepSeek-V3, …), and app/models/mixture.py. *Router*: what stands beside experts and says how many are chosen (`top_k`);
-called with tokens it returns a tuple, of which the first is their scores' logarithms (…, E).
+So Hugging Face's transformers has them since version 5, in all its mixtures of that kind (Mixtral,
+Qwen-MoE, OLMoE, DeepSeek-V3, …), and app/models/mixture.py. *Router*: what stands beside experts
+and says how many are chosen (`top_k`); called with tokens it returns a tuple, of which the first is
+their scores' logarithms (…, E).
 """
 
 import inspect
@@ -46,8 +49,12 @@ def find_mixtures(module: nn.Module) -> list[Mixture]:
             beside = module.get_submodule(name.rpartition(".")[0]).children() if name else ()
             routers = [child for child in beside if isinstance(getattr(child, "top_k", None), int)]
             top_k: int = routers[0].top_k if routers else count  # type: ignore[assignment]
-            shapes = [p.shape for owner in (*routers, experts) for p in owner.parameters() if p.dim() > 1]
-            found.append(Mixture(name, experts, routers[0] if routers else None, count, top_k, shapes[0][-1]))
+            shapes = [
+                p.shape for owner in (*routers, experts) for p in owner.parameters() if p.dim() > 1
+            ]
+            found.append(
+                Mixture(name, experts, routers[0] if routers else None, count, top_k, shapes[0][-1])
+            )
     return found
 
 
@@ -58,13 +65,17 @@ def count_of(module: nn.Module) -> int:
     if len(counts) != 1 or 0 in counts or not any(len(shape) > 2 for shape in shapes):
         return 0
     takes = list(inspect.signature(type(module).forward).parameters)[1:4]
-    as_told = len(takes) == 3 and "ind" in takes[1] and ("weight" in takes[2] or "score" in takes[2])
+    as_told = (
+        len(takes) == 3 and "ind" in takes[1] and ("weight" in takes[2] or "score" in takes[2])
+    )
     return counts.pop() if as_told else 0
 
 
 def rename_counts(experts: nn.Module, count: int, own: int) -> None:
     """Tells the module's own code, which had `count` experts, that it has `own`."""
-    counters = [name for name, value in vars(experts).items() if type(value) is int and value == count]
+    counters = [
+        name for name, value in vars(experts).items() if type(value) is int and value == count
+    ]
     vars(experts).update({name: own for name in counters if "expert" in name})
 
 
@@ -86,13 +97,16 @@ def may_leave_weights_out(forward: Any) -> bool:
 def sorted_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """chosen: (M,). Their order by expert, each one's place in it, and how many chose each expert, (experts,)."""
     order = chosen.argsort(stable=True)
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    place = torch.empty_like(order).scatter_(
+        0, order, torch.arange(len(order), device=order.device)
+    )
     return order, place, chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
 def spread(rows: Tensor, order: Tensor, place: Tensor, times: int = 1) -> Tensor:
     """(N, D), each row `times` times, in another order → (N·times, D). place: the inverse of order, with which the
-    gradient is gathered; that of index_select would be added up row by row, on GPUs each time in another order."""
+    gradient is gathered; that of index_select would be added up row by row, on GPUs each time in
+    another order."""
     return _Spread.apply(rows, order, place, times)
 
 
@@ -106,7 +120,12 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         found = gradient.index_select(0, *ctx.saved_tensors)
-        return found if ctx.times == 1 else found.unflatten(0, (-1, ctx.times)).sum(1), None, None, None
+        return (
+            found if ctx.times == 1 else found.unflatten(0, (-1, ctx.times)).sum(1),
+            None,
+            None,
+            None,
+        )
 
 
 class SplitExperts:

@@ -1,20 +1,23 @@
-"""The one place that knows the order in which parallelisms are put on a model, and why.
+"""The one place that knows the order in which parallelisms are applied to a model, and why.
 
-1. **tensor** first: its plan matches modules by name, before anything changes what modules do; in a **pipeline** the
-   blocks of other stages are then taken out, and **experts** split over data-parallel workers; then **float8**, whose
-   layers are those that are not split, and **context**, so that what is recomputed or compiled attends across workers;
-2. **activation checkpointing** inside everything that communicates parameters, so that what is recomputed in backward
-   uses the parameters that were gathered once, and around the split layers, so that they are recomputed as they ran;
-3. **compile** what is now a block's whole forward, but no hook of the sharding around it;
-4. **shard or replicate** last, over parameters as the steps before left them: the data strategy's `apply`. (A pipeline
-   has its own, because it gathers and reduces once per step; then its stages are connected.)
+1. **tensor** comes first: its plan matches modules by name, before anything changes what modules
+   do. In a **pipeline** the blocks of other stages are then taken out. **Experts** are split over
+   data-parallel workers. **float8** follows, because it changes the layers that are not split, and
+   **context**, so that what is recomputed or compiled attends across workers.
+2. **activation checkpointing** goes inside everything that communicates parameters, so that a
+   recomputation in backward uses the parameters that were gathered once, and around the split
+   layers, so that they are recomputed as they ran.
+3. **compile** what is now a block's whole forward, but none of the sharding's hooks around it.
+4. **shard or replicate** last, over the parameters that the steps before have left: the
+   data-parallel strategy's `apply`. (A pipeline does this itself, because it gathers and reduces
+   once per step; then its stages are connected.)
 
-The optimizer is built by the caller after that, over `Parallel.parameters()`.
+The caller builds the optimizer after that, over `Parallel.parameters()`.
 """
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,13 +36,26 @@ from strategies.pipeline.apply import Division, Example
 from strategies.pipeline.schedules import SPLIT
 from strategies.strategy import Setup
 from strategies.tensor import apply as tensor_parallel
+from strategies.tensor.apply import SplitLayers
 from strategies.tensor.randomness import SplitRandomness
 
-__all__ = ["Example", "Layout", "LayoutError", "Options", "Parallel", "ParallelDims", "check", "choose", "parallelize"]
+__all__ = [
+    "Example",
+    "Layout",
+    "LayoutError",
+    "Options",
+    "Parallel",
+    "ParallelDims",
+    "check",
+    "choose",
+    "parallelize",
+]
+
+T = TypeVar("T")
 
 Blocks = list[str] | Callable[[nn.Module], list[str] | None] | None
-Plan = dict[str, str] | Callable[[nn.Module], dict[str, str] | None] | None
-Places = ContextPlan | Callable[[nn.Module], ContextPlan | None] | None
+TensorPlan = dict[str, str] | Callable[[nn.Module], dict[str, str] | None] | None
+ContextPlanFor = ContextPlan | Callable[[nn.Module], ContextPlan | None] | None
 
 
 def parallelize(
@@ -49,111 +65,180 @@ def parallelize(
     *,
     device: torch.device,
     blocks: Blocks = None,
-    tensor_plan: Plan = None,
-    context_plan: Places = None,
+    tensor_plan: TensorPlan = None,
+    context_plan: ContextPlanFor = None,
     example: Example | None = None,
 ) -> Parallel:
-    """Builds the model and puts `layout` on it; collective over all ranks.
+    """Builds a model and applies a layout to it; collective over all ranks.
 
-    build: gives the same weights whenever it is called, on any rank, and works under torch.device("meta").
-    blocks, tensor_plan: for this model, or functions that answer for it; None: found, and every linear and embedding
-    layer split by itself. context_plan: likewise; None: places of tokens are given as `position_ids`.
-    example: (loss, micro-batch), as for Parallel.forward_backward; a pipeline needs it, because it learns from running
-    them what the model does. The micro-batch may be of one row.
+    Args:
+        build: Returns the model with the same weights whenever it is called, on any rank. It must
+            work under torch.device("meta").
+        layout: What to apply.
+        options: How the layout behaves.
+        device: This worker's device.
+        blocks: Names of the model's repeating blocks, or a function from the model to them. None:
+            they are searched for.
+        tensor_plan: How tensor parallelism splits the model, or a function from the model to that.
+            None: every linear and every embedding layer is split by itself.
+        context_plan: How the model learns the positions of its tokens, or a function from the model
+            to that. None: as `position_ids`.
+        example: (loss, micro-batch) as for Parallel.forward_backward. A pipeline needs it: it runs
+            them to learn what the model does. One row is enough.
 
     Raises:
-        LayoutError: one sentence; a model that does not fit the layout.
+        LayoutError: The model does not fit the layout.
     """
     options = options or Options()
     check(layout, options)
     strategy = registry.data_strategy(layout)
     dims = layout.dims.for_parameters(strategy.is_sharded)
-    # Split models are built on meta, split, then filled from rank 0's, tensor by tensor; others every rank builds.
+
+    # A split model is built on meta, split, and then filled from rank 0's model, tensor by tensor.
+    # Any other model is built on every rank.
     on_meta = dims.tp * dims.pp * dims.ep > 1 or strategy.is_sharded
-    module, note = state.structure(build) if on_meta else (build(), "")
-    state.require_parameters(module)
-    state.make_dense(module)
-    dense = state.make_gradients_dense(module)
-    if device.type == "cuda":
-        use_channels_last(module, with_weights=not on_meta)
-    names = find_blocks(module, _answer(blocks, module))
+    module, build_notes = _build(build, on_meta=on_meta, device=device)
+    names = find_blocks(module, _resolve(blocks, module))
     if dims.ep > 1:
         expert_parallel.require(module, dims.ep)
-    division = Division(module, names, layout, options, device, example) if dims.pp > 1 else None
+    division = None
+    if dims.pp > 1:
+        division = Division(
+            module, names, layout=layout, options=options, device=device, example=example
+        )
     mesh = dims.build_mesh(device.type) if dims.world_size > 1 else None
+
     split = None
     if mesh is not None and dims.tp > 1:
         split = tensor_parallel.apply(
             module,
             submesh(mesh, "tp"),
-            _answer(tensor_plan, module),
+            _resolve(tensor_plan, module),
             options,
-            in_halves=options.schedule in SPLIT,
-            in_flight=dims.pp > 1 and not strategy.is_sharded,
+            splits_backward=options.schedule in SPLIT,
+            shares_narrow_weights=dims.pp > 1 and not strategy.is_sharded,
             ep=dims.ep,
         )
     if division is not None:
-        names = division.keep_own(module, options)
-    experts = expert_parallel.apply(module, dims, strategy.is_sharded, device.type) if dims.ep > 1 else None
-    narrowed: tuple[str, ...] = ()
+        names = division.keep_own_parts(module, options)
+    experts = None
+    if dims.ep > 1:
+        experts = expert_parallel.apply(module, dims, strategy.is_sharded, device.type)
+    float8_notes: tuple[str, ...] = ()
     if options.precision == "fp8":
         precision.require_float8(device)
-        narrowed = precision.use_float8(module, names)
-    # torch 2.13 cannot trace recomputing a block that holds DTensors, as those of a pipeline's stage may, nor one whose
-    # attention goes across workers: within it the compiler would forget that.
-    first = split is not None or division is not None or layout.dims.cp > 1
-    if options.compile and first:
+        float8_notes = precision.use_float8(module, names)
+
+    # torch 2.13 cannot trace the recomputation of a block that holds DTensors, as those of a
+    # pipeline's stage may, nor of one that attends across workers: the compiler would drop that.
+    # Such blocks are compiled first, and then recomputed as a whole.
+    compiles_first = split is not None or division is not None or layout.dims.cp > 1
+    if options.compile and compiles_first:
         compile_blocks(module, names, options.compile_backend)
     if split is not None:
-        randomness = SplitRandomness(split.plan, split.peers, arriving=division is not None)
+        randomness = SplitRandomness(
+            split.plan, split.peers, receives_activations=division is not None
+        )
         if options.compile:
             randomness.around_compiled(module, names, device)
         else:
             randomness.follow(module, names)
     context = None
     if layout.dims.cp > 1:
-        places = _answer(context_plan, module)
-        require_positions(module, places)
-        context = Context(layout.dims, options, places)
+        positions = _resolve(context_plan, module)
+        require_positions(module, positions)
+        context = Context(layout.dims, options, positions)
         context.install(module, names)
     activation_checkpointing.apply(module, names, options.activation_checkpointing)
-    if options.compile and not first:
+    if options.compile and not compiles_first:
         compile_blocks(module, names, options.compile_backend)
 
     def load() -> None:
-        if on_meta:
-            state.materialise(module, device, options.offload)
-            source = build() if dist.get_rank() == 0 else None
-            state.fill(module, source, device, partly=division is not None)
-        else:
+        if not on_meta:
             module.to(device)
+            return
+        state.allocate(module, device, offload=options.offload)
+        source = build() if dist.get_rank() == 0 else None
+        state.broadcast_weights(module, source, device, is_partial=division is not None)
 
     group = dims.data_group(mesh) if mesh is not None else None
-    data_mesh = dims.data_mesh(mesh) if mesh is not None and group is not None else None
-    setup = Setup(strategy, module, layout, options, device, names, load, data_mesh, group, experts)
-    if split is not None and options.async_tp and not split.overlaps:
-        note = f"{note}; " * bool(note) + f"parallel.async_tp does nothing in parallel.schedule={options.schedule}"
-    notes = (*([note] if note else []), *dense, *state.batch_norm_notes(module, layout))
+    setup = Setup(
+        strategy=strategy,
+        module=module,
+        layout=layout,
+        options=options,
+        device=device,
+        blocks=names,
+        load=load,
+        mesh=dims.data_mesh(mesh) if mesh is not None and group is not None else None,
+        group=group,
+        experts=experts,
+    )
+    notes = (
+        *build_notes,
+        *_async_tp_notes(split, options),
+        *state.batch_norm_notes(module, layout),
+        *float8_notes,
+    )
     if division is not None and mesh is not None:
-        return division.connect(setup, mesh, split, notes, context)
-    assert strategy.apply is not None, f"{strategy.name} is put on by its degree"
+        return division.connect(setup, mesh, split=split, notes=notes, context=context)
+    return _apply_data_strategy(setup, split=split, notes=notes, context=context)
+
+
+def _build(
+    build: Callable[[], nn.Module], *, on_meta: bool, device: torch.device
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """The module, with dense parameters and gradients, and remarks for the user."""
+    note = ""
+    if on_meta:
+        module, note = state.build_on_meta(build)
+    else:
+        module = build()
+    state.require_trainable_parameters(module)
+    state.make_parameters_dense(module)
+    gradient_notes = state.make_gradients_dense(module)
+    if device.type == "cuda":
+        use_channels_last(module, with_weights=not on_meta)
+    return module, (*([note] if note else []), *gradient_notes)
+
+
+def _async_tp_notes(split: SplitLayers | None, options: Options) -> tuple[str, ...]:
+    """A remark for the user if asynchronous tensor parallelism does nothing."""
+    if split is None or not options.async_tp or split.overlaps:
+        return ()
+    return (f"parallel.async_tp does nothing in parallel.schedule={options.schedule}",)
+
+
+def _apply_data_strategy(
+    setup: Setup,
+    *,
+    split: SplitLayers | None,
+    notes: tuple[str, ...],
+    context: Context | None,
+) -> Parallel:
+    """Shards or replicates the module, without a pipeline."""
+    strategy = setup.strategy
+    assert strategy.apply is not None, f"{strategy.name} is applied by its degree"
     applied = strategy.apply(setup)
     step = applied.micro_step
     if split is not None:
-        step = tensor_parallel.GradientSums(module, split).micro_step(step)
-    return (applied.parallel or Parallel)(
+        step = tensor_parallel.GradientSums(setup.module, split).micro_step(step)
+    autocast = precision.autocast(setup.options.precision, setup.device.type)
+    make_parallel = applied.make_parallel or Parallel
+    return make_parallel(
         applied.module,
-        layout,
-        device,
-        inner=module,
-        group=group,
+        setup.layout,
+        setup.device,
+        inner=setup.module,
+        group=setup.group,
         micro_step=step,
-        autocast=contextlib.nullcontext if applied.casts else precision.autocast(options.precision, device.type),
-        notes=(*notes, *applied.notes, *narrowed),
-        whole=applied.whole,
+        autocast=contextlib.nullcontext if applied.casts else autocast,
+        notes=(*notes, *applied.notes),
+        is_whole_step=applied.is_whole_step,
         context=context,
     )
 
 
-def _answer(asked: Any, module: nn.Module) -> Any:
-    return asked(module) if callable(asked) else asked
+def _resolve(value: T | Callable[[nn.Module], T | None] | None, module: nn.Module) -> T | None:
+    """A value, or what a function from the model returns."""
+    return value(module) if callable(value) else value

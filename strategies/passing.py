@@ -1,4 +1,4 @@
-"""Tensors on their way round a ring of workers."""
+"""Tensors that are passed round a ring of workers."""
 
 import torch
 import torch.distributed as dist
@@ -6,21 +6,32 @@ from torch import Tensor
 
 
 class Passing:
-    """Tensors on their way to the next worker, and those of the worker before on their way here, while this worker
-    computes. tag: the first of as many as there are tensors; what is under way at once needs its own."""
+    """Sends tensors to the next worker and receives those of the previous one, without waiting.
+
+    Args:
+        tensors: What to send; every worker sends tensors of the same shapes and types.
+        group: The ring.
+        tag: The first of as many tags as there are tensors; passings that overlap need different
+            tags.
+    """
 
     def __init__(self, tensors: list[Tensor], group: dist.ProcessGroup, tag: int = 0) -> None:
-        self.sent = tensors  # kept until it has gone
-        self.coming = [torch.empty_like(tensor) for tensor in tensors]
-        ahead, behind = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
-        operations = [
-            dist.P2POp(what, tensor, group=group, tag=tag + i, group_peer=peer)
-            for what, peer, several in ((dist.isend, ahead, self.sent), (dist.irecv, behind, self.coming))
-            for i, tensor in enumerate(several)
+        next_rank = (group.rank() + 1) % group.size()
+        previous_rank = (group.rank() - 1) % group.size()
+        self._sent = tensors  # kept alive until they have been sent
+        self._received = [torch.empty_like(tensor) for tensor in tensors]
+        sends = [
+            dist.P2POp(dist.isend, tensor, group=group, tag=tag + number, group_peer=next_rank)
+            for number, tensor in enumerate(self._sent)
         ]
-        self.works = dist.batch_isend_irecv(operations)
+        receives = [
+            dist.P2POp(dist.irecv, tensor, group=group, tag=tag + number, group_peer=previous_rank)
+            for number, tensor in enumerate(self._received)
+        ]
+        self._works = dist.batch_isend_irecv([*sends, *receives])
 
     def arrived(self) -> list[Tensor]:
-        for work in self.works:
+        """Waits for the tensors of the previous worker."""
+        for work in self._works:
             work.wait()
-        return self.coming
+        return self._received

@@ -1,44 +1,51 @@
 """Mixed precision: float32 where numbers are kept, 16 bits where they are multiplied, or 8.
 
-Parameters, gradients, optimizer state and loss stay float32; matrix products run in bfloat16 (8 bits of exponent:
-never overflows, nothing else to do) or float16 (5 bits: gradients underflow, so the loop scales the loss). Micikevicius
-et al. 2018, https://arxiv.org/abs/1710.03740; https://docs.pytorch.org/docs/stable/amp.html.
+Parameters, gradients, optimizer state and loss stay float32; matrix products run in bfloat16 (8
+bits of exponent: never overflows, nothing else to do) or float16 (5 bits: gradients underflow, so
+the loop scales the loss). Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740;
+https://docs.pytorch.org/docs/stable/amp.html.
 
 Two ways, by layout:
 
-- replicated parameters (single, ddp, tensor): `torch.autocast` around forward casts operation by operation;
-- sharded parameters (zero*, fsdp, hsdp): `fully_shard`'s `MixedPrecisionPolicy` casts the shards *before* they are
-  gathered, which halves that communication, and reduces gradients in `reduce_dtype`. Everything inside then runs in
-  16 bits, norms included (`cast_calls`), and the module's output comes back as float32 for the loss (unless
-  `float_output` is false: a loss that takes 16 bits spares a float32 copy of the logits).
+- replicated parameters (single, ddp, tensor): `torch.autocast` around forward casts operation by
+  operation;
+- sharded parameters (zero*, fsdp, hsdp): `fully_shard`'s `MixedPrecisionPolicy` casts the shards
+  *before* they are gathered, which halves that communication, and reduces gradients in
+  `reduce_dtype`. Everything inside then runs in 16 bits, norms included (`cast_calls`), and the
+  module's output comes back as float32 for the loss (unless `float_output` is false: a loss that
+  takes 16 bits spares a float32 copy of the logits).
 
-The two round at different places, so they agree to bfloat16's rounding (2⁻⁸ relative per number), not bit by bit; the
-second, which also adds up the residual stream in 16 bits, is the noisier one (experiments/parity/matrix.py).
+The two round at different places, so they agree to bfloat16's rounding (2⁻⁸ relative per number),
+not bit by bit; the second, which also adds up the residual stream in 16 bits, is the noisier one
+(experiments/parity/matrix.py).
 
-**fp8**: linear layers that multiply in 8 bits, for GPUs that do that twice as fast as in 16. A float8 number has few
-bits, so each tensor is scaled to fill them, by its own largest magnitude of just now ("dynamic", per tensor;
-Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433):
+**fp8**: linear layers that multiply in 8 bits, for GPUs that do that twice as fast as in 16. A
+float8 number has few bits, so each tensor is scaled to fill them, by its own largest magnitude of
+just now ("dynamic", per tensor; Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433):
 
     s(x) = max of the type / max|x|        q(x) = round(x · s(x))        x ≈ q(x) / s(x)
 
-    forward    y  = q(x)·q(W)ᵀ / (s(x)·s(W))        e4m3 (4 bits of exponent, 3 of mantissa: up to 448)
-    backward   dx = q(dy)·q(W) / (s(dy)·s(W))       dy in e5m2 (up to 57,344), as gradients spread wider
+    forward    y  = q(x)·q(W)ᵀ / (s(x)·s(W))        e4m3 (4 bits of exponent, 3 of mantissa: up to
+    448) backward   dx = q(dy)·q(W) / (s(dy)·s(W))       dy in e5m2 (up to 57,344), as gradients
+    spread wider
                dW = q(dy)ᵀ·q(x) / (s(dy)·s(x))
 
-Products come back as bfloat16 (`torch.nn.functional.scaled_mm`). They are added up in float32; in forward, not for
-gradients, with Hopper's fast accumulation, whose partial sums have fewer bits (torchao's choice too,
-https://github.com/pytorch/ao). Everything else is as with train.precision=bf16: parameters, gradients and optimizer
-state float32, norms, attention, embedding and head 16 bits.
+Products come back as bfloat16 (`torch.nn.functional.scaled_mm`). They are added up in float32; in
+forward, not for gradients, with Hopper's fast accumulation, whose partial sums have fewer bits
+(torchao's choice too, https://github.com/pytorch/ao). Everything else is as with
+train.precision=bf16: parameters, gradients and optimizer state float32, norms, attention, embedding
+and head 16 bits.
 
-Choose it for large models on an H100 or newer, with train.compile (the scaling is a few passes over each tensor, which
-compiling fuses), once bf16 trains well: a number is rounded by up to 2⁻⁴ of itself instead of 2⁻⁹. Scaling grows with a
-layer's width and the product with its square, so where layers are narrow nothing is gained. (Not measured on a GPU yet:
-`python -m experiments.benchmarks gpu first --only speed_fp8` does.)
+Choose it for large models on an H100 or newer, with train.compile (the scaling is a few passes over
+each tensor, which compiling fuses), once bf16 trains well: a number is rounded by up to 2⁻⁴ of
+itself instead of 2⁻⁹. Scaling grows with a layer's width and the product with its square, so where
+layers are narrow nothing is gained. (Not measured on a GPU yet: `python -m experiments.benchmarks
+gpu first --only speed_fp8` does.)
 
-Only the linear layers of the blocks are changed, and of these those whose sizes 16 divides, as the hardware wants it;
-of a layer that is split over workers (tensor), each worker's part; one that they all have whole stays in bfloat16. A
-call with a number of rows that 16 does not divide is computed in bfloat16. A worker scales by what it has itself, so
-two layouts agree to float8's rounding.
+Only the linear layers of the blocks are changed, and of these those whose sizes 16 divides, as the
+hardware wants it; of a layer that is split over workers (tensor), each worker's part; one that they
+all have whole stays in bfloat16. A call with a number of rows that 16 does not divide is computed
+in bfloat16. A worker scales by what it has itself, so two layouts agree to float8's rounding.
 """
 
 import contextlib
@@ -56,7 +63,12 @@ from strategies.dims import LayoutError
 from strategies.grad_sync import local
 from strategies.tree import tree_leaves, tree_map
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
 """fp8 is bf16 but for what `use_float8` changes."""
 
 
@@ -68,19 +80,24 @@ def autocast(precision: str, device_type: str) -> Callable[[], AbstractContextMa
     return lambda: torch.autocast(device_type, dtype=dtype)
 
 
-def shard_policies(precision: str, reduce_dtype: str) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+def shard_policies(
+    precision: str, reduce_dtype: str
+) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
     """What `fully_shard` casts, for sharded parameters: of a block, and of the whole step, whose batch (targets are in
     it) stays as it is."""
     compute = None if precision == "fp32" else DTYPES[precision]
     reduce = None if compute is None and reduce_dtype == "fp32" else DTYPES[reduce_dtype]
-    return MixedPrecisionPolicy(compute, reduce), MixedPrecisionPolicy(compute, reduce, cast_forward_inputs=False)
+    return MixedPrecisionPolicy(compute, reduce), MixedPrecisionPolicy(
+        compute, reduce, cast_forward_inputs=False
+    )
 
 
 def cast_calls(module: nn.Module, precision: str, float_output: bool) -> None:
     """Casts what the model is called with to 16 bits, and its output to float32 again, unless not wanted.
 
-    Within it casts what a layer with parameters of its own is called with, as autocast does for replicated ones: a
-    float32 mask times an embedding is float32. A layer that needs none in its first call is left alone from then on.
+    Within it casts what a layer with parameters of its own is called with, as autocast does for
+    replicated ones: a float32 mask times an embedding is float32. A layer that needs none in its
+    first call is left alone from then on.
     """
     if precision == "fp32":
         return
@@ -97,7 +114,9 @@ class _Narrowing:
         self.handle = layer.register_forward_pre_hook(self, with_kwargs=True)
 
     def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        if any(_is_float(leaf) and leaf.dtype != self.dtype for leaf in tree_leaves((args, kwargs))):
+        if any(
+            _is_float(leaf) and leaf.dtype != self.dtype for leaf in tree_leaves((args, kwargs))
+        ):
             return _cast(args, self.dtype), _cast(kwargs, self.dtype)
         if not torch.compiler.is_compiling():
             self.handle.remove()
@@ -131,7 +150,7 @@ class Product:
         return gradient.flatten(0, -2).T.matmul(x.flatten(0, -2))
 
 
-# --- float8 -----------------------------------------------------------------------------------------------------
+# --- float8 ---------------------------------------------------------------------------------------
 
 FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16
@@ -142,12 +161,15 @@ LEAST = (8, 9)
 def require_float8(device: torch.device) -> None:
     """Raises LayoutError, one sentence, if the device has no float8 products."""
     if device.type != "cuda":
-        raise LayoutError("train.precision=fp8 needs GPUs, but the workers have none: write train.precision=bf16")
+        raise LayoutError(
+            "train.precision=fp8 needs GPUs, but the workers have none: write train.precision=bf16"
+        )
     found = torch.cuda.get_device_capability(device)
     if torch.version.hip is not None or found < LEAST:
         raise LayoutError(
-            f"train.precision=fp8 needs an NVIDIA GPU of compute capability {LEAST[0]}.{LEAST[1]} or newer (Ada, "
-            f"Hopper), but {torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}: write train.precision=bf16"
+            f"train.precision=fp8 needs an NVIDIA GPU of compute capability {LEAST[0]}.{LEAST[1]} "
+            f"or newer (Ada, Hopper), but {torch.cuda.get_device_name(device)} has "
+            f"{found[0]}.{found[1]}: write train.precision=bf16"
         )
 
 
@@ -160,11 +182,13 @@ def use_float8(module: nn.Module, blocks: list[str]) -> tuple[str, ...]:
     """
     inside = (layer for name in blocks or [""] for layer in module.get_submodule(name).modules())
     layers = dict.fromkeys(layer for layer in inside if _is_linear(layer))
-    chosen = [layer for layer in layers if not any(size % MULTIPLE for size in _own_weight(layer).shape)]
+    chosen = [
+        layer for layer in layers if not any(size % MULTIPLE for size in _own_weight(layer).shape)
+    ]
     if not chosen:
         raise LayoutError(
-            f"train.precision=fp8, but the model's blocks have no linear layer whose sizes {MULTIPLE} divides: write "
-            "train.precision=bf16"
+            "train.precision=fp8, but the model's blocks have no linear layer whose sizes "
+            f"{MULTIPLE} divides: write train.precision=bf16"
         )
     for layer in chosen:
         if type(layer) is nn.Linear:
@@ -175,14 +199,16 @@ def use_float8(module: nn.Module, blocks: list[str]) -> tuple[str, ...]:
         return ()
     left = len(layers) - len(chosen)
     return (
-        f"{left} of the blocks' {len(layers)} linear layers compute in bfloat16, because {MULTIPLE} does not divide "
-        "their sizes; the others in float8",
+        f"{left} of the blocks' {len(layers)} linear layers compute in bfloat16, because "
+        f"{MULTIPLE} does not divide their sizes; the others in float8",
     )
 
 
 def _is_linear(layer: nn.Module) -> bool:
     """A subclass computes in its own way, but for those of tensor parallelism, which have a product."""
-    return type(layer) is nn.Linear or ("_product" in vars(layer) and type(layer).__bases__ == (nn.Linear,))
+    return type(layer) is nn.Linear or (
+        "_product" in vars(layer) and type(layer).__bases__ == (nn.Linear,)
+    )
 
 
 def _own_weight(layer: nn.Module) -> Tensor:
@@ -263,8 +289,12 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return scaled.to(dtype).contiguous(), largest / most
 
 
-def multiply(a8: Tensor, a_inverse: Tensor, b8: Tensor, b_inverse: Tensor, *, fast: bool = False) -> Tensor:
+def multiply(
+    a8: Tensor, a_inverse: Tensor, b8: Tensor, b_inverse: Tensor, *, fast: bool = False
+) -> Tensor:
     """a·bᵀ of float8 (M, K) and (N, K), both contiguous (the second is handed on as columns, as the hardware takes it),
     scaled back: (M, N) bfloat16. fast: added up with fewer bits, which on Hopper is faster."""
     each, out = F.ScalingType.TensorWise, torch.bfloat16
-    return F.scaled_mm(a8, b8.t(), a_inverse, each, b_inverse, each, output_dtype=out, use_fast_accum=fast)
+    return F.scaled_mm(
+        a8, b8.t(), a_inverse, each, b_inverse, each, output_dtype=out, use_fast_accum=fast
+    )

@@ -1,9 +1,11 @@
-"""Every name that a user may write, and what belongs to it: the records that the strategies' own files declare.
+"""Every name that a user may write, and its record, which the strategy's own file declares.
 
-A strategy's name stands in its own file, here, and in rows of tests, nowhere else. strategy.py says what a record is.
+A strategy's name stands in its own file, in this one, and in rows of tests, nowhere else.
+strategy.py says what a record is.
 """
 
 import importlib.util
+from collections.abc import Mapping
 
 from strategies import ddp, deepspeed, fsdp, one_process
 from strategies.context import apply as context
@@ -32,7 +34,7 @@ _RECORDS = (
 )
 
 STRATEGIES: dict[str, Strategy] = {record.name: record for record in _RECORDS}
-"""By name, in the order in which they are told."""
+"""All strategies by name, in the order in which lists show them."""
 
 INSTEAD = {
     "dp": "ddp",
@@ -44,7 +46,7 @@ INSTEAD = {
 }
 """What to write where a strategy does not work or is not planned."""
 
-_BY_DEGREES = {
+_BY_DEGREES: dict[tuple[str, ...], str] = {
     (): "single",
     ("dp_replicate",): "ddp",
     ("dp_shard",): "fsdp",
@@ -57,10 +59,10 @@ _BY_DEGREES = {
 
 
 def find(name: str) -> Strategy:
-    """The record of one name (no combination).
+    """The record of a single name.
 
     Raises:
-        LayoutError: no such strategy; the nearest is named.
+        LayoutError: There is no such strategy; the message names the most similar one.
     """
     if name not in STRATEGIES:
         raise LayoutError(unknown_strategy(name))
@@ -68,40 +70,64 @@ def find(name: str) -> Strategy:
 
 
 def records(name: str) -> list[Strategy]:
-    """The records of a combination such as ddp+tensor, the data-parallel one first.
+    """The records of a name or a combination such as ddp+tensor, the data-parallel one first.
 
     Raises:
-        LayoutError: a name that is not known, or names that do not combine.
+        LayoutError: A name is unknown, or the names do not combine.
     """
-    found = [find(written.strip()) for written in name.replace("×", "+").split("+")]
-    data = [record for record in found if not record.splits_model]
-    model = sorted((record for record in found if record.splits_model), key=_RECORDS.index)
-    refused = any(not set(other.degrees) <= set(record.also) for record in data for other in model)
-    if len({record.name for record in found}) != len(found) or len(data) > 1 or refused:
-        first = [r.name for r in _RECORDS if {"tp", "pp"} <= {*r.also} and not r.splits_model and not r.alias_of]
+    named = [find(part) for part in _split(name)]
+    data_strategies = [record for record in named if not record.splits_model]
+    model_strategies = [record for record in named if record.splits_model]
+    model_strategies.sort(key=_RECORDS.index)
+
+    has_duplicates = len({record.name for record in named}) < len(named)
+    is_refused = any(
+        not set(model_strategy.degrees) <= set(data_strategy.combines_with)
+        for data_strategy in data_strategies
+        for model_strategy in model_strategies
+    )
+    if has_duplicates or len(data_strategies) > 1 or is_refused:
+        combinable = ", ".join(record.name for record in _RECORDS if _combines_freely(record))
         raise LayoutError(
-            f"strategy {name!r} does not combine: write one of {', '.join(first)}, then +tensor or +pipeline or both"
+            f"strategy {name!r} does not combine: write one of {combinable}, then +tensor or "
+            "+pipeline or both"
         )
-    if [record.degrees for record in found] == [("ep",)]:
+    if [record.degrees for record in named] == [("ep",)]:
         raise LayoutError(
-            "strategy expert splits experts over data-parallel workers: write ddp+expert, fsdp+expert or hsdp+expert"
+            "strategy expert splits experts over data-parallel workers: write ddp+expert, "
+            "fsdp+expert or hsdp+expert"
         )
-    return data + model
+    return data_strategies + model_strategies
 
 
-def written(name: str) -> list[Strategy]:
-    """The records that a configuration's strategy names, as far as they are known; of auto none."""
-    names = [part.strip() for part in name.replace("×", "+").split("+")]
-    return [STRATEGIES[part] for part in names if part in STRATEGIES]
+def _combines_freely(record: Strategy) -> bool:
+    combines = {"tp", "pp"} <= set(record.combines_with)
+    return combines and not record.splits_model and not record.alias_of
+
+
+def known_records(name: str) -> list[Strategy]:
+    """The records of those names in a combination that exist; none for auto."""
+    return [STRATEGIES[part] for part in _split(name) if part in STRATEGIES]
+
+
+def _split(name: str) -> list[str]:
+    return [part.strip() for part in name.replace("×", "+").split("+")]
 
 
 def require_installed(layout: Layout) -> None:
-    """Raises LayoutError if a package that the layout needs is not there. (It is not imported, which takes seconds.)"""
+    """Checks that the packages of a layout's strategies are installed.
+
+    They are not imported, which would take seconds.
+
+    Raises:
+        LayoutError: A package is not installed.
+    """
     for record in records(layout.name):
-        if record.requires and importlib.util.find_spec(record.requires) is None:
+        package = record.required_package
+        if package and importlib.util.find_spec(package) is None:
             raise LayoutError(
-                f"strategy {record.name} needs the {record.requires} package, which is not installed: pip install "
-                f"{record.requires}, or write strategy={INSTEAD[record.name]}"
+                f"strategy {record.name} needs the {package} package, which is not installed: "
+                f"pip install {package}, or write strategy={INSTEAD[record.name]}"
             )
 
 
@@ -109,29 +135,47 @@ def by_degrees(*degrees: str) -> Strategy:
     """The plain strategy that has exactly these degrees.
 
     Raises:
-        LayoutError: there is none.
+        LayoutError: There is none.
     """
     if degrees not in _BY_DEGREES:
-        raise LayoutError(f"no strategy has parallel.{' and parallel.'.join(degrees)}: leave it out")
+        names = " and ".join(f"parallel.{degree}" for degree in degrees)
+        raise LayoutError(f"no strategy has {names}: leave it out")
     return STRATEGIES[_BY_DEGREES[degrees]]
 
 
 def data_strategy(layout: Layout) -> Strategy:
-    """What a layout does with its data-parallel workers: what its name says, if there is anything to shard."""
+    """What a layout does with its data-parallel workers.
+
+    It is what the layout's name says. If the name says nothing about them, or there is nothing to
+    shard, it is what the degrees say.
+    """
     first = find(layout.parts[0])
     dims = layout.dims.for_parameters(first.is_sharded)
-    if first.splits_model or (first.is_sharded and dims.dp_shard == 1):
-        return by_degrees(*(name for name in ("dp_replicate", "dp_shard") if getattr(dims, name) > 1))
+    has_nothing_to_shard = first.is_sharded and dims.dp_shard == 1
+    if first.splits_model or has_nothing_to_shard:
+        degrees = [name for name in ("dp_replicate", "dp_shard") if getattr(dims, name) > 1]
+        return by_degrees(*degrees)
     return first
 
 
-def automatic(world_size: int, given: dict[str, int | None]) -> Strategy:
-    """What `auto` means without a planner, for the degrees that are written."""
-    size = {name: degree or 1 for name, degree in given.items()}
-    others = size["cp"] * size["tp"] * size["pp"]
+def automatic(world_size: int, degrees: Mapping[str, int | None]) -> Strategy:
+    """What `auto` means without a planner.
+
+    Args:
+        world_size: Number of workers.
+        degrees: All degrees; None for those that are not written.
+    """
+    size = {name: degree or 1 for name, degree in degrees.items()}
+    model_workers = size["cp"] * size["tp"] * size["pp"]
     if size["dp_shard"] > 1:
-        free = given["dp_replicate"] is None and world_size > size["dp_shard"] * others
-        return by_degrees(*(["dp_replicate"] if free or size["dp_replicate"] > 1 else []), "dp_shard")
-    if size["dp_replicate"] > 1 or world_size > others:
+        has_workers_left = world_size > size["dp_shard"] * model_workers
+        fills_with_replicas = degrees["dp_replicate"] is None and has_workers_left
+        if fills_with_replicas or size["dp_replicate"] > 1:
+            return by_degrees("dp_replicate", "dp_shard")
+        return by_degrees("dp_shard")
+    if size["dp_replicate"] > 1 or world_size > model_workers:
         return by_degrees("dp_replicate")
-    return by_degrees(*[name for name in ("tp", "pp", "cp") if size[name] > 1][:1])
+    for name in ("tp", "pp", "cp"):
+        if size[name] > 1:
+            return by_degrees(name)
+    return by_degrees()

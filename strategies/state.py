@@ -1,27 +1,30 @@
-"""The same weights under every layout: where they begin, and how they are saved and loaded, under plain names.
+"""The same weights under every layout: where they start, and how they are saved and loaded.
 
-**The beginning.** `build()` is seeded, so every caller gets the same weights. Replicated layouts call it on every
-rank. Sharded ones build the structure on `meta` (no memory), split it, give every rank memory for its own shards, and
-then stream the weights out of the one real model that rank 0 built on its host: one tensor at a time is broadcast and
-every rank keeps its part. A rank needs its shards and the largest single tensor; a model of 7 billion parameters needs
-28 GB on rank 0's host and nowhere else. Buffers travel too, also those that are not saved with the model (rotary
-tables), and so do tensors that a module keeps as plain attributes: on meta they would have stayed empty. A model that
-cannot be built on meta is built on every rank.
+**Initial weights.** `build()` is seeded, so every caller gets the same weights. Replicated layouts
+call it on every rank. Sharded ones build the model on `meta` (no memory), split it, give every rank
+memory for its own shards, and then broadcast the weights of the one real model that rank 0 has
+built on its host: one tensor at a time, of which every rank keeps its part. So a rank needs memory
+for its shards and the largest single tensor; a model of 7 billion parameters needs 28 GB on rank
+0's host and nowhere else. Buffers are broadcast too, also those that are not saved with the model
+(rotary tables), and so are tensors that a module keeps as plain attributes, which would have stayed
+empty on meta. A model that cannot be built on meta is built on every rank.
 
-**Names.** Wrappers leave marks in names (DDP and DataParallel `module.`, checkpoint wrappers, torch.compile); here
-nothing but DDP and DataParallel wraps at all, and state is read from inside them: names are what one device would call
-them. So a checkpoint written by any layout is read by any other: names agree, tensors are whole or `DTensor`s, and
-torch.distributed.checkpoint moves the parts. https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+**Names.** Wrappers leave marks in names (DDP and DataParallel `module.`, checkpoint wrappers,
+torch.compile). Here only DDP and DataParallel wrap at all, and state is read from inside them, so
+names are the same as on one device. Hence any layout reads a checkpoint that any other layout has
+written: names agree, tensors are whole or `DTensor`s, and torch.distributed.checkpoint moves the
+parts. https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 
-**Optimizers.** Their state is keyed by parameter name instead of by position in a list: `{"state": {name: {"exp_avg":
-…}}, "groups": {…}}`. Hyperparameters belong to the configuration and are not saved; numbers of a group that an
-optimizer itself keeps (a step count, an estimate of the learning rate) are.
+**Optimizers.** Their state is keyed by parameter name instead of by position in a list: `{"state":
+{name: {"exp_avg": …}}, "groups": {…}}`. Hyperparameters belong to the configuration and are not
+saved. Numbers in a parameter group that the optimizer itself updates (a step count, an estimate of
+the learning rate) are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,296 +37,449 @@ from strategies.tree import tree_leaves
 Build = Callable[[], nn.Module]
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _HYPERPARAMETERS = """
-lr initial_lr betas eps weight_decay momentum dampening nesterov foreach fused maximize capturable differentiable
-amsgrad decoupled_weight_decay alpha centered rho lambd t0 etas step_sizes lr_decay initial_accumulator_value
-momentum_decay
+lr initial_lr betas eps weight_decay momentum dampening nesterov foreach fused maximize capturable
+differentiable amsgrad decoupled_weight_decay alpha centered rho lambd t0 etas step_sizes lr_decay
+initial_accumulator_value momentum_decay
 """
 CONFIGURED = frozenset(_HYPERPARAMETERS.split())
 """Entries of an optimizer's parameter groups that the configuration decides."""
 
 
-def structure(build: Build) -> tuple[nn.Module, str]:
-    """The module on meta and ""; or, if it cannot be built there, the real one and why. Its parameters lie in memory in
-    the order of their dimensions, as sharding needs it: a transposed one is copied."""
+# --- building -------------------------------------------------------------------------------------
+
+
+def build_on_meta(build: Build) -> tuple[nn.Module, str]:
+    """Builds a model without memory, or for real if that fails.
+
+    The memory of a parameter follows the order of its dimensions, as sharding needs it: a
+    transposed one is copied.
+
+    Returns:
+        The module on meta and "", or the real module and a remark that says why.
+    """
+    reason = ""
     try:
         with torch.device("meta"):
             module = build()
-        why = _kept_in_containers(module)
-    except Exception as error:  # whatever a model's own code does with values; a mistake is one for real too
-        why = f"building it on meta fails: {error}"
-    if why:
+        reason = _tensors_in_containers(module)
+    except Exception as error:
+        # The model's own code may fail on tensors without values. If it has another mistake,
+        # building it for real raises it again.
+        reason = f"building it on meta fails: {error}"
+    if reason:
         module = build()
     for parameter in module.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    return module, f"every worker builds the whole model first, because {why}" if why else ""
+    if not reason:
+        return module, ""
+    return module, f"every worker builds the whole model first, because {reason}"
 
 
-def _kept_in_containers(module: nn.Module) -> str:
-    """Which tensors a module keeps where `fill` does not find them: in a list, a tuple or a dict of its own."""
-    known = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+def _tensors_in_containers(module: nn.Module) -> str:
+    """Says which tensors a module keeps in a list, tuple or dict of its own, if any.
+
+    `broadcast_weights` does not find these.
+    """
+    registered = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     for path, owner in module.named_modules():
         for name, value in vars(owner).items():
-            if name in ("_parameters", "_buffers", "_modules") or not isinstance(value, (list, tuple, dict)):
+            is_torchs_own = name in ("_parameters", "_buffers", "_modules")
+            if is_torchs_own or not isinstance(value, (list, tuple, dict)):
                 continue
-            if any(isinstance(leaf, torch.Tensor) and id(leaf) not in known for leaf in tree_leaves(value)):
-                return f"{f'{path}.{name}'.lstrip('.')} holds tensors that are neither parameters nor buffers"
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, torch.Tensor) and id(leaf) not in registered:
+                    attribute = f"{path}.{name}".lstrip(".")
+                    return f"{attribute} holds tensors that are neither parameters nor buffers"
     return ""
 
 
-def make_dense(module: nn.Module) -> None:
-    """Copies parameters between whose elements other memory lies, such as every second row of a tensor: torch's fused
-    optimizers (2.13) would update them by state that lies in memory without gaps."""
+def require_trainable_parameters(module: nn.Module) -> None:
+    """Checks that there is something to train.
+
+    Raises:
+        LayoutError: No parameter requires a gradient.
+    """
+    parameters = list(module.parameters())
+    if any(parameter.requires_grad for parameter in parameters):
+        return
+    content = "only parameters with requires_grad=False" if parameters else "no parameters"
+    raise LayoutError(f"the model {type(module).__name__} has {content}: there is nothing to train")
+
+
+def make_parameters_dense(module: nn.Module) -> None:
+    """Copies parameters that have gaps in memory, such as every second row of a tensor.
+
+    torch's fused optimizers (2.13) would update them by state without gaps.
+    """
     for parameter in module.parameters():
         if torch.empty_like(parameter, device="meta").stride() != parameter.stride():
             parameter.data = parameter.data.contiguous()
 
 
 def make_gradients_dense(module: nn.Module) -> tuple[str, ...]:
-    """Lets embeddings with sparse=True have dense gradients, the same numbers; a remark for the user if there are any.
+    """Gives embeddings with sparse=True dense gradients, of the same numbers.
 
-    Neither sharding nor DDP's buckets nor fused optimizers nor a gradient norm take sparse ones.
+    Neither sharding, nor DDP's buckets, nor fused optimizers, nor gradient norms accept sparse
+    ones.
+
+    Returns:
+        A remark for the user if there are such embeddings.
     """
-    tables = [
-        (name, layer)
-        for name, layer in module.named_modules()
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
-    ]
-    for _, layer in tables:
-        layer.sparse = False
-    if not tables:
+    names = []
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
+            layer.sparse = False
+            names.append(name)
+    if not names:
         return ()
-    others = f" and {len(tables) - 1} more" if len(tables) > 1 else ""
-    return (f"{tables[0][0]}{others} has sparse=True: its gradients are dense here, of the same numbers",)
-
-
-def require_parameters(module: nn.Module) -> None:
-    """Raises LayoutError if there is nothing to train."""
-    if not any(p.requires_grad for p in module.parameters()):
-        what = "only parameters with requires_grad=False" if any(True for _ in module.parameters()) else "no parameters"
-        raise LayoutError(f"the model {type(module).__name__} has {what}: there is nothing to train")
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"{names[0]}{others} has sparse=True: its gradients are dense here, of the same numbers",
+    )
 
 
 def batch_norm_notes(module: nn.Module, layout: Layout) -> tuple[str, ...]:
     """Remarks for the user if the model normalises over a batch that the layout splits."""
-    norms = [type(m).__name__ for m in module.modules() if isinstance(m, BATCH_NORMS) and m.training]
+    norms = [part for part in module.modules() if isinstance(part, BATCH_NORMS) and part.training]
     if not norms or layout.dims.dp_cp * layout.dims.pp == 1:
         return ()
     return (
-        f"{norms[0]} normalises over one worker's micro-batch, so this run differs from one with micro-batches of "
-        "another size, and its running statistics are those of one worker (rank 0 of its stage): GroupNorm does "
-        "not depend on that; torch.nn.SyncBatchNorm, on GPUs, on the number of micro-batches alone",
+        f"{type(norms[0]).__name__} normalises over one worker's micro-batch, so this run differs "
+        "from one with micro-batches of another size, and its running statistics are those of one "
+        "worker (rank 0 of its stage): GroupNorm does not depend on that; torch.nn.SyncBatchNorm, "
+        "on GPUs, on the number of micro-batches alone",
     )
 
 
-def materialise(module: nn.Module, device: torch.device, offload: bool = False) -> None:
-    """Gives meta tensors memory, uninitialised, on the device; with offload, parameters on the host. A parameter shared
-    by several modules stays shared."""
-    made: dict[int, torch.Tensor] = {}
+def allocate(module: nn.Module, device: torch.device, *, offload: bool = False) -> None:
+    """Gives meta tensors uninitialised memory. A tensor that several modules share stays shared.
 
-    def real(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            place = torch.device("cpu") if offload and isinstance(tensor, nn.Parameter) else device
-            empty = torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(place)
-            if isinstance(tensor, nn.Parameter) and tensor is not empty:
-                empty = nn.Parameter(empty.detach(), requires_grad=tensor.requires_grad)
-            made[id(tensor)] = empty
-            keep.append(tensor)
-        return made[id(tensor)]
+    Args:
+        module: The model, split or sharded as it will be trained.
+        device: Where the memory is.
+        offload: Whether parameters are in the host's memory instead.
+    """
+    allocated: dict[int, torch.Tensor] = {}
+    originals: list[torch.Tensor] = []  # kept alive, so that their ids are not used again
 
-    keep: list[torch.Tensor] = []  # so that ids stay taken
+    def allocated_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in allocated:
+            return allocated[id(tensor)]
+        is_parameter = isinstance(tensor, nn.Parameter)
+        target = torch.device("cpu") if offload and is_parameter else device
+        is_meta = tensor.is_meta
+        copy = torch.empty_like(tensor, device=target) if is_meta else tensor.to(target)
+        if is_parameter and tensor is not copy:
+            copy = nn.Parameter(copy.detach(), requires_grad=tensor.requires_grad)
+        allocated[id(tensor)] = copy
+        originals.append(tensor)
+        return copy
+
     for owner in module.modules():
-        for name, tensor in _held(owner):
-            found = real(tensor)
-            if isinstance(tensor, nn.Parameter):  # or torch would read it first, which gathers what tp has split
+        for name, tensor in _direct_tensors(owner):
+            copy = allocated_tensor(tensor)
+            if isinstance(tensor, nn.Parameter):
+                # Without this, torch reads the attribute first, which gathers what tp has split.
                 delattr(owner, name)
-            setattr(owner, name, found)
+            setattr(owner, name, copy)
+
+
+class _TensorDescription(NamedTuple):
+    """What the other ranks need to know of one of rank 0's tensors."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_alias: bool
+    """Whether it is a parameter that an earlier name refers to as well."""
 
 
 @torch.no_grad()
-def fill(module: nn.Module, source: nn.Module | None, device: torch.device, partly: bool = False) -> None:
-    """Streams every tensor of rank 0's `source` (None on other ranks) into the shards of `module`. Collective.
+def broadcast_weights(
+    module: nn.Module,
+    source: nn.Module | None,
+    device: torch.device,
+    *,
+    is_partial: bool = False,
+) -> None:
+    """Broadcasts rank 0's weights, one tensor at a time, into the shards of every rank's module.
 
-    partly: the module holds only some of them, as a pipeline's stage does."""
-    whole = dict(_tensors(source)) if source is not None else {}
-    told = [_described(whole)]
-    dist.broadcast_object_list(told, src=0, device=device)
-    own, names = dict(_tensors(module)), {name for name, *_ in told[0]}
-    odd = own.keys() - names if partly else own.keys() ^ names
-    if odd:
-        raise LayoutError(f"the model is not the same on meta and for real: {min(odd)} exists in one of them only")
-    for name, shape, dtype, again in told[0]:
-        if again:
+    Collective over all ranks.
+
+    Args:
+        module: Where this rank's parts are written.
+        source: The real model on rank 0; None on other ranks.
+        device: This rank's device.
+        is_partial: Whether the module holds only some of the tensors, as a pipeline's stage does.
+
+    Raises:
+        LayoutError: The module has other tensors than the source.
+    """
+    weights = dict(_named_tensors(source)) if source is not None else {}
+    message: list[list[_TensorDescription]] = [_descriptions(weights)]
+    dist.broadcast_object_list(message, src=0, device=device)
+    descriptions = message[0]
+    targets = dict(_named_tensors(module))
+    names = {description.name for description in descriptions}
+    unmatched = targets.keys() - names if is_partial else targets.keys() ^ names
+    if unmatched:
+        raise LayoutError(
+            f"the model is not the same on meta and for real: {min(unmatched)} exists in one of "
+            "them only"
+        )
+    for name, shape, dtype, is_alias in descriptions:
+        if is_alias:
             continue
         value = torch.empty(shape, dtype=dtype, device=device)
         if source is not None:
-            value.copy_(whole[name])
+            value.copy_(weights[name])
         dist.broadcast(value, src=0)
-        if (target := own.get(name)) is not None:
+        target = targets.get(name)
+        if target is not None:
             copy_whole_or_shard(target, value)
 
 
-def _described(whole: dict[str, torch.Tensor]) -> list[tuple[str, tuple[int, ...], torch.dtype, bool]]:
-    """Name, shape, type, and whether it is a parameter that an earlier name means too."""
+def _descriptions(weights: dict[str, torch.Tensor]) -> list[_TensorDescription]:
     seen: set[int] = set()
-    told = []
-    for name, tensor in whole.items():
-        again = id(tensor) in seen and isinstance(tensor, nn.Parameter)
+    descriptions = []
+    for name, tensor in weights.items():
+        is_alias = id(tensor) in seen and isinstance(tensor, nn.Parameter)
         seen.add(id(tensor))
-        told.append((name, tuple(tensor.shape), tensor.dtype, again))
-    return told
+        descriptions.append(
+            _TensorDescription(name, tuple(tensor.shape), tensor.dtype, is_alias=is_alias)
+        )
+    return descriptions
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Everything a module holds under the names its modules know it by; aliases too."""
-    for prefix, owner in module.named_modules():
-        yield from ((f"{prefix}.{name}".lstrip("."), tensor) for name, tensor in _held(owner))
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a module under all their names."""
+    for path, owner in module.named_modules():
+        for name, tensor in _direct_tensors(owner):
+            yield f"{path}.{name}".lstrip("."), tensor
 
 
-def _held(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    own: dict[str, Any] = {"recurse": False, "remove_duplicate": False}
-    return [*owner.named_parameters(**own), *owner.named_buffers(**own), *tensor_attributes(owner)]
+def _direct_tensors(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that a module holds itself."""
+    return [
+        *owner.named_parameters(recurse=False, remove_duplicate=False),
+        *owner.named_buffers(recurse=False, remove_duplicate=False),
+        *tensor_attributes(owner),
+    ]
 
 
 def tensor_attributes(owner: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Tensors kept as plain attributes (but for those that are another pipeline stage's)."""
-    values = [(name, value) for name, value in vars(owner).items() if isinstance(value, torch.Tensor)]
-    return [(name, value) for name, value in values if not getattr(value, "is_placeholder", False)]
+    """The tensors that a module keeps as plain attributes, except another stage's placeholders."""
+    return [
+        (name, value)
+        for name, value in vars(owner).items()
+        if isinstance(value, torch.Tensor) and not getattr(value, "is_placeholder", False)
+    ]
 
 
-# --- saved and loaded -------------------------------------------------------------------------------------------------
+# --- saving and loading the model -----------------------------------------------------------------
 
 
 def load_model_state(module: nn.Module, state: dict[str, Any]) -> None:
-    """Copies `state` in. A whole tensor is accepted where the module holds a shard; every name must be there.
+    """Copies a state into a module.
+
+    Args:
+        module: The model; it may hold shards where the state has whole tensors.
+        state: A value for every name of the module's own state.
 
     Raises:
-        LayoutError: names or shapes that are not this model's.
+        LayoutError: Names or shapes are not this model's.
     """
-    own = module.state_dict()
-    require_same({name: value.shape for name, value in own.items() if isinstance(value, torch.Tensor)}, state, own)
+    own_state = module.state_dict()
+    shapes = {name: v.shape for name, v in own_state.items() if isinstance(v, torch.Tensor)}
+    require_same(shapes, state, names=own_state)
     with torch.no_grad():
-        for name, target in own.items():
+        for name, target in own_state.items():
             source = state[name]
             if isinstance(target, torch.Tensor) and source is not target:
                 copy_whole_or_shard(target, source)
-    module.load_state_dict(own)  # runs the hooks of modules that keep something beside tensors
+    # Runs the hooks of modules that keep something beside tensors.
+    module.load_state_dict(own_state)
 
 
-def require_same(shapes: dict[str, torch.Size], state: dict[str, Any], names: Iterable[str]) -> None:
-    """Raises LayoutError unless `state` has exactly `names`, and tensors of these shapes."""
-    own = set(names)
-    for problem, odd in (("lacks", own - state.keys()), ("has unknown", state.keys() - own)):
-        if odd:
-            raise LayoutError(f"the state {problem} {min(odd)!r} ({len(odd)} in all): it is another model's")
+def require_same(
+    shapes: dict[str, torch.Size], state: dict[str, Any], names: Iterable[str]
+) -> None:
+    """Checks that a state is this model's.
+
+    Args:
+        shapes: The names of tensors → their whole shapes.
+        state: What is to be loaded.
+        names: All names that the state must have, and no others.
+
+    Raises:
+        LayoutError: A name is missing or unknown, or a shape differs.
+    """
+    expected = set(names)
+    missing = expected - state.keys()
+    unknown = state.keys() - expected
+    for problem, wrong in (("lacks", missing), ("has unknown", unknown)):
+        if wrong:
+            raise LayoutError(
+                f"the state {problem} {min(wrong)!r} ({len(wrong)} in all): it is another model's"
+            )
     for name, shape in shapes.items():
         if state[name].shape != shape:
             raise LayoutError(
-                f"{name} is {tuple(state[name].shape)} in the state and {tuple(shape)} in the model: it is "
-                "another model's"
+                f"{name} is {tuple(state[name].shape)} in the state and {tuple(shape)} in the "
+                "model: it is another model's"
             )
 
 
 def copy_whole_or_shard(target: torch.Tensor, source: torch.Tensor) -> None:
-    """`target` ← `source`, both whole, both sharded alike, or the part of a whole `source` that `target` holds."""
+    """Copies one tensor into another.
+
+    Args:
+        target: Whole, or this rank's shard of a DTensor.
+        source: Whole, or sharded as the target is.
+    """
     if isinstance(target, DTensor):
-        local = source.to_local() if isinstance(source, DTensor) else shard_of(source, target)
-        target.to_local().copy_(local)
+        shard = source.to_local() if isinstance(source, DTensor) else shard_of(source, target)
+        target.to_local().copy_(shard)
     else:
         target.copy_(source)
 
 
 def shard_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """The part of `whole` that this rank holds of a tensor distributed as `like`; no communication.
+    """The part of a tensor that this rank holds; no communication.
 
-    Sides of the mesh split in order, but a side marked strided (fsdp on top of tp) splits after those to its right.
-    Each cuts as torch.chunk does: equal parts, rounded up, the last ones smaller or empty.
+    The dimensions of the mesh split in order, but one that is marked strided (fsdp on top of tp)
+    splits after those to its right. Each splits as torch.chunk does: into equal parts, rounded up,
+    the last ones smaller or empty.
+
+    Args:
+        whole: The whole tensor.
+        like: A tensor that is distributed as the result is.
     """
-    mesh, placements = like.device_mesh, like.placements
-    sides = list(range(mesh.ndim))
-    strided = [i for i in sides if type(placements[i]).__name__ == "_StridedShard"]
-    for side in [i for i in sides if i not in strided] + strided:
-        placement = placements[side]
-        dim = getattr(placement, "dim", None)
-        if dim is None:
+    mesh = like.device_mesh
+    placements = like.placements
+    mesh_dims = list(range(mesh.ndim))
+    strided = [i for i in mesh_dims if type(placements[i]).__name__ == "_StridedShard"]
+    in_order = [i for i in mesh_dims if i not in strided]
+    part = whole
+    for mesh_dim in in_order + strided:
+        tensor_dim = getattr(placements[mesh_dim], "dim", None)
+        if tensor_dim is None:
             continue
-        size = whole.size(dim)
-        part = -(-size // mesh.size(side))
-        start = min(size, part * mesh.get_local_rank(side))
-        whole = whole.narrow(dim, start, min(part, size - start))
-    return whole
+        size = part.size(tensor_dim)
+        length = -(-size // mesh.size(mesh_dim))
+        start = min(size, length * mesh.get_local_rank(mesh_dim))
+        part = part.narrow(tensor_dim, start, min(length, size - start))
+    return part
 
 
 def whole_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The whole of a tensor; collective where it is sharded."""
+    """The whole of a tensor; collective if it is sharded.
+
+    Args:
+        tensor: A DTensor or a plain tensor.
+        device: This rank's device, where an offloaded tensor is gathered.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
-    if tensor.device_mesh.device_type != tensor.device.type:  # offloaded: gather on the mesh's own devices
-        local = tensor.to_local().to(device)
-        spec = (tensor.device_mesh, tensor.placements)
-        tensor = DTensor.from_local(local, *spec, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    is_offloaded = tensor.device_mesh.device_type != tensor.device.type
+    if is_offloaded:
+        tensor = DTensor.from_local(
+            tensor.to_local().to(device),
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
     return tensor.full_tensor()
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> dict[str, Any]:
-    """The optimizer's own tensors, by parameter name; made first where the optimizer has not stepped yet."""
-    initialise(optimizer)
-    state = {
-        names[parameter]: dict(optimizer.state[parameter])
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if optimizer.state.get(parameter)
-    }
-    groups = {
-        str(i): {key: value for key, value in group.items() if key != "params" and key not in CONFIGURED}
-        for i, group in enumerate(optimizer.param_groups)
-    }
-    return {"state": state, "groups": {key: value for key, value in groups.items() if value}}
+# --- saving and loading the optimizer -------------------------------------------------------------
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]
+) -> dict[str, Any]:
+    """The optimizer's state by parameter name; initialised first if it has not stepped yet.
+
+    Args:
+        optimizer: Over the parameters in `names`.
+        names: Each parameter's name.
+    """
+    initialise_optimizer_state(optimizer)
+    state = {}
+    groups = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if optimizer.state.get(parameter):
+                state[names[parameter]] = dict(optimizer.state[parameter])
+        own_entries = {k: v for k, v in group.items() if k != "params" and k not in CONFIGURED}
+        if own_entries:
+            groups[str(number)] = own_entries
+    return {"state": state, "groups": groups}
 
 
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], names: dict[torch.Tensor, str]
 ) -> None:
-    """Copies what `optimizer_state` gave into an optimizer over the same model, under any layout.
+    """Copies a state into an optimizer over the same model, under any layout.
+
+    Args:
+        optimizer: Over the parameters in `names`.
+        state: What `optimizer_state` returned.
+        names: Each parameter's name.
 
     Raises:
-        LayoutError: state of another model or another optimizer.
+        LayoutError: It is the state of another model or another optimizer.
     """
-    initialise(optimizer)
+    initialise_optimizer_state(optimizer)
     with torch.no_grad():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                _load_parameter(optimizer.state.get(parameter, {}), state["state"], names[parameter])
-    for key, values in state.get("groups", {}).items():
-        optimizer.param_groups[int(key)].update(values)
+                parameter_state = optimizer.state.get(parameter, {})
+                _load_parameter_state(parameter_state, state["state"], names[parameter])
+    for number, entries in state.get("groups", {}).items():
+        optimizer.param_groups[int(number)].update(entries)
 
 
-def _load_parameter(own: dict[str, Any], state: dict[str, Any], name: str) -> None:
-    if own and (name not in state or own.keys() != state[name].keys()):
-        raise LayoutError(f"the optimizer state does not fit {name!r}: it is another model's or another optimizer's")
-    for key, target in own.items():
+def _load_parameter_state(
+    targets: dict[str, Any], state: dict[str, dict[str, Any]], name: str
+) -> None:
+    if targets and (name not in state or targets.keys() != state[name].keys()):
+        raise LayoutError(
+            f"the optimizer state does not fit {name!r}: it is another model's or another "
+            "optimizer's"
+        )
+    for key, target in targets.items():
         source = state[name][key]
         if not isinstance(target, torch.Tensor):
-            own[key] = source
+            targets[key] = source
         elif source is not target:
-            copy_whole_or_shard(target, source if isinstance(source, torch.Tensor) else torch.as_tensor(source))
+            value = source if isinstance(source, torch.Tensor) else torch.as_tensor(source)
+            copy_whole_or_shard(target, value)
 
 
 @torch.no_grad()
-def initialise(optimizer: torch.optim.Optimizer) -> None:
-    """Gives every parameter the state it would have before its first step.
+def initialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Gives every parameter the state that it would have before its first step.
 
-    Optimizers make their state inside `step`. A step with zero gradients and a learning rate of zero moves nothing;
-    the state it makes is then set to zero, as it is before a first step. (An optimizer whose state begins otherwise,
-    such as Adagrad, makes it on construction, and is left alone.)
+    Optimizers create their state in `step`. A step with zero gradients and a learning rate of zero
+    moves nothing. The state that it creates is then set to zero, as it is before a first step. (An
+    optimizer whose initial state is another one, such as Adagrad, creates it on construction, and
+    is left alone.)
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    missing = [p for p in parameters if not optimizer.state.get(p)]
-    if not missing or all("momentum" in g and not g["momentum"] for g in optimizer.param_groups):
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    missing = [p for p in trained if not optimizer.state.get(p)]
+    has_no_momentum = all("momentum" in g and not g["momentum"] for g in optimizer.param_groups)
+    if not missing or has_no_momentum:
         return
-    gradients = [(p, p.grad) for p in parameters]
-    kept = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    for p in parameters:
+    gradients = [(p, p.grad) for p in trained]
+    group_entries = [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    for p in trained:
         p.grad = None
     for p in missing:
         p.grad = torch.zeros_like(p)
@@ -335,8 +491,8 @@ def initialise(optimizer: torch.optim.Optimizer) -> None:
     finally:
         for p, gradient in gradients:
             p.grad = gradient
-        for group, values in zip(optimizer.param_groups, kept):
-            group.update(values)
+        for group, entries in zip(optimizer.param_groups, group_entries):
+            group.update(entries)
     for p in missing:
         for key, value in optimizer.state.get(p, {}).items():
             if isinstance(value, torch.Tensor):

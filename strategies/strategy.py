@@ -1,20 +1,21 @@
-"""What a strategy is to the rest of the program: one record, declared in the strategy's own file.
+"""The record by which a strategy is known to the rest of the program.
 
-Code that needs to know something of a strategy asks its record, and never compares names: `layout.py` which degrees it
-chooses and what it combines with, `parallelize.py` for `apply`, the planner for `cost` and `collectives`. Records are
-collected in registry.py.
+Every strategy declares one `Strategy` in its own file; registry.py collects them. Code that needs
+to know something about a strategy reads its record and never compares names: `layout.py` reads
+which degrees it chooses and what it combines with, `parallelize.py` calls `apply`, and the planner
+adds up `cost` and `collectives`.
 
-**Costs.** `cost(size, step)` is the memory of the rank that holds most, `collectives(unit, step)` what it sends for one
-unit of the model, and when. `StepShape.reshard_after_forward` and `reduce_scatter_each_microbatch` are the answers of
-`Strategy.reshards` and `Strategy.reduces_each`, which know what the strategy does by itself where the person has not
-written it. Activations and the time that overlaps are not a strategy's, but the planner's.
+**Costs.** `cost(size, step)` gives the memory of the rank that holds most, `collectives(unit,
+step)` what a rank communicates for one unit of the model, and when. Activations, and how much
+communication overlaps with computation, are up to the planner.
 
-**Models.** `cannot_keep` names what a model may do on one device and not under this strategy (traits.py); what a model
-does is found out by rehearsal.py.
+**Models.** `cannot_keep` lists what a model may do on one device, but not under this strategy
+(traits.py). rehearsal/ finds out what a model does.
 
-**Applying.** `apply(setup)` of a data strategy puts it on `setup.module`, on which tensor parallelism, recomputation
-and compilation are already. It calls `setup.load()` once, which gives the parameters memory and their initial values: a
-sharded strategy shards on the meta device first, so that no rank ever holds the whole model.
+**Applying.** `apply(setup)` puts a data-parallel strategy on `setup.module`, to which tensor
+parallelism, recomputation and compilation have already been applied. It calls `setup.load()`
+exactly once, which allocates the parameters and fills in their initial values. A sharded strategy
+first shards the module on the meta device, so that no rank ever holds the whole model.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from strategies.costs import Collective, Cost, Number, RankSize, StepShape, UnitSize, replicated
-from strategies.dims import BESIDE_DATA, Layout
+from strategies.costs import Collective, Cost, RankSize, StepShape, UnitSize, replicated
+from strategies.dims import MODEL_DEGREES, Degree, Layout
 from strategies.options import PRECISIONS, Options
 from strategies.traits import Trait
 
@@ -38,22 +39,42 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from strategies.mixtures import SplitExperts
+    from strategies.parallel import Parallel
+
+T = TypeVar("T")
 
 MicroStep = Callable[[bool], AbstractContextManager[Any]]
-"""Given whether it is the step's last, what to put around forward and backward of a micro-batch."""
+"""Returns the context for forward and backward of a micro-batch.
 
-_NOTHING = contextlib.nullcontext()
+Its argument says whether it is the last micro-batch of the step, in which gradients are
+communicated.
+"""
+
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 def no_communication(last: bool) -> AbstractContextManager[Any]:
-    """The MicroStep of what does not communicate gradients."""
-    return _NOTHING
+    """The MicroStep of a strategy that does not communicate gradients."""
+    return _NO_CONTEXT
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What `apply` is given. mesh, group: of the workers that hold the same slices and differ in their data; None where
-    there is one."""
+    """What a strategy's `apply` works on.
+
+    Args:
+        strategy: The record whose `apply` is called; several records may share one function.
+        module: The model, with its plain names.
+        layout: The layout that is being applied.
+        options: How the layout behaves.
+        device: This worker's device.
+        blocks: Names of the model's repeating blocks.
+        load: Allocates the parameters and fills in their initial values; called exactly once.
+        mesh: The workers that hold the same slices of the model and differ in their data,
+            (replicate ×) shard. None: this worker is the only one.
+        group: The same workers as a process group.
+        experts: Experts that are split over the data-parallel workers, if any are.
+    """
 
     strategy: Strategy
     module: nn.Module
@@ -65,77 +86,103 @@ class Setup:
     mesh: DeviceMesh | None = None
     group: ProcessGroup | None = None
     experts: SplitExperts | None = None
-    """Those that are split over the data-parallel workers, if any are."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """What `apply` returns. module: what to call (whole: with a function and a batch, as parallel.py's WholeStep);
-    setup.module still has the plain names. casts: whether it casts to 16
-    bits itself, so that forward needs no autocast. notes: remarks for the user, one sentence each. parallel: makes
-    the Parallel, where it is not the plain one."""
+    """What a strategy's `apply` returns.
+
+    Args:
+        module: What the step calls. `setup.module` still has the plain names.
+        micro_step: The context for forward and backward of a micro-batch.
+        is_whole_step: Whether `module` is called with a function and a batch, as `WholeStep` is,
+            instead of as the model.
+        casts: Whether it casts to 16 bits itself, so that forward needs no autocast.
+        notes: Remarks for the user, one sentence each.
+        make_parallel: Makes the `Parallel`, where a strategy has a class of its own.
+    """
 
     module: nn.Module
+    _: KW_ONLY
     micro_step: MicroStep = no_communication
+    is_whole_step: bool = False
     casts: bool = False
     notes: tuple[str, ...] = ()
-    parallel: Callable[..., Any] | None = None
-    whole: bool = False
+    make_parallel: Callable[..., Parallel] | None = None
 
 
-@dataclass(frozen=True)
+def no_collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
+    """The collectives of a strategy that does not communicate parameters or gradients."""
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """One name that a user may write."""
+    """One name that a user may write, and what belongs to it."""
 
     name: str
     summary: str
     """What it does, in a few words."""
     cost: Callable[[RankSize, StepShape], Cost] = replicated
     """Bytes on the rank that holds most."""
-    collectives: Callable[[UnitSize, StepShape], tuple[Collective, ...]] = lambda unit, step: ()
-    """What a rank does with others for one unit's parameters in one step."""
+    collectives: Callable[[UnitSize, StepShape], tuple[Collective, ...]] = no_collectives
+    """What a rank communicates for the parameters of one unit in one step."""
     apply: Callable[[Setup], Applied] | None = None
-    """None: parallelize.py puts it on wherever its degree is more than 1."""
-    degrees: tuple[str, ...] = ()
-    """Those of ParallelDims that the name is free to choose."""
-    also: tuple[str, ...] = ()
-    """Those that may be written beside, or chosen by another name after a plus."""
+    """None: parallelize.py applies it wherever its degree is more than 1."""
+    degrees: tuple[Degree, ...] = ()
+    """The degrees of ParallelDims that this strategy chooses."""
+    combines_with: tuple[Degree, ...] = ()
+    """The degrees that may be written beside its own, or chosen by another name after a plus."""
     is_sharded: bool = False
-    """Whether a data-parallel worker keeps a shard only of what it trains."""
+    """Whether a data-parallel worker keeps only a shard of what it trains."""
     one_process: bool = False
+    """Whether it runs in one process, and so with one worker."""
     several_devices: bool = False
     """Whether one worker uses several devices."""
     plannable: bool = True
-    """Whether the planner looks at it."""
-    averages: bool = False
+    """Whether the planner considers it."""
+    averages_gradients: bool = False
     """Whether every data-parallel worker has whole gradients, which are averaged."""
-    requires: str = ""
-    """A Python package that is not among ours."""
+    required_package: str = ""
+    """A Python package that Trireme does not install by itself."""
     precisions: tuple[str, ...] = PRECISIONS
-    check: Callable[[Options], Any] | None = None
-    """Raises LayoutError for options that it alone refuses."""
-    reduce_dtype: str = ""
-    """Why parallel.reduce_dtype is not for it, and what to write; "": it is."""
+    """Values of train.precision that work with it."""
+    check_options: Callable[[Options], object] | None = None
+    """Raises LayoutError for options that only this strategy refuses."""
+    reduce_dtype_refusal: str = ""
+    """Why parallel.reduce_dtype does not work with it, and what to write; "": it works."""
     reshard_after_forward: bool | None = None
-    """Of a sharded one, what it does where parallel.reshard_after_forward is not written; None: memory decides."""
+    """The default of parallel.reshard_after_forward; None: memory decides."""
     reduce_scatter_each_microbatch: bool | None = None
-    """The same for parallel.accumulate_sharded."""
+    """The default of parallel.accumulate_sharded; None: memory decides."""
     cannot_keep: frozenset[Trait] = frozenset()
-    """What a model may do on one device and would train another model by under this strategy (traits.py)."""
+    """What a model may do on one device and that would train another model here (traits.py)."""
     alias_of: str = ""
+    """The name that it is another word for."""
 
     @property
     def splits_model(self) -> bool:
-        """Whether it divides the model or a sample, and so goes with what data-parallel workers do."""
-        return bool(set(BESIDE_DATA) & set(self.degrees))
+        """Whether it splits the model or a sample, and so goes with a data-parallel strategy."""
+        return bool(set(MODEL_DEGREES) & set(self.degrees))
 
-    def reshards(self, asked: bool | None, large: Number) -> Number:
-        """Whether gathered parameters are freed after forward. asked: by the configuration. large: whether they take
-        too much of the device's free memory to be kept."""
-        chosen = self.reshard_after_forward if asked is None else asked
-        return large if chosen is None else chosen
+    def reshards_after_forward(self, configured: bool | None, by_memory: T) -> bool | T:
+        """Whether gathered parameters are freed after forward.
 
-    def reduces_each(self, asked: bool | None, large: Number) -> Number:
-        """Whether every micro-batch's gradients are reduced. large: whether whole ones take too much memory to wait."""
-        chosen = self.reduce_scatter_each_microbatch if asked is None else asked
-        return large if chosen is None else chosen
+        Args:
+            configured: parallel.reshard_after_forward; None: not written.
+            by_memory: The answer where neither the user nor the strategy decides: whether gathered
+                parameters take too much of the device's memory to be kept.
+        """
+        choice = self.reshard_after_forward if configured is None else configured
+        return by_memory if choice is None else choice
+
+    def reduces_each_microbatch(self, configured: bool | None, by_memory: T) -> bool | T:
+        """Whether every micro-batch's gradients are reduced, instead of those of the whole step.
+
+        Args:
+            configured: parallel.accumulate_sharded; None: not written.
+            by_memory: The answer where neither the user nor the strategy decides: whether whole
+                gradients take too much of the device's memory to wait for the last micro-batch.
+        """
+        choice = self.reduce_scatter_each_microbatch if configured is None else configured
+        return by_memory if choice is None else choice

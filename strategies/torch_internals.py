@@ -1,7 +1,8 @@
 """What Trireme needs of torch's internals, because torch documents no way to it. No other file touches them.
 
-Each entry says why there is no public way and what happens where the name is missing (another torch version): the
-program continues, slower or with less information. tests/strategies/test_torch_internals.py takes each name away.
+Each entry says why there is no public way and what happens where the name is missing (another torch
+version): the program continues, slower or with less information.
+tests/strategies/test_torch_internals.py takes each name away.
 """
 
 import contextlib
@@ -18,20 +19,24 @@ from torch import Tensor
 def fake_mode() -> Any | None:
     """A mode under which tensors have shapes, types and devices but no numbers; None where torch has none.
 
-    Why: on the `meta` device, which is public, a tensor's device is `meta`, so code that looks at it takes another way,
-    and kernels chosen by device are not seen. Missing: None, and the caller does without (the planner runs the model
+    Why: on the `meta` device, which is public, a tensor's device is `meta`, so code that looks at
+    it takes another way, and kernels chosen by device are not seen. Missing: None, and the caller
+    does without (the planner runs the model
     for real once, an export reads its file twice).
     """
     with contextlib.suppress(ImportError, AttributeError):
-        return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(allow_non_fake_inputs=True)
+        return importlib.import_module("torch._subclasses.fake_tensor").FakeTensorMode(
+            allow_non_fake_inputs=True
+        )
     return None
 
 
 def _operation_mode() -> type:
     """Base of a context manager whose `__torch_dispatch__(func, types, args, kwargs)` sees every operation under it.
 
-    Why: `torch.overrides.TorchFunctionMode`, which is public, sees what Python calls, not what autograd's backward and
-    composite functions do. Missing: sees nothing, so that the planner's times lack what it would have counted.
+    Why: `torch.overrides.TorchFunctionMode`, which is public, sees what Python calls, not what
+    autograd's backward and composite functions do. Missing: sees nothing, so that the planner's
+    times lack what it would have counted.
     """
     with contextlib.suppress(ImportError, AttributeError):
         return importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
@@ -50,8 +55,9 @@ def functional_collectives() -> tuple[Callable, Callable, Callable, tuple[Any, .
     """(all_reduce(x, "sum" or "max", group), all_gather(x, group) along dimension 0, reduce_scatter(x, group) along
     dimension 0, the operators behind those that sum), each giving a new tensor.
 
-    Why: `dist.all_reduce` and its like write into their arguments, which selective activation checkpointing cannot keep
-    instead of recomputing; the functional ones have no public name. Missing: those of `dist`, which are sent again when
+    Why: `dist.all_reduce` and its like write into their arguments, which selective activation
+    checkpointing cannot keep instead of recomputing; the functional ones have no public name.
+    Missing: those of `dist`, which are sent again when
     a block is recomputed.
     """
     ops = getattr(torch.ops, "_c10d_functional", None)
@@ -69,7 +75,12 @@ def functional_collectives() -> tuple[Callable, Callable, Callable, tuple[Any, .
     def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         return ops.wait_tensor(ops.reduce_scatter_tensor(x, "sum", group.size(), group.group_name))
 
-    return all_reduce, all_gather, reduce_scatter, (ops.all_reduce.default, ops.reduce_scatter_tensor.default)
+    return (
+        all_reduce,
+        all_gather,
+        reduce_scatter,
+        (ops.all_reduce.default, ops.reduce_scatter_tensor.default),
+    )
 
 
 def _gather_and_wait(x: Tensor, size: int, group_name: str) -> Tensor:
@@ -77,10 +88,15 @@ def _gather_and_wait(x: Tensor, size: int, group_name: str) -> Tensor:
     return ops.wait_tensor(ops.all_gather_into_tensor(x, size, group_name))
 
 
-# From torch 2.14 on the compiler makes one of several gatherings of the same tensor, as queries, keys and values have
-# it, but not of the waits for it; and what waits in several recomputed parts it keeps.
-_all_gather_as_one = torch.library.custom_op("trireme::all_gather", _gather_and_wait, mutates_args=())
-_all_gather_as_one.register_fake(lambda x, size, group_name: x.new_empty((size * x.size(0), *x.shape[1:])))
+# From torch 2.14 on the compiler makes one of several gatherings of the same tensor, as queries,
+# keys and values have it, but not of the waits for it; and what waits in several recomputed parts
+# it keeps.
+_all_gather_as_one = torch.library.custom_op(
+    "trireme::all_gather", _gather_and_wait, mutates_args=()
+)
+_all_gather_as_one.register_fake(
+    lambda x, size, group_name: x.new_empty((size * x.size(0), *x.shape[1:]))
+)
 
 
 def _all_reduce(x: Tensor, operation: str, group: dist.ProcessGroup) -> Tensor:
@@ -105,13 +121,17 @@ def flight_recorder() -> str:
     """The last collectives of this process as JSON, in torch's own words; "" where there is no record. NCCL's `entries`
     come first, then gloo's; of what else both have, NCCL's.
 
-    Why: torch writes it to a file when NCCL's own watchdog fires, and has no documented call for it; gloo's is asked
-    for in no other way. Missing: "", and a hang's report names ranks and stacks only.
+    Why: torch writes it to a file when NCCL's own watchdog fires, and has no documented call for
+    it; gloo's is asked for in no other way. Missing: "", and a hang's report names ranks and stacks
+    only.
     """
     found: dict[str, Any] = {}
     with contextlib.suppress(ImportError):
         module = importlib.import_module("torch._C._distributed_c10d")
-        for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # the first where torch was built with NCCL
+        for name in (
+            "_dump_nccl_trace_json",
+            "_dump_fr_trace_json",
+        ):  # the first where torch was built with NCCL
             with contextlib.suppress(AttributeError, RuntimeError, ValueError):
                 if entries := (said := json.loads(getattr(module, name)())).get("entries"):
                     found = said | found | {"entries": [*found.get("entries", ()), *entries]}
@@ -121,8 +141,9 @@ def flight_recorder() -> str:
 def failed_groups() -> list[str]:
     """Names of this process's groups in which a collective on a GPU has failed. What was computed from it is wrong.
 
-    Why: where torch aborts communicators and lets the process go on (TORCH_NCCL_ASYNC_ERROR_HANDLING=2), what waits for
-    the device returns as if all were well, and only the next collective of the same group raises. Neither the list of
+    Why: where torch aborts communicators and lets the process go on
+    (TORCH_NCCL_ASYNC_ERROR_HANDLING=2), what waits for the device returns as if all were well, and
+    only the next collective of the same group raises. Neither the list of
     groups nor a backend's state is documented. Missing: [], and wrong numbers are believed until that collective.
     """
     failed = []
@@ -142,7 +163,10 @@ def rnn_reading_its_parameters() -> dict[str, Any]:
     """
     if not hasattr(torch.nn.RNN(1, 1), "_flat_weights_names"):
         return {}
-    flat = property(lambda self: [getattr(self, n, None) for n in self._flat_weights_names], lambda self, value: None)
+    flat = property(
+        lambda self: [getattr(self, n, None) for n in self._flat_weights_names],
+        lambda self, value: None,
+    )
     return {"_flat_weights": flat}
 
 
@@ -163,15 +187,21 @@ def flash_attention(q: Tensor, v: Tensor) -> tuple[Callable[..., Any], Callable[
     if not known or q.size(-1) != v.size(-1):
         return None
     on_gpu = kind == "cuda"
-    if on_gpu and (q.dtype not in (torch.float16, torch.bfloat16) or q.size(-1) % 8 or q.size(-1) > 256):
+    if on_gpu and (
+        q.dtype not in (torch.float16, torch.bfloat16) or q.size(-1) % 8 or q.size(-1) > 256
+    ):
         return None
     if on_gpu and torch.cuda.get_device_capability(q.device) < (8, 0):
         return None
     forward_op, backward_op = getattr(ops, name), getattr(ops, f"{name}_backward")
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
         if on_gpu and _prefers_cudnn(q, k, v, causal):
-            found = ops._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+            found = ops._scaled_dot_product_cudnn_attention(
+                q, k, v, None, True, 0.0, causal, scale=scale
+            )
             return found[0], found[1].squeeze(-1)
         found = forward_op(q, k, v, 0.0, causal, scale=scale)
         return found[0], found[1]
@@ -189,7 +219,9 @@ def flash_attention(q: Tensor, v: Tensor) -> tuple[Callable[..., Any], Callable[
                 value=v,
                 out=out,
                 logsumexp=lse.unsqueeze(-1),
-                philox_seed=torch.empty((), dtype=torch.int64, device=q.device),  # no dropout draws any numbers
+                philox_seed=torch.empty(
+                    (), dtype=torch.int64, device=q.device
+                ),  # no dropout draws any numbers
                 philox_offset=torch.empty((), dtype=torch.int64, device=q.device),
                 attn_bias=None,
                 cum_seq_q=None,
@@ -201,7 +233,9 @@ def flash_attention(q: Tensor, v: Tensor) -> tuple[Callable[..., Any], Callable[
                 scale=scale,
             )
         lengths = (None, None, k.size(2), v.size(2))
-        drawn = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of random numbers: no dropout draws any
+        drawn = torch.empty(
+            2, dtype=torch.uint64, device=q.device
+        )  # the state of random numbers: no dropout draws any
         return backward_op(*tensors, *lengths, 0.0, causal, drawn, drawn[:0], scale=scale)
 
     return forward, backward

@@ -1,12 +1,15 @@
-"""What a model may do on one device that not every layout can keep, and the sentence that says so.
+"""What a model may do on one device that not every layout can keep, and the message that says so.
 
-A strategy keeps its promise, the same training as on one device, for models that read their parameters where they
-belong, change them in the optimizer alone, and call the same modules for every sample. Most do. A model that does
-otherwise trains a *different* model under some layouts, without an error: a worker of a pipeline has no other stage's
-parameters to penalise, a shard forgets what forward wrote into the gathered weight, and a hook on a parameter stays
-behind on the parameter that a sharded one replaced. Each such thing is a *trait*; rehearsal.py finds a model's in one
-small step, each strategy's record says which it cannot keep (`Strategy.cannot_keep`), and `require_kept` compares the
-two and says in one sentence what the model does, where, and what to write instead.
+A strategy keeps its promise, the same training as on one device, for models that read their
+parameters where they belong, change them only in the optimizer, and call the same modules for every
+sample. Most models do. A model that does otherwise trains a *different* model under some layouts,
+without an error: a pipeline's worker does not have the other stages' parameters, so it cannot
+penalise them; a shard loses what forward wrote into the gathered weight; and a hook stays behind on
+the parameter that a sharded one replaced.
+
+Each such behaviour is a *trait*. rehearsal/ observes a model's traits in one small step, each
+strategy's record lists those that it cannot keep (`Strategy.cannot_keep`), and `require_kept`
+compares the two. Its message says what the model does, where, and what to write instead.
 """
 
 from __future__ import annotations
@@ -16,11 +19,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from strategies.dims import Layout, LayoutError, Options
+from strategies.dims import Layout, LayoutError
+from strategies.options import Options
 
 
 class Trait(enum.Enum):
-    """Something that a model or its loss does and that some layout cannot keep."""
+    """Something that a model or its loss does, and that some layout cannot keep."""
 
     LOSS_READS_PARAMETERS = "the loss computes with parameters outside of the model's forward"
     LISTS_PARAMETERS = "the step goes through the model's parameters and computes with them"
@@ -34,7 +38,9 @@ class Trait(enum.Enum):
     CHANGES_BUFFERS_BY_DATA = "forward changes buffers in a way that depends on the samples"
     LINEAR_GRADIENT_HOOK = "a hook on a parameter replaces its gradient by a linear function of it"
     GRADIENT_HOOK = "a hook on a parameter sees or changes its gradient in another way"
-    ACTIVATION_HOOK = "a hook on an activation changes its gradient by more than a linear function of it"
+    ACTIVATION_HOOK = (
+        "a hook on an activation changes its gradient by more than a linear function of it"
+    )
     BACKWARD_HOOK = "a module has a hook on its backward"
     CUTS_GRAPH = "no gradient comes back through the output of a block"
     CHANGES_INPUT = "a block changes its input in place"
@@ -47,10 +53,16 @@ class Trait(enum.Enum):
     NORMALISES_OVER_BATCH = "a layer normalises over the samples of a batch"
     GRADIENT_IN_LOSS = "the loss takes a gradient itself"
     FUNCTIONAL_CALL = "the loss calls the model with parameters that it gives it"
-    CALLS_VARY = "another sample, or another random number, takes another way through the model's blocks"
+    CALLS_VARY = (
+        "another sample, or another random number, takes another way through the model's blocks"
+    )
     VARIES_BY_CALL = "the same batch takes another way through the model when it comes again"
-    ANSWERS_OTHERWISE = "what is recomputed puts out other numbers for the same input when it is called again"
-    BRANCHES_ON_DATA = "a number of the batch decides which blocks are called or which parameters are used"
+    OUTPUT_VARIES_BY_CALL = (
+        "what is recomputed puts out other numbers for the same input when it is called again"
+    )
+    BRANCHES_ON_DATA = (
+        "a number of the batch decides which blocks are called or which parameters are used"
+    )
     UNUSED_PARAMETERS = "parameters that are to be trained get no gradient"
     PARAMETERS_VARY = "another sample, or another random number, uses other parameters"
 
@@ -64,7 +76,7 @@ CHANGING_OR_HOOKED = frozenset(
         Trait.GRADIENT_HOOK,
     }
 )
-"""What no layout keeps that replaces the model's parameters by others."""
+"""The traits that no layout keeps which replaces the model's parameters by others."""
 
 _SENTENCES: dict[Trait, tuple[str, str]] = {
     Trait.LOSS_READS_PARAMETERS: (
@@ -93,7 +105,8 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
     ),
     Trait.REPLACES_PARAMETERS: (
         "forward puts another parameter in place of {where}, which the optimizer does not know",
-        "write into the parameter after the optimizer's step, or keep what forward computes in a plain attribute",
+        "write into the parameter after the optimizer's step, or keep what forward computes in a "
+        "plain attribute",
     ),
     Trait.CHANGES_REQUIRES_GRAD: (
         "forward changes requires_grad of {where}",
@@ -106,15 +119,17 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
     ),
     Trait.LINEAR_GRADIENT_HOOK: (
         "{where} has a hook that changes its gradient",
-        "set requires_grad to False for what is not to be trained, or multiply the parameter by its mask in forward",
+        "set requires_grad to False for what is not to be trained, or multiply the parameter by "
+        "its mask in forward",
     ),
     Trait.GRADIENT_HOOK: (
-        "{where} has a hook that sees or changes its gradient before it is averaged over the workers",
+        "{where} has a hook that sees or changes its gradient before it is averaged over the "
+        "workers",
         "clip by train.clip_norm, or leave the hook out",
     ),
     Trait.ACTIVATION_HOOK: (
-        "{where} puts a hook on an activation that changes its gradient in a way that depends on how many samples a "
-        "batch has",
+        "{where} puts a hook on an activation that changes its gradient in a way that depends on "
+        "how many samples a batch has",
         "clip by train.clip_norm, or leave the hook out",
     ),
     Trait.BACKWARD_HOOK: (
@@ -123,7 +138,8 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
     ),
     Trait.CUTS_GRAPH: (
         "no gradient comes back to {where}, because what follows detaches its output",
-        "set requires_grad to False for the parameters before it, so that they are not in the optimizer",
+        "set requires_grad to False for the parameters before it, so that they are not in the "
+        "optimizer",
     ),
     Trait.CHANGES_INPUT: (
         "{where} changes its input in place",
@@ -138,16 +154,20 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
         "write x = x + y instead of x += y",
     ),
     Trait.GRADIENT_PAST_OUTPUT: (
-        "{where} gets its gradient from what it has left in an attribute, and none through its output",
+        "{where} gets its gradient from what it has left in an attribute, and none through its "
+        "output",
         "let the block return what the loss needs of it",
     ),
     Trait.RUNS_WITHOUT_GRADIENT: (
         "{where} is recomputed by a reentrant checkpoint",
-        "write checkpoint(…, use_reentrant=False), or train.activation_checkpointing=full and no checkpoint",
+        "write checkpoint(…, use_reentrant=False), or train.activation_checkpointing=full and no "
+        "checkpoint",
     ),
     Trait.USED_BY_REENTRANT_CHECKPOINTS: (
-        "{where} is used in several reentrant checkpoints, each of which says that its gradient is complete",
-        "write checkpoint(…, use_reentrant=False), or train.activation_checkpointing=full and no checkpoint",
+        "{where} is used in several reentrant checkpoints, each of which says that its gradient is "
+        "complete",
+        "write checkpoint(…, use_reentrant=False), or train.activation_checkpointing=full and no "
+        "checkpoint",
     ),
     Trait.RECURRENT: (
         "{where} is a recurrent layer, which writes into what selective recomputation keeps",
@@ -155,7 +175,8 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
     ),
     Trait.NORMALISES_OVER_BATCH: ("{where} normalises over the samples of a batch", ""),
     Trait.GRADIENT_IN_LOSS: (
-        "{where} takes a gradient inside of forward or of the loss (torch.autograd.grad, torch.func)",
+        "{where} takes a gradient inside of forward or of the loss (torch.autograd.grad, "
+        "torch.func)",
         "",
     ),
     Trait.FUNCTIONAL_CALL: (
@@ -170,7 +191,7 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
         "{where} is used in some calls of the model and not in others, for the same batch",
         "call every block in every forward, and multiply what is to be left out by zero",
     ),
-    Trait.ANSWERS_OTHERWISE: (
+    Trait.OUTPUT_VARIES_BY_CALL: (
         "{where} puts out other numbers for the same input when it is called again",
         "count calls outside of what is recomputed",
     ),
@@ -180,19 +201,21 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
     ),
     Trait.UNUSED_PARAMETERS: (
         "the loss does not depend on {where}, whose gradient cannot be averaged",
-        "set its requires_grad to False, or, with ddp alone, write parallel.find_unused_parameters=true",
+        "set its requires_grad to False, or, with ddp alone, write "
+        "parallel.find_unused_parameters=true",
     ),
     Trait.PARAMETERS_VARY: (
         "{where} is used for some samples or random numbers and not for others",
-        "multiply by zero what is not to be used, or, with ddp alone, write parallel.find_unused_parameters=true",
+        "multiply by zero what is not to be used, or, with ddp alone, write "
+        "parallel.find_unused_parameters=true",
     ),
 }
-"""Of each trait what the model does, and what to write instead of it."""
+"""What a model with the trait does, and what to write instead; "" where nothing can be."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """A trait, and where it was seen: names of parameters or modules, in order."""
+    """A trait, and where it was observed: names of parameters or modules, in order."""
 
     trait: Trait
     names: tuple[str, ...]
@@ -205,24 +228,59 @@ class Observation:
 
     @property
     def instead(self) -> str:
-        """How to write the model so that every layout keeps it; "" where there is no such way."""
+        """How to write the model so that every layout keeps it; "" if there is no such way."""
         return _SENTENCES[self.trait][1]
 
 
 class Record(Protocol):
-    """What is asked of a strategy here; strategy.py says what each is."""
+    """The part of a strategy's record that is needed here; strategy.py documents it."""
 
     @property
     def name(self) -> str: ...
     @property
     def cannot_keep(self) -> frozenset[Trait]: ...
     @property
-    def averages(self) -> bool: ...
+    def averages_gradients(self) -> bool: ...
     @property
     def splits_model(self) -> bool: ...
 
 
-# --- what a layout cannot keep ----------------------------------------------------------------------------------------
+# --- what a layout cannot keep --------------------------------------------------------------------
+
+_BROKEN_BY_RECOMPUTATION = {
+    Trait.CHANGES_INPUT,
+    Trait.CHANGES_DATA,
+    Trait.CHANGES_PARAMETERS,
+    Trait.CHANGES_PARAMETERS_BY_DATA,
+    Trait.CHANGES_BUFFERS,
+    Trait.CHANGES_BUFFERS_BY_DATA,
+    Trait.VARIES_BY_CALL,
+    Trait.OUTPUT_VARIES_BY_CALL,
+}
+"""What a block does a second time when it is recomputed."""
+_BROKEN_BY_SELECTIVE_RECOMPUTATION = {Trait.RECURRENT, Trait.GRADIENT_IN_LOSS}
+"""What selective recomputation does not allow.
+
+It keeps results for one backward, in which nothing may write into them.
+"""
+_BROKEN_BY_MICRO_BATCHES = {
+    Trait.CHANGES_PARAMETERS_EACH_TIME,
+    Trait.CHANGES_PARAMETERS_BY_DATA,
+    Trait.CHANGES_REQUIRES_GRAD,
+    Trait.VARIES_BY_CALL,
+    Trait.GRADIENT_HOOK,
+    Trait.ACTIVATION_HOOK,
+}
+"""What trains another model if a step runs forward and backward for each of its micro-batches."""
+_KEPT_IF_PARAMETERS_MAY_BE_UNUSED = {
+    Trait.PARAMETERS_VARY,
+    Trait.UNUSED_PARAMETERS,
+    Trait.VARIES_BY_CALL,
+}
+"""What a strategy that averages gradients keeps if a step may leave parameters out.
+
+It also keeps them if there is nothing to average.
+"""
 
 
 def broken_by(
@@ -236,50 +294,28 @@ def broken_by(
     """The observations that a layout made of these strategies cannot keep.
 
     Args:
-        records: the strategies that the layout combines.
-        options: recomputing a block, for instance, has conditions of its own.
-        observations: of the model.
-        data_workers: workers with samples of their own; with one, nothing is averaged.
-        micro_batches: of one worker's share of a step.
+        records: The strategies that the layout combines.
+        options: How the layout behaves; recomputing a block, for instance, has conditions of its
+            own.
+        observations: What was observed of the model.
+        data_workers: Workers with samples of their own; with one, nothing is averaged.
+        micro_batches: Micro-batches per step of a worker.
     """
-    cannot_keep = set[Trait]()
+    cannot_keep: set[Trait] = set()
     for record in records:
-        may_leave_out = record.averages and options.find_unused_parameters
-        is_alone = data_workers == 1 and not record.splits_model
-        cannot_keep |= record.cannot_keep - (_LEFT_OUT if may_leave_out or is_alone else set())
+        may_leave_out = record.averages_gradients and options.find_unused_parameters
+        averages_nothing = data_workers == 1 and not record.splits_model
+        if may_leave_out or averages_nothing:
+            cannot_keep |= record.cannot_keep - _KEPT_IF_PARAMETERS_MAY_BE_UNUSED
+        else:
+            cannot_keep |= record.cannot_keep
     if options.activation_checkpointing != "none":
-        cannot_keep |= _CHANGED_TWICE
+        cannot_keep |= _BROKEN_BY_RECOMPUTATION
     if options.activation_checkpointing == "selective":
-        cannot_keep |= _NOT_SELECTIVELY
+        cannot_keep |= _BROKEN_BY_SELECTIVE_RECOMPUTATION
     if micro_batches > 1:
-        cannot_keep |= _ONCE_A_STEP
+        cannot_keep |= _BROKEN_BY_MICRO_BATCHES
     return [observation for observation in observations if observation.trait in cannot_keep]
-
-
-_CHANGED_TWICE = {
-    Trait.CHANGES_INPUT,
-    Trait.CHANGES_DATA,
-    Trait.CHANGES_PARAMETERS,
-    Trait.CHANGES_PARAMETERS_BY_DATA,
-    Trait.CHANGES_BUFFERS,
-    Trait.CHANGES_BUFFERS_BY_DATA,
-    Trait.VARIES_BY_CALL,
-    Trait.ANSWERS_OTHERWISE,
-}
-"""What a block does a second time where it is recomputed."""
-_NOT_SELECTIVELY = {Trait.RECURRENT, Trait.GRADIENT_IN_LOSS}
-"""What selective recomputation does not bear: it keeps results for one backward, in which nothing writes into them."""
-_ONCE_A_STEP = {
-    Trait.CHANGES_PARAMETERS_EACH_TIME,
-    Trait.CHANGES_PARAMETERS_BY_DATA,
-    Trait.CHANGES_REQUIRES_GRAD,
-    Trait.VARIES_BY_CALL,
-    Trait.GRADIENT_HOOK,
-    Trait.ACTIVATION_HOOK,
-}
-"""What is another training where a step calls forward and backward for each of its micro-batches."""
-_LEFT_OUT = {Trait.PARAMETERS_VARY, Trait.UNUSED_PARAMETERS, Trait.VARIES_BY_CALL}
-"""What a strategy that averages gradients keeps if a step may leave parameters out, or there is nothing to average."""
 
 
 def require_kept(
@@ -290,51 +326,88 @@ def require_kept(
     alternatives: Sequence[Record],
     micro_batches: int = 1,
 ) -> None:
-    """Raises LayoutError, one sentence, for the first observation that the layout cannot keep.
+    """Checks that a layout trains a model as one device would.
 
     Args:
-        layout: what is to be trained under.
-        records: its strategies.
-        options: how they behave.
-        observations: of the model.
-        alternatives: strategies to name instead, the best first; the first that keeps all observations is named.
-        micro_batches: of one worker's share of a step.
+        layout: What to train under.
+        records: Its strategies.
+        options: How it behaves.
+        observations: What was observed of the model.
+        alternatives: Strategies that the message may recommend, the best first. It names the first
+            that keeps all observations.
+        micro_batches: Micro-batches per step of a worker.
+
+    Raises:
+        LayoutError: The layout cannot keep an observation; the message is about the first one.
     """
-    whole = replace(options, activation_checkpointing="none")
-    workers = layout.dims.dp_cp
-    by_strategy = broken_by(records, whole, observations, data_workers=workers)
-    by_parts = broken_by(records, whole, observations, data_workers=workers, micro_batches=micro_batches)
-    by_recomputing = broken_by(records, options, observations, data_workers=workers)
-    broken = by_strategy or by_parts or by_recomputing
-    if not broken:
-        return
-    shown = _cause(broken[0], observations)
-    if by_strategy:
-        what = f"strategy {layout.name} cannot train such a model as one device would"
-        keeping = [
+    without_recomputation = replace(options, activation_checkpointing="none")
+    data_workers = layout.dims.dp_cp
+    broken = broken_by(records, without_recomputation, observations, data_workers=data_workers)
+    if broken:
+        kept_by = [
             record.name
             for record in alternatives
             if not broken_by([record], options, observations, data_workers=layout.dims.world_size)
         ]
-        advice = f"write strategy={keeping[0]}" if keeping else "write strategy=single and workers=1"
-    elif by_parts:
-        what = f"the {micro_batches} micro-batches of a step each run forward and backward"
+        advice = (
+            f"write strategy={kept_by[0]}" if kept_by else "write strategy=single and workers=1"
+        )
+        reason = f"strategy {layout.name} cannot train such a model as one device would"
+        raise _error(broken[0], observations, reason=reason, advice=advice)
+
+    broken = broken_by(
+        records,
+        without_recomputation,
+        observations,
+        data_workers=data_workers,
+        micro_batches=micro_batches,
+    )
+    if broken:
+        reason = f"the {micro_batches} micro-batches of a step each run forward and backward"
         advice = "leave train.micro_batch_size out"
-    else:
-        what = f"train.activation_checkpointing={options.activation_checkpointing} runs forward twice"
+        raise _error(broken[0], observations, reason=reason, advice=advice)
+
+    broken = broken_by(records, options, observations, data_workers=data_workers)
+    if broken:
+        mode = options.activation_checkpointing
+        reason = f"train.activation_checkpointing={mode} runs forward twice"
+        if _cause(broken[0], observations).trait in _BROKEN_BY_SELECTIVE_RECOMPUTATION:
+            advice = "write train.activation_checkpointing=full"
+            raise _error(
+                broken[0],
+                observations,
+                reason=reason,
+                advice=advice,
+                with_change_of_model=False,
+            )
         advice = "write train.activation_checkpointing=none"
-    instead = f", or change the model: {shown.instead}" if shown.instead else ""
-    if not by_strategy and not by_parts and shown.trait in _NOT_SELECTIVELY:
-        advice, instead = "write train.activation_checkpointing=full", ""  # which is no change of the model
-    raise LayoutError(f"{shown.sentence}, and {what}: {advice}{instead}")
+        raise _error(broken[0], observations, reason=reason, advice=advice)
+
+
+def _error(
+    broken: Observation,
+    observations: Sequence[Observation],
+    *,
+    reason: str,
+    advice: str,
+    with_change_of_model: bool = True,
+) -> LayoutError:
+    cause = _cause(broken, observations)
+    instead = ""
+    if cause.instead and with_change_of_model:
+        instead = f", or change the model: {cause.instead}"
+    return LayoutError(f"{cause.sentence}, and {reason}: {advice}{instead}")
 
 
 def _cause(observation: Observation, observations: Sequence[Observation]) -> Observation:
-    """What a person should be told instead, where one observation follows from another: a block's parameters are used
-    from outside because the loss reads them."""
-    if observation.trait is Trait.BLOCK_READ_FROM_OUTSIDE:
-        for other in observations:
-            reads = other.trait in (Trait.LOSS_READS_PARAMETERS, Trait.LISTS_PARAMETERS)
-            if reads and set(observation.names) <= set(other.names):
-                return other
+    """The observation from which another one follows, or that one itself.
+
+    A block's parameters may be used from outside because the loss reads them.
+    """
+    if observation.trait is not Trait.BLOCK_READ_FROM_OUTSIDE:
+        return observation
+    for other in observations:
+        reads_parameters = other.trait in (Trait.LOSS_READS_PARAMETERS, Trait.LISTS_PARAMETERS)
+        if reads_parameters and set(observation.names) <= set(other.names):
+            return other
     return observation

@@ -18,21 +18,24 @@ def layout_cost(
     options, strategy, dims = options or Options(), registry.data_strategy(layout), layout.dims
     dims = dims.for_parameters(strategy.is_sharded)
     step = StepShape(
-        dims.dp_replicate,
-        dims.dp_shard,
-        dims.tp,
-        dims.pp,
-        micro_batches,
+        dp_replicate=dims.dp_replicate,
+        dp_shard=dims.dp_shard,
+        tp=dims.tp,
+        pp=dims.pp,
+        micro_batches=micro_batches,
         compute_itemsize=4 if options.precision == "fp32" else 2,
         reduce_itemsize=2 if options.reduce_dtype == "bf16" else 4,
-        reshard_after_forward=strategy.reshards(options.reshard_after_forward, True),
-        reduce_scatter_each_microbatch=strategy.reduces_each(options.accumulate_sharded, False),
+        reshard_after_forward=strategy.reshards_after_forward(options.reshard_after_forward, True),
+        reduce_scatter_each_microbatch=strategy.reduces_each_microbatch(options.accumulate_sharded, False),
     )
     groups = defaultdict(list)
     for p in parameters:
         groups[p.unit].append(part_of(p, dims.tp, dims.ep))
-    of_experts = dims.for_experts().dp_shard if dims.ep > 1 else None
-    units = [unit_size(tuple(own), dims.dp_shard, name == "", of_experts) for name, own in groups.items()]
+    expert_shards = dims.for_experts().dp_shard if dims.ep > 1 else None
+    units = [
+        unit_size(tuple(group), dims.dp_shard, is_root=name == "", expert_shards=expert_shards)
+        for name, group in groups.items()
+    ]
     sent: dict[str, int] = defaultdict(int)
     for each in (each for unit in units for each in strategy.collectives(unit, step)):
         if not hasattr(dims, each.over):  # between the devices of one process

@@ -1,4 +1,4 @@
-"""Checkpoints: sharded, asynchronous, readable by any layout, and existing only once committed. See README.md."""
+"""Sharded, asynchronous checkpoints that every layout can read; see README.md."""
 
 from app.checkpoint.commit import FROZEN, Commit, commits, find, latest_good, sweep, verify
 from app.checkpoint.ranks import CheckpointError, NotFinite

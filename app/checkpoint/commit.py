@@ -1,14 +1,15 @@
-"""What makes a checkpoint exist, its commit marker; finding, verifying, keeping and removing checkpoints.
+"""The commit marker, which makes a checkpoint exist; finding, verifying and removing checkpoints.
 
     <folder>/step-00000100-<attempt>/   .metadata  __0_0.distcp  __1_0.distcp  COMMIT.json
-    <folder>/frozen/step-…/             the same, of weights that are not trained: saved once, read with each
+    <folder>/frozen/step-…/             the same, for frozen weights: saved once, read with each
 
-COMMIT.json is written last and atomically. It names every file with its size and SHA-256, and carries a SHA-256 of
-itself, so that torn writes, flipped bits and missing shards are found. A folder without a valid marker is not a
-checkpoint: it is ignored here and removed by `sweep`.
+COMMIT.json is written last and atomically. It has the size and SHA-256 of every file, and a SHA-256
+of itself, so that torn writes, flipped bits and missing shards are noticed. A folder without a
+valid marker is not a checkpoint: everything here ignores it, and `sweep` removes it.
 
-Commits are ordered by a sequence number that each takes from those before it, not by clock or by step: after a rewind
-behind a damaged checkpoint, the one written last is the newest, whatever its step.
+Commits are ordered by a sequence number, which each takes from those before it, and not by clock
+or step: if a run continues from an earlier step because a checkpoint is damaged, the commit that
+was written last is the newest, whatever its step.
 """
 
 import hashlib
@@ -25,7 +26,9 @@ from app.storage.storage import Storage
 MARKER = "COMMIT.json"
 FROZEN = "frozen"
 _FOLDER = re.compile(r"step-(\d+)(?:-.*)?$")
-_BLOCK = 4 << 20
+_BLOCK_BYTES = 4 << 20
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError)
+"""What reading a damaged marker raises."""
 
 Verify = Literal["size", "sha256"]
 Mode = Literal["min", "max"]
@@ -33,13 +36,18 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True)
 class File:
-    """What a file of a checkpoint must be: its size in bytes and the hexadecimal SHA-256 of its content."""
+    """What a file of a checkpoint must be.
+
+    Args:
+        size: In bytes.
+        sha256: Of its content, hexadecimal.
+    """
 
     size: int
     sha256: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Commit:
     """A committed checkpoint."""
 
@@ -47,52 +55,84 @@ class Commit:
     path: str
     """Its folder, as an absolute path or URL."""
     meta: dict[str, Any]
-    """What the caller of save() gave, "step" among it."""
+    """What the caller of Checkpointer.save has passed; "step" is in it."""
     files: dict[str, File] = field(repr=False)
+    """By name."""
     metric: float | None = None
-    """The evaluation metric it is judged by, a finite number; None if there was none."""
+    """What the checkpoint is judged by, a finite number; None if there was none."""
     attempt: str = ""
+    """The start of the run that has written it."""
     sequence: int = 0
 
     @property
     def storage(self) -> Storage:
+        """Its folder."""
         return Storage(self.path)
 
 
 def folder_name(step: int, attempt: str, taken: list[str]) -> str:
-    """Where a checkpoint of this step is written: beside what is there, never over it.
+    """The name of a new checkpoint's folder.
 
-    The attempt is part of the name, so that a superseded attempt that still writes cannot touch our files.
+    The attempt is part of the name, so that a superseded attempt that still writes cannot touch the
+    files of a newer one.
+
+    Args:
+        step: The checkpoint's.
+        attempt: The start of the run that writes it.
+        taken: Names that exist, which the new one must not be.
     """
-    clean = re.sub(r"[^A-Za-z0-9_.]+", "_", attempt)
-    name = base = f"step-{step:08d}" + (f"-{clean}" if clean else "")
-    again = 1
+    base = f"step-{step:08d}"
+    clean_attempt = re.sub(r"[^A-Za-z0-9_.]+", "_", attempt)
+    if clean_attempt:
+        base += f"-{clean_attempt}"
+    name = base
+    number = 1
     while name in taken:
-        again += 1
-        name = f"{base}-{again}"
+        number += 1
+        name = f"{base}-{number}"
     return name
 
 
 def encode(commit: Commit) -> bytes:
-    """The marker's content."""
+    """The content of a marker."""
+    files = {
+        name: {"size": file.size, "sha256": file.sha256}
+        for name, file in sorted(commit.files.items())
+    }
     body: dict[str, Any] = {
         "step": commit.step,
         "sequence": commit.sequence,
         "attempt": commit.attempt,
         "metric": commit.metric,
         "meta": commit.meta,
-        "files": {name: {"size": f.size, "sha256": f.sha256} for name, f in sorted(commit.files.items())},
+        "files": files,
     }
     return json.dumps({**body, "sha256": _digest(body)}).encode()
 
 
 def decode(data: bytes, path: str) -> Commit:
-    """The commit that a marker describes. Raises ValueError if the marker is damaged."""
+    """The commit that a marker describes.
+
+    Args:
+        data: The content of the marker.
+        path: The checkpoint's folder.
+
+    Raises:
+        ValueError: The marker is damaged. Other damage may raise KeyError, TypeError or
+            AttributeError.
+    """
     body = json.loads(data)
     if not isinstance(body, dict) or body.pop("sha256", None) != _digest(body):
         raise ValueError("checksum")
-    files = {name: File(entry["size"], entry["sha256"]) for name, entry in body["files"].items()}
-    return Commit(body["step"], path, body["meta"], files, body["metric"], body["attempt"], body["sequence"])
+    return Commit(
+        step=body["step"],
+        path=path,
+        meta=body["meta"],
+        files={name: File(entry["size"], entry["sha256"]) for name, entry in body["files"].items()},
+        metric=body["metric"],
+        attempt=body["attempt"],
+        sequence=body["sequence"],
+    )
 
 
 def _digest(body: dict[str, Any]) -> str:
@@ -101,84 +141,126 @@ def _digest(body: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Listing:
-    """What is in a folder of checkpoints."""
+    """What a folder of checkpoints contains.
+
+    Args:
+        commits: The newest first.
+        damaged: A sentence about each folder whose marker is damaged, by the folder's name.
+        uncommitted: Names of the folders without a marker, whose saves were cut off or are running.
+    """
 
     commits: list[Commit]
-    """Newest first."""
     damaged: dict[str, str]
-    """Folder name → why its marker cannot be believed."""
     uncommitted: list[str]
-    """Names of what has no marker: saves that were cut off, or are under way."""
 
 
 def survey(folder: str | Storage) -> Listing:
-    """Read every marker in a folder. What is not a checkpoint's folder is left out."""
+    """Read all markers in a folder of checkpoints."""
     storage = folder if isinstance(folder, Storage) else Storage(folder)
-    found: list[Commit] = []
+    commits: list[Commit] = []
     damaged: dict[str, str] = {}
     uncommitted: list[str] = []
     for name in storage.list():
         if not _FOLDER.match(name):
             continue
-        here = storage.join(name)
+        place = storage.join(name)
         try:
-            found.append(decode(here.read_bytes(MARKER), here.url))
+            commits.append(decode(place.read_bytes(MARKER), place.url))
         except (FileNotFoundError, NotADirectoryError):
             uncommitted.append(name)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            damaged[name] = f"{here.url} is skipped: its {MARKER} is damaged"
-    found.sort(key=lambda commit: (commit.sequence, commit.step), reverse=True)
-    return Listing(found, damaged, uncommitted)
+        except _DAMAGE:
+            damaged[name] = f"{place.url} is skipped: its {MARKER} is damaged"
+    commits.sort(key=lambda commit: (commit.sequence, commit.step), reverse=True)
+    return Listing(commits, damaged, uncommitted)
 
 
-# --- finding
+# --- finding --------------------------------------------------------------------------------------
 
 
 def commits(folder: str) -> list[Commit]:
-    """The committed checkpoints in a folder, newest first; [] if there is no such folder."""
+    """The committed checkpoints in a folder, the newest first; [] if the folder does not exist."""
     return survey(folder).commits
 
 
-def find(where: str) -> Commit:
-    """The checkpoint a person means by a path: a checkpoint's own folder, or the newest good one of a folder of
-    checkpoints or of a run (which keeps them in `checkpoints/`). Raises UserError."""
-    storage = Storage(where)
+def find(path: str) -> Commit:
+    """The checkpoint that a person means by a path.
+
+    Args:
+        path: The folder of a checkpoint; or a folder of checkpoints or the folder of a run, of
+            which the newest good checkpoint is meant.
+
+    Raises:
+        UserError: There is no such checkpoint, or it is damaged.
+    """
+    storage = Storage(path)
     if storage.exists(MARKER):
         try:
             return decode(storage.read_bytes(MARKER), storage.url)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except _DAMAGE as error:
             raise UserError(
                 f"the checkpoint {storage} is damaged: its {MARKER} cannot be read; give another"
             ) from error
     skipped: list[str] = []
-    for place in (storage, storage.join("checkpoints")):
-        commit, bad = _newest_good(survey(place.url), lambda commit: verify(commit, by="size"))  # not with other ranks
-        if commit:
+    for folder in (storage, storage.join("checkpoints")):
+        commit, skipped_here = _newest_good(survey(folder), _size_faults)
+        if commit is not None:
             return commit
-        skipped += bad
-    why = skipped[0] if skipped else "it does not exist" if not storage.exists() else f"there is no {MARKER} in it"
+        skipped += skipped_here
+    if skipped:
+        reason = skipped[0]
+    elif not storage.exists():
+        reason = "it does not exist"
+    else:
+        reason = f"there is no {MARKER} in it"
     raise UserError(
-        f"there is no committed checkpoint in {storage} ({why}): give the folder of a checkpoint or of a run"
+        f"there is no committed checkpoint in {storage} ({reason}): "
+        "give the folder of a checkpoint or of a run"
     )
 
 
+def _size_faults(commit: Commit) -> list[str]:
+    """The faults that show without the other ranks, since `find` is no collective call."""
+    return verify(commit, by="size")
+
+
 def frozen_part(commit: Commit) -> Commit | None:
-    """What holds the weights that are not trained, once for all checkpoints of the folder; None: the checkpoint itself.
-    Raises UserError: it is not there."""
-    return find(f"{commit.path.rpartition('/')[0]}/{FROZEN}") if commit.meta.get(FROZEN) else None
+    """The checkpoint with the frozen weights, which all checkpoints of a folder share.
+
+    Returns:
+        None if the checkpoint contains all weights itself.
+
+    Raises:
+        UserError: It does not exist.
+    """
+    if not commit.meta.get(FROZEN):
+        return None
+    folder = commit.path.rpartition("/")[0]
+    return find(f"{folder}/{FROZEN}")
 
 
 def latest_good(folder: str) -> tuple[Commit | None, list[str]]:
-    """The newest committed checkpoint whose files are as committed, and a sentence for each bad one skipped.
+    """The newest checkpoint whose files are as they were committed.
 
-    With torch.distributed initialised a collective call: all ranks share the reading, and get the same answer.
+    With torch.distributed it is a collective call: the ranks share the reading.
+
+    Args:
+        folder: A folder of checkpoints.
+
+    Returns:
+        (the checkpoint or None, a sentence about each damaged one that was skipped), the same on
+        every rank.
     """
     ranks = Ranks()
-    listing = ranks.all(survey(folder) if ranks.rank == 0 else Listing([], {}, []))[0]
+    listing = Listing([], {}, [])
+    if ranks.rank == 0:
+        listing = survey(folder)
+    listing = ranks.all_gather(listing)[0]
     return _newest_good(listing, lambda commit: verify_together(commit, ranks))
 
 
-def _newest_good(listing: Listing, faults_of: Callable[[Commit], list[str]]) -> tuple[Commit | None, list[str]]:
+def _newest_good(
+    listing: Listing, faults_of: Callable[[Commit], list[str]]
+) -> tuple[Commit | None, list[str]]:
     skipped = list(listing.damaged.values())
     for commit in listing.commits:
         faults = faults_of(commit)
@@ -189,29 +271,47 @@ def _newest_good(listing: Listing, faults_of: Callable[[Commit], list[str]]) -> 
     return None, skipped
 
 
-# --- damage
+# --- damage ---------------------------------------------------------------------------------------
 
 
 def verify_together(commit: Commit, ranks: Ranks) -> list[str]:
-    """Like `verify`; the ranks share the reading, and get the same answer."""
-    return [fault for part in ranks.all(verify(commit, ranks.rank, ranks.size)) for fault in part]
+    """Like `verify`, but the ranks share the reading. Every rank gets the same answer."""
+    by_rank = ranks.all_gather(verify(commit, ranks.rank, ranks.size))
+    return [fault for faults in by_rank for fault in faults]
 
 
-def verify(commit: Commit, rank: int = 0, world_size: int = 1, *, by: Verify = "sha256") -> list[str]:
-    """The faults of a checkpoint's files and its frozen weights', a sentence for each; [] if they are good. Of several
-    ranks each takes every `world_size`th file, by size."""
+def verify(
+    commit: Commit, rank: int = 0, world_size: int = 1, *, by: Verify = "sha256"
+) -> list[str]:
+    """Compare the files of a checkpoint, and of its frozen weights, with its marker.
+
+    Args:
+        commit: The checkpoint.
+        rank: Which share of the files is compared: in the order of their sizes, every
+            `world_size`th.
+        world_size: The number of shares.
+        by: Whether only the sizes or also the contents are compared.
+
+    Returns:
+        A sentence about each fault; [] if the files are good.
+    """
     storage = commit.storage
-    names = sorted(commit.files, key=lambda name: (-commit.files[name].size, name))[rank::world_size]
-    faults = {name: _fault(storage, name, commit.files[name], by) for name in names}
-    found = [f"{storage.join(name)} {fault}" for name, fault in faults.items() if fault]
+    largest_first = sorted(commit.files, key=lambda name: (-commit.files[name].size, name))
+    faults: list[str] = []
+    for name in largest_first[rank::world_size]:
+        fault = _fault(storage, name, commit.files[name], by=by)
+        if fault:
+            faults.append(f"{storage.join(name)} {fault}")
     try:
         frozen = frozen_part(commit)
     except UserError as error:
-        return [*found, str(error)]
-    return found + (verify(frozen, rank, world_size, by=by) if frozen else [])
+        return [*faults, str(error)]
+    if frozen is not None:
+        faults += verify(frozen, rank, world_size, by=by)
+    return faults
 
 
-def _fault(storage: Storage, name: str, file: File, by: Verify) -> str | None:
+def _fault(storage: Storage, name: str, file: File, *, by: Verify) -> str | None:
     try:
         size = storage.size(name)
         if size != file.size:
@@ -228,43 +328,62 @@ def _fault(storage: Storage, name: str, file: File, by: Verify) -> str | None:
 def _sha256(storage: Storage, name: str) -> str:
     digest = hashlib.sha256()
     with storage.open(name) as stream:
-        while block := stream.read(_BLOCK):
+        while block := stream.read(_BLOCK_BYTES):
             digest.update(block)
     return digest.hexdigest()
 
 
-# --- keeping
+# --- removing -------------------------------------------------------------------------------------
 
 
-def superfluous(commits: list[Commit], *, keep_last: int, keep_best: bool, mode: Mode) -> list[Commit]:
-    """The commits to remove, oldest first. `commits` is newest first; the newest always stays. Of those with equally
-    good metrics the newest is the best."""
+def superfluous(
+    commits: list[Commit], *, keep_last: int, keep_best: bool, mode: Mode
+) -> list[Commit]:
+    """The commits to remove, the oldest first.
+
+    Args:
+        commits: The newest first; the newest always stays.
+        keep_last: How many of the newest stay.
+        keep_best: Whether the one with the best metric stays; of equally good ones the newest.
+        mode: Whether a large or a small metric is good.
+    """
     kept = {commit.path for commit in commits[: max(1, keep_last)]}
-    judged = [(commit.metric, commit.sequence, commit.path) for commit in commits if commit.metric is not None]
-    if keep_best and judged:
+    if keep_best:
         sign = 1.0 if mode == "max" else -1.0
-        kept.add(max(judged, key=lambda entry: (sign * entry[0], entry[1]))[2])
+        judged = [
+            (sign * commit.metric, commit.sequence, commit.path)
+            for commit in commits
+            if commit.metric is not None
+        ]
+        if judged:
+            _, _, best_path = max(judged)
+            kept.add(best_path)
     return [commit for commit in reversed(commits) if commit.path not in kept]
 
 
 def remove(storage: Storage) -> None:
-    """Remove a checkpoint's folder, its marker first: cut off at any point, what is left is not a checkpoint."""
+    """Remove the folder of a checkpoint.
+
+    The marker goes first: if the removal is cut off, what is left is not a checkpoint.
+    """
     storage.remove(MARKER)
     storage.remove_tree()
 
 
 def sweep(folder: str) -> None:
-    """Remove what saves that were cut off have left behind. No process may be saving into the folder meanwhile.
+    """Remove what saves that were cut off have left; no process may save into the folder meanwhile.
 
-    A folder whose marker is damaged goes once a newer good commit exists; until then it may be worth a look.
+    A folder with a damaged marker goes once there is a newer good commit; until then a person may
+    want to look at it.
     """
     storage = Storage(folder)
     listing = survey(storage)
-    newest = max((commit.step for commit in listing.commits), default=-1)
-    outdated = [name for name in listing.damaged if int(name.split("-")[1]) < newest]
+    newest_step = max((commit.step for commit in listing.commits), default=-1)
+    outdated = [name for name in listing.damaged if int(name.split("-")[1]) < newest_step]
     for name in [*listing.uncommitted, *outdated]:
         remove(storage.join(name))
-    for commit in listing.commits:  # a marker's or .metadata's temporary file of a save that was repeated
+    # A save that was repeated may have left a temporary file of its marker or .metadata.
+    for commit in listing.commits:
         for name in commit.storage.list():
             if name.endswith(".tmp"):
                 commit.storage.remove(name)

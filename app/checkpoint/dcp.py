@@ -1,14 +1,18 @@
-"""What torch.distributed.checkpoint is given to write: a copy of each rank's part, and `Storage` (restricted.py reads).
+"""What torch.distributed.checkpoint (DCP) writes: a copy of each rank's part, into a `Storage`.
 
-DCP's planner divides the writing evenly among the ranks that hold the same tensor. It is asked before anything is
-copied, so that with eight data-parallel GPUs in a machine each copies an eighth into host memory. It is asked again
-only when the state's layout changes on any rank, since its answer costs collectives of objects. torch's own stagers
-keep their buffers by the identity of the source's storage, so a state made afresh for each save never uses one twice.
-Here they belong to names (host_buffer.py).
+restricted.py has the reading.
 
-Files are hashed as they are written: that costs no second read of them (which on an object store would be a download),
-and it hashes what was meant to be written, not what came back. Local files are made durable when they are closed; DCP's
-own `sync_files` would fall back to a machine-wide sync() on an object store.
+**Staging.** DCP's planner divides the writing evenly among the ranks that have the same tensor. It
+is asked before anything is copied: with eight data-parallel GPUs in a machine, each copies an
+eighth into host memory. It is asked again only if the layout of the state has changed on any rank,
+because its answer costs collectives of objects. torch's own stagers find their buffers by the
+identity of the source's storage, so that they never use one twice if the state is made anew for
+each save; here buffers belong to names (host_buffer.py).
+
+**Hashing.** Files are hashed while they are written. This saves reading them again, which would be
+a download from an object store, and it hashes what was meant to be written. Local files are made
+durable when they are closed; the `sync_files` of DCP would fall back to a sync() of the whole
+machine on an object store.
 """
 
 import contextlib
@@ -35,109 +39,154 @@ from app.checkpoint.ranks import NotFinite, Ranks
 from app.storage.storage import Storage
 
 _BUFFER_BYTES = 1 << 20
-Path = str | os.PathLike[str]
+_Path = str | os.PathLike[str]
 
-# A run on one process is intended; and a filter set around each call would not be safe in a thread.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+# A run in one process is intended. A filter around each call would not be safe in a thread.
+warnings.filterwarnings(
+    "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
+)
 
-# --- copying
+# --- copying --------------------------------------------------------------------------------------
 
 
-class Staged(DefaultSavePlanner):
-    """A rank's part of one save; nothing in it is shared with training.
+class StagedState(DefaultSavePlanner):
+    """A rank's part of one save, which training cannot change.
 
-    plan: what is written; table: DCP's metadata of the whole, on rank 0; data: copies by name, which a GPU may still be
-    making; copying: where each GPU's copies begin and end.
+    Args:
+        plan: What the rank writes.
+        metadata: DCP's metadata of the whole checkpoint, on rank 0.
+        values: Copies by name; a GPU may still be making them.
+        gpu_events: The events before and after the copies of each GPU.
     """
 
     def __init__(
-        self, plan: SavePlan, table: Metadata | None, data: dict[str, Any], copying: list[tuple[Any, Any]]
+        self,
+        *,
+        plan: SavePlan,
+        metadata: Metadata | None,
+        values: dict[str, Any],
+        gpu_events: list[tuple[torch.cuda.Event, torch.cuda.Event]],
     ) -> None:
         super().__init__()
-        self.plan, self.table, self.data, self.copying = plan, table, data, copying
+        self.plan = plan
+        self.checkpoint_metadata = metadata
+        self.values = values
+        self.gpu_events = gpu_events
 
     def wait(self) -> float:
-        """Until the copies are whole; the seconds that they have taken of the GPU's time."""
-        for _, end in self.copying:
+        """Wait until the copies are complete; the seconds that they have taken on the GPUs."""
+        for _, end in self.gpu_events:
             end.synchronize()
-        return sum(start.elapsed_time(end) for start, end in self.copying) / 1e3
+        return sum(start.elapsed_time(end) for start, end in self.gpu_events) / 1e3
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """What DCP's writer is to write."""
-        return self.data[index.fqn]
+        """The value that DCP's writer is to write."""
+        return self.values[index.fqn]
 
 
 def flatten(state: dict[str, Any]) -> dict[str, Any]:
-    """Every leaf by its name in a checkpoint: the keys on the way to it, joined by dots."""
+    """The leaves of a state by their names in a checkpoint: the keys above them, joined by dots."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(state)
     return planner.state_dict
 
 
 class Stager:
-    """Copies states into host memory, into the same memory every time. One copy at a time is alive."""
+    """Copies states into host memory, always the same memory. Only the newest copy is valid.
+
+    Args:
+        ranks: All ranks, with a group of their own.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._layout: list[tuple[Any, ...]] | None = None
+        self._layout: list[tuple[object, ...]] | None = None
         self._plan = SavePlan([])
-        self._table: Metadata | None = None
+        self._metadata: Metadata | None = None
         self._buffer = HostBuffer()
 
-    def stage(self, state: dict[str, Any], finite: bool = True) -> Staged:
-        """This rank's part of `state`; what is computed from now on does not change the copy. A collective call.
+    def stage(self, state: dict[str, Any], finite: bool = True) -> StagedState:
+        """Copy this rank's part of a state. A collective call.
 
-        A GPU makes its copies between what it was asked before and after: nothing waits for them here.
-        Raises RankFailed, and NotFinite if the state of any rank is not `finite`.
+        A GPU makes its copies after the work that it already has and before the work that it gets
+        later; nothing waits for them here.
+
+        Args:
+            state: Nested dict of tensors, DTensors and numbers.
+            finite: Whether all numbers of this rank's state are finite.
+
+        Raises:
+            RankFailed: The state cannot be planned on some rank.
+            NotFinite: The state of some rank is not finite.
         """
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, is_coordinator=self._ranks.rank == 0)
-        flat = planner.state_dict
-        layout = [_describe(name, value) for name, value in flat.items()]
-        changed, not_finite = self._ranks.any(layout != self._layout, not finite)
-        if not_finite:
+        leaves = planner.state_dict
+        layout = [_describe(name, value) for name, value in leaves.items()]
+        has_changed, is_not_finite = self._ranks.any(layout != self._layout, not finite)
+        if is_not_finite:
             raise NotFinite("a number of the state is not finite")
-        if changed:
+        if has_changed:
             self._layout = None
-            self._plan = self._ranks.divide(planner.create_local_plan, lambda plans: self._divide(planner, plans))
+            self._plan = self._ranks.run_and_divide(
+                planner.create_local_plan, lambda plans: self._divide(planner, plans)
+            )
             self._layout = layout
-        kinds = {item.index.fqn: item.type for item in self._plan.items}
-        data = {name: copy.deepcopy(flat[name]) for name, kind in kinds.items() if kind == WriteItemType.BYTE_IO}
-        sources = {name: _own_part(flat[name]) for name in kinds if name not in data}
-        copies, copying = self._copied(sources)
-        return Staged(self._plan, self._table, data | copies, copying)
+        objects: dict[str, Any] = {}
+        sources: dict[str, torch.Tensor] = {}
+        for item in self._plan.items:
+            name = item.index.fqn
+            if item.type == WriteItemType.BYTE_IO:
+                objects[name] = copy.deepcopy(leaves[name])
+            else:
+                sources[name] = _local_tensor(leaves[name])
+        copies, gpu_events = self._copy(sources)
+        return StagedState(
+            plan=self._plan,
+            metadata=self._metadata,
+            values=objects | copies,
+            gpu_events=gpu_events,
+        )
 
     @torch.no_grad()
-    def _copied(self, sources: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[tuple[Any, Any]]]:
-        """The copies, and events around those of each GPU."""
+    def _copy(
+        self, sources: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], list[tuple[torch.cuda.Event, torch.cuda.Event]]]:
+        """(the copies by name, the events around those of each GPU)"""
         copies = self._buffer.like(sources)
         devices = {source.device for source in sources.values() if source.is_cuda}
         streams = [torch.cuda.current_stream(device) for device in devices]
-        started = [stream.record_event(torch.cuda.Event(enable_timing=True)) for stream in streams]
+        starts = [_record_event(stream) for stream in streams]
         for name, source in sources.items():
             copies[name].copy_(source, non_blocking=source.is_cuda)
-        ended = [stream.record_event(torch.cuda.Event(enable_timing=True)) for stream in streams]
-        return copies, list(zip(started, ended, strict=True))
+        ends = [_record_event(stream) for stream in streams]
+        return copies, list(zip(starts, ends, strict=True))
 
     def _divide(self, planner: DefaultSavePlanner, plans: list[SavePlan]) -> list[SavePlan]:
         """On rank 0: what each rank writes, and into which file."""
-        divided, self._table = planner.create_global_plan(plans)
+        divided, self._metadata = planner.create_global_plan(plans)
         return FileSystemWriter("").prepare_global_plan(divided)
 
     @property
     def locked_bytes(self) -> int:
+        """Bytes of page-locked host memory."""
         return self._buffer.locked_bytes
 
     def close(self) -> None:
+        """Free the memory."""
         self._buffer.close()
 
 
-def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+def _record_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    return stream.record_event(torch.cuda.Event(enable_timing=True))
+
+
+def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _describe(name: str, value: Any) -> tuple[Any, ...]:
+def _describe(name: str, value: object) -> tuple[object, ...]:
     """What the plan depends on."""
     if isinstance(value, DTensor):
         return name, value.shape, value.dtype, value.placements, value.device_mesh
@@ -146,18 +195,23 @@ def _describe(name: str, value: Any) -> tuple[Any, ...]:
     return (name,)
 
 
-# --- files
+# --- files ----------------------------------------------------------------------------------------
 
 
 class HashingStream(io.RawIOBase):
-    """A binary stream that is only written, front to back, with the size and SHA-256 of what went through."""
+    """A stream that is written from front to back, and computes the size and SHA-256 meanwhile.
+
+    Args:
+        stream: Receives what is written.
+    """
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
         self._digest = hashlib.sha256()
         self._size = 0
         self.cause: Exception | None = None
-        """Why writing failed. torch's zip writer, when it is closed after that, raises something less telling."""
+        """Why writing has failed; when torch's zip writer is closed after that, it raises something
+        that says less."""
 
     def writable(self) -> bool:
         return True
@@ -176,7 +230,7 @@ class HashingStream(io.RawIOBase):
         return self._size
 
     def finish(self) -> File:
-        """Make the file durable where it is local, and close it."""
+        """Close the file; a local one is made durable before."""
         self._stream.flush()
         with contextlib.suppress(AttributeError, io.UnsupportedOperation):
             os.fsync(self._stream.fileno())
@@ -184,7 +238,7 @@ class HashingStream(io.RawIOBase):
         return File(self._size, self._digest.hexdigest())
 
     def abandon(self) -> None:
-        """Close after a failure; an object store forgets what was sent of the file."""
+        """Close after a failure; an object store discards what it has received."""
         with contextlib.suppress(Exception):
             getattr(self._stream, "discard", lambda: None)()
         with contextlib.suppress(Exception):
@@ -192,14 +246,21 @@ class HashingStream(io.RawIOBase):
 
 
 class HashedFiles(FileSystemBase):
-    """DCP's view of a `Storage`; `written` collects size and SHA-256 of every file written through it."""
+    """A `Storage` as DCP sees it, which hashes what is written.
+
+    Args:
+        storage: The folder of a checkpoint.
+
+    Attributes:
+        written: Size and SHA-256 of every file that was written, by name.
+    """
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.written: dict[str, File] = {}
 
     @contextlib.contextmanager
-    def create_stream(self, path: Path, mode: str) -> Generator[io.IOBase, None, None]:
+    def create_stream(self, path: _Path, mode: str) -> Generator[io.IOBase, None, None]:
         name = os.fspath(path)
         raw = self.storage.open(name, mode)
         if mode != "wb":
@@ -215,32 +276,42 @@ class HashedFiles(FileSystemBase):
             stream.abandon()
             raise stream.cause or error  # noqa: B904  it is the same failure
 
-    def concat_path(self, path: Path, suffix: str) -> str:
-        return f"{os.fspath(path)}/{suffix}" if os.fspath(path) else suffix
+    def concat_path(self, path: _Path, suffix: str) -> str:
+        folder = os.fspath(path)
+        return f"{folder}/{suffix}" if folder else suffix
 
-    def init_path(self, path: Path) -> str:
+    def init_path(self, path: _Path) -> str:
         return os.fspath(path)
 
-    def rename(self, path: Path, new_path: Path) -> None:
-        self.storage.rename(os.fspath(path), os.fspath(new_path))
-        self.written[os.fspath(new_path)] = self.written.pop(os.fspath(path))
+    def rename(self, path: _Path, new_path: _Path) -> None:
+        old_name = os.fspath(path)
+        new_name = os.fspath(new_path)
+        self.storage.rename(old_name, new_name)
+        self.written[new_name] = self.written.pop(old_name)
 
-    def mkdir(self, path: Path) -> None:
+    def mkdir(self, path: _Path) -> None:
         self.storage.make(os.fspath(path))
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: _Path) -> bool:
         return True
 
-    def exists(self, path: Path) -> bool:
+    def exists(self, path: _Path) -> bool:
         return self.storage.exists(os.fspath(path))
 
-    def rm_file(self, path: Path) -> None:
+    def rm_file(self, path: _Path) -> None:
         self.storage.remove(os.fspath(path))
 
 
 class Writer(FileSystemWriter):
-    """Writes a rank's part of a checkpoint into a storage; `files.written` is what there is then."""
+    """Writes a rank's part of a checkpoint into a storage.
+
+    Args:
+        storage: The folder of the checkpoint.
+
+    Attributes:
+        files: Its `written` has the files.
+    """
 
     def __init__(self, storage: Storage) -> None:
         super().__init__("", sync_files=False)
@@ -249,10 +320,10 @@ class Writer(FileSystemWriter):
         self.path: Any = ""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        # The sum that torch.save puts into its archives costs as much as our SHA-256, which covers the same bytes.
-        before = torch.serialization.get_crc32_options()
+        # The CRC-32 of torch.save's archives costs as much as our SHA-256 of the same bytes.
+        had_crc32 = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(False)
         try:
             return super().write_data(plan, planner)
         finally:
-            torch.serialization.set_crc32_options(before)
+            torch.serialization.set_crc32_options(had_crc32)

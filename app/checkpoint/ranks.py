@@ -1,7 +1,8 @@
-"""Doing one thing on several ranks so that every rank learns how it went on each.
+"""Running a function on several ranks so that every rank learns how it went on each.
 
-A rank that fails and simply leaves would let the others wait in their next collective until the time-out. Here a
-failure is a value that is exchanged like a result, and then raised everywhere with the same words.
+If a rank failed and simply left, the others would wait in their next collective until the time-out.
+Here a failure is a value that is exchanged like a result, and then raised on all ranks in the same
+words.
 """
 
 from collections.abc import Callable
@@ -18,10 +19,13 @@ SUPERSEDED = "superseded: another attempt of this run has taken over"
 
 
 class CheckpointError(RunFailed):
-    """A checkpoint could not be written or committed; what was committed before is untouched.
+    """A checkpoint could not be written or committed; those committed before are untouched.
 
-    Every rank raises it with the same sentence, which names the rank that failed. superseded: not for want of room or
-    the like, but because another start of the run has taken over.
+    Every rank raises it with the same sentence, which names the rank that failed.
+
+    Args:
+        sentence: For a person.
+        superseded: Whether the reason is that another start of the run has taken over.
     """
 
     def __init__(self, sentence: str, *, superseded: bool = False) -> None:
@@ -30,11 +34,16 @@ class CheckpointError(RunFailed):
 
 
 class NotFinite(Exception):
-    """The state of some rank is not finite; nothing was begun. Raised on all ranks."""
+    """The state of a rank is not finite, and nothing was begun. Raised on all ranks."""
 
 
 class RankFailed(Exception):
-    """What went wrong on each rank that failed: one line that names them."""
+    """What went wrong on each rank that failed.
+
+    Args:
+        line: For a person; it names the ranks.
+        reasons: The reason of each failed rank.
+    """
 
     def __init__(self, line: str, reasons: dict[int, str]) -> None:
         super().__init__(line)
@@ -46,7 +55,7 @@ class Superseded(Exception):
 
 
 def describe(error: BaseException) -> str:
-    """What went wrong, as one line: the operating system's words where it has some."""
+    """What went wrong, in one line; in the words of the operating system if it has some."""
     if isinstance(error, Superseded):
         return SUPERSEDED
     if isinstance(error, OSError) and error.strerror:
@@ -56,83 +65,126 @@ def describe(error: BaseException) -> str:
 
 
 class _Outcome(NamedTuple):
-    """A result, or why there is none, by rank; either pickles."""
+    """What a function has returned, or why it failed."""
 
     result: Any
     reasons: dict[int, str]
+    """By rank; {} if the function has returned."""
 
 
 class Ranks:
-    """All ranks of the job, or this process alone.
+    """All ranks of the job, or this process alone without torch.distributed.
 
-    own_group: they talk over a gloo group of their own, so that a thread may do it while training continues; making one
-        is a collective call when torch.distributed is initialised. Else over the default group.
+    Args:
+        own_group: Whether the ranks communicate over a gloo group of their own, so that a thread
+            may do so while training continues. Making the group is a collective call. Without it,
+            they use the default group.
     """
 
     def __init__(self, *, own_group: bool = False) -> None:
-        self.distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        self.group = dist.new_group(backend="gloo") if self.distributed and own_group else None
-        self.rank = dist.get_rank() if self.distributed else 0
-        self.size = dist.get_world_size() if self.distributed else 1
-
-    def any(self, *mine: bool) -> list[bool]:
-        """Whether each is so on any rank. Needs a group of its own."""
-        flags = torch.tensor(mine, dtype=torch.uint8)
+        is_initialized = dist.is_available() and dist.is_initialized()
+        self.distributed = is_initialized and dist.get_world_size() > 1
+        self.group: dist.ProcessGroup | None = None
+        self.rank = 0
+        self.size = 1
         if self.distributed:
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
-        return [bool(flag) for flag in flags.tolist()]
+            self.group = dist.new_group(backend="gloo") if own_group else None
+            self.rank = dist.get_rank()
+            self.size = dist.get_world_size()
 
-    def all(self, mine: T) -> list[T]:
-        """Every rank's value, by rank, on every rank."""
+    def any(self, *flags: bool) -> list[bool]:
+        """Whether each flag is set on any rank. Needs a group of its own."""
+        counts = torch.tensor(flags, dtype=torch.uint8)
+        if self.distributed:
+            dist.all_reduce(counts, dist.ReduceOp.MAX, group=self.group)
+        return [bool(count) for count in counts.tolist()]
+
+    def all_gather(self, value: T) -> list[T]:
+        """The values of all ranks, by rank, on every rank."""
         if not self.distributed:
-            return [mine]
+            return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, mine, group=self.group)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def first(self, what: Callable[[], T]) -> T:
-        """Call `what` on rank 0 and give every rank its result. Raises RankFailed on all ranks."""
-        box = [self._attempt(what) if self.rank == 0 else None]
+    def run_on_first(self, function: Callable[[], T]) -> T:
+        """Call a function on rank 0, and return its result on every rank.
+
+        Raises:
+            RankFailed: On all ranks, if the function has failed.
+        """
+        outcome = [self._attempt(function) if self.rank == 0 else None]
         if self.distributed:
-            dist.broadcast_object_list(box, src=0, group=self.group)
-        return self._results(box)[0]
+            dist.broadcast_object_list(outcome, src=0, group=self.group)
+        return self._results(outcome)[0]
 
-    def reduce(self, what: Callable[[], T], then: Callable[[list[T]], R]) -> R:
-        """Call `what` on every rank, and if that went well `then` on rank 0 with all results, by rank; give every rank
-        what that returned. Raises RankFailed on all ranks."""
-        outcomes = self._gather(self._attempt(what))
-        return self.first(lambda: then(self._results(outcomes)))
+    def run_and_combine(self, function: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
+        """Call a function on every rank, and combine the results on rank 0.
 
-    def divide(self, what: Callable[[], T], then: Callable[[list[T]], list[R]]) -> R:
-        """As `reduce`, but `then` returns a value for each rank, which gets that one alone."""
-        outcomes, shares, box = self._gather(self._attempt(what)), list[Any](), [None]
+        Args:
+            function: Called on every rank.
+            combine: Called on rank 0 with all results, by rank, if no rank has failed.
+
+        Returns:
+            What `combine` has returned, on every rank.
+
+        Raises:
+            RankFailed: On all ranks, if the function has failed on any of them, or `combine` has.
+        """
+        outcomes = self._gather(self._attempt(function))
+        return self.run_on_first(lambda: combine(self._results(outcomes)))
+
+    def run_and_divide(self, function: Callable[[], T], divide: Callable[[list[T]], list[R]]) -> R:
+        """Like `run_and_combine`, but each rank gets a value of its own.
+
+        Args:
+            function: Called on every rank.
+            divide: Called on rank 0 with all results, by rank; returns a value for each rank.
+
+        Returns:
+            This rank's value.
+
+        Raises:
+            RankFailed: On all ranks, if the function has failed on any of them, or `divide` has.
+        """
+        outcomes = self._gather(self._attempt(function))
+        shares: list[_Outcome] = []
+        received: list[_Outcome | None] = [None]
         if self.rank == 0:
-            divided = self._attempt(lambda: then(self._results(outcomes)))
-            shares = [_Outcome(part, {}) for part in divided.result or ()] or [divided] * self.size
-            box = shares[:1]
+            divided = self._attempt(lambda: divide(self._results(outcomes)))
+            if divided.reasons:
+                shares = [divided] * self.size
+            else:
+                shares = [_Outcome(share, {}) for share in divided.result]
+            received = [shares[0]]
         if self.distributed:
-            dist.scatter_object_list(box, shares or None, src=0, group=self.group)
-        return self._results(box)[0]
+            dist.scatter_object_list(received, shares or None, src=0, group=self.group)
+        return self._results(received)[0]
 
-    def _gather(self, mine: _Outcome) -> list[_Outcome]:
-        """Every rank's, by rank, on rank 0."""
-        outcomes: list[Any] = [mine] if self.rank == 0 else []
-        if self.distributed:
-            outcomes *= self.size
-            dist.gather_object(mine, outcomes or None, dst=0, group=self.group)
+    def _gather(self, outcome: _Outcome) -> list[_Outcome]:
+        """The outcomes of all ranks, by rank, on rank 0; [] on other ranks."""
+        if not self.distributed:
+            return [outcome]
+        outcomes: list[Any] = [None] * self.size if self.rank == 0 else []
+        dist.gather_object(outcome, outcomes or None, dst=0, group=self.group)
         return outcomes
 
-    def _attempt(self, what: Callable[[], Any]) -> _Outcome:
+    def _attempt(self, function: Callable[[], Any]) -> _Outcome:
         try:
-            return _Outcome(what(), {})
-        except RankFailed as error:  # what an exchange within this one found
+            return _Outcome(function(), {})
+        except RankFailed as error:  # of an exchange within this one
             return _Outcome(None, error.reasons)
-        except BaseException as error:  # whatever it is, the others must learn of it
+        except BaseException as error:  # the other ranks must learn of any failure
             return _Outcome(None, {self.rank: describe(error)})
 
     def _results(self, outcomes: list[Any]) -> list[Any]:
-        reasons = {rank: why for outcome in outcomes for rank, why in outcome.reasons.items()}
+        reasons: dict[int, str] = {}
+        for outcome in outcomes:
+            reasons |= outcome.reasons
         if reasons:
-            named = [f"rank {rank}: {why}" if self.distributed else why for rank, why in sorted(reasons.items())]
-            raise RankFailed("; ".join(named), reasons)
+            lines = [
+                f"rank {rank}: {reason}" if self.distributed else reason
+                for rank, reason in sorted(reasons.items())
+            ]
+            raise RankFailed("; ".join(lines), reasons)
         return [outcome.result for outcome in outcomes]

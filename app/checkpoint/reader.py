@@ -1,11 +1,14 @@
-"""Reading a checkpoint: into a state of any layout, after seeing that it is of the same model and whole; or its model's
-tensors as plain files for others, a file's tensors in memory at a time."""
+"""Reading a checkpoint: into the state of any layout, or as plain files for other programs.
+
+Before a state is filled, the checkpoint is checked: it must be whole, and of the same model. As
+plain files it has the tensors of the model; only those of one file are in memory at a time.
+"""
 
 import json
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,48 +22,77 @@ from app.checkpoint.restricted import Planner, Reader
 from app.errors import UserError
 
 _ADVICE = "use another run.name (or checkpoint.load)"
-_PART, _AVERAGE = "model.", "ema."
+_MODEL_PREFIX = "model."
+_AVERAGE_PREFIX = "ema."
 
 
 def load(commit: Commit, state: dict[str, Any]) -> None:
-    """Fill `state` from a checkpoint in place, whatever layout either has. A collective call where torch.distributed is
-    initialised.
+    """Fill a state from a checkpoint in place, whatever the layout of either.
 
-    state: nested dict of tensors, DTensors and numbers, as for Checkpointer.save. Only the top-level keys that it
-        has are looked at ({"model": …} loads weights alone). Numbers that the checkpoint lacks stay as they are.
-    Raises UserError, the same on every rank and before any tensor is changed, if the checkpoint is of another
-    model or optimizer; and UserError naming the file if a file is damaged.
+    A collective call with torch.distributed.
+
+    Args:
+        commit: The checkpoint.
+        state: Nested dict of tensors, DTensors and numbers, as for Checkpointer.save. Only the
+            top-level keys that it has are read: {"model": …} loads the weights. Numbers that the
+            checkpoint lacks stay as they are.
+
+    Raises:
+        UserError: The checkpoint is of another model or optimizer, and no tensor was changed; or a
+            file is damaged. The same on every rank.
     """
     frozen = frozen_part(commit)
     if frozen is not None:
         if "model" in state:
-            there = Weights(frozen).tensors
-            load(frozen, {"model": {name: value for name, value in state["model"].items() if name in there}})
-            state = {**state, "model": {name: value for name, value in state["model"].items() if name not in there}}
+            state = {**state, "model": _load_frozen(frozen, state["model"])}
         commit = replace(commit, meta={**commit.meta, FROZEN: False})
     ranks = Ranks()
-    problem, metadata = _look(commit, state, ranks)
-    seen = ranks.all((problem, set(flatten(state))))
-    problem = next((p for p, _ in seen if p), None)
-    if problem is None and metadata is not None:
-        problem = _unexpected(commit, metadata, set().union(*(names for _, names in seen)))
-    if problem:
-        raise UserError(problem)
-    reader, planner = Reader(commit.storage), Planner(allow_partial_load=True)
+    _require_fit(commit, state, ranks)
     try:
-        dcp.load(state, storage_reader=reader, planner=planner, no_dist=not ranks.distributed)
+        dcp.load(
+            state,
+            storage_reader=Reader(commit.storage),
+            planner=Planner(allow_partial_load=True),
+            no_dist=not ranks.distributed,
+        )
     except CheckpointException as error:
         faults = verify_together(commit, ranks)
-        failed, (cause, _) = min(error.failures.items())
-        unread = f"the checkpoint {commit.path} could not be read (rank {failed}: {describe(cause)})"
-        raise UserError(_damaged(faults[0]) if faults else unread) from error
+        if faults:
+            raise UserError(_damaged(faults[0])) from error
+        failed_rank, (cause, _) = min(error.failures.items())
+        raise UserError(
+            f"the checkpoint {commit.path} could not be read "
+            f"(rank {failed_rank}: {describe(cause)})"
+        ) from error
 
 
-def _look(commit: Commit, state: dict[str, Any], ranks: Ranks) -> tuple[str | None, Metadata | None]:
-    """What this rank finds wrong before reading any tensor, in one sentence; and the checkpoint's metadata."""
-    table = replace(commit, files={name: file for name, file in commit.files.items() if name == ".metadata"})
-    # Before unpickling: it must be what we wrote.
-    faults = verify(commit, ranks.rank, ranks.size, by="size") or verify(table)
+def _load_frozen(frozen: Commit, model: dict[str, Any]) -> dict[str, Any]:
+    """Load the frozen weights; the others are returned."""
+    names = Weights(frozen).tensors
+    load(frozen, {"model": {name: value for name, value in model.items() if name in names}})
+    return {name: value for name, value in model.items() if name not in names}
+
+
+def _require_fit(commit: Commit, state: dict[str, Any], ranks: Ranks) -> None:
+    """Raise UserError on every rank if the checkpoint is damaged or does not fit some state."""
+    local_problem, metadata = _check_local(commit, state, ranks)
+    by_rank = ranks.all_gather((local_problem, set(flatten(state))))
+    problem = next((each for each, _ in by_rank if each), None)
+    wanted = {name for _, names in by_rank for name in names}
+    if problem is None and metadata is not None:
+        problem = _surplus_tensor(commit, metadata, wanted)
+    if problem:
+        raise UserError(problem)
+
+
+def _check_local(
+    commit: Commit, state: dict[str, Any], ranks: Ranks
+) -> tuple[str | None, Metadata | None]:
+    """(what this rank finds wrong, in a sentence, before it reads a tensor; the metadata)"""
+    metadata_file = {name: file for name, file in commit.files.items() if name == ".metadata"}
+    faults = verify(commit, ranks.rank, ranks.size, by="size")
+    # The metadata is compared in full before it is unpickled: it must be what we have written.
+    faults = faults or verify(replace(commit, files=metadata_file))
     if faults:
         return _damaged(faults[0]), None
     try:
@@ -68,53 +100,83 @@ def _look(commit: Commit, state: dict[str, Any], ranks: Ranks) -> tuple[str | No
     except UserError as error:
         return str(error), None
     for name, value in flatten(state).items():
-        there = metadata.state_dict_metadata.get(name)
-        shape = _shape(there)
-        if isinstance(value, torch.Tensor):
-            here = tuple(value.shape)
-            if there is None or shape != here:
-                what = "is not in it" if there is None else f"is {_words(shape)} there and {_words(here)} here"
-                return _other(commit, name, what), metadata
-        elif shape is not None:
-            return _other(commit, name, f"is {_words(shape)} there and {type(value).__name__} here"), metadata
+        saved = metadata.state_dict_metadata.get(name)
+        difference = _difference(saved, value)
+        if difference:
+            return _other_model(commit, name, difference), metadata
     return None, metadata
 
 
-def _unexpected(commit: Commit, metadata: Metadata, names: set[str]) -> str | None:
-    """A tensor of the checkpoint that no rank has asked for, in the parts that were asked for."""
-    parts = {name.split(".")[0] for name in names}
-    for name, there in metadata.state_dict_metadata.items():
-        if _shape(there) is not None and name.split(".")[0] in parts and name not in names:
-            return _other(commit, name, f"is {_words(_shape(there))} there and does not exist here")
+def _difference(saved: object, value: object) -> str:
+    """How an entry of a checkpoint differs from that of a state; "" if it fits."""
+    saved_shape = _shape(saved)
+    if not isinstance(value, torch.Tensor):
+        if saved_shape is None:
+            return ""
+        return f"is {_words(saved_shape)} there and {type(value).__name__} here"
+    if saved is None:
+        return "is not in it"
+    shape = tuple(value.shape)
+    if saved_shape != shape:
+        return f"is {_words(saved_shape)} there and {_words(shape)} here"
+    return ""
+
+
+def _surplus_tensor(commit: Commit, metadata: Metadata, wanted: set[str]) -> str | None:
+    """A sentence about a tensor of the checkpoint that no rank has, in the parts that are read."""
+    parts = {name.split(".")[0] for name in wanted}
+    for name, saved in metadata.state_dict_metadata.items():
+        shape = _shape(saved)
+        if shape is not None and name.split(".")[0] in parts and name not in wanted:
+            difference = f"is {_words(shape)} there and does not exist here"
+            return _other_model(commit, name, difference)
     return None
 
 
-def _shape(there: object) -> tuple[int, ...] | None:
-    return tuple(there.size) if isinstance(there, TensorStorageMetadata) else None
+def _shape(saved: object) -> tuple[int, ...] | None:
+    return tuple(saved.size) if isinstance(saved, TensorStorageMetadata) else None
 
 
 def _words(shape: tuple[int, ...] | None) -> str:
-    return "not a tensor" if shape is None else "a single number" if shape == () else str(shape)
+    if shape is None:
+        return "not a tensor"
+    return "a single number" if shape == () else str(shape)
 
 
-def _other(commit: Commit, name: str, what: str) -> str:
-    part, _, rest = name.partition(".")
-    kind, shown = ("model", rest) if part == "model" else (part, name)
-    return f"the checkpoint {commit.path} is of another {kind}: {shown} {what}; {_ADVICE}"
+def _other_model(commit: Commit, name: str, difference: str) -> str:
+    part, _, name_in_part = name.partition(".")
+    shown = name_in_part if part == "model" else name
+    return f"the checkpoint {commit.path} is of another {part}: {shown} {difference}; {_ADVICE}"
 
 
 def _damaged(fault: str) -> str:
     return f"the checkpoint is damaged: {fault}; remove its folder to use the one before"
 
 
-# --- plain files
+# --- plain files ----------------------------------------------------------------------------------
+
+
+class _Source(NamedTuple):
+    """Where a tensor is read from."""
+
+    reader: Reader
+    metadata: Metadata
+    key: str
 
 
 class Weights:
-    """The model's tensors of a checkpoint, read one at a time; names without the leading `model.`. Of weights that have
-    a moving average, that.
+    """The tensors of the model in a checkpoint, read one at a time.
 
-    Raises UserError: the checkpoint is damaged (its sizes are looked at) or holds no model.
+    If the weights have a moving average, that is read.
+
+    Args:
+        commit: The checkpoint; the sizes of its files are compared with its marker.
+
+    Attributes:
+        tensors: Shape and type of each tensor by its name in the model.
+
+    Raises:
+        UserError: The checkpoint is damaged, or has no model.
     """
 
     def __init__(self, commit: Commit) -> None:
@@ -122,32 +184,49 @@ class Weights:
         if faults:
             raise UserError(f"the checkpoint is damaged: {faults[0]}; export another")
         self.tensors: dict[str, TensorStorageMetadata] = {}
-        self._where: dict[str, tuple[Reader, Metadata, str]] = {}
-        for part in filter(None, (commit, frozen_part(commit))):
-            reader = Reader(part.storage)
-            metadata = reader.read_metadata()
-            reader.set_up_storage_reader(metadata, True)
-            held = metadata.state_dict_metadata
-            for key, entry in held.items():
-                if key.startswith(_PART) and isinstance(entry, TensorStorageMetadata):
-                    name = key.removeprefix(_PART)
-                    self.tensors[name] = entry
-                    self._where[name] = reader, metadata, _AVERAGE + name if _AVERAGE + name in held else key
+        self._sources: dict[str, _Source] = {}
+        self._add(commit)
+        frozen = frozen_part(commit)
+        if frozen is not None:
+            self._add(frozen)
         if not self.tensors:
-            raise UserError(f"the checkpoint {commit.path} holds no model: give one that trireme has saved")
+            raise UserError(
+                f"the checkpoint {commit.path} holds no model: give one that trireme has saved"
+            )
+
+    def _add(self, commit: Commit) -> None:
+        reader = Reader(commit.storage)
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, True)
+        saved = metadata.state_dict_metadata
+        for key, entry in saved.items():
+            if not key.startswith(_MODEL_PREFIX) or not isinstance(entry, TensorStorageMetadata):
+                continue
+            name = key.removeprefix(_MODEL_PREFIX)
+            average_key = _AVERAGE_PREFIX + name
+            self.tensors[name] = entry
+            self._sources[name] = _Source(
+                reader, metadata, key=average_key if average_key in saved else key
+            )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor by name."""
         return {name: tuple(entry.size) for name, entry in self.tensors.items()}
+
+    def nbytes(self, name: str) -> int:
+        """The size of a tensor in bytes."""
+        entry = self.tensors[name]
+        return entry.size.numel() * entry.properties.dtype.itemsize
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor, in host memory."""
         entry = self.tensors[name]
-        reader, metadata, key = self._where[name]
-        state: dict[str, Any] = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
+        source = self._sources[name]
+        state: dict[str, Any] = {source.key: torch.empty(entry.size, dtype=entry.properties.dtype)}
         planner = Planner(flatten_state_dict=False)
-        planner.set_up_planner(state, metadata, True)
-        reader.read_data(planner.create_local_plan(), planner).wait()
-        return state[key]
+        planner.set_up_planner(state, source.metadata, True)
+        source.reader.read_data(planner.create_local_plan(), planner).wait()
+        return state[source.key]
 
 
 def export(
@@ -158,46 +237,72 @@ def export(
     max_file_bytes: int = 5_000_000_000,
     leave_out: Collection[str] = (),
 ) -> list[Path]:
-    """Write the checkpoint's model tensors into the folder `out`; return the files, the index (if any) last. What was
-    written before a failure is left there.
+    """Write the tensors of a checkpoint's model into a folder.
 
-    "safetensors": `model.safetensors`, or beyond `max_file_bytes` what Hugging Face reads: shards
-    `model-00001-of-0000N.safetensors` and `model.safetensors.index.json`. A tensor larger than that gets a file of its
-    own. "torch": `model.pt`, what `torch.load(..., weights_only=True)` reads; the whole model is in memory for it.
-    leave_out: names of tensors that are not wanted, such as second names of a tied one.
-    Raises UserError as `Weights` does.
+    What was written before a failure stays there.
+
+    Args:
+        commit: The checkpoint.
+        to: "safetensors" writes `model.safetensors`, or if that would be larger than
+            `max_file_bytes`, shards `model-00001-of-0000N.safetensors` and
+            `model.safetensors.index.json`, as Hugging Face reads them. "torch" writes `model.pt`
+            for `torch.load(..., weights_only=True)`, with the whole model in memory.
+        out: The folder.
+        max_file_bytes: The largest size of a shard, unless a single tensor is larger.
+        leave_out: Names of tensors that are not written, such as the second name of a tied one.
+
+    Returns:
+        The files, the index last.
+
+    Raises:
+        UserError: The checkpoint is damaged or has no model, or safetensors lacks a number type.
     """
     weights = Weights(commit)
     names = [name for name in weights.tensors if name not in leave_out]
     out.mkdir(parents=True, exist_ok=True)
     if to == "torch":
-        torch.save({name: weights.read(name) for name in names}, out / "model.pt")
-        return [out / "model.pt"]
+        path = out / "model.pt"
+        torch.save({name: weights.read(name) for name in names}, path)
+        return [path]
+    return _export_safetensors(weights, names, out=out, max_file_bytes=max_file_bytes)
+
+
+def _export_safetensors(
+    weights: Weights, names: list[str], *, out: Path, max_file_bytes: int
+) -> list[Path]:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    sizes = {
-        name: weights.tensors[name].size.numel() * weights.tensors[name].properties.dtype.itemsize for name in names
-    }
+    sizes = {name: weights.nbytes(name) for name in names}
     shards = _divide(sizes, max_file_bytes)
-    files = [out / f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    if len(shards) == 1:
+    count = len(shards)
+    files = [out / f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    if count == 1:
         files = [out / "model.safetensors"]
+    file_of_tensor: dict[str, str] = {}
     for file, shard in zip(files, shards, strict=True):
         try:
-            save_file({name: weights.read(name) for name in shard}, file, metadata={"format": "pt"})
-        except (SafetensorError, KeyError, ValueError) as error:  # a number type that it does not know
-            raise UserError(f"safetensors cannot hold these weights ({error}): export to torch instead") from error
-    if len(shards) > 1:
-        where = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(where.items()))}
-        files.append(out / "model.safetensors.index.json")
-        files[-1].write_text(json.dumps(index, indent=2))
-    return files
+            tensors = {name: weights.read(name) for name in shard}
+            save_file(tensors, file, metadata={"format": "pt"})
+        except (SafetensorError, KeyError, ValueError) as error:  # of an unknown number type
+            raise UserError(
+                f"safetensors cannot hold these weights ({error}): export to torch instead"
+            ) from error
+        for name in shard:
+            file_of_tensor[name] = file.name
+    if count == 1:
+        return files
+    index_path = out / "model.safetensors.index.json"
+    index = {
+        "metadata": {"total_size": sum(sizes.values())},
+        "weight_map": dict(sorted(file_of_tensor.items())),
+    }
+    index_path.write_text(json.dumps(index, indent=2))
+    return [*files, index_path]
 
 
 def _divide(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """The tensors' names in order, in runs of at most `limit` bytes (or one tensor)."""
+    """The tensors' names in order, in shards of at most `limit` bytes or of one tensor."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, size in sizes.items():

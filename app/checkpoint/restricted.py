@@ -1,6 +1,9 @@
-"""Reading a checkpoint runs none of its code: its table is a pickle, and so is what is no tensor in it, and both are
-read by unpicklers that know data alone. Whoever may write to the storage can change a run's numbers, but not take over
-who reads it."""
+"""Reading a checkpoint without running code that it contains.
+
+The metadata of a checkpoint is a pickle, and so is everything in it that is not a tensor. Both are
+read by unpicklers that know only data. Whoever may write to the storage can change the numbers of a
+run, but cannot take over the machine of a person who reads them.
+"""
 
 import io
 import pickle
@@ -16,20 +19,30 @@ from app.checkpoint.dcp import HashedFiles
 from app.errors import UserError
 from app.storage.storage import Storage
 
-TABLE = {
+ALLOWED = {
     "torch": ("Size", "device"),
     "torch.serialization": ("_get_layout",),
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
     "torch.distributed.checkpoint.metadata": (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
     ),
-}  # fmt: skip
-"""All that a checkpoint's `.metadata` may name, by module; and the number types of torch."""
+}
+"""What `.metadata` may name, by module, besides torch's number types and layouts."""
 
 
 class Reader(FileSystemReader):
-    """Reads a checkpoint from a storage."""
+    """Reads a checkpoint.
+
+    Args:
+        storage: Its folder.
+    """
 
     def __init__(self, storage: Storage) -> None:
         super().__init__("")
@@ -37,32 +50,44 @@ class Reader(FileSystemReader):
         self.path: Any = ""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Raises UserError where the table holds anything but data, or is none."""
+        """The checkpoint's metadata.
+
+        Raises:
+            UserError: `.metadata` contains anything but data, or is not metadata.
+        """
         with self.fs.create_stream(".metadata", "rb") as file:
             pickled = file.read()
         try:
-            metadata = TableUnpickler(io.BytesIO(pickled)).load()
+            metadata = MetadataUnpickler(io.BytesIO(pickled)).load()
             if not isinstance(metadata, Metadata):
                 raise pickle.UnpicklingError("its .metadata is no table")
-        except Exception as error:  # a damaged pickle raises anything
-            raise UserError(f"the checkpoint {self.fs.storage} is not read: {error}; use one that you trust") from error
+        except Exception as error:  # a damaged pickle may raise anything
+            raise UserError(
+                f"the checkpoint {self.fs.storage} is not read: {error}; use one that you trust"
+            ) from error
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
-class TableUnpickler(pickle.Unpickler):
+class MetadataUnpickler(pickle.Unpickler):
+    """Reads a pickle that names nothing but what `ALLOWED` lists."""
+
     def find_class(self, module: str, name: str) -> Any:
-        is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout)
-        if is_type or name in TABLE.get(module, ()):
+        is_torch_type = module == "torch" and isinstance(
+            getattr(torch, name, None), torch.dtype | torch.layout
+        )
+        if is_torch_type or name in ALLOWED.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"its .metadata names {module}.{name}, which is no part of a checkpoint's table")
+        raise pickle.UnpicklingError(
+            f"its .metadata names {module}.{name}, which is no part of a checkpoint's table"
+        )
 
 
 class Planner(DefaultLoadPlanner):
-    """Reads numbers and texts by torch's restricted unpickler; torch's own planner would run code."""
+    """Reads numbers and texts with torch's restricted unpickler; DCP's planner would run code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        torch.load(value, weights_only=True)  # raises where there is more
+        torch.load(value, weights_only=True)  # raises if the value is more than data
         value.seek(0)
         super().load_bytes(read_item, value)

@@ -1,13 +1,13 @@
-"""Saving: stage a copy, then write, hash and commit it in the background while training continues.
+"""Saving: copy the state, then write, hash and commit the copy while training continues.
 
-What the ranks do for one save, each in a thread and over a gloo group of its own, so that nothing of it interleaves
-with training's collectives:
+What the ranks do for one save, each in a thread and over a gloo group of its own, so that nothing
+interleaves with the collectives of training:
 
-1. rank 0 chooses the folder and makes it
-2. each rank writes its part (as DCP planned when the layout was last new), hashing as it writes
-3. rank 0 learns how it went on each; if well, and `fence()` still lets us, it writes DCP's metadata and the marker: now
-   the checkpoint exists
-4. all learn that; then rank 0 removes what is no longer kept
+1. Rank 0 chooses the folder and makes it.
+2. Each rank writes its part, as DCP has planned it, and hashes what it writes.
+3. Rank 0 learns how it went on each rank. If it went well, and `fence()` still allows it, rank 0
+   writes DCP's metadata and the marker: now the checkpoint exists.
+4. All ranks learn that; then rank 0 removes the checkpoints that are no longer kept.
 """
 
 import json
@@ -22,27 +22,54 @@ from typing import Any
 
 from torch.distributed.checkpoint.storage import WriteResult
 
-from app.checkpoint.commit import MARKER, Commit, File, Mode, encode, folder_name, remove, superfluous, survey
-from app.checkpoint.dcp import Staged, Stager, Writer
-from app.checkpoint.ranks import SUPERSEDED, CheckpointError, NotFinite, RankFailed, Ranks, Superseded, describe
+from app.checkpoint.commit import (
+    MARKER,
+    Commit,
+    File,
+    Mode,
+    encode,
+    folder_name,
+    remove,
+    superfluous,
+    survey,
+)
+from app.checkpoint.dcp import StagedState, Stager, Writer
+from app.checkpoint.ranks import (
+    SUPERSEDED,
+    CheckpointError,
+    NotFinite,
+    RankFailed,
+    Ranks,
+    Superseded,
+    describe,
+)
 from app.storage.storage import Storage
 
 _log = logging.getLogger(__name__)
 _Written = tuple[dict[str, File], list[WriteResult]]
-"""The files that a rank has written, and what is where in them."""
+"""(the files that a rank has written, what DCP has to know of each tensor in them)"""
 
 
 class Checkpointer:
     """Saves checkpoints into a folder, one at a time, in the background.
 
-    With torch.distributed initialised, every rank makes one and calls save(), wait() and close() alike (making one is a
-    collective call); without it, it serves the one process.
+    With torch.distributed every rank makes one, which is a collective call, and calls save(),
+    wait() and close() alike.
 
-    folder: local path or URL that all ranks see.
-    keep_last, keep_best, mode: how many of the newest are kept, and whether the one with the best metric is.
-    attempt: names this incarnation of the run; part of the folders' names.
-    fence: asked on rank 0 before a folder is made and just before committing; False means that another attempt has
-        taken over, an OSError that the storage is not there just now.
+    Args:
+        folder: A local path or URL that all ranks see.
+        keep_last: How many of the newest checkpoints are kept.
+        keep_best: Whether the one with the best metric is kept.
+        mode: Whether a large or a small metric is good.
+        attempt: Identifies this start of the run, and is part of the folders' names.
+        fence: Called on rank 0 before a folder is made and before a commit. False means that
+            another attempt has taken over, an OSError that the storage is away.
+
+    Attributes:
+        last_stall_seconds: How long the last save() has held up training: waiting for the save
+            before it, and copying. Copying from a GPU goes on after save() has returned, and is
+            added later.
+        last_total_seconds: From the call of the last finished save to its commit or failure.
     """
 
     def __init__(
@@ -56,16 +83,17 @@ class Checkpointer:
         fence: Callable[[], bool] = lambda: True,
     ) -> None:
         self.last_stall_seconds = 0.0
-        """Time that the last save() held training up: waiting for the save before it, and copying (a GPU's, which goes
-        on when save() has returned, is added once it is known)."""
         self.last_total_seconds = 0.0
-        """Time from the call of the last finished save until it was committed, or had failed."""
         self._storage = Storage(folder)
-        self._keep_last, self._keep_best, self._mode = keep_last, keep_best, mode
-        self._attempt, self._fence = attempt, fence
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._mode: Mode = mode
+        self._attempt = attempt
+        self._fence = fence
         self._ranks = Ranks(own_group=True)
         self._stager = Stager(self._ranks)
-        self._before: list[Commit] = []  # rank 0: those there were before the one just committed
+        self._earlier_commits: list[Commit] = []
+        """On rank 0: those before the newest one."""
         self._pending: Future[Commit] | None = None
 
     def save(
@@ -76,66 +104,98 @@ class Checkpointer:
         metric: float | None = None,
         finite: bool = True,
     ) -> None:
-        """Copy `state` and start to save it; when this returns, training may change the tensors.
+        """Copy a state, and begin to save it. Training may then change the tensors.
 
-        state: nested dict of tensors, DTensors and numbers. Tensors of one name are the same on all ranks (or DTensors
-            of one whole); a name may exist on some ranks only (pipeline stages).
-        meta: JSON, with "step".
-        metric: what the checkpoint is judged by; rank 0's counts, and only if it is finite.
-        finite: whether all numbers of this rank's state are; if not, on any rank, NotFinite is raised on all, and
-            nothing was started.
-        Raises CheckpointError if the save before this one failed; then nothing was started, on any rank, and the call
-        may be repeated.
+        Args:
+            state: Nested dict of tensors, DTensors and numbers. Tensors of one name are the same on
+                all ranks, or DTensors of one tensor. A name may exist on some ranks only, as in a
+                pipeline.
+            meta: JSON, with "step".
+            metric: What the checkpoint is judged by: that of rank 0, if it is finite.
+            finite: Whether all numbers of this rank's state are finite.
+
+        Raises:
+            NotFinite: The state of some rank is not finite. Nothing was begun.
+            CheckpointError: The save before this one has failed. Nothing was begun on any rank, and
+                the call may be repeated.
         """
         started = time.perf_counter()
         self.wait()
-        judged = None if metric is None or not math.isfinite(metric) else float(metric)
-        commit = Commit(int(meta["step"]), "", json.loads(json.dumps(meta)), {}, judged, self._attempt)
+        commit = Commit(
+            step=int(meta["step"]),
+            path="",
+            meta=json.loads(json.dumps(meta)),  # a copy
+            files={},
+            metric=float(metric) if metric is not None and math.isfinite(metric) else None,
+            attempt=self._attempt,
+        )
         try:
             staged = self._stager.stage(state, finite)
         except NotFinite:
             raise
-        except Exception as error:  # a rank that failed, or is gone
+        except Exception as error:  # a rank has failed, or is gone
             raise self._failure(commit, error) from error
         self._pending = Future()
-        work = (commit, staged, started, self._pending)
         self.last_stall_seconds = time.perf_counter() - started
-        threading.Thread(target=self._run, args=work, name="checkpoint", daemon=True).start()
+        threading.Thread(
+            target=self._run,
+            args=(commit, staged, started, self._pending),
+            name="checkpoint",
+            daemon=True,
+        ).start()
 
     @property
     def locked_bytes(self) -> int:
-        """Host memory that is page-locked for a GPU's copies; torch's own statistics do not have it."""
+        """Host memory that is page-locked for copies from GPUs, which torch does not count."""
         return self._stager.locked_bytes
 
     def check(self) -> None:
-        """Raise CheckpointError if the last save has failed by now. Does not wait; and does not forget the failure,
-        since ranks get here at different times and must still agree in the next save()."""
+        """Look whether the last save has failed by now, without waiting.
+
+        The failure is not forgotten: ranks get here at different times, and must agree in the next
+        save().
+
+        Raises:
+            CheckpointError: It has failed.
+        """
         if self._pending is not None and self._pending.done():
             self._pending.result()
 
     def wait(self) -> None:
-        """Wait until the save under way is committed. Raises CheckpointError, once, if it failed."""
-        if self._pending is not None:
-            try:
-                self._pending.result()
-            finally:
-                if self._pending.done():  # not when Ctrl-C ended the waiting
-                    self._pending = None
+        """Wait for the save under way.
+
+        Raises:
+            CheckpointError: It has failed; raised once.
+        """
+        if self._pending is None:
+            return
+        try:
+            self._pending.result()
+        finally:
+            if self._pending.done():  # it is not if Ctrl-C has ended the waiting
+                self._pending = None
 
     def close(self) -> None:
-        """Wait for the save under way and free the buffers. Raises CheckpointError if that save failed."""
+        """Wait for the save under way, and free the memory.
+
+        Raises:
+            CheckpointError: The save has failed.
+        """
         try:
             self.wait()
         finally:
             self._stager.close()
 
-    # --- in the background
+    # --- in the background ------------------------------------------------------------------------
 
-    def _run(self, commit: Commit, staged: Staged, started: float, outcome: Future[Commit]) -> None:
+    def _run(
+        self, commit: Commit, staged: StagedState, started: float, outcome: Future[Commit]
+    ) -> None:
+        result: Commit | CheckpointError
         try:
             self.last_stall_seconds += staged.wait()
-            result: Any = self._save(commit, staged)
-        except BaseException as error:  # a thread's exception would be lost
+            result = self._save(commit, staged)
+        except BaseException as error:  # the exception of a thread would be lost
             result = self._failure(commit, error)
         self.last_total_seconds = time.perf_counter() - started
         if isinstance(result, CheckpointError):
@@ -144,25 +204,30 @@ class Checkpointer:
             outcome.set_result(result)
 
     def _failure(self, commit: Commit, error: BaseException) -> CheckpointError:
-        why = str(error) if isinstance(error, RankFailed) else describe(error)
-        superseded = isinstance(error, RankFailed) and SUPERSEDED in error.reasons.values()
+        reason = describe(error)
+        superseded = False
+        if isinstance(error, RankFailed):
+            reason = str(error)
+            superseded = SUPERSEDED in error.reasons.values()
         verb = "was not committed" if superseded else "could not be saved"
         return CheckpointError(
-            f"the checkpoint of step {commit.step} in {self._storage} {verb} ({why}); "
+            f"the checkpoint of step {commit.step} in {self._storage} {verb} ({reason}); "
             "those committed before are untouched",
             superseded=superseded,
         )
 
-    def _save(self, commit: Commit, staged: Staged) -> Commit:
-        here = self._storage.join(self._ranks.first(lambda: self._make_folder(commit.step)))
+    def _save(self, commit: Commit, staged: StagedState) -> Commit:
+        name = self._ranks.run_on_first(lambda: self._make_folder(commit.step))
+        folder = self._storage.join(name)
+        commit = replace(commit, path=folder.url)
         try:
-            commit = self._ranks.reduce(
-                lambda: self._write(here, staged),
-                lambda parts: self._commit(here, staged, replace(commit, path=here.url), parts),
+            commit = self._ranks.run_and_combine(
+                lambda: self._write(folder, staged),
+                lambda by_rank: self._commit(folder, staged, commit, by_rank=by_rank),
             )
         except BaseException:
             if self._ranks.rank == 0:
-                self._discard(here)
+                self._discard(folder)
             raise
         if self._ranks.rank == 0:
             self._prune(commit)
@@ -173,46 +238,65 @@ class Checkpointer:
             raise Superseded
 
     def _make_folder(self, step: int) -> str:
-        self._check_fence()  # before anything is made: where a storage was mounted there may be an empty folder now
+        # First the fence: where a storage was mounted there may now be an empty local folder.
+        self._check_fence()
         name = folder_name(step, self._attempt, self._storage.list())
         self._storage.make(name)
         return name
 
-    def _write(self, here: Storage, staged: Staged) -> _Written:
-        """Write this rank's part and say what it is."""
-        here.make()
-        writer = Writer(here)
+    def _write(self, folder: Storage, staged: StagedState) -> _Written:
+        """Write this rank's part."""
+        folder.make()
+        writer = Writer(folder)
         results = writer.write_data(staged.plan, staged).wait()
         return writer.files.written, results
 
-    def _commit(self, here: Storage, staged: Staged, commit: Commit, parts: list[_Written]) -> Commit:
-        assert staged.table is not None
-        writer = Writer(here)
-        writer.finish(staged.table, [results for _, results in parts])
+    def _commit(
+        self, folder: Storage, staged: StagedState, commit: Commit, *, by_rank: list[_Written]
+    ) -> Commit:
+        """On rank 0: write the metadata and the marker."""
+        assert staged.checkpoint_metadata is not None
         files: dict[str, File] = {}
-        for written in (*(written for written, _ in parts), writer.files.written):
-            files |= written
-        self._before = survey(self._storage).commits
-        commit = replace(commit, files=files, sequence=max((c.sequence for c in self._before), default=0) + 1)
-        here.sync()
+        for files_of_rank, _ in by_rank:
+            files |= files_of_rank
+        writer = Writer(folder)
+        writer.finish(staged.checkpoint_metadata, [results for _, results in by_rank])
+        files |= writer.files.written
+        self._earlier_commits = survey(self._storage).commits
+        newest = max((earlier.sequence for earlier in self._earlier_commits), default=0)
+        commit = replace(commit, files=files, sequence=newest + 1)
+        folder.sync()
         self._storage.sync()
         self._check_fence()
-        here.write_bytes(MARKER, encode(commit))
+        folder.write_bytes(MARKER, encode(commit))
         return commit
 
-    def _discard(self, here: Storage) -> None:
-        """Make room again after a failure (the disk may be full), unless the marker is there: a rank may have died
-        after it was written, before it was told. What cannot be removed is swept later."""
+    def _discard(self, folder: Storage) -> None:
+        """Remove what a failed save has written, since the disk may be full.
+
+        If the marker is there the checkpoint stays: a rank may have died after the commit, before
+        it learnt of it. What cannot be removed is swept later.
+        """
         try:
-            if not here.exists(MARKER):
-                here.remove_tree()
+            if not folder.exists(MARKER):
+                folder.remove_tree()
         except Exception as error:  # each object store library has its own exceptions
-            _log.warning("the unfinished checkpoint %s could not be removed (%s)", here, describe(error))
+            _log.warning(
+                "the unfinished checkpoint %s could not be removed (%s)", folder, describe(error)
+            )
 
     def _prune(self, newest: Commit) -> None:
-        keep: dict[str, Any] = {"keep_last": self._keep_last, "keep_best": self._keep_best, "mode": self._mode}
-        for commit in superfluous([newest, *self._before], **keep):
+        """Remove the checkpoints that are no longer kept."""
+        outdated = superfluous(
+            [newest, *self._earlier_commits],
+            keep_last=self._keep_last,
+            keep_best=self._keep_best,
+            mode=self._mode,
+        )
+        for commit in outdated:
             try:
                 remove(commit.storage)
             except Exception as error:  # each object store library has its own exceptions
-                _log.warning("the old checkpoint %s could not be removed (%s)", commit.path, describe(error))
+                _log.warning(
+                    "the old checkpoint %s could not be removed (%s)", commit.path, describe(error)
+                )

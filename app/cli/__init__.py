@@ -1,19 +1,25 @@
-"""The command line. Each command is a module of its own, imported when it is called: `--help` needs none of them."""
+"""The `trireme` command.
+
+The module of a command is imported when the command is called, so that `--help` imports neither
+torch nor Ray.
+"""
 
 import importlib
 import os
 import sys
-from typing import Any
 
 import click
 
-from app.errors import nearest
+from app.errors import EXIT_REFUSED, EXIT_STOPPED, nearest
 from app.run.abort import abort
 from app.run.stopping import drop_streams, end_at_once, end_on_signals, nobody_reads, open_streams
 
 COMMANDS = {
     "train": ("runs", "Train an experiment, or continue one that was stopped."),
-    "sweep": ("studies", "Search batch size, learning rate and other keys; run it again to continue."),
+    "sweep": (
+        "studies",
+        "Search batch size, learning rate and other keys; run it again to continue.",
+    ),
     "scale": ("studies", "Measure what more workers bring, and whether the next doubling pays."),
     "runs": ("look", "List runs with their state, last loss and age."),
     "watch": ("look", "Follow a run that trains in another shell or on another machine."),
@@ -21,38 +27,60 @@ COMMANDS = {
     "report": ("studies", "Write one page about runs, a sweep or a scaling study."),
     "config": ("runs", "Show every key of an experiment, its value and what it means."),
     "parity": ("studies", "Check that every strategy trains the same model as one device."),
-    "export": ("runs", "Write trained weights as safetensors, a torch file or a Hugging Face folder."),
+    "export": (
+        "runs",
+        "Write trained weights as safetensors, a torch file or a Hugging Face folder.",
+    ),
     "generate": ("generate", "Continue a text with a trained language model."),
-    "sync": ("runs", "Send MLflow what a run could not deliver while the tracking server was down."),
+    "sync": (
+        "runs",
+        "Send MLflow what a run could not deliver while the tracking server was down.",
+    ),
     "submit": ("runs", "Send an experiment to a cluster, follow it, stop it."),
     "queue": ("queue", "Show the queue of a cluster, and set quotas."),
     "doctor": ("cluster", "Check every node and GPU; say what is wrong and what to do."),
-    "plan": ("plan", "Predict which layouts fit, how fast they train and at what cost, before anything starts."),
+    "plan": (
+        "plan",
+        "Predict which layouts fit, how fast they train and at what cost, before anything starts.",
+    ),
     "calibrate": ("plan", "Measure what devices and links reach, for better plans."),
     "cluster": ("cluster", "Define, check, start and stop clusters."),
 }
-"""Name: (module of app.cli with a command of this name, help)."""
+"""For each command, the module of app.cli that defines it, and its line in `trireme --help`."""
 
 
 class LazyGroup(click.Group):
-    """Knows its commands' names and one-line helps without importing them."""
+    """A group that lists its commands without importing them. Its methods are Click's hooks."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names of all commands."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command with this name, imported; None if there is no such command."""
         if cmd_name not in COMMANDS:
             return None
-        return getattr(importlib.import_module(f"app.cli.{COMMANDS[cmd_name][0]}"), cmd_name)
+        module_name, _ = COMMANDS[cmd_name]
+        module = importlib.import_module(f"app.cli.{module_name}")
+        return getattr(module, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the list of commands into the help."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that arguments begin with.
+
+        Raises:
+            UsageError: There is no such command.
+        """
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            hint = nearest(args[0], COMMANDS)
             raise click.UsageError(
-                f"unknown command {args[0]!r}{nearest(args[0], COMMANDS)}: write one of {', '.join(COMMANDS)}"
+                f"unknown command {args[0]!r}{hint}: write one of {', '.join(COMMANDS)}"
             )
         return super().resolve_command(ctx, args)
 
@@ -60,7 +88,8 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="trireme", message="trireme %(version)s")
 def group() -> None:
-    """Train any PyTorch model on any Ray cluster, with any parallel strategy and the same loss curve.
+    """Train any PyTorch model on any Ray cluster, with any parallel strategy and the same loss
+    curve.
 
     \b
     trireme doctor                                are the GPUs usable?
@@ -74,52 +103,78 @@ def group() -> None:
 
 
 def main() -> None:
-    """The console script: exit code 0 for success, 1 for a failed run, 2 for wrong input, 130 for a stopped run."""
+    """The console script.
+
+    The exit code is 0 for success, 1 for a failed run, 2 for wrong input and 130 for a stopped run.
+    """
     open_streams()
-    if "RANK" not in os.environ:  # else temporary folders and processes would be left behind
+    if not _is_rank():  # a signal that is not handled leaves temporary folders and processes behind
         end_on_signals()
+    exit_code = _run_command()
+    if _is_rank() and "torch" in sys.modules:
+        # gloo's threads sometimes abort an interpreter that shuts down around them, and torchrun
+        # would take a finished training for a failed one.
+        abort(exit_code)
+    if not _is_rank():
+        end_at_once(exit_code)
+    drop_streams()
+    sys.exit(exit_code)
+
+
+def _is_rank() -> bool:
+    """Whether this process is one rank of several that torchrun or Slurm started.
+
+    Under Slurm this becomes true while the command runs: launcher=torchrun sets RANK then.
+    """
+    return "RANK" in os.environ
+
+
+def _run_command() -> int:
+    """Run the command that the command line names, and return its exit code."""
     try:
         _check_folder()
         program = [sys.executable, *sys.orig_argv[1:]]
-        code = group.main(prog_name="trireme", standalone_mode=False, obj=program)
-    except click.exceptions.Exit as exit_:
-        code = exit_.exit_code
+        return group.main(prog_name="trireme", standalone_mode=False, obj=program) or 0
+    except click.exceptions.Exit as exit_request:
+        return exit_request.exit_code
     except SystemExit:
         if not nobody_reads():
             raise
-        code = 0  # Click ends with 1 where what it prints has nowhere to go
+        return 0  # Click exits with 1 if the reader of its output has gone, as in `| head`
     except click.ClickException as error:
-        print(f"trireme: {sentence(error)}", file=sys.stderr)
-        code = 2
-    except (click.Abort, KeyboardInterrupt) as stop:  # in what no command's own code has been reached
-        reason = stop if isinstance(stop, KeyboardInterrupt) else stop.__cause__
-        print(f"trireme: {str(reason or '') or 'stopped by Ctrl-C'}", file=sys.stderr)
-        code = 130
-    if "torch" in sys.modules and "RANK" in os.environ:
-        # One of torchrun's. gloo's threads sometimes abort an interpreter that shuts down around them, and torchrun
-        # would take a finished training for a failed one.
-        abort(code or 0)
-    if "RANK" not in os.environ:
-        end_at_once(code or 0)
-    drop_streams()
-    sys.exit(code or 0)
+        print(f"trireme: {usage_error(error)}", file=sys.stderr)
+        return EXIT_REFUSED
+    except (click.Abort, KeyboardInterrupt) as stop:  # before the command's own code was reached
+        interrupt = stop if isinstance(stop, KeyboardInterrupt) else stop.__cause__
+        reason = str(interrupt or "") or "stopped by Ctrl-C"
+        print(f"trireme: {reason}", file=sys.stderr)
+        return EXIT_STOPPED
 
 
-def sentence(error: click.ClickException) -> str:
-    """What a command line has wrong. Keys are no options: `--workers 4` is written workers=4."""
+def usage_error(error: click.ClickException) -> str:
+    """What is wrong with a command line.
+
+    Keys are not options: someone who writes `--workers 4` is told to write workers=VALUE.
+    """
     if isinstance(error, click.NoSuchOption) and not error.possibilities:
-        from app.config.words import KEYS, meant_key
+        from app.config.words import OTHER_NAMES, meant_key
 
         word = error.option_name.lstrip("-")
-        key = word if word in KEYS else meant_key(word)
+        key = word if word in OTHER_NAMES else meant_key(word)
         if key is not None:
             return f"there is no option {error.option_name}: write {key}=VALUE, without dashes"
     return error.format_message()
 
 
 def _check_folder() -> None:
-    """Raises click.UsageError where the current folder has been removed: relative paths mean nothing in it."""
+    """Check that the current folder exists, since relative paths depend on it.
+
+    Raises:
+        UsageError: The current folder has been removed.
+    """
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise click.UsageError("the current folder has been removed: go to another one (`cd`) first") from None
+        raise click.UsageError(
+            "the current folder has been removed: go to another one (`cd`) first"
+        ) from None

@@ -1,38 +1,60 @@
-"""What the commands share: their common options, an experiment's arguments with completion, and how errors end."""
+"""What commands share: common options, an experiment's arguments with completion, and errors."""
 
 import dataclasses
 import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import click
 from click.shell_completion import CompletionItem
 
 from app.config import Config
 from app.console.terminal import Console
-from app.errors import Interrupted, RunFailed, UserError
+from app.errors import (
+    EXIT_FAILED,
+    EXIT_REFUSED,
+    EXIT_STOPPED,
+    Interrupted,
+    RunFailed,
+    UserError,
+)
 from app.run.endings import MACHINE_ERRORS, USER_ERRORS
 
-COMMON = {
-    "--json": ("as_json", "Print only the result, as JSON."),
-    "--verbose": ("verbose", "Show the output of Ray and other libraries too."),
-    "--traceback": ("traceback", "Show Python's traceback of an error."),
-}
-STATUS = {1: "failed", 2: "refused", 130: "stopped"}
+STATUS = {EXIT_FAILED: "failed", EXIT_REFUSED: "refused", EXIT_STOPPED: "stopped"}
+"""The `status` in the JSON of a command that ends with an error, by its exit code."""
+
+
+class CommandRegistry(Protocol):
+    """Makes commands of functions: Click itself, or one of its groups."""
+
+    def command(self, name: str) -> Callable[[Callable[..., Any]], click.Command]:
+        """A decorator that makes a command with this name."""
+        ...
 
 
 @dataclasses.dataclass
 class Invocation:
-    """One call of a command: where it prints, and what its common options say."""
+    """One call of a command.
+
+    Args:
+        console: Where the command prints.
+        as_json: Whether --json was given.
+        verbose: Whether --verbose was given.
+    """
 
     console: Console
     as_json: bool
     verbose: bool = False
 
     def answer(self, value: Any, text: str = "") -> None:
-        """Prints the result: `value` (a dataclass or plain values) as JSON with --json, else `text`."""
+        """Print the command's result.
+
+        Args:
+            value: A dataclass or plain values, printed as JSON with --json.
+            text: Printed without --json.
+        """
         if self.as_json:
             plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
             self.console.result(json.dumps(plain, default=str))
@@ -40,79 +62,128 @@ class Invocation:
             self.console.result(text)
 
 
-def verb(name: str, *, group: Any = click, verbose: bool = False) -> Callable[[Callable[..., None]], click.Command]:
-    """Makes a command of a function (Invocation, arguments and options); adds --json, --traceback and, if asked for,
-    --verbose. An error that is meant for a person ends it with one sentence and an exit code."""
+def verb(
+    name: str, *, group: CommandRegistry = click, verbose: bool = False
+) -> Callable[[Callable[..., None]], click.Command]:
+    """Make a command of a function that takes an Invocation and the command's parameters.
+
+    The command also has the options --json and --traceback. An error that is meant for a person
+    ends it with one sentence and an exit code.
+
+    Args:
+        name: The name of the command.
+        group: The group of the command.
+        verbose: Whether the command has the option --verbose.
+    """
 
     def decorate(function: Callable[..., None]) -> click.Command:
         @functools.wraps(function)
-        def call(*, as_json: bool, traceback: bool, verbose: bool = False, **given: Any) -> None:
+        def call(
+            *, as_json: bool, traceback: bool, verbose: bool = False, **parameters: Any
+        ) -> None:
             cli = Invocation(Console(quiet=as_json), as_json, verbose)
             try:
-                function(cli, **given)
+                function(cli, **parameters)
             except (click.ClickException, click.exceptions.Exit, click.Abort):
                 raise
-            except KeyboardInterrupt as stop:
-                sentence = f"{str(stop) or 'stopped by Ctrl-C'}: run the same command again"
-                raise click.exceptions.Exit(_explain(cli, Interrupted(sentence))) from None
+            except KeyboardInterrupt as interrupt:
+                reason = str(interrupt) or "stopped by Ctrl-C"
+                stopped = Interrupted(f"{reason}: run the same command again")
+                raise click.exceptions.Exit(_report_error(cli, stopped)) from None
             except Exception as error:
                 if traceback:
                     raise
-                raise click.exceptions.Exit(_explain(cli, error)) from None
+                raise click.exceptions.Exit(_report_error(cli, error)) from None
 
         command = group.command(name)(call)
-        for option, (field, text) in COMMON.items():
-            if verbose or field != "verbose":
-                command.params.append(click.Option([option, field], is_flag=True, help=text))
+        command.params.append(_flag("--json", "as_json", "Print only the result, as JSON."))
+        if verbose:
+            text = "Show the output of Ray and other libraries too."
+            command.params.append(_flag("--verbose", "verbose", text))
+        text = "Show Python's traceback of an error."
+        command.params.append(_flag("--traceback", "traceback", text))
         return command
 
     return decorate
 
 
-class WithDefault(click.Group):
-    """A group of which `default` is meant where none of its commands is named: `submit EXPERIMENT.yaml`, `queue`."""
-
-    def __init__(self, *given: Any, default: str, **named: Any) -> None:
-        super().__init__(*given, **named)
-        self.default = default
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not args or (args[0] not in self.commands and args[0] not in ("-h", "--help")):
-            args = [self.default, *args]
-        return super().parse_args(ctx, args)
+def _flag(option: str, parameter: str, text: str) -> click.Option:
+    return click.Option([option, parameter], is_flag=True, help=text)
 
 
-def _explain(cli: Invocation, error: Exception) -> int:
-    """Says an error in one sentence; the exit code that it stands for."""
-    code = 2 if isinstance(error, USER_ERRORS) else 130 if isinstance(error, Interrupted) else 1
+def _report_error(cli: Invocation, error: Exception) -> int:
+    """Print an error as one sentence, and return its exit code."""
+    if isinstance(error, USER_ERRORS):
+        code = EXIT_REFUSED
+    elif isinstance(error, Interrupted):
+        code = EXIT_STOPPED
+    else:
+        code = EXIT_FAILED
     text = str(error)
     if not isinstance(error, (*USER_ERRORS, *MACHINE_ERRORS, RunFailed, Interrupted)):
-        text = f"{type(error).__name__}: {text.strip().partition(chr(10))[0]} (--traceback shows where)"
+        first_line = text.strip().partition("\n")[0]
+        text = f"{type(error).__name__}: {first_line} (--traceback shows where)"
     cli.answer({"status": STATUS[code], "error": text})
     cli.console.error(f"trireme: {text}")
     return code
 
 
+class GroupWithDefault(click.Group):
+    """A group of commands, one of which need not be named, as in `submit EXPERIMENT.yaml`.
+
+    Args:
+        default: The command that runs if the first argument names no command.
+    """
+
+    def __init__(self, *args: Any, default: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.default = default
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Click's hook: insert the default command where none is named."""
+        names_a_command = bool(args) and (args[0] in self.commands or args[0] in ("-h", "--help"))
+        if not names_a_command:
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+
 class ExperimentArguments(click.ParamType):
-    """YAML files and key=value, in any order; completes both."""
+    """YAML files and key=value, in any order; both have shell completion."""
 
     name = "YAML file or key=value"
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Click's hook: complete a value, or else a path or a key."""
         from app.config.check import CHOICES
-        from app.config.io import documentation
 
         key, equals, value = incomplete.partition("=")
         if equals:
-            return [CompletionItem(f"{key}={choice}") for choice in CHOICES.get(key, ()) if choice.startswith(value)]
-        known = documentation()
-        keys = [
-            CompletionItem(f"{name}=", help=text.split(".")[0])
-            for name, text in known.items()
-            if name.startswith(incomplete) and not any(other.startswith(f"{name}.") for other in known)
-        ]
-        paths = [path for path in sorted(Path().glob(f"{incomplete}*")) if path.is_dir() or path.suffix == ".yaml"]
-        return [CompletionItem(f"{path}/" if path.is_dir() else str(path)) for path in paths] + keys
+            choices = [choice for choice in CHOICES.get(key, ()) if choice.startswith(value)]
+            return [CompletionItem(f"{key}={choice}") for choice in choices]
+        return [*_complete_path(incomplete), *_complete_key(incomplete)]
+
+
+def _complete_path(incomplete: str) -> list[CompletionItem]:
+    items = []
+    for path in sorted(Path().glob(f"{incomplete}*")):
+        if path.is_dir():
+            items.append(CompletionItem(f"{path}/"))
+        elif path.suffix == ".yaml":
+            items.append(CompletionItem(str(path)))
+    return items
+
+
+def _complete_key(incomplete: str) -> list[CompletionItem]:
+    from app.config.io import SECTIONS, documentation
+
+    items = []
+    for key, text in documentation().items():
+        if key.startswith(incomplete) and key not in SECTIONS:
+            first_sentence = text.split(".")[0]
+            items.append(CompletionItem(f"{key}=", help=first_sentence))
+    return items
 
 
 experiment_arguments = click.argument(
@@ -120,17 +191,35 @@ experiment_arguments = click.argument(
 )
 
 
-def split(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """YAML files, and key=value overrides. Raises UserError for two that contradict each other."""
-    given = {a.partition("=")[0] for a in arguments if "=" in a}
-    if {"train.steps", "train.epochs"} <= given:
-        raise UserError("train.steps and train.epochs are both given, and say two lengths: leave one out")
-    return [a for a in arguments if "=" not in a], [a for a in arguments if "=" in a]
+def files_and_overrides(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Divide arguments into paths of YAML files and key=value overrides.
+
+    Raises:
+        UserError: Two overrides contradict each other.
+    """
+    files = [argument for argument in arguments if "=" not in argument]
+    overrides = [argument for argument in arguments if "=" in argument]
+    keys = {override.partition("=")[0] for override in overrides}
+    if {"train.steps", "train.epochs"} <= keys:
+        raise UserError(
+            "train.steps and train.epochs are both given, and say two lengths: leave one out"
+        )
+    return files, overrides
 
 
-def read(arguments: tuple[str, ...], *, needs_file: bool = True) -> Config:
+def read_experiment(arguments: tuple[str, ...], *, needs_file: bool = True) -> Config:
+    """The configuration that a command's arguments describe.
+
+    Args:
+        arguments: YAML files and key=value.
+        needs_file: Whether no arguments at all are a mistake.
+
+    Raises:
+        UserError: The arguments are missing, or something in them is wrong.
+    """
     from app.config.io import load_config
 
     if needs_file and not arguments:
         raise UserError("no experiment is given: write for instance experiments/mnist.yaml")
-    return load_config(*split(arguments))
+    files, overrides = files_and_overrides(arguments)
+    return load_config(files, overrides)

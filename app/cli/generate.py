@@ -11,17 +11,55 @@ from app.errors import UserError
 @verb("generate")
 @click.argument("run", metavar="RUN")
 @click.argument("text", required=False)
-@click.option("--max-tokens", type=int, default=200, show_default=True, metavar="N", help="Tokens to add at most.")
 @click.option(
-    "--temperature", type=float, default=0.8, show_default=True, metavar="T", help="0 takes the most probable token."
+    "--max-tokens",
+    type=int,
+    default=200,
+    show_default=True,
+    metavar="N",
+    help="Tokens to add at most.",
+)
+@click.option(
+    "--temperature",
+    type=float,
+    default=0.8,
+    show_default=True,
+    metavar="T",
+    help="0 takes the most probable token.",
 )
 @click.option("--top-k", type=int, metavar="K", help="Draw from the K most probable tokens only.")
-@click.option("--top-p", type=float, metavar="P", help="Draw from the fewest tokens that together reach P.")
-@click.option("--seed", type=int, default=0, show_default=True, metavar="N", help="The same seed, the same text.")
-@click.option("--step", type=int, metavar="N", help="The checkpoint of this step. Default: the newest intact one.")
+@click.option(
+    "--top-p",
+    type=float,
+    metavar="P",
+    help="Draw from the fewest tokens that together reach P.",
+)
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="The same seed, the same text.",
+)
+@click.option(
+    "--step",
+    type=int,
+    metavar="N",
+    help="The checkpoint of this step. Default: the newest intact one.",
+)
 @click.option("--interactive", is_flag=True, help="Ask for one text after another, until Ctrl-D.")
 def generate(
-    cli: Invocation, run: str, text: str | None, seed: int, step: int | None, interactive: bool, **sampled: float
+    cli: Invocation,
+    run: str,
+    text: str | None,
+    max_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    step: int | None,
+    interactive: bool,
 ) -> None:
     """Continue a text with a language model that a run has trained, or trains now.
 
@@ -30,8 +68,9 @@ def generate(
     trireme generate runs/gpt "import " --temperature 0.5 --top-k 40 --step 300
     trireme generate runs/llama --interactive
 
-    Works for every language model of Trireme's own and of transformers, trained on whatever layout, on this machine's
-    GPU if it has one. One with an encoder (T5, BART) makes its text of the one given.
+    Works for every language model of Trireme's own and of transformers, trained on whatever layout,
+    on this machine's GPU if it has one. One with an encoder (T5, BART) makes its text of the one
+    given.
     """
     import torch
 
@@ -41,26 +80,31 @@ def generate(
 
     if text is None and not interactive:
         raise UserError('no text is given: write one, such as "def main(", or --interactive')
-    sampling = Sampling(**sampled)  # type: ignore[arg-type]
+    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     cli.console.status("reading the checkpoint")
     result = trained(open_run(run), step, cli.console.say)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = result.model.to(device)
     preprocessor = text_input(result.task)
     generator = torch.Generator(device).manual_seed(seed)
-    if text is not None:
-        pieces = [text]
-        cli.console.part(text)
-        for piece in continuation(model, preprocessor, text, sampling=sampling, generator=generator):
+
+    def print_continuation(prompt: str) -> str:
+        pieces = []
+        for piece in continuation(
+            model, preprocessor, prompt, sampling=sampling, generator=generator
+        ):
             pieces.append(piece)
             cli.console.part(piece)
         cli.console.say("")
-        cli.answer({"status": "complete", "step": result.step, "text": "".join(pieces)})
+        return "".join(pieces)
+
+    if text is not None:
+        cli.console.part(text)
+        generated = print_continuation(text)
+        cli.answer({"status": "complete", "step": result.step, "text": text + generated})
     while interactive:
         try:
-            text = input("> " if sys.stdin.isatty() else "")
+            prompt = input("> " if sys.stdin.isatty() else "")
         except EOFError:
             return
-        for piece in continuation(model, preprocessor, text, sampling=sampling, generator=generator):
-            cli.console.part(piece)
-        cli.console.say("")
+        print_continuation(prompt)

@@ -7,6 +7,9 @@ import click
 from app.cli.common import Invocation, verb
 from app.errors import Interrupted, RunFailed
 
+LOCAL_POLL_SECONDS = 1.0
+REMOTE_POLL_SECONDS = 5.0
+
 
 @verb("runs")
 @click.argument("folder", metavar="[FOLDER]", default="runs")
@@ -22,8 +25,9 @@ def runs(cli: Invocation, folder: str) -> None:
     """
     from app.run.look import list_runs, table
 
-    found = list_runs(folder)
-    cli.answer([dataclasses.asdict(run) for run in found], table(found) if found else f"there is no run in {folder}")
+    states = list_runs(folder)
+    text = table(states) if states else f"there is no run in {folder}"
+    cli.answer([dataclasses.asdict(state) for state in states], text)
 
 
 @verb("watch")
@@ -35,18 +39,20 @@ def watch(cli: Invocation, run: str) -> None:
     trireme watch runs/gpt
     trireme watch s3://team/runs/gpt
 
-    RUN is the run's folder, which this machine must be able to read. Ctrl-C ends the watching, not the run. The exit
-    code is the run's own: 0 finished, 1 failed or lost, 130 stopped.
+    RUN is the run's folder, which this machine must be able to read. Ctrl-C ends the watching, not
+    the run. The exit code is the run's own: 0 finished, 1 failed or lost, 130 stopped.
     """
     from app.console.terminal import evaluation_line
     from app.run.look import follow, open_run
     from app.training.events import StepsDone
 
-    storage, said = open_run(run), ""
-    for state in follow(storage, 1.0 if storage.is_local else 5.0):
-        if state.driver != said and state.driver:
+    storage = open_run(run)
+    poll_seconds = LOCAL_POLL_SECONDS if storage.is_local else REMOTE_POLL_SECONDS
+    previous_driver = ""
+    for state in follow(storage, poll_seconds):
+        if state.driver and state.driver != previous_driver:
             cli.console.say(f"{state.name}: {state.state}, {state.driver}")
-        said = state.driver
+        previous_driver = state.driver
         if state.progress and state.state == "running":
             cli.console.progress(StepsDone.from_record(state.progress), state.evaluated)
         if cli.console.output_closed:
@@ -56,24 +62,27 @@ def watch(cli: Invocation, run: str) -> None:
         raise Interrupted(f"{ending}: the command that started it continues it")
     if state.state != "finished":
         raise RunFailed(f"{ending}; its logs are in {state.folder}/logs")
-    cli.answer(state, f"{ending}: {evaluation_line(state.evaluated)}" if state.evaluated else ending)
+    text = f"{ending}: {evaluation_line(state.evaluated)}" if state.evaluated else ending
+    cli.answer(state, text)
 
 
 @verb("profile")
 @click.argument("run", metavar="RUN")
 def profile(cli: Invocation, run: str) -> None:
-    """Show where the time of a run's profiled steps went: the longest operators, and exposed communication.
+    """Show where the time of a run's profiled steps went: the longest operators, and exposed
+    communication.
 
     \b
     trireme train experiments/gpt.yaml profile.steps=[20,25]
     trireme profile runs/gpt
 
-    Per step: each operator without what it calls. Communication is exposed while nothing is computed. The traces
-    beside the table open in https://ui.perfetto.dev.
+    Per step: each operator without what it calls. Communication is exposed while nothing is
+    computed. The traces beside the table open in https://ui.perfetto.dev.
     """
     from app.run.look import open_run
     from app.training.profiler import read_profile, table
 
     storage = open_run(run)
-    found, folder = read_profile(storage)
-    cli.answer(found | {"folder": f"{storage.url}/{folder}"}, f"{table(found)}traces are in {storage.url}/{folder}")
+    profile_values, folder = read_profile(storage)
+    url = f"{storage.url}/{folder}"
+    cli.answer({**profile_values, "folder": url}, f"{table(profile_values)}traces are in {url}")

@@ -5,18 +5,25 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import click
 
-from app.cli.common import Invocation, WithDefault, experiment_arguments, read, verb
-from app.cli.runs import to_a_server
+from app.cli.common import (
+    GroupWithDefault,
+    Invocation,
+    experiment_arguments,
+    read_experiment,
+    verb,
+)
+from app.cli.runs import server_options
 
 if TYPE_CHECKING:
     from app.submit.client import Server
 
 
-@click.group("queue", cls=WithDefault, default="list")
+@click.group("queue", cls=GroupWithDefault, default="list")
 def queue() -> None:
     """Show the queue of a cluster, and set quotas.
 
@@ -25,75 +32,111 @@ def queue() -> None:
     trireme queue --cluster my-cluster.yaml
     trireme queue quota ada 16
 
-    Runs start in the order of priority and age, each when its whole group fits. A run of higher priority has those of
-    lower ones save a checkpoint and wait again. `trireme submit stop JOB` takes one out.
+    Runs start in the order of priority and age, each when its whole group fits. A run of higher
+    priority has those of lower ones save a checkpoint and wait again. `trireme submit stop JOB`
+    takes one out.
     """
 
 
-def runs_folder(function: Any) -> Any:
+def storage_option(function: Callable[..., None]) -> Callable[..., None]:
+    """Add --storage to a command."""
     text = "The folder of the runs. Default: that of the cluster's file, else runs."
     return click.option("--storage", default="", metavar="FOLDER", help=text)(function)
 
 
 @verb("list", group=queue)
-@runs_folder
-@to_a_server
+@storage_option
+@server_options
 def list_(cli: Invocation, storage: str, server: Server) -> None:
     """Show what trains, the line, and when each run is expected to start."""
     from app.submit import queue_job
-    from app.submit.queue import Book, expected
+    from app.submit.queue import QueueStore, expected_starts
 
-    if _there(cli, server, storage, "list"):
+    if _ran_on_cluster(cli, server, storage, words=["list"]):
         return
-    book = Book(storage or "runs")
-    found = queue_job.rows(book, queue_job.client())
-    when = expected(found, book.free())
-    plain = [
-        {**dataclasses.asdict(row), "state": row.state.value, "starts_in": when.get(row.entry.id)} for row in found
+    store = QueueStore(storage or "runs")
+    rows = queue_job.read_rows(store, queue_job.job_client())
+    seconds_to_start = expected_starts(rows, store.free())
+    values = [
+        {
+            **dataclasses.asdict(row),
+            "state": row.state.value,
+            "starts_in": seconds_to_start.get(row.entry.id),
+        }
+        for row in rows
     ]
-    cli.answer(plain, "\n".join(queue_job.table(found, book)))
+    cli.answer(values, "\n".join(queue_job.table(rows, store)))
 
 
 @verb("resume", group=queue)
-@runs_folder
-@to_a_server
+@storage_option
+@server_options
 def resume(cli: Invocation, storage: str, server: Server) -> None:
     """Send runs again whose jobs are gone with the cluster's head. They keep their places."""
     from app.submit import queue_job
-    from app.submit.queue import Book
+    from app.submit.queue import QueueStore
 
-    if _there(cli, server, storage, "resume"):
+    if _ran_on_cluster(cli, server, storage, words=["resume"]):
         return
-    book, jobs = Book(storage or "runs"), queue_job.client()
-    count = queue_job.send_again(book, jobs, queue_job.rows(book, jobs), cli.console.say)
+    store = QueueStore(storage or "runs")
+    jobs = queue_job.job_client()
+    rows = queue_job.read_rows(store, jobs)
+    count = queue_job.send_again(store, jobs, rows=rows, say=cli.console.say)
     cli.answer({"sent": count}, f"{count} sent again")
 
 
 @verb("quota", group=queue)
 @click.argument("user", metavar="USER")
 @click.argument("workers", metavar="[WORKERS]", type=click.IntRange(0), required=False)
-@runs_folder
-@to_a_server
+@storage_option
+@server_options
 def quota(cli: Invocation, user: str, workers: int | None, storage: str, server: Server) -> None:
-    """Set how many WORKERS a user may have at once; without a number, any. A USER of * stands for all others."""
-    from app.submit.queue import Book
+    """Set how many WORKERS a user may have at once; without a number, any. A USER of * stands for
+    all others."""
+    from app.submit.queue import QueueStore
 
-    if _there(cli, server, storage, "quota", user, *([] if workers is None else [str(workers)])):
+    words = ["quota", user]
+    if workers is not None:
+        words.append(str(workers))
+    if _ran_on_cluster(cli, server, storage, words=words):
         return
-    book = Book(storage or "runs")
-    book.set_quota(user, workers)
-    cli.answer(book.quotas(), "\n".join(f"{name}: {most} workers" for name, most in book.quotas().items()))
+    store = QueueStore(storage or "runs")
+    store.set_quota(user, workers)
+    quotas = store.quotas()
+    cli.answer(quotas, "\n".join(f"{name}: {limit} workers" for name, limit in quotas.items()))
 
 
-def _there(cli: Invocation, server: Server, storage: str, *words: str) -> bool:
-    """Does it on the cluster that is named, as a job; whether one is."""
-    from app.submit.submission import ask, own_storage
+def _ran_on_cluster(cli: Invocation, server: Server, storage: str, *, words: list[str]) -> bool:
+    """Run a command of `trireme queue` as a job on the cluster, unless this is that job.
 
-    if not server.cluster and "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ:
+    Args:
+        cli: The invocation of the command here.
+        server: The cluster's job server.
+        storage: The folder of the runs; "" means the default.
+        words: The command and its arguments.
+
+    Returns:
+        Whether the command has been run there, so that nothing is left to do here.
+
+    Raises:
+        Exit: The job has failed.
+    """
+    from app.submit.submission import run_on_cluster, storage_of_cluster
+
+    is_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    if is_job and not server.cluster:
         return False
-    kept = storage or own_storage(server.cluster) or "runs"
-    options = ["--storage", kept, *(["--json"] if cli.as_json else [])]
-    code, printed = ask(server, f"queue {words[0]}", (), [*words[1:], *options], lambda text: None)
+    command, *parameters = words
+    options = ["--storage", storage or storage_of_cluster(server.cluster) or "runs"]
+    if cli.as_json:
+        options.append("--json")
+    code, printed = run_on_cluster(
+        server,
+        f"queue {command}",
+        arguments=(),
+        options=[*parameters, *options],
+        say=lambda text: None,
+    )
     cli.console.result(printed.rstrip("\n"))
     if code:
         raise click.exceptions.Exit(code)
@@ -105,11 +148,18 @@ def _there(cli: Invocation, server: Server, storage: str, *words: str) -> bool:
 @click.option("--id", required=True, metavar="ID", help="The run's in the queue.")
 @click.option("--user", required=True, metavar="USER", help="Whose it is.")
 @click.option("--priority", default=0, metavar="N", help="The highest first.")
-def enter(cli: Invocation, arguments: tuple[str, ...], **about: Any) -> None:
+def enter(cli: Invocation, arguments: tuple[str, ...], id: str, user: str, priority: int) -> None:
     """Wait in the queue, then train. It is what a queued run's job does on the cluster."""
-    from app.submit.queue_job import enter as wait
+    from app.submit.queue_job import enter as wait_for_turn
 
-    environment = dict(os.environ)  # connecting changes it
-    wait(read(arguments), arguments, about, cli.console.say)
-    own = ["-P"] if sys.flags.safe_path else []
-    os.execve(sys.executable, [sys.executable, *own, "-m", "app", "train", *arguments], environment)
+    environment = dict(os.environ)  # connecting to Ray changes os.environ
+    wait_for_turn(
+        read_experiment(arguments),
+        words=arguments,
+        id=id,
+        user=user,
+        priority=priority,
+        say=cli.console.say,
+    )
+    python = [sys.executable, "-P"] if sys.flags.safe_path else [sys.executable]
+    os.execve(python[0], [*python, "-m", "app", "train", *arguments], environment)

@@ -1,11 +1,15 @@
-"""`trireme sweep`, `scale`, `parity`, `report`: many runs, and what they say together (experiments/)."""
-
-from typing import Any
+"""`trireme sweep`, `scale`, `parity` and `report`: many runs together (experiments/)."""
 
 import click
 
-from app.cli.common import Invocation, experiment_arguments, read, split, verb
-from app.errors import RunFailed, UserError
+from app.cli.common import (
+    Invocation,
+    experiment_arguments,
+    files_and_overrides,
+    read_experiment,
+    verb,
+)
+from app.errors import EXIT_FAILED, RunFailed, UserError
 
 COUNT = click.IntRange(min=1)
 
@@ -19,98 +23,156 @@ def sweep(cli: Invocation, arguments: tuple[str, ...]) -> None:
     trireme sweep experiments/sweep_mnist.yaml
     trireme sweep experiments/sweep_gpt.yaml searcher=optuna trials=32 scheduler=asha
 
-    Run it again to continue after a crash or Ctrl-C: trials that have ended are kept, the others continue, failed ones
-    are tried again. Exit code 1 if some failed.
+    Run it again to continue after a crash or Ctrl-C: trials that have ended are kept, the others
+    continue, failed ones are tried again. Exit code 1 if some failed.
     """
-    files, overrides = split(arguments)
+    files, overrides = files_and_overrides(arguments)
     if len(files) != 1:
-        raise UserError("give one sweep file: write for instance trireme sweep experiments/sweep_mnist.yaml")
+        raise UserError(
+            "give one sweep file: write for instance trireme sweep experiments/sweep_mnist.yaml"
+        )
     from experiments.sweep import run, spec
 
     outcome = run.sweep(spec.read_sweep(files[0], overrides), cli.console, verbose=cli.verbose)
     cli.answer(outcome)
     if outcome.message:
         cli.console.error(f"trireme: {outcome.message}")
-        raise click.exceptions.Exit(1)
+        raise click.exceptions.Exit(EXIT_FAILED)
 
 
 @verb("scale", verbose=True)
 @experiment_arguments
 @click.option("--workers", required=True, metavar="1,2,4", help="Numbers of workers to measure.")
-@click.option("--strategy", metavar="NAME,NAME", help="Strategies to measure. Default: the experiment's.")
-@click.option("--strong/--weak", default=True, help="Strong: the same batch on more workers. Weak: it grows with them.")
 @click.option(
-    "--repeats", type=COUNT, metavar="N", default=3, show_default=True, help="Measurements of every point, in turns."
+    "--strategy",
+    metavar="NAME,NAME",
+    help="Strategies to measure. Default: the experiment's.",
 )
-@click.option("--steps", type=COUNT, metavar="N", default=10, show_default=True, help="Steps in a block.")
-@click.option("--blocks", type=COUNT, metavar="N", default=5, show_default=True, help="Blocks per point.")
+@click.option(
+    "--strong/--weak",
+    default=True,
+    help="Strong: the same batch on more workers. Weak: it grows with them.",
+)
+@click.option(
+    "--repeats",
+    type=COUNT,
+    metavar="N",
+    default=3,
+    show_default=True,
+    help="Measurements of every point, in turns.",
+)
+@click.option(
+    "--steps", type=COUNT, metavar="N", default=10, show_default=True, help="Steps in a block."
+)
+@click.option(
+    "--blocks", type=COUNT, metavar="N", default=5, show_default=True, help="Blocks per point."
+)
 def scale(
-    cli: Invocation, arguments: tuple[str, ...], workers: str, strategy: str | None, strong: bool, **measured: Any
+    cli: Invocation,
+    arguments: tuple[str, ...],
+    workers: str,
+    strategy: str | None,
+    strong: bool,
+    repeats: int,
+    steps: int,
+    blocks: int,
 ) -> None:
-    """Measure an experiment on several numbers of workers; say what more of them would bring, and whether it pays.
+    """Measure an experiment on several numbers of workers; say what more of them would bring, and
+    whether it pays.
 
     \b
     trireme scale experiments/gpt.yaml --workers 1,2,4,8 --strategy ddp,fsdp
     trireme scale experiments/mnist.yaml --workers 1,2 --weak
 
-    Every point runs alone, in a placement group of its own. No weights are kept. Run it again to continue.
+    Every point runs alone, in a placement group of its own. No weights are kept. Run it again to
+    continue.
     """
-    config = read(arguments)
+    config = read_experiment(arguments)
     try:
-        counts = tuple(int(n) for n in workers.split(","))
+        worker_counts = tuple(int(word) for word in workers.split(","))
     except ValueError:
-        raise UserError(f"--workers is {workers!r}: write numbers with commas, such as 1,2,4") from None
+        raise UserError(
+            f"--workers is {workers!r}: write numbers with commas, such as 1,2,4"
+        ) from None
     from experiments.scale import run
     from strategies.dims import DEGREES
     from strategies.registry import automatic
 
-    names = (strategy or config.strategy).split(",")
-    if names == ["auto"]:  # the same strategy at every point, so without a planner
-        names = [automatic(max(counts), {name: getattr(config.parallel, name) for name in DEGREES}).name]
-    plan = run.Plan(counts, tuple(name.strip() for name in names), not strong, **measured)
+    strategies = tuple(name.strip() for name in (strategy or config.strategy).split(","))
+    if strategies == ("auto",):
+        # Without a planner, so that every point has the same strategy.
+        degrees: dict[str, int | None] = {name: getattr(config.parallel, name) for name in DEGREES}
+        strategies = (automatic(max(worker_counts), degrees).name,)
+    plan = run.StudyPlan(
+        workers=worker_counts,
+        strategies=strategies,
+        weak=not strong,
+        repeats=repeats,
+        blocks=blocks,
+        steps=steps,
+    )
     cli.answer(run.scale(config, plan, cli.console, verbose=cli.verbose))
 
 
 @verb("parity")
 @experiment_arguments
-@click.option("--steps", metavar="N", default=20, show_default=True, help="Training steps of each row.")
+@click.option(
+    "--steps", metavar="N", default=20, show_default=True, help="Training steps of each row."
+)
 @click.option("--rows", "names", metavar="NAME,NAME", help="Only these strategies. Default: all.")
-@click.option("--workers", metavar="2,4", help="Only rows with these numbers of workers. Default: all.")
-@click.option("--checkpoints", is_flag=True, help="Also continue every row's checkpoint under every row.")
+@click.option(
+    "--workers", metavar="2,4", help="Only rows with these numbers of workers. Default: all."
+)
+@click.option(
+    "--checkpoints", is_flag=True, help="Also continue every row's checkpoint under every row."
+)
 def parity(
-    cli: Invocation, arguments: tuple[str, ...], names: str | None, workers: str | None, **measured: Any
+    cli: Invocation,
+    arguments: tuple[str, ...],
+    names: str | None,
+    workers: str | None,
+    steps: int,
+    checkpoints: bool,
 ) -> None:
-    """Train an experiment's model under every strategy, and compare each loss curve with one device's.
+    """Train an experiment's model under every strategy, and compare each loss curve with one
+    device's.
 
     \b
     trireme parity experiments/gpt.yaml
     trireme parity experiments/mnist.yaml --rows ddp,fsdp --workers 2
     trireme parity experiments/gpt.yaml train.precision=bf16
 
-    Starts processes on this machine, on its GPUs where there are enough for all rows. The columns are the largest
-    relative differences: of a step's loss, of its gradient norm, and of a weight tensor at the end. In bf16 the bound
-    is twice how far one device is from itself with the samples of a batch in other orders, over the first 8 steps. A
-    row that cannot train the model is REFUSED, with the reason. A model with dropout differs under every row: set it to
-    0. Exit code 1 if a row differs or fails.
+    Starts processes on this machine, on its GPUs where there are enough for all rows. The columns
+    are the largest relative differences: of a step's loss, of its gradient norm, and of a weight
+    tensor at the end. In bf16 the bound is twice how far one device is from itself with the samples
+    of a batch in other orders, over the first 8 steps. A row that cannot train the model is
+    REFUSED, with the reason. A model with dropout differs under every row: set it to 0. Exit code 1
+    if a row differs or fails.
     """
     from experiments.parity import experiment
 
-    config = read(arguments)
-    rows = experiment.chosen(names, workers, experiment.has_experts(config))
+    config = read_experiment(arguments)
+    rows = experiment.choose_rows(names, workers, has_experts=experiment.has_experts(config))
     cli.console.status(f"training {len(rows)} rows")
-    results = experiment.measure(config, rows=rows, **measured)
+    results = experiment.measure(config, steps=steps, rows=rows, checkpoints=checkpoints)
     cli.answer(experiment.as_dicts(results), experiment.table(results))
-    for verdict, what in (("FAILED", "failed"), ("DIFFERS", "differ from one device")):
-        found = [result for result in results if result.verdict == verdict]
-        if found:
-            raise RunFailed(f"{len(found)} of {len(results)} rows {what}, the first {found[0].row}")
+    for verdict, outcome in (("FAILED", "failed"), ("DIFFERS", "differ from one device")):
+        bad_rows = [result.row for result in results if result.verdict == verdict]
+        if bad_rows:
+            raise RunFailed(
+                f"{len(bad_rows)} of {len(results)} rows {outcome}, the first {bad_rows[0]}"
+            )
     if all(result.verdict == "REFUSED" for result in results):
         raise RunFailed(f"every row was refused, the first because {results[0].refused}")
 
 
 @verb("report")
 @click.argument("folders", nargs=-1, metavar="FOLDER…", required=True)
-@click.option("--out", metavar="FILE.html", help="The page to write. Default: report.html, of several comparison.html.")
+@click.option(
+    "--out",
+    metavar="FILE.html",
+    help="The page to write. Default: report.html, of several comparison.html.",
+)
 def report(cli: Invocation, folders: tuple[str, ...], out: str | None) -> None:
     """Write one self-contained page about runs, a sweep or a scaling study.
 

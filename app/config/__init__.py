@@ -1,4 +1,4 @@
-"""What a run is configured by: every key with its documentation, how it is read, and what is checked of it."""
+"""The configuration of a run: its keys, how they are read, and how their values are checked."""
 
 from app.config.schema import (
     CheckpointConfig,

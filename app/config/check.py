@@ -1,7 +1,7 @@
-"""Values that no run could use, told before anything starts: tables of keys, each mistake one sentence."""
+"""Finds values that no run can use before anything starts: one sentence for each mistake."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -17,23 +17,54 @@ from strategies.options import (
 )
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_POSITIVE = (
-    "budget cluster.min_workers "
-    "train.steps train.epochs train.global_batch_size train.micro_batch_size train.clip_norm train.eval_every "
-    "train.eval_batch_size train.patience train.log_every train.noise_scale_every optimizer.lr_batch_size "
-    "checkpoint.every_steps checkpoint.every_seconds checkpoint.keep_last "
-    "parallel.dp_replicate parallel.dp_shard parallel.cp parallel.tp parallel.pp parallel.ep parallel.chunks "
-    "parallel.trace_step"
+POSITIVE = (
+    "budget",
+    "cluster.min_workers",
+    "train.steps",
+    "train.epochs",
+    "train.global_batch_size",
+    "train.micro_batch_size",
+    "train.clip_norm",
+    "train.eval_every",
+    "train.eval_batch_size",
+    "train.patience",
+    "train.log_every",
+    "train.noise_scale_every",
+    "optimizer.lr_batch_size",
+    "checkpoint.every_steps",
+    "checkpoint.every_seconds",
+    "checkpoint.keep_last",
+    "parallel.dp_replicate",
+    "parallel.dp_shard",
+    "parallel.cp",
+    "parallel.tp",
+    "parallel.pp",
+    "parallel.ep",
+    "parallel.chunks",
+    "parallel.trace_step",
 )
-_NOT_NEGATIVE = (
-    "cluster.wait_seconds "
-    "parallel.bucket_mb parallel.profile_every train.seed train.data_workers optimizer.lr optimizer.weight_decay "
-    "optimizer.eps "
-    "schedule.warmup_steps schedule.final_fraction tracking.system_metrics_every tracking.flush_timeout "
-    "fault.max_restarts fault.start_seconds fault.hang_seconds fault.elastic_seconds"
+"""Keys whose value, unless it is null, must be greater than 0."""
+NOT_NEGATIVE = (
+    "cluster.wait_seconds",
+    "parallel.bucket_mb",
+    "parallel.profile_every",
+    "train.seed",
+    "train.data_workers",
+    "optimizer.lr",
+    "optimizer.weight_decay",
+    "optimizer.eps",
+    "schedule.warmup_steps",
+    "schedule.final_fraction",
+    "tracking.system_metrics_every",
+    "tracking.flush_timeout",
+    "fault.max_restarts",
+    "fault.start_seconds",
+    "fault.hang_seconds",
+    "fault.elastic_seconds",
 )
+"""Keys whose value, unless it is null, must be 0 or greater."""
 OPTIMIZERS = ("adamw", "adam", "sgd")
-"""Those of torch that a name is enough for (app/training/optimizer.py)."""
+"""The optimizers of torch that have a short name (app/training/optimizer.py)."""
 CHOICES = {
     "run.log_format": ("text", "json"),
     "launcher": ("auto", "ray", "actors", "local", "torchrun"),
@@ -47,79 +78,31 @@ CHOICES = {
     "checkpoint.mode": ("min", "max"),
     "cluster.when_pending": ("end", "shrink"),
 }
+"""The values that a key may have."""
 
 
 def validate(config: Config, mistakes: Sequence[str] = ()) -> None:
-    """Raises UserError for the values that no run could use, a sentence each, after the mistakes found before."""
-    if found := [*mistakes, *_mistakes(config)]:
-        raise UserError("\n".join(found))
+    """Check that every value is one that a run can use.
 
+    Args:
+        config: The configuration.
+        mistakes: Sentences about mistakes that are already known; they come first in the message.
 
-def _mistakes(config: Config) -> Iterator[str]:
-    def value(key: str) -> Any:
-        return reduce(getattr, key.split("."), config)
-
-    for key in _POSITIVE.split():
-        if value(key) is not None and not value(key) > 0:
-            yield f"{key} is {value(key)}, but it must be greater than 0"
-    for key in _NOT_NEGATIVE.split():
-        if value(key) is not None and not value(key) >= 0:
-            yield f"{key} is {value(key)}, but it must not be negative"
-    yield from _names(config)
-    for key, allowed in CHOICES.items():
-        if value(key) not in allowed:
-            near = nearest(value(key), allowed)
-            yield f"{key} is {value(key)!r}, but it must be one of {', '.join(allowed)}{near}"
-    if config.train.ema_decay is not None and not 0 < config.train.ema_decay < 1:
-        yield f"train.ema_decay is {config.train.ema_decay}, but it must be between 0 and 1, such as 0.999"
-    if config.optimizer.lr_scaling != "none" and config.optimizer.lr_batch_size is None:
-        yield (
-            f"optimizer.lr_scaling is {config.optimizer.lr_scaling}, but optimizer.lr_batch_size does not say which "
-            "batch size optimizer.lr is meant for: write for instance optimizer.lr_batch_size=256"
-        )
-    if config.run.name and not RUN_NAME.fullmatch(config.run.name):
-        yield f"run.name is {config.run.name!r}: use letters, digits, '.', '_' and '-' (at most 128)"
-    if config.workers != "auto" and not (config.workers.isdigit() and int(config.workers) > 0):
-        yield f"workers is {config.workers!r}, but it must be auto or a whole number greater than 0"
-    first_and_last, ranks = config.profile.steps, config.profile.ranks
-    if first_and_last and not (len(first_and_last) == 2 and 0 < first_and_last[0] <= first_and_last[1]):
-        yield (f"profile.steps is {first_and_last}, but it must be the first and the last step, such as [20, 25]")
-    if not ranks or min(ranks) < 0:
-        yield f"profile.ranks is {ranks}, but it must be numbers of workers, of which the first is 0"
-    if not (len(config.optimizer.betas) == 2 and all(0 <= beta < 1 for beta in config.optimizer.betas)):
-        yield f"optimizer.betas is {config.optimizer.betas}, but it must be two numbers from 0 to below 1: [0.9, 0.999]"
-    yield from _resources("resources_per_worker", config.resources_per_worker)
-    for stage, resources in enumerate(config.parallel.stage_resources):
-        yield from _resources(f"parallel.stage_resources[{stage}]", resources)
-
-
-def _names(config: Config) -> Iterator[str]:
-    """Names that would otherwise be looked up when torch, and perhaps Ray, have been waited for."""
-    for name in config.strategy.replace("×", "+").split("+"):
-        if name.strip() not in ("auto", *STRATEGIES):
-            yield unknown_strategy(name.strip())
-    if ":" not in config.optimizer.name and config.optimizer.name not in OPTIMIZERS:
-        yield unknown_optimizer(config.optimizer.name)
-
-
-def unknown_optimizer(name: str) -> str:
-    """The sentence about an optimizer that is neither one of torch's that a name is enough for, nor an import path."""
-    return (
-        f"optimizer.name is {name!r}, but it must be one of {', '.join(OPTIMIZERS)} or an import path such as "
-        f"my_package.my_module:MyOptimizer{nearest(name.lower(), OPTIMIZERS)}"
-    )
-
-
-def _resources(key: str, resources: dict[str, float]) -> Iterator[str]:
-    for name, amount in resources.items():
-        if not isinstance(amount, (int, float)):  # OmegaConf lets a mapping of mappings pass
-            yield f"{key}.{name} is {amount}, but it must be a number"
-        elif not amount >= 0:
-            yield f"{key}.{name} is {amount}, but it must not be negative"
+    Raises:
+        UserError: There are mistakes; the message has a line for each.
+    """
+    sentences = [*mistakes, *_mistakes(config)]
+    if sentences:
+        raise UserError("\n".join(sentences))
 
 
 def check_trainable(config: Config) -> None:
-    """What `train` needs beyond a valid tree."""
+    """Check that a valid configuration has what training needs.
+
+    Raises:
+        UserError: The task, the run's name or the length of the training is missing, or the length
+            is given twice.
+    """
     if not config.task:
         raise UserError("task is empty: write for instance task=image_classification")
     if not config.run.name:
@@ -127,3 +110,111 @@ def check_trainable(config: Config) -> None:
     if (config.train.steps is None) == (config.train.epochs is None):
         given = "neither is" if config.train.steps is None else "both are"
         raise UserError(f"give train.steps or train.epochs, one of the two: {given} given")
+
+
+def unknown_optimizer(name: str) -> str:
+    """The sentence about an optimizer that is neither a short name nor an import path."""
+    return (
+        f"optimizer.name is {name!r}, but it must be one of {', '.join(OPTIMIZERS)} "
+        "or an import path such as my_package.my_module:MyOptimizer"
+        f"{nearest(name.lower(), OPTIMIZERS)}"
+    )
+
+
+def _mistakes(config: Config) -> Iterator[str]:
+    yield from _ranges(config)
+    yield from _names(config)
+    yield from _choices(config)
+    yield from _training(config)
+    yield from _workers_and_profile(config)
+    yield from _optimizer(config)
+    yield from _resources("resources_per_worker", config.resources_per_worker)
+    for stage, resources in enumerate(config.parallel.stage_resources):
+        yield from _resources(f"parallel.stage_resources[{stage}]", resources)
+
+
+def _value(config: Config, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    # A comparison with NaN is False: `not value > 0` refuses NaN, `value <= 0` would not.
+    for key in POSITIVE:
+        value = _value(config, key)
+        if value is not None and not value > 0:
+            yield f"{key} is {value}, but it must be greater than 0"
+    for key in NOT_NEGATIVE:
+        value = _value(config, key)
+        if value is not None and not value >= 0:
+            yield f"{key} is {value}, but it must not be negative"
+
+
+def _names(config: Config) -> Iterator[str]:
+    """Unknown strategies and optimizers.
+
+    Without this check they would be noticed only after torch, and perhaps Ray, has started.
+    """
+    for written in config.strategy.replace("×", "+").split("+"):
+        strategy = written.strip()
+        if strategy not in ("auto", *STRATEGIES):
+            yield unknown_strategy(strategy)
+    is_import_path = ":" in config.optimizer.name
+    if not is_import_path and config.optimizer.name not in OPTIMIZERS:
+        yield unknown_optimizer(config.optimizer.name)
+
+
+def _choices(config: Config) -> Iterator[str]:
+    for key, choices in CHOICES.items():
+        value = _value(config, key)
+        if value not in choices:
+            hint = nearest(value, choices)
+            yield f"{key} is {value!r}, but it must be one of {', '.join(choices)}{hint}"
+
+
+def _training(config: Config) -> Iterator[str]:
+    ema_decay = config.train.ema_decay
+    if ema_decay is not None and not 0 < ema_decay < 1:
+        yield f"train.ema_decay is {ema_decay}, but it must be between 0 and 1, such as 0.999"
+    if config.optimizer.lr_scaling != "none" and config.optimizer.lr_batch_size is None:
+        yield (
+            f"optimizer.lr_scaling is {config.optimizer.lr_scaling}, but optimizer.lr_batch_size "
+            "does not say which batch size optimizer.lr is meant for: "
+            "write for instance optimizer.lr_batch_size=256"
+        )
+
+
+def _workers_and_profile(config: Config) -> Iterator[str]:
+    name = config.run.name
+    if name and not RUN_NAME.fullmatch(name):
+        yield f"run.name is {name!r}: use letters, digits, '.', '_' and '-' (at most 128)"
+    workers = config.workers
+    if workers != "auto" and not (workers.isdecimal() and int(workers) > 0):
+        yield f"workers is {workers!r}, but it must be auto or a whole number greater than 0"
+    steps = config.profile.steps
+    if steps and not (len(steps) == 2 and 0 < steps[0] <= steps[1]):
+        yield (
+            f"profile.steps is {steps}, "
+            "but it must be the first and the last step, such as [20, 25]"
+        )
+    ranks = config.profile.ranks
+    if not ranks or min(ranks) < 0:
+        yield (
+            f"profile.ranks is {ranks}, but it must be numbers of workers, of which the first is 0"
+        )
+
+
+def _optimizer(config: Config) -> Iterator[str]:
+    betas = config.optimizer.betas
+    if not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
+        yield (
+            f"optimizer.betas is {betas}, "
+            "but it must be two numbers from 0 to below 1: [0.9, 0.999]"
+        )
+
+
+def _resources(key: str, resources: Mapping[str, float]) -> Iterator[str]:
+    for name, amount in resources.items():
+        if not isinstance(amount, (int, float)):  # OmegaConf accepts a mapping of mappings
+            yield f"{key}.{name} is {amount}, but it must be a number"
+        elif not amount >= 0:
+            yield f"{key}.{name} is {amount}, but it must not be negative"

@@ -1,4 +1,7 @@
-"""Reads a `Config`: defaults < YAML files < key=value, each mistake one sentence that names its place."""
+"""Reads and writes a `Config`: defaults < YAML files < key=value.
+
+Each mistake becomes one sentence that says where it is.
+"""
 
 import ast
 import dataclasses
@@ -22,64 +25,91 @@ from app.errors import UserError, nearest
 from cluster.document import read_document
 from strategies.options import Options
 
+SECTIONS = tuple(
+    field.name
+    for field in dataclasses.fields(Config)
+    if dataclasses.is_dataclass(field.default_factory)
+)
+"""The keys of the configuration that have keys below them, such as `train`."""
+COMMENT_WIDTH = 110  # columns up to which `explain` fills a line of documentation
+
 
 def load_config(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> Config:
-    """The configuration of `files`, merged in order, with `key=value` overrides on top.
+    """The configuration of some files, merged in order, with overrides on top.
+
+    Args:
+        files: Paths of YAML files.
+        overrides: `key=value` with dotted keys, as on a command line.
 
     Raises:
-        UserError: a file is missing or no mapping; a key is unknown; a value has the wrong type or range.
+        UserError: A file is missing or has no keys; a key is unknown; a value has the wrong type or
+            is one that no run can use.
     """
     tree: Any = _defaults()
-    paths, mistakes = [Path(file) for file in files], list[str]()
-    for file in paths:
-        tree = _merge(tree, read_yaml(file), str(file), mistakes)
-    if given := [_read_override(override) for override in overrides]:
-        together = typing.cast(DictConfig, OmegaConf.merge(*given))
-        tree = _merge(tree, together, "on the command line", mistakes)
-    if paths and not OmegaConf.is_interpolation(tree.run, "name") and not tree.run.name:
+    mistakes: list[str] = []
+    paths = [Path(file) for file in files]
+    for path in paths:
+        tree = _merge_valid(tree, read_yaml(path), place=f"in {path}", mistakes=mistakes)
+    parsed_overrides = [_read_override(override) for override in overrides]
+    if parsed_overrides:
+        command_line = typing.cast(DictConfig, OmegaConf.merge(*parsed_overrides))
+        tree = _merge_valid(tree, command_line, place="on the command line", mistakes=mistakes)
+    name_is_empty = not OmegaConf.is_interpolation(tree.run, "name") and not tree.run.name
+    if paths and name_is_empty:
         tree = OmegaConf.merge(tree, {"run": {"name": paths[0].stem}})
-    return _finished(tree, mistakes)
+    return _validated(tree, mistakes)
 
 
-@lru_cache
-def _defaults() -> DictConfig:
-    """Made once, which takes as long as all that follows. Nobody changes it: merging copies what it merges into."""
-    return OmegaConf.structured(Config)
+def from_dict(values: Mapping[str, Any], source: str = "the saved configuration") -> Config:
+    """The configuration from which `to_dict` made a dictionary.
+
+    Args:
+        values: The dictionary.
+        source: Where it was stored, for messages.
+
+    Raises:
+        UserError: A key is unknown, or a value does not fit.
+    """
+    mistakes: list[str] = []
+    created = OmegaConf.create(dict(values))
+    tree = _merge_valid(_defaults(), created, place=f"in {source}", mistakes=mistakes)
+    return _validated(tree, mistakes)
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """Another configuration: this one with other values for some dotted keys. They are not checked again."""
+    """A copy of the configuration with other values for some dotted keys, which are not checked.
+
+    Raises:
+        KeyError: A dotted key goes below a value.
+    """
     for key, value in values.items():
         config = _with_value(config, key, value)
     return config
 
 
 def _with_value(section: Any, key: str, value: Any) -> Any:
-    name, _, rest = key.partition(".")
-    if rest and not dataclasses.is_dataclass(getattr(section, name)):
+    name, _, subkey = key.partition(".")
+    if not subkey:
+        return dataclasses.replace(section, **{name: value})
+    subsection = getattr(section, name)
+    if not dataclasses.is_dataclass(subsection):
         raise KeyError(key)
-    return dataclasses.replace(section, **{name: _with_value(getattr(section, name), rest, value) if rest else value})
-
-
-def from_dict(values: Mapping[str, Any], source: str = "the saved configuration") -> Config:
-    """The configuration that `to_dict` gave."""
-    mistakes: list[str] = []
-    return _finished(_merge(_defaults(), OmegaConf.create(dict(values)), source, mistakes), mistakes)
+    return dataclasses.replace(section, **{name: _with_value(subsection, subkey, value)})
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Plain nested dictionaries, ready for JSON and YAML."""
+    """The configuration as nested dictionaries, ready for JSON and YAML."""
     return dataclasses.asdict(config)
 
 
 def to_yaml(config: Config | Mapping[str, Any]) -> str:
-    """The whole configuration (or its tree) as a YAML file that `load_config` reads back to the same tree."""
+    """All values of a configuration, or of its `to_dict`, as a YAML file for `load_config`."""
     tree = dict(config) if isinstance(config, Mapping) else to_dict(config)
     return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"a": {"b": 1}}` -> `{"a.b": 1}`; empty mappings are left out."""
+    """`{"a": {"b": 1}}` becomes `{"a.b": 1}`; empty mappings are left out."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -89,18 +119,18 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-# --- documentation ----------------------------------------------------------------------------------------------
+# --- documentation ---
 
 
 @lru_cache
 def documentation() -> dict[str, str]:
-    """Every dotted key with the string that stands under its field."""
+    """The documentation of every dotted key: the string under its field."""
     docs: dict[str, str] = {}
 
-    def visit(cls: type, prefix: str) -> None:
-        own = _field_docs(cls)
-        for name, hint in typing.get_type_hints(cls).items():
-            docs[prefix + name] = own.get(name, "")
+    def visit(section: type, prefix: str) -> None:
+        field_docs = _field_docs(section)
+        for name, hint in typing.get_type_hints(section).items():
+            docs[prefix + name] = field_docs.get(name, "")
             if dataclasses.is_dataclass(hint):
                 visit(typing.cast(type, hint), f"{prefix}{name}.")
 
@@ -108,9 +138,12 @@ def documentation() -> dict[str, str]:
     return docs
 
 
-def _field_docs(cls: type) -> dict[str, str]:
-    """The string under each field of a dataclass; under that of `Options` where a field's default is `Options.NAME`."""
-    (definition,) = ast.parse(inspect.getsource(cls)).body
+def _field_docs(section: type) -> dict[str, str]:
+    """The string under each field of a dataclass.
+
+    A field whose default is `Options.NAME` has the string under that field of `Options`.
+    """
+    (definition,) = ast.parse(inspect.getsource(section)).body
     assert isinstance(definition, ast.ClassDef)
     docs: dict[str, str] = {}
     field = ""
@@ -124,60 +157,79 @@ def _field_docs(cls: type) -> dict[str, str]:
             case ast.Expr(value=ast.Constant(value=str(text))) if field:
                 docs[field] = " ".join(text.split())
     return docs
-    return docs
 
 
 def explain(config: Config) -> str:
-    """The resolved configuration as YAML, each key under its documentation; also valid as an experiment file."""
-    docs, default = documentation(), to_dict(Config())
+    """The resolved configuration as YAML, each key under its documentation.
+
+    It is also valid as an experiment file.
+    """
+    docs = documentation()
     lines: list[str] = []
 
-    def visit(values: Mapping[str, Any], default: Any, prefix: str, indent: str) -> None:
+    def visit(values: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str) -> None:
+        indent = "  " if prefix else ""
         for key, value in values.items():
-            lines.extend(f"{indent}# {line}" for line in textwrap.wrap(docs.get(prefix + key, ""), 110 - len(indent)))
-            if isinstance(value, Mapping) and f"{prefix}{key}." in _SECTIONS:
-                lines.append(f"{indent}{key}:")
-                visit(value, default[key], f"{prefix}{key}.", indent + "  ")
+            comment = textwrap.wrap(docs.get(prefix + key, ""), COMMENT_WIDTH - len(indent))
+            lines.extend(f"{indent}# {line}" for line in comment)
+            if not prefix and key in SECTIONS:
+                lines.append(f"{key}:")
+                visit(value, defaults[key], f"{key}.")
             else:
-                changed = isinstance(default, Mapping) and value != default.get(key)
-                lines.append(
-                    f"{indent}{key}: {_flow(value)}" + (f"  # default: {_flow(default[key])}" if changed else "")
-                )
-            if not indent:
+                is_default = value == defaults[key]
+                note = "" if is_default else f"  # default: {_one_line_yaml(defaults[key])}"
+                lines.append(f"{indent}{key}: {_one_line_yaml(value)}{note}")
+            if not prefix:
                 lines.append("")
 
-    visit(to_dict(config), default, "", "")
+    visit(to_dict(config), to_dict(Config()), "")
     return "\n".join(lines).rstrip() + "\n"
 
 
-_SECTIONS = {
-    f"{field.name}." for field in dataclasses.fields(Config) if dataclasses.is_dataclass(field.default_factory)
-}
-
-
-def _flow(value: Any) -> str:
+def _one_line_yaml(value: object) -> str:
     text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10_000)
     return text.removesuffix("...\n").strip()
 
 
-# --- reading ----------------------------------------------------------------------------------------------------
+# --- reading ---
+
+
+@lru_cache
+def _defaults() -> DictConfig:
+    """The tree of all defaults.
+
+    It is made once, because making it takes as long as the rest of reading a configuration. Nobody
+    changes it: `OmegaConf.merge` copies.
+    """
+    return OmegaConf.structured(Config)
 
 
 def read_yaml(file: Path) -> DictConfig:
-    """The keys in a YAML file. Raises UserError: it cannot be read, or has no keys."""
+    """The keys in a YAML file.
+
+    Raises:
+        UserError: The file cannot be read, has a key twice, or has no keys.
+    """
     if not file.exists():
-        near = nearest(str(file), file.parent.glob("*.y*ml"))
-        raise UserError(f"there is no file {file}{near}: write the path of a YAML file")
+        hint = nearest(str(file), file.parent.glob("*.y*ml"))
+        raise UserError(f"there is no file {file}{hint}: write the path of a YAML file")
     try:
-        read = read_document(str(file), file.read_text())
-        tree = OmegaConf.create(read.data if read.data is not None else {})
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError, RecursionError) as error:
-        where = getattr(error, "problem_mark", None)
-        place = f" at line {where.line + 1}" if where else ""
-        what = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise UserError(f"{file} cannot be read as YAML{place}: {what}") from error
-    for twice in read.duplicates:
-        raise UserError(f"{file} at line {twice.line}: {twice.message}")
+        document = read_document(str(file), file.read_text())
+        tree = OmegaConf.create(document.data if document.data is not None else {})
+    except (
+        yaml.YAMLError,
+        OmegaConfBaseException,
+        OSError,
+        UnicodeDecodeError,
+        RecursionError,
+    ) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" at line {mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UserError(f"{file} cannot be read as YAML{place}: {reason}") from error
+    if document.duplicates:
+        duplicate = document.duplicates[0]
+        raise UserError(f"{file} at line {duplicate.line}: {duplicate.message}")
     if not isinstance(tree, DictConfig):
         raise UserError(f"{file} holds no keys: write lines such as `task: image_classification`")
     return tree
@@ -186,82 +238,147 @@ def read_yaml(file: Path) -> DictConfig:
 def _read_override(override: str) -> DictConfig:
     key, equals, _ = override.partition("=")
     if not equals or not key.strip():
-        raise UserError(f"{override!r} is neither a YAML file nor key=value: write for instance train.steps=100")
+        raise UserError(
+            f"{override!r} is neither a YAML file nor key=value: write for instance train.steps=100"
+        )
     try:
         return OmegaConf.from_dotlist([override])
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(
-            f"the value of {key} on the command line is not valid YAML: put it in double quotes within single ones, "
-            f"""as '{key}="…"'"""
+            f"the value of {key} on the command line is not valid YAML: "
+            f"""put it in double quotes within single ones, as '{key}="…"'"""
         ) from error
 
 
-def _merge(tree: DictConfig, values: DictConfig, source: str, mistakes: list[str]) -> DictConfig:
-    """The tree with the values on top, but for those that do not fit, which become sentences."""
+def _merge_valid(
+    tree: DictConfig, values: DictConfig, *, place: str, mistakes: list[str]
+) -> DictConfig:
+    """The tree with those of the values that fit.
+
+    Args:
+        tree: The tree so far.
+        values: Values to put on top.
+        place: Where the values were written, such as "in a.yaml".
+        mistakes: Gets a sentence for each value that does not fit.
+    """
     try:
-        return _merged(tree, values, source)
+        return _merge(tree, values, place)
     except UserError as error:
-        before = len(mistakes)
-        plain: Any = OmegaConf.to_container(values)  # interpolations as they are written
-        for key, value in plain.items():
-            section = isinstance(value, dict) and f"{key}." in _SECTIONS
-            parts = [{key: {name: each}} for name, each in value.items()] if section else [{key: value}]
-            for part in parts:
-                try:
-                    tree = _merged(tree, OmegaConf.create(part), source)
-                except UserError as one:
-                    mistakes.append(str(one))
-        if len(mistakes) == before:  # only together they do not fit
+        error_of_all = error
+    # OmegaConf reports the first mistake only. Merging the values one by one finds them all.
+    mistakes_before = len(mistakes)
+    for part in _single_values(values):
+        try:
+            tree = _merge(tree, OmegaConf.create(part), place)
+        except UserError as error:
             mistakes.append(str(error))
-        return tree
+    each_fits_alone = len(mistakes) == mistakes_before
+    if each_fits_alone:
+        mistakes.append(str(error_of_all))
+    return tree
 
 
-def _merged(tree: DictConfig, values: DictConfig, source: str) -> DictConfig:
-    at = source if source.startswith("on ") else f"in {source}"
-    length = {
-        key: OmegaConf.select(values, f"train.{key}", throw_on_resolution_failure=False) for key in ("steps", "epochs")
-    }
+def _single_values(values: DictConfig) -> list[dict[Any, Any]]:
+    """Trees with one value each, with interpolations as they were written."""
+    plain = typing.cast(dict[Any, Any], OmegaConf.to_container(values))
+    parts: list[dict[Any, Any]] = []
+    for key, value in plain.items():
+        if key in SECTIONS and isinstance(value, dict):
+            parts.extend({key: {name: subvalue}} for name, subvalue in value.items())
+        else:
+            parts.append({key: value})
+    return parts
+
+
+def _merge(tree: DictConfig, values: DictConfig, place: str) -> DictConfig:
+    """The tree with the values on top.
+
+    Raises:
+        UserError: A key is unknown, or a value does not fit.
+    """
     try:
         merged = OmegaConf.merge(tree, values)
-        for key, other in (("steps", "epochs"), ("epochs", "steps")):
-            if length[key] is not None and length[other] is None:  # two ways to say how long: the later one counts
-                merged = OmegaConf.merge(merged, {"train": {other: None}})
+        # steps and epochs are two ways to say how long to train: the one that is read last counts.
+        has_steps = _has_value(values, "train.steps")
+        has_epochs = _has_value(values, "train.epochs")
+        if has_steps and not has_epochs:
+            merged = OmegaConf.merge(merged, {"train": {"epochs": None}})
+        if has_epochs and not has_steps:
+            merged = OmegaConf.merge(merged, {"train": {"steps": None}})
     except ConfigKeyError as error:
-        raise UserError(f"there is no key {error.full_key!r} ({at}){_nearest_key(error.full_key or '')}") from error
+        key = error.full_key or ""
+        raise UserError(f"there is no key {error.full_key!r} ({place}){_key_hint(key)}") from error
     except (ValidationError, OmegaConfBaseException, TypeError, ValueError) as error:
-        raise UserError(_misfit(error, values, at)) from error
+        raise UserError(_misfit(error, values, place)) from error
     assert isinstance(merged, DictConfig)
     return merged
 
 
-def _nearest_key(key: str) -> str:
-    if meant := meant_key(key):
-        return f"; did you mean {meant!r}?"
-    leaves = {known: known.rsplit(".", 1)[-1] for known in documentation()}
-    leaf = difflib.get_close_matches(key.rsplit(".", 1)[-1], leaves.values(), 1, 0.7)
-    near = difflib.get_close_matches(key, leaves, 1, 0.7) or [known for known, last in leaves.items() if last in leaf]
-    return f"; did you mean {near[0]!r}?" if near else "; `trireme config` lists the keys"
+def _has_value(values: DictConfig, key: str) -> bool:
+    return OmegaConf.select(values, key, throw_on_resolution_failure=False) is not None
 
 
-def _misfit(error: Exception, values: DictConfig, at: str) -> str:
-    for section in _SECTIONS:  # given as a value: OmegaConf does not say which
-        given = OmegaConf.select(values, section[:-1])
-        if given is not None and not isinstance(given, DictConfig):
-            return f"{section[:-1]} ({at}) is {given!r}, but it is a section: write {section}KEY=VALUE"
+def _key_hint(key: str) -> str:
+    """The end of the sentence about an unknown key: which key may be meant."""
+    meant = meant_key(key) or _similar_key(key)
+    return f"; did you mean {meant!r}?" if meant else "; `trireme config` lists the keys"
+
+
+def _similar_key(key: str) -> str | None:
+    """The key that is written most alike, or the first whose last part is."""
+    known_keys = list(documentation())
+    close_keys = difflib.get_close_matches(key, known_keys, n=1, cutoff=0.7)
+    if close_keys:
+        return close_keys[0]
+    names = [known.rpartition(".")[2] for known in known_keys]
+    close_names = difflib.get_close_matches(key.rpartition(".")[2], names, n=1, cutoff=0.7)
+    if close_names:
+        return known_keys[names.index(close_names[0])]
+    return None
+
+
+def _misfit(error: Exception, values: DictConfig, place: str) -> str:
+    """The sentence about a value that does not fit its key.
+
+    Args:
+        error: What OmegaConf raised.
+        values: The values that were merged.
+        place: Where they were written.
+    """
+    for section in SECTIONS:  # OmegaConf does not say which section was given a plain value
+        written = OmegaConf.select(values, section)
+        if written is not None and not isinstance(written, DictConfig):
+            return (
+                f"{section} ({place}) is {written!r}, "
+                f"but it is a section: write {section}.KEY=VALUE"
+            )
     key = getattr(error, "full_key", None) or "the configuration"
-    default = OmegaConf.select(OmegaConf.structured(Config), key, throw_on_missing=False)
-    given = OmegaConf.select(values, key)
-    if isinstance(default, ListConfig) and given is not None and not isinstance(given, ListConfig):
-        example = _flow(OmegaConf.to_container(default) or [given])
-        return f"{key} ({at}) is {given!r}, but it must be a list: write for instance '{key}={example}'"
-    return f"{key} ({at}) does not fit: {str(error).splitlines()[0]}"
+    default = OmegaConf.select(_defaults(), key, throw_on_missing=False)
+    written = OmegaConf.select(values, key)
+    if (
+        isinstance(default, ListConfig)
+        and written is not None
+        and not isinstance(written, ListConfig)
+    ):
+        example = _one_line_yaml(OmegaConf.to_container(default) or [written])
+        return (
+            f"{key} ({place}) is {written!r}, "
+            f"but it must be a list: write for instance '{key}={example}'"
+        )
+    return f"{key} ({place}) does not fit: {str(error).splitlines()[0]}"
 
 
-def _finished(tree: DictConfig, mistakes: list[str]) -> Config:
+def _validated(tree: DictConfig, mistakes: list[str]) -> Config:
+    """The tree as a `Config`.
+
+    Raises:
+        UserError: There are mistakes already, or a value is one that no run can use.
+    """
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
-        raise UserError(f"the configuration cannot be resolved: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        raise UserError(f"the configuration cannot be resolved: {reason}") from error
     assert isinstance(config, Config)
     validate(config, mistakes)
     return config

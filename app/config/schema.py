@@ -1,12 +1,11 @@
-"""Configuration: one tree of annotated dataclasses.
+"""Every key of the configuration: one tree of frozen dataclasses.
 
-    dataclass defaults  <  YAML file  <  key=value on the command line
+    dataclass defaults  <  YAML files  <  key=value on the command line
 
-The string under a field is that field's documentation; `trireme config` prints it beside the
-resolved value. A field whose default is `Options.NAME` is an option of parallelism, which has its
-default and its documentation in strategies/options.py. Unknown keys and wrong types fail with the
-key, what was expected, and the nearest valid key. Every field is annotated: an unannotated one
-would silently be no field at all.
+The string under a field is the documentation of its key; `trireme config` prints it above the
+resolved value. A field whose default is `Options.NAME` is an option of parallelism, and takes its
+documentation from strategies/options.py too. Every field is annotated: Python would take an
+unannotated one for a class attribute, and there would be no such key.
 """
 
 import math
@@ -18,20 +17,25 @@ from strategies.options import Options
 
 @dataclass(frozen=True)
 class RunConfig:
+    """The keys of `run`."""
+
     name: str = ""
-    """Names the run: its folder in the storage, its MLflow run, and what a second call resumes.
-    Empty: the experiment file's name."""
+    """Names the run: its folder in the storage, its MLflow run, and the run that a second call
+    resumes. Empty: the experiment file's name."""
     storage: str = "runs"
     """Where runs are kept: a folder (local or NFS), or s3://… or gs://…; every node must see it."""
     log_format: str = "text"
-    """What the logs of the run's folder are made of: text, or json (a line each, with time, run, attempt, rank, host;
-    the driver's also has what is said on the terminal)."""
+    """Format of the logs in the run's folder: text, or json (one object a line, with time, run,
+    attempt, rank and host; the driver's log also has what is printed on the terminal)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
+    """The keys of `parallel`."""
+
     dp_replicate: Optional[int] = None
-    """Copies of the model (or of its shards); gradients are averaged over them. null: the strategy decides."""
+    """Copies of the model (or of its shards); gradients are averaged over them. null: the strategy
+    decides."""
     dp_shard: Optional[int] = None
     """Workers that one copy's parameters, gradients and optimizer state are sharded over."""
     cp: Optional[int] = None
@@ -42,7 +46,8 @@ class ParallelConfig:
     pp: Optional[int] = None
     """Stages that the model's blocks are split over (pipeline parallelism)."""
     ep: Optional[int] = None
-    """Data-parallel workers that a mixture's experts are split over (expert parallelism); no factor of the workers."""
+    """Data-parallel workers that the experts of a mixture of experts are split over (expert
+    parallelism). The other degrees alone multiply to the number of workers."""
     sequence_parallel: bool = Options.sequence_parallel
     async_tp: bool = Options.async_tp
     loss_parallel: bool = Options.loss_parallel
@@ -55,21 +60,24 @@ class ParallelConfig:
     schedule: str = Options.schedule
     chunks: int = Options.chunks
     stages: Optional[list[int]] = None
-    """With pp: blocks of each chunk, first to last (their sum is the model's). null: balanced by estimated cost."""
+    """With pp: blocks of each chunk, first to last (their sum is the model's number of blocks).
+    null: balanced by estimated cost."""
     stage_resources: list[dict[str, float]] = field(default_factory=list)
-    """With pp: Ray resources of each stage's workers, first to last, so that different GPUs serve in one pipeline.
-    Empty: resources_per_worker for all."""
+    """With pp: Ray resources of each stage's workers, first to last, so that different GPUs can
+    serve in one pipeline. Empty: resources_per_worker for all."""
     profile_every: int = 100
-    """With pp: measure computing, waiting and transfers once every this many steps, and in the fifth (pipeline/… in
-    MLflow). 0: never."""
+    """With pp: measure computing, waiting and transfers once every this many steps, and in the
+    fifth step (pipeline/… in MLflow). 0: never."""
     trace_step: Optional[int] = None
     """With pp: write this step as a Chrome trace into the run's folder and MLflow. null: none."""
     deepspeed: Optional[str] = None
     """With strategy deepspeed: path of a DeepSpeed JSON. null: ZeRO stage 2."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainConfig:
+    """The keys of `train`."""
+
     steps: Optional[int] = None
     """Optimizer steps to train for in all. Give this or train.epochs."""
     epochs: Optional[float] = None
@@ -77,7 +85,8 @@ class TrainConfig:
     global_batch_size: int = 64
     """Samples per optimizer step, over all workers together."""
     micro_batch_size: Optional[int] = None
-    """Samples one worker computes at once; the rest of its share is accumulated. null: its whole share."""
+    """Samples that one worker computes at once; gradients are accumulated over its share of the
+    global batch. null: its whole share."""
     precision: str = Options.precision
     clip_norm: Optional[float] = None
     """Scale the gradient down to this total norm when it is longer. null: never."""
@@ -87,43 +96,55 @@ class TrainConfig:
     seed: int = 0
     """Decides initial weights, data order and dropout; the same whatever the number of workers."""
     matmul_precision: str = "highest"
-    """On GPUs, how float32 is multiplied (torch.set_float32_matmul_precision; convolutions too): highest (float32; so
-    that all layouts agree to its rounding), high (TF32 where the GPU has it: several times as fast, factors rounded to
-    10 bits) or medium (bfloat16 too)."""
+    """On GPUs, how float32 is multiplied (torch.set_float32_matmul_precision; convolutions too):
+    highest (float32: all layouts agree to its rounding), high (TF32 where the GPU has it: several
+    times as fast, factors rounded to 10 bits) or medium (bfloat16 too)."""
     deterministic: bool = False
     """Ask torch for deterministic algorithms everywhere (slower on GPUs)."""
     eval_every: Optional[int] = None
-    """Evaluate on the held-out data after every this many steps; always once at the end. null: only then."""
+    """Evaluate on the held-out data once every this many steps, and always at the end. null: only
+    at the end."""
     patience: Optional[int] = None
-    """Training ends when checkpoint.metric has not become better in this many evaluations. null: it does not."""
+    """End training when checkpoint.metric has not improved in this many evaluations. null:
+    never."""
     ema_decay: Optional[float] = None
-    """Keep an exponential moving average of the weights with this decay (0.999, say): evaluated as ema_loss and so on;
-    what is exported and stored as the model at the end is the average. null: none."""
+    """Keep an exponential moving average of the weights with this decay (such as 0.999). It is
+    evaluated as ema_loss and so on, and exported and stored as the model at the end. null: none."""
     eval_batch_size: Optional[int] = None
-    """Samples one worker evaluates at once. null: as in training."""
+    """Samples that one worker evaluates at once. null: as in training."""
     log_every: int = 10
     """Log metrics once every this many steps."""
     noise_scale_every: Optional[int] = None
-    """Measure and log the gradient noise scale once every this many steps: the batch size up to which a larger one
-    saves steps. 50 costs less than 1 % of the time. null: never."""
+    """Measure and log the gradient noise scale once every this many steps: the batch size up to
+    which a larger one saves steps. 50 costs less than 1 % of the time. null: never."""
     data_workers: int = 0
-    """Processes per worker that load data, for datasets whose samples are costly to make. 0: a thread."""
+    """Processes per worker that load data, for data sets whose samples are costly to make. 0: a
+    thread."""
 
     def steps_for(self, samples: int | None) -> int:
-        """Optimizer steps in all, with a training set of this many samples (None: of no length, which needs steps); one
-        epoch where neither is given."""
-        return self.steps or max(1, math.ceil((self.epochs or 1.0) * (samples or 1) / self.global_batch_size))
+        """The number of optimizer steps in all; one epoch's if neither steps nor epochs is set.
+
+        Args:
+            samples: The size of the training set; None for a stream, which needs train.steps.
+        """
+        if self.steps:
+            return self.steps
+        epochs = self.epochs or 1.0
+        return max(1, math.ceil(epochs * (samples or 1) / self.global_batch_size))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
+    """The keys of `optimizer`."""
+
     name: str = "adamw"
     """adamw, adam, sgd, or the import path of a class (my_package.my_module:MyOptimizer)."""
     lr: float = 1e-3
     """Learning rate at the top of the schedule."""
     lr_scaling: str = "none"
-    """How lr follows the batch size: none, linear (twice the batch, twice the rate; for SGD) or sqrt (for Adam). With
-    schedule.warmup_steps the rate rises from lr itself, as Goyal et al. 2017."""
+    """How lr follows the batch size: none, linear (twice the batch, twice the rate; for SGD) or
+    sqrt (for Adam). With schedule.warmup_steps the rate rises from lr itself, as in Goyal et al.
+    2017."""
     lr_batch_size: Optional[int] = None
     """With lr_scaling: the global batch size that lr is meant for."""
     weight_decay: float = 0.0
@@ -140,6 +161,8 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
+    """The keys of `schedule`."""
+
     name: str = "constant"
     """What the learning rate does after warm-up: constant, linear or cosine."""
     warmup_steps: int = 0
@@ -148,31 +171,35 @@ class ScheduleConfig:
     """linear and cosine end at this fraction of optimizer.lr."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
+    """The keys of `checkpoint`."""
+
     every_steps: Optional[int] = None
-    """Save after every this many steps. null: only at the end and when asked to stop."""
+    """Save once every this many steps. null: only at the end and when the run is asked to stop."""
     every_seconds: Optional[float] = 300.0
     """Save when this many seconds have passed since the last save. null: never by time."""
     auto: bool = False
-    """Choose checkpoint.every_seconds while training, from the measured cost of a save and how often the run has
-    failed (Young's and Daly's formula)."""
+    """Choose checkpoint.every_seconds while training, from the measured cost of a save and how
+    often the run has failed (Young's and Daly's formula)."""
     keep_last: int = 2
-    """Committed checkpoints that are kept, newest first."""
+    """How many of the newest committed checkpoints are kept."""
     keep_best: bool = True
-    """Also keep the one with the best checkpoint.metric."""
+    """Also keep the checkpoint with the best checkpoint.metric."""
     metric: str = "loss"
     """Evaluation metric that decides which checkpoint is best."""
     mode: str = "min"
     """min or max: which value of checkpoint.metric is best."""
     weights: bool = True
-    """At the end also write the trained weights, whole, as one file: model/weights.pt of the run."""
+    """At the end also write all trained weights into one file, model/weights.pt of the run."""
     load: Optional[str] = None
     """Folder of a committed checkpoint (or of a run) whose weights a new run starts from."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrackingConfig:
+    """The keys of `tracking`."""
+
     enabled: bool = True
     """Log to MLflow."""
     uri: Optional[str] = None
@@ -180,80 +207,98 @@ class TrackingConfig:
     experiment: Optional[str] = None
     """MLflow experiment. null: MLFLOW_EXPERIMENT_NAME, else trireme."""
     tags: dict[str, str] = field(default_factory=dict)
-    """Tags put on the MLflow run."""
+    """Tags of the MLflow run."""
     log_model: bool = True
-    """Store the trained model as an MLflow model (mlflow.pytorch.load_model reads it); needs checkpoint.weights."""
+    """Store the trained model as an MLflow model (mlflow.pytorch.load_model reads it); needs
+    checkpoint.weights."""
     system_metrics_every: float = 5.0
     """Seconds between two samples of every node's CPU, memory and GPUs; 0: none."""
     flush_timeout: float = 15.0
-    """Seconds to wait at the end for a tracking server that cannot be reached; what is left stays spooled on disk."""
+    """Seconds to wait at the end for a tracking server that cannot be reached; metrics that it has
+    not received by then stay spooled on disk."""
 
 
 @dataclass(frozen=True)
 class ProfileConfig:
+    """The keys of `profile`."""
+
     steps: list[int] = field(default_factory=list)
     """The first and the last step to profile with torch.profiler, such as [20, 25]. Empty: none."""
     ranks: list[int] = field(default_factory=lambda: [0])
-    """Ranks that are profiled; in a pipeline, one of each stage tells most."""
+    """Ranks to profile; in a pipeline, one rank of each stage is the most useful choice."""
     memory: bool = False
-    """Also what each operator allocates, and on GPUs a snapshot of every allocation; slower."""
+    """Also record what each operator allocates, and on GPUs a snapshot of every allocation;
+    slower."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FaultConfig:
+    """The keys of `fault`."""
+
     max_restarts: int = 3
-    """Restarts from the last checkpoint, after a worker or a node died, before the run gives up; those of the last hour
-    count, and not those after a node that was announced to go."""
+    """Restarts from the last checkpoint, after a worker or a node died, before the run gives up.
+    Only the last hour counts, and a node whose removal was announced does not."""
     elastic_seconds: Optional[float] = 30.0
-    """Seconds that a lost worker's place may take to come back (cluster.wait_seconds where an autoscaler may add
-    nodes). Then the run continues with the largest layout there is room for, cluster.min_workers at least, at the same
-    global batch, and grows again when there is room. null: it waits. Not with parallel.stage_resources."""
+    """Seconds to wait for a lost worker's resources to come back (cluster.wait_seconds where an
+    autoscaler may add nodes). Then the run continues with the largest layout that there is room
+    for, of at least cluster.min_workers, at the same global batch, and grows again when there is
+    room. null: it waits. Not with parallel.stage_resources."""
     start_seconds: float = 180.0
-    """Seconds in which every worker must begin, once it has its place; the attempt is given up and tried again then."""
+    """Seconds in which every worker must start, once it has its resources; after that the attempt
+    is given up and tried again."""
     hang_seconds: float = 10.0
-    """A run without progress for this long, and for five times the longest pause before, is suspected to hang; if
-    nothing moves for as long again, or twice the longest pause, the worker that holds up the others is ended. Before
-    the second step only one that does not answer for three times this (20 s at least). Ten times this with
-    train.compile. 0: never."""
+    """A run without progress for this long, and for five times its longest pause so far, is
+    suspected to hang; if nothing moves for as long again, or for twice the longest pause, the
+    worker that holds up the others is ended. Before that only a worker that does not answer for
+    three times this (at least 20 s) is ended. Ten times this with train.compile. 0: never."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
+    """The keys of `cluster`."""
+
     file: Optional[str] = None
-    """The file that the cluster was made from: its limits and prices. null: TRIREME_CLUSTER, else none."""
+    """The file that the cluster was made from: its limits and prices. null: TRIREME_CLUSTER, else
+    none."""
     wait_seconds: float = 600.0
-    """Seconds to wait for the workers' resources, saying why, before cluster.when_pending decides."""
+    """Seconds to wait for the workers' resources, saying why, before cluster.when_pending
+    decides."""
     when_pending: str = "end"
-    """When the resources have not come: end, or shrink (to the workers there is room for)."""
+    """What to do if the resources do not come: end, or shrink (to the workers that there is room
+    for)."""
     min_workers: int = 1
-    """With cluster.when_pending=shrink or fault.elastic_seconds: with fewer workers than this nothing is trained."""
+    """With cluster.when_pending=shrink or fault.elastic_seconds: the fewest workers to train
+    with."""
     exclude_nodes: list[str] = field(default_factory=list)
     """Ids of nodes that get no worker, such as those that `trireme doctor --exclude-bad` prints."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Config:
-    """An experiment: everything `trireme train` needs to know."""
+    """An experiment: everything that `trireme train` needs to know."""
 
     task: str = ""
-    """What is trained: image_classification, language_modelling, tabular, huggingface, or the import path of a
-    class of your own (my_package.my_module:MyTask)."""
+    """What is trained: image_classification, language_modelling, tabular, huggingface, or the
+    import path of a class of your own (my_package.my_module:MyTask)."""
     task_args: dict[str, Any] = field(default_factory=dict)
     """Arguments of the task; `trireme config task=NAME` ends with a list of them."""
     strategy: str = "auto"
-    """How the work is split: single, ddp, …; auto: single with one worker, else the
-    simplest of the fastest that the planner finds to fit; it sets train.micro_batch_size too, where it is open."""
+    """How the work is split: single, ddp, …; auto: single with one worker, else the simplest of the
+    fastest strategies that the planner expects to fit; it also sets train.micro_batch_size if that
+    is null."""
     workers: str = "auto"
     """Number of workers. auto: every GPU of the cluster, else 2 CPU workers."""
     resources_per_worker: dict[str, float] = field(default_factory=dict)
     """Ray resources of one worker. Empty: one GPU where workers use GPUs, else one CPU."""
     launcher: str = "auto"
-    """ray (Ray Train's TorchTrainer; Ray actors where pp > 1), actors (Ray actors for any strategy), local (this
-    process), or torchrun (the processes that torchrun or Slurm started). auto: torchrun where its environment is found;
-    actors on this machine's CPUs alone, where fewer processes start sooner; else ray."""
+    """ray (Ray Train's TorchTrainer; Ray actors where pp > 1), actors (Ray actors for any
+    strategy), local (this process), or torchrun (the processes that torchrun or Slurm started).
+    auto: torchrun in its environment; actors on this machine's CPUs alone, where fewer processes
+    start sooner; else ray."""
     budget: Optional[float] = None
-    """US dollars that this run may cost, over all its starts: it saves and stops before it is overspent. null: no
-    limit. Needs prices: of cluster.file, else the list prices of its GPUs (cluster/hardware.yaml)."""
+    """US dollars that this run may cost, over all its starts: it saves and stops before it spends
+    more. null: no limit. Needs prices: those of cluster.file, else the list prices of its GPUs
+    (cluster/hardware.yaml)."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     """What is asked of the cluster, and what happens when its resources do not come."""
     run: RunConfig = field(default_factory=RunConfig)
@@ -271,6 +316,7 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     """How the run is shown in MLflow."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    """Where the time of some steps goes; `trireme profile RUN` prints a table, and traces are in the run's folder."""
+    """Where the time of some steps goes; `trireme profile RUN` prints a table, and traces are in
+    the run's folder."""
     fault: FaultConfig = field(default_factory=FaultConfig)
     """What happens when something breaks."""

@@ -1,24 +1,32 @@
-"""Keys by the words that other trainers have for them, for the sentence about a key that does not exist.
+"""The names that other trainers have for keys, for the message about a key that does not exist.
 
-Accelerate, Lightning's Trainer, Hugging Face's TrainingArguments, torchrun and DeepSpeed have other names for the same
-things, and by its letters alone `batch_size` is nearest to optimizer.lr_batch_size.
+Accelerate, Lightning's Trainer, Hugging Face's TrainingArguments, torchrun and DeepSpeed have other
+names for the same things. Spelling alone does not lead to the key that is meant: the key spelt most
+like `batch_size` is optimizer.lr_batch_size.
 """
 
-KEYS = {
+OTHER_NAMES = {
     "train.global_batch_size": "batch_size global_batch train_batch_size bs",
     "train.micro_batch_size": (
-        "per_device_train_batch_size per_device_batch_size micro_batch train_micro_batch_size_per_gpu "
-        "gradient_accumulation_steps accumulate_grad_batches grad_accum_steps gradient_accumulation"
+        "per_device_train_batch_size per_device_batch_size micro_batch "
+        "train_micro_batch_size_per_gpu gradient_accumulation_steps accumulate_grad_batches "
+        "grad_accum_steps gradient_accumulation"
     ),
     "train.eval_batch_size": "per_device_eval_batch_size val_batch_size",
     "train.steps": "max_steps num_steps total_steps iterations max_iters",
     "train.epochs": "epochs num_train_epochs max_epochs num_epochs",
     "train.precision": "precision fp16 bf16 mixed_precision amp dtype torch_dtype half",
     "train.compile": "compile torch_compile",
-    "train.activation_checkpointing": "gradient_checkpointing activation_checkpointing checkpointing recompute",
-    "train.clip_norm": "max_grad_norm gradient_clip_val gradient_clipping grad_clip clip_grad_norm clip",
+    "train.activation_checkpointing": (
+        "gradient_checkpointing activation_checkpointing checkpointing recompute"
+    ),
+    "train.clip_norm": (
+        "max_grad_norm gradient_clip_val gradient_clipping grad_clip clip_grad_norm clip"
+    ),
     "train.log_every": "log_every logging_steps log_every_n_steps log_interval",
-    "train.eval_every": "eval_every eval_steps val_check_interval check_val_every_n_epoch eval_interval",
+    "train.eval_every": (
+        "eval_every eval_steps val_check_interval check_val_every_n_epoch eval_interval"
+    ),
     "train.patience": "patience early_stopping_patience",
     "train.data_workers": "num_workers data_workers dataloader_num_workers",
     "train.seed": "seed manual_seed data_seed",
@@ -29,26 +37,31 @@ KEYS = {
     "optimizer.eps": "eps adam_epsilon",
     "schedule.name": "scheduler lr_scheduler lr_scheduler_type",
     "schedule.warmup_steps": "warmup warmup_steps num_warmup_steps warmup_iters",
-    "checkpoint.every_steps": "save_steps save_every checkpoint_every save_interval every_n_train_steps",
+    "checkpoint.every_steps": (
+        "save_steps save_every checkpoint_every save_interval every_n_train_steps"
+    ),
     "checkpoint.keep_last": "save_total_limit save_top_k keep_last",
     "checkpoint.load": "resume_from_checkpoint ckpt_path load_checkpoint pretrained",
     "run.name": "name run_name experiment_name",
     "run.storage": "output_dir default_root_dir project_dir logging_dir save_dir storage",
-    "workers": "gpus num_gpus n_gpus num_processes nproc_per_node world_size devices nproc num_devices",
+    "workers": (
+        "gpus num_gpus n_gpus num_processes nproc_per_node world_size devices nproc num_devices"
+    ),
     "task_args.model": "model",
     "task_args.data": "data dataset data_path",
     "parallel.offload": "offload cpu_offload",
     "strategy": "accelerator parallelism distributed",
 }
-"""Key: what it is called elsewhere."""
+"""For each key, the words that other trainers use for it, separated by spaces."""
 
-MEANT = {word: key for key, words in KEYS.items() for word in words.split()}
+KEY_OF_WORD = {word: key for key, words in OTHER_NAMES.items() for word in words.split()}
 
 
 def meant_key(written: str) -> str | None:
-    """The key that a word means; None for a word that nobody uses for one.
+    """The key that another trainer's word means; None for a word that no trainer uses.
 
     Args:
-        written: As on a command line: `learning-rate`, `training.batch_size`.
+        written: A word as on a command line, such as `learning-rate` or `training.batch_size`.
     """
-    return MEANT.get(written.rpartition(".")[2].replace("-", "_").lower())
+    word = written.rpartition(".")[2].replace("-", "_").lower()
+    return KEY_OF_WORD.get(word)

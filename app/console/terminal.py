@@ -51,6 +51,11 @@ class Console:
         self._waiting: WaitingNotice | None = None
         self._json_log: JsonLines | None = None
 
+    @property
+    def error_stream(self) -> IO[str]:
+        """The process's original standard error, also inside `capture`."""
+        return self._err
+
     @contextlib.contextmanager
     def capture(self, log: Path, labels: Mapping[str, object] | None = None) -> Iterator[None]:
         """Redirect all output to a log, except what this console writes.
@@ -358,7 +363,7 @@ def progress_line(event: StepsDone, evaluated: Mapping[str, float]) -> str:
     For example `step 120/500  loss 0.2314  mean 1,204 samples/s  0:41 left  310 MB per worker`.
     After the first evaluation the line has `held out 0.2401` as well, and on GPUs whose peak
     performance is known `151 per GPU, MFU 41.2%`. The speed is that of `Speed` in
-    app/training/loop.py.
+    app/training/reporting.py.
 
     Args:
         event: How far the workers are.

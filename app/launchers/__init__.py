@@ -1,1 +1,1 @@
-"""Four ways to start the same training loop: Ray Train, Ray actors, torchrun's processes, and this very process."""
+"""Four ways to start the training loop: Ray Train, Ray actors, torchrun, and this very process."""

@@ -1,9 +1,10 @@
-"""Launcher: Ray actors, one for each rank, placed by the layout: the stages of a pipeline, or any layout's workers.
+"""Launcher: Ray actors, one per rank, placed by the layout; for pipelines and any other layout.
 
-Ray places, watches and ends the processes; tensors go from worker to worker directly. A run is one Ray call for each
-rank. Where the ranks are placed (bundles of a placement group) is decided by pure functions: what communicates most is
-kept together, a whole copy of the model on one node where it fits; else a stage (its shards
-and tensor-parallel peers) on one node, the stages close; else each rank by itself.
+Ray places, watches and ends the processes; tensors go from worker to worker directly. A run is one
+Ray call per rank. Pure functions decide where the ranks are placed (bundles of a placement group):
+what communicates most is kept together. That is a whole copy of the model on one node if it fits,
+or else a stage (its shards and tensor-parallel peers) on one node with the stages close to each
+other, or else each rank by itself.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util import placement_group_table
@@ -23,18 +24,31 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.config import Config
 from app.errors import UserError
-from app.launchers.ray_workers import POLL_SECONDS, RayChannel, RayWorkers, enter, error_of, surroundings
+from app.launchers.driver_actors import StoreAddress
+from app.launchers.ray_workers import (
+    POLL_SECONDS,
+    RayChannel,
+    RayWorkers,
+    enter,
+    error_of,
+    surroundings,
+)
 from app.launchers.room import reserve
 from app.launchers.workers import Failures
-from app.training.events import TrainingDone
+from app.training.events import TrainingDone, WorkerInfo
 from app.training.job import Job, Place
 from cluster.connect import Cluster
 from cluster.pending import format_resources, place
 from cluster.shape import NodeState, living_nodes
 from strategies.layout import ParallelDims
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 PROCESS_GROUP_SECONDS = 1800.0
-"""The hang detector ends what hangs long before this."""
+"""Timeout of collectives. The hang detector ends what hangs long before."""
+Resources = dict[str, float]
+"""Ray resources by name."""
 
 
 @ray.remote(max_restarts=0, max_task_retries=0)
@@ -42,7 +56,16 @@ class WorkerActor:
     """One rank's process."""
 
     def run(self, job: Job, rank: int, label: str, use_gpu: bool, queue: Any, attempt: int) -> None:
-        """From meeting the other ranks to the end of training."""
+        """Meets the other ranks, and trains to the end.
+
+        Args:
+            job: What is trained.
+            rank: Of this worker.
+            label: Describes the worker, such as "stage 2 of 4".
+            use_gpu: Whether the worker has a GPU.
+            queue: The EventQueue.
+            attempt: The number of the attempt.
+        """
         import torch
         import torch.distributed as dist
 
@@ -50,43 +73,70 @@ class WorkerActor:
 
         channel = RayChannel(queue, attempt, rank)
         info = enter(job, channel, label)
-        nodes, store = _meet(rank, job.layout.dims.world_size, info.ip, info.node, queue, attempt)
+        world_size = job.layout.dims.world_size
+        nodes, store = _meet(info, world_size=world_size, queue=queue, attempt=attempt)
         local_rank = nodes[:rank].count(nodes[rank])
         node_rank = list(dict.fromkeys(nodes)).index(nodes[rank])
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(len(nodes)), "LOCAL_RANK": str(local_rank)}
-        device = torch.device("cuda", 0) if use_gpu else torch.device("cpu")
+        os.environ["RANK"] = str(rank)
+        os.environ["WORLD_SIZE"] = str(world_size)
+        os.environ["LOCAL_RANK"] = str(local_rank)
+        device = torch.device("cpu")
         if use_gpu:
+            device = torch.device("cuda", 0)
             torch.cuda.set_device(device)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if use_gpu else "gloo",
             store=store,
             rank=rank,
-            world_size=len(nodes),
+            world_size=world_size,
             timeout=timedelta(seconds=PROCESS_GROUP_SECONDS),
         )
-        place = Place(rank, len(nodes), local_rank, device)
+        place = Place(rank=rank, world_size=world_size, local_rank=local_rank, device=device)
         with surroundings(job, place, channel, node_rank):
             channel.emit(TrainingDone(summary=loop.train(job, place, channel)))
         dist.barrier()  # no rank closes its connections while another still uses them
 
 
-def _meet(rank: int, world_size: int, ip: str, node: str, queue: Any, attempt: int) -> tuple[list[str], Any]:
-    """The node of every rank, and a store of them all; waits until all are there."""
+def _meet(
+    info: WorkerInfo, *, world_size: int, queue: Any, attempt: int
+) -> tuple[list[str], Store]:
+    """Waits until all ranks have started.
+
+    Args:
+        info: Of this worker.
+        world_size: How many ranks there are.
+        queue: The EventQueue.
+        attempt: The number of the attempt.
+
+    Returns:
+        The node of every rank, and a store for all ranks.
+    """
     from torch.distributed import TCPStore
 
-    if interface := _interface(ip):
-        # Without it gloo takes the address that the host's own name resolves to, which may be 127.0.1.1.
+    interface = _find_interface(info.ip)
+    if interface:
+        # Otherwise gloo takes the address that the host's own name resolves to, which may be
+        # 127.0.1.1.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    own = TCPStore(ip, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
-    ray.get(queue.join.remote(attempt, rank, node, (ip, own.port) if own is not None else None))
-    began = time.monotonic()
-    while (found := ray.get(queue.everyone.remote(attempt, world_size))) is None:
-        time.sleep(min(1.0, 0.02 + (time.monotonic() - began) / 20))
-    nodes, (host, port) = found
-    return nodes, own if own is not None else TCPStore(host, port, is_master=False)
+    own_store: TCPStore | None = None
+    address: StoreAddress | None = None
+    if info.rank == 0:
+        own_store = TCPStore(info.ip, 0, is_master=True, wait_for_workers=False)
+        address = (info.ip, own_store.port)
+    ray.get(queue.join.remote(attempt, info.rank, info.node, address))
+    start = time.monotonic()
+    while True:
+        meeting = ray.get(queue.meeting.remote(attempt, world_size))
+        if meeting is not None:
+            break
+        time.sleep(min(1.0, 0.02 + (time.monotonic() - start) / 20))
+    nodes, (host, port) = meeting
+    if own_store is not None:
+        return nodes, own_store
+    return nodes, TCPStore(host, port, is_master=False)
 
 
-def _interface(ip: str) -> str | None:
+def _find_interface(ip: str) -> str | None:
     """The network interface with this address."""
     import psutil
 
@@ -96,108 +146,182 @@ def _interface(ip: str) -> str | None:
     return None
 
 
-class ActorWorkers(RayWorkers):
-    """per_worker: Ray resources of one worker, where the configuration gives no stage's own.
+@dataclass(frozen=True)
+class _Reservation:
+    """A placement group that attempts keep as long as they ask for the same.
 
-    reserved: a placement group with a bundle for each worker, which stays; None: one of its own, which attempts keep as
-    long as they ask for the same (to place another takes Ray up to a second after workers have died).
+    Args:
+        request: What was asked for.
+        group: The placement group.
+        bundle_of_rank: The number of each rank's bundle.
     """
 
-    def __init__(self, per_worker: Resources, cluster: Cluster, reserved: PlacementGroup | None = None) -> None:
+    request: tuple[ParallelDims, list[Resources], list[str]]
+    group: PlacementGroup
+    bundle_of_rank: list[int]
+
+
+class ActorWorkers(RayWorkers):
+    """Workers that are Ray actors.
+
+    Args:
+        per_worker: Ray resources of one worker, unless the configuration gives those of its stage.
+        cluster: The cluster.
+        reserved: A placement group with a bundle for each worker, which stays. None makes one that
+            attempts keep as long as they ask for the same, because Ray takes up to a second to
+            place another after workers have died.
+    """
+
+    def __init__(
+        self,
+        per_worker: Resources,
+        cluster: Cluster,
+        reserved: PlacementGroup | None = None,
+    ) -> None:
         super().__init__()
-        self.per_worker, self.cluster, self.reserved = per_worker, cluster, reserved
-        self.group: PlacementGroup | None = None
-        self.calls: dict[Any, int] = {}
+        self.per_worker = per_worker
+        self.cluster = cluster
+        self.reserved = reserved
+        self.calls: dict[ray.ObjectRef[None], int] = {}
+        """The ranks of the calls that have not ended."""
         self.actors: list[Any] = []
         self.dead: dict[int | None, BaseException] = {}
-        self.kept: tuple[Any, PlacementGroup, list[int]] | None = None  # what was asked for, and what there is
+        self._runs = False
+        self._reservation: _Reservation | None = None
 
     def start(self, job: Job) -> None:
-        """Raises UserError: the stages ask for resources that the cluster does not have."""
+        """See `Workers`.
+
+        Raises:
+            UserError: The stages ask for resources that the cluster does not have.
+        """
         dims = job.layout.dims
-        excluded = job.excluded_nodes
         per_stage = resources_of_stages(job.config, dims, self.per_worker)
         self.begin_attempt(dims.world_size)
-        nodes = living_nodes(excluded)
         self.dead = {}
-        self.group, bundle_of_rank = self._reserve(dims, per_stage, nodes, excluded)
+        group, bundle_of_rank = self._places(dims, per_stage, job.excluded_nodes)
+        self._runs = True
         job_ref = ray.put(job)
         for rank in range(dims.world_size):
             stage = dims.coordinates(rank)["pp"]
-            needs = Counter(per_stage[stage])
+            resources = dict(per_stage[stage])
+            cpus = resources.pop("CPU", 0)
+            gpus = resources.pop("GPU", 0)
             actor = WorkerActor.options(  # type: ignore[attr-defined]
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self.group, bundle_of_rank[rank]),
-                num_cpus=needs.pop("CPU", 0),
-                num_gpus=needs.pop("GPU", 0),
-                resources=dict(needs),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle_of_rank[rank]),
+                num_cpus=cpus,
+                num_gpus=gpus,
+                resources=resources,
             ).remote()
-            label = f"stage {stage} of {dims.pp}" if dims.pp > 1 else ""
-            use_gpu = per_stage[stage].get("GPU", 0) > 0
             self.actors.append(actor)
-            self.calls[actor.run.remote(job_ref, rank, label, use_gpu, self.queue, self.attempt)] = rank
+            call = actor.run.remote(
+                job_ref,
+                rank=rank,
+                label=f"stage {stage} of {dims.pp}" if dims.pp > 1 else "",
+                use_gpu=gpus > 0,
+                queue=self.queue,
+                attempt=self.attempt,
+            )
+            self.calls[call] = rank
 
-    def _reserve(
-        self, dims: ParallelDims, per_stage: list[Resources], nodes: Sequence[NodeState], excluded: Sequence[str]
+    def _places(
+        self, dims: ParallelDims, per_stage: list[Resources], excluded: Sequence[str]
     ) -> tuple[PlacementGroup, list[int]]:
-        """The placement group, and the bundle of each rank."""
-        if self.reserved is not None:  # ranks of a node are to be neighbours
-            node_of = placement_group_table(self.reserved)["bundles_to_node_id"]
-            return self.reserved, sorted(node_of, key=lambda bundle: (node_of[bundle], bundle))
-        wanted = (dims, per_stage, list(excluded))
-        if self.kept:
-            table, alive = placement_group_table(self.kept[1]), {node.id for node in nodes}
-            there = table["state"] == "CREATED" and set(table["bundles_to_node_id"].values()) <= alive
-            if self.kept[0] != wanted or not there:
+        """The placement group, and the number of each rank's bundle."""
+        if self.reserved is not None:
+            node_of_bundle = placement_group_table(self.reserved)["bundles_to_node_id"]
+            # The ranks of a node are neighbours.
+            bundles = sorted(node_of_bundle, key=lambda bundle: (node_of_bundle[bundle], bundle))
+            return self.reserved, bundles
+        nodes = living_nodes(excluded)
+        request = (dims, per_stage, list(excluded))
+        if self._reservation is not None:
+            is_same = self._reservation.request == request
+            if not is_same or not _is_intact(self._reservation.group, nodes):
                 self._give_back()
-        if self.kept is None:
-            chosen = placement(dims, per_stage, nodes, self.cluster.max_resources, self.attempt > 1)
-            self.kept = (wanted, reserve(chosen.bundles, excluded), chosen.bundle_of_rank)
-        return self.kept[1:]
+        if self._reservation is None:
+            layout = placement(
+                dims,
+                per_stage,
+                nodes,
+                limits=self.cluster.max_resources,
+                returning=self.attempt > 1,
+            )
+            group = reserve(layout.bundles, excluded)
+            self._reservation = _Reservation(request, group, layout.bundle_of_rank)
+        return self._reservation.group, self._reservation.bundle_of_rank
 
     def stop(self) -> None:
-        if self.group is None:
+        """See `Workers`."""
+        if not self._runs:
             return
         for actor in self.actors:
             ray.kill(actor)
         self.end_attempt()
-        self.actors, self.calls, self.group = [], {}, None
+        self.actors = []
+        self.calls = {}
+        self._runs = False
         if self.finished:
             self._give_back()
 
     def close(self) -> None:
+        """Ends what outlives attempts."""
         super().close()
         self._give_back()
 
     def _give_back(self) -> None:
-        if self.kept is not None:
-            remove_placement_group(self.kept[1])
-        self.kept = None
+        if self._reservation is not None:
+            remove_placement_group(self._reservation.group)
+        self._reservation = None
 
     def wait(self) -> None:
+        """See `RayWorkers`."""
         if self.calls:
             ray.wait(list(self.calls), timeout=POLL_SECONDS)
         else:
             time.sleep(POLL_SECONDS)
 
     def lost(self) -> Failures:
-        ready = ray.wait(list(self.calls), num_returns=len(self.calls), timeout=0)[0] if self.calls else []
-        for call in ready:
-            rank = self.calls.pop(call)
-            if error := error_of(call):  # the rank has told its own exception, if it could
-                self.dead[rank] = error
+        """See `RayWorkers`."""
+        if self.calls:
+            ended, _ = ray.wait(list(self.calls), num_returns=len(self.calls), timeout=0)
+            for call in ended:
+                rank = self.calls.pop(call)
+                # The rank has told its own exception, if it could.
+                error = error_of(call)
+                if error is not None:
+                    self.dead[rank] = error
         return self.dead
 
 
-# --- where the ranks are placed ---------------------------------------------------------------------------------------
+def _is_intact(group: PlacementGroup, nodes: Sequence[NodeState]) -> bool:
+    """Whether a placement group has its places on nodes that live."""
+    table = placement_group_table(group)
+    group_nodes = set(table["bundles_to_node_id"].values())
+    return bool(table["state"] == "CREATED" and group_nodes <= {node.id for node in nodes})
 
-Resources = dict[str, float]
-GROUPINGS = (("dp_replicate",), ("dp_replicate", "pp"), ("dp_replicate", "pp", "dp_shard", "cp", "tp"))
-"""What is kept on one node, from the coarsest: a copy of the model, a stage of it, a worker."""
+
+# --- where the ranks are placed -------------------------------------------------------------------
+
+GROUPINGS = (
+    ("dp_replicate",),
+    ("dp_replicate", "pp"),
+    ("dp_replicate", "pp", "dp_shard", "cp", "tp"),
+)
+"""What is kept on one node, the coarsest first: a copy of the model, a stage of it, a worker.
+
+Ranks with the same coordinates on these dimensions are kept together.
+"""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """bundles: what Ray is to keep together on a node, each; bundle_of_rank: which one each rank is in."""
+    """How ranks are grouped for Ray.
+
+    Args:
+        bundles: What Ray is to keep together on a node, each.
+        bundle_of_rank: The number of each rank's bundle.
+    """
 
     bundles: list[Resources]
     bundle_of_rank: list[int]
@@ -207,71 +331,114 @@ def placement(
     dims: ParallelDims,
     per_stage: list[Resources],
     nodes: Sequence[NodeState],
+    *,
     limits: Mapping[str, float] | None = None,
     returning: bool = False,
 ) -> Placement:
-    """The coarsest grouping for which there is room now; else for which there is once other jobs have ended.
+    """The coarsest grouping for which there is room now, or else once other jobs have ended.
 
-    per_stage: resources of one worker of each stage. limits: what the cluster may grow to, where it grows. returning:
-    a node that has left may come back.
+    Args:
+        dims: The degrees.
+        per_stage: Resources of one worker of each stage.
+        nodes: Those that may be used.
+        limits: What an autoscaler may grow the cluster to; None or empty without one.
+        returning: Whether a node that has left may come back.
 
     Raises:
-        UserError: there is room for none, and no node will be added.
+        UserError: There is room for none, and no node will be added.
     """
-    chosen = [_grouped(dims, per_stage, sides) for sides in GROUPINGS]
-    emptied = [replace(node, available=node.total) for node in nodes]
-    for state in (nodes, emptied):
-        for found in chosen:
-            if _missing(found.bundles, state) is None:
-                return found
-    grows = limits and all(amount <= limits.get(name, 0.0) for stage in per_stage for name, amount in stage.items())
-    if returning or grows:
-        whole = (found for found in chosen if all(_missing([b], emptied) is None for b in found.bundles))
-        return next(whole, chosen[-1])
-    rank = _missing(found.bundles, emptied) or 0
-    number = dims.coordinates(rank)["pp"]
+    candidates = [_grouped(dims, per_stage, dimensions) for dimensions in GROUPINGS]
+    empty_nodes = [replace(node, available=node.total) for node in nodes]
+    for states in (nodes, empty_nodes):
+        for candidate in candidates:
+            if _first_without_room(candidate.bundles, states) is None:
+                return candidate
+    single_workers = candidates[-1]
+    if returning or _may_grow(per_stage, limits or {}):
+        # The coarsest of which every bundle fits on a node by itself.
+        for candidate in candidates:
+            missing = [_first_without_room([bundle], empty_nodes) for bundle in candidate.bundles]
+            if missing == [None] * len(missing):
+                return candidate
+        return single_workers
+    rank = _first_without_room(single_workers.bundles, empty_nodes) or 0
+    stage = dims.coordinates(rank)["pp"]
     raise UserError(
-        f"the {dims.world_size} workers do not fit on the nodes of this cluster: worker {rank} (stage {number} of "
-        f"{dims.pp}) asks for {format_resources(per_stage[number])}, for which no node has room beside the others: "
-        "ask for less in parallel.stage_resources or resources_per_worker, or use fewer workers"
+        f"the {dims.world_size} workers do not fit on the nodes of this cluster: worker {rank} "
+        f"(stage {stage} of {dims.pp}) asks for {format_resources(per_stage[stage])}, for which no "
+        "node has room beside the others: ask for less in parallel.stage_resources or "
+        "resources_per_worker, or use fewer workers"
     )
 
 
-def _grouped(dims: ParallelDims, per_stage: list[Resources], sides: tuple[str, ...]) -> Placement:
-    """A bundle for all workers whose places on these sides of the grid are the same."""
-    places = [dims.coordinates(rank) for rank in range(dims.world_size)]
-    keys = [tuple(place[side] for side in sides) for place in places]
-    order = list(dict.fromkeys(keys))
-    bundles: list[Counter[str]] = [Counter() for _ in order]
-    for where, own in zip(places, keys, strict=True):
-        bundles[order.index(own)].update(per_stage[where["pp"]])
-    return Placement([dict(bundle) for bundle in bundles], [order.index(own) for own in keys])
+def _may_grow(per_stage: list[Resources], limits: Mapping[str, float]) -> bool:
+    """Whether an autoscaler may add what one worker of each stage asks for."""
+    if not limits:
+        return False
+    return all(
+        amount <= limits.get(name, 0.0)
+        for resources in per_stage
+        for name, amount in resources.items()
+    )
 
 
-def _missing(bundles: Sequence[Resources], nodes: Sequence[NodeState]) -> int | None:
-    """The first bundle that finds no room, the largest first; None: all find some."""
-    order = sorted(range(len(bundles)), key=lambda i: -sum(bundles[i].values()))
-    first = place([bundles[i] for i in order], nodes)[1]
-    return None if first is None else order[first]
+def _grouped(
+    dims: ParallelDims, per_stage: list[Resources], dimensions: tuple[str, ...]
+) -> Placement:
+    """A bundle for all workers with the same coordinates on these dimensions."""
+    number_of_bundle: dict[tuple[int, ...], int] = {}
+    bundles: list[Counter[str]] = []
+    bundle_of_rank: list[int] = []
+    for rank in range(dims.world_size):
+        coordinates = dims.coordinates(rank)
+        key = tuple(coordinates[dimension] for dimension in dimensions)
+        if key not in number_of_bundle:
+            number_of_bundle[key] = len(bundles)
+            bundles.append(Counter())
+        number = number_of_bundle[key]
+        bundles[number].update(per_stage[coordinates["pp"]])
+        bundle_of_rank.append(number)
+    return Placement([dict(bundle) for bundle in bundles], bundle_of_rank)
 
 
-def resources_of_stages(config: Config, dims: ParallelDims, per_worker: Resources) -> list[Resources]:
+def _first_without_room(bundles: Sequence[Resources], nodes: Sequence[NodeState]) -> int | None:
+    """The number of the first bundle that finds no room, the largest first; None if all do."""
+    by_size = sorted(range(len(bundles)), key=lambda number: -sum(bundles[number].values()))
+    first = place([bundles[number] for number in by_size], nodes)[1]
+    return None if first is None else by_size[first]
+
+
+def resources_of_stages(
+    config: Config, dims: ParallelDims, per_worker: Resources
+) -> list[Resources]:
     """What one worker of each stage asks for.
 
+    Args:
+        config: May give the resources of each stage.
+        dims: The degrees.
+        per_worker: Resources of a worker if the configuration gives none.
+
     Raises:
-        UserError: as many entries as there are stages are wanted, and one kind of device.
+        UserError: There are more or fewer entries than stages, or not one kind of device.
     """
-    wanted = config.parallel.stage_resources
-    if not wanted:
+    stage_resources = config.parallel.stage_resources
+    if not stage_resources:
         return [dict(per_worker)] * dims.pp
-    if len(wanted) != dims.pp:
+    if len(stage_resources) != dims.pp:
         raise UserError(
-            f"parallel.stage_resources has {len(wanted)} entries, but there are {dims.pp} stages: write one for each"
+            f"parallel.stage_resources has {len(stage_resources)} entries, but there are {dims.pp} "
+            "stages: write one for each"
         )
-    per_stage = [{"CPU": 1.0} | dict(stage) if not stage.get("GPU") else dict(stage) for stage in wanted]
-    if len({bool(stage.get("GPU")) for stage in per_stage}) > 1:
+    per_stage: list[Resources] = []
+    for entry in stage_resources:
+        if entry.get("GPU"):
+            per_stage.append(dict(entry))
+        else:
+            per_stage.append({"CPU": 1.0, **entry})
+    with_gpus = [bool(resources.get("GPU")) for resources in per_stage]
+    if any(with_gpus) and not all(with_gpus):
         raise UserError(
-            "parallel.stage_resources gives GPUs to some stages and none to others: all stages compute on one kind of "
-            "device"
+            "parallel.stage_resources gives GPUs to some stages and none to others: all stages "
+            "compute on one kind of device"
         )
     return per_stage

@@ -1,7 +1,8 @@
-"""By which signal a worker has died: what its log says of it, in words for a person.
+"""By which signal a worker has died, and where: read from its log, in words for a person.
 
-A process that has done what it must not (SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT) writes so before it dies: Python's
-faulthandler, which every worker has on, and Ray's own handler. A process that was killed from outside writes nothing.
+A process that dies by a signal of its own making (SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT) writes
+that first: Python's faulthandler, which every worker enables, and Ray's own handler do so. A
+process that is killed from outside writes nothing.
 https://docs.python.org/3/library/faulthandler.html
 """
 
@@ -18,23 +19,36 @@ FATAL = {
     "Illegal instruction": "SIGILL",
     "Aborted": "SIGABRT",
 }
-"""What faulthandler calls them."""
+"""The signals by the names that faulthandler gives them."""
 MEANING = {
     "SIGSEGV": "it used memory that is not its own",
-    "SIGBUS": "memory that it used could not be had: is /dev/shm full, or a file that it has mapped cut off?",
+    "SIGBUS": (
+        "memory that it used could not be had: is /dev/shm full, or a file that it has mapped cut "
+        "off?"
+    ),
     "SIGFPE": "an operation on whole numbers that has no result, such as a division by zero",
     "SIGILL": "its code has an instruction that this processor does not know",
     "SIGABRT": "a library gave up",
 }
-SIGN = re.compile(r"^Fatal Python error: (" + "|".join(FATAL) + r")|^\*\*\* (SIG[A-Z]+) received at time", re.MULTILINE)
-PLACE = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)', re.MULTILINE)
+FATAL_LINE = re.compile(
+    r"^Fatal Python error: (" + "|".join(FATAL) + r")|^\*\*\* (SIG[A-Z]+) received at time",
+    re.MULTILINE,
+)
+"""The line with the signal: faulthandler's, or that of Ray's handler."""
+STACK_FRAME = re.compile(
+    r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)', re.MULTILINE
+)
 LIBRARY = re.compile(r"/lib/python\d|/site-packages/|/dist-packages/|^<")
+"""Matches files that are not the user's program."""
 READ_BYTES = 1 << 20
-"""Of the end of a log, at most: what a process writes when it dies is short."""
+"""How much of the end of a log is read; what a dying process writes is short."""
 
 
 def log_sizes(logs: Path) -> dict[str, int]:
-    """Bytes of each worker's log by its name, to be asked before an attempt: earlier attempts wrote into the same."""
+    """The size in bytes of each worker's log, by the log's name.
+
+    Read before an attempt, because the logs also hold what earlier attempts wrote.
+    """
     sizes = {}
     for log in logs.glob("rank-*.log"):
         with contextlib.suppress(OSError):
@@ -43,14 +57,14 @@ def log_sizes(logs: Path) -> dict[str, int]:
 
 
 def fatal_signal(log: Path, sizes: Mapping[str, int]) -> tuple[str, str] | None:
-    """The signal that a worker's log says it died by since `sizes`, and where in the program; None where its log says
-    nothing of the kind.
+    """The signal that a worker has died by since `sizes`, according to its log.
 
     Args:
-        log: Of the worker.
-        sizes: Of `log_sizes`.
+        log: The worker's log.
+        sizes: What `log_sizes` returned before the attempt.
+
     Returns:
-        The signal's name, and the innermost line of Python that is not in a library ("" where none is known).
+        As `find_signal`; None also if the log cannot be read.
     """
     try:
         with log.open("rb") as file:
@@ -59,17 +73,42 @@ def fatal_signal(log: Path, sizes: Mapping[str, int]) -> tuple[str, str] | None:
             text = file.read().decode(errors="replace")
     except OSError:
         return None
-    signs = list(SIGN.finditer(text))
-    if not signs:
+    return find_signal(text)
+
+
+def find_signal(text: str) -> tuple[str, str] | None:
+    """The first fatal signal that a text reports.
+
+    Args:
+        text: What a process has written.
+
+    Returns:
+        The signal's name, and the innermost line of Python outside libraries as
+        "FILE:LINE in FUNCTION" ("" if none is known); None if the text reports no signal.
+    """
+    fatal_line = FATAL_LINE.search(text)
+    if fatal_line is None:
         return None
-    name = FATAL.get(signs[0][1] or "", signs[0][2] or "")
-    places = list(PLACE.finditer(text, signs[0].end()))
-    place = next((each for each in places if not LIBRARY.search(each["file"])), places[0] if places else None)
-    where = f"{place['file']}:{place['line']} in {place['function']}" if place else ""
-    return name, where
+    faulthandler_name, ray_name = fatal_line.groups()
+    name = FATAL[faulthandler_name] if faulthandler_name else ray_name
+    frames = list(STACK_FRAME.finditer(text, fatal_line.end()))
+    if not frames:
+        return name, ""
+    user_frames = [frame for frame in frames if not LIBRARY.search(frame["file"])]
+    innermost = user_frames[0] if user_frames else frames[0]
+    return name, f"{innermost['file']}:{innermost['line']} in {innermost['function']}"
 
 
 def sentence(name: str, where: str) -> str:
-    """`by SIGSEGV (it used memory that is not its own) in /x/model.py:12 in forward`."""
-    meaning = f" ({MEANING[name]})" if name in MEANING else ""
-    return f"by {name}{meaning}" + (f" at {where}" if where else "")
+    """A clause such as `by SIGSEGV (it used memory that is not its own) at model.py:12 in forward`.
+
+    Args:
+        name: The signal's name.
+        where: The line of the program; "" if it is not known.
+    """
+    clause = f"by {name}"
+    if name in MEANING:
+        clause += f" ({MEANING[name]})"
+    if where:
+        clause += f" at {where}"
+    return clause

@@ -1,13 +1,13 @@
-"""Continuing with the workers there are: how many find room, which numbers make a layout, the job for another number.
+"""Continuing with the workers there are: how many find room, and the job for another number.
 
-`failure_policy.py` decides; this asks the cluster and prepares the job. The global batch stays what it is (fewer
-workers accumulate more micro-batches), and the data order depends on the step alone, so the curve continues.
+`failure_policy.py` decides; this asks the cluster and prepares the job. The global batch stays the
+same (fewer workers accumulate more micro-batches), and the data order depends on the step alone, so
+the curve continues.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from app.config import Config
 from app.config.io import with_values
@@ -15,30 +15,46 @@ from app.errors import UserError
 from app.launchers.failure_policy import Capacity, Limits, fewer_workers, growth
 from app.run.prepare import Prepared
 from app.training.job import Job
-from strategies.dims import BESIDE_DATA
+from strategies.dims import MODEL_DEGREES
 from strategies.layout import LayoutError
 
 LOOK_SECONDS = 1.0
+"""Seconds between two looks at the cluster."""
 STEADY_SECONDS = 3.0
-"""The same room for more workers must have been there this long before training is interrupted to use it; and too
-little room before excluded nodes are used again."""
+"""How long a change of the cluster must last before the run reacts to it.
 
+There must be the same room for more workers before training is interrupted to use it, and too
+little room before excluded nodes are used again.
+"""
 FreeByNode = Mapping[str, Mapping[str, float]]
-"""What each living node has for this run, by its id: free, or held by the run itself."""
+"""Resources of each living node, by its id, that are free or held by the run itself."""
 
 
 def limits_of(config: Config, *, autoscaling: bool = False) -> Limits:
-    """autoscaling: nodes may be added, which takes as long as a start may wait for them."""
-    patience = config.fault.elastic_seconds
-    if patience is not None and autoscaling:
-        patience = max(patience, config.cluster.wait_seconds)
-    return Limits(config.fault.max_restarts, patience, config.cluster.min_workers)
+    """The configuration's limits for `decide`.
+
+    Args:
+        config: The configuration.
+        autoscaling: Whether nodes may be added, which takes as long as a start may wait for them.
+    """
+    elastic_seconds = config.fault.elastic_seconds
+    if elastic_seconds is not None and autoscaling:
+        elastic_seconds = max(elastic_seconds, config.cluster.wait_seconds)
+    return Limits(config.fault.max_restarts, elastic_seconds, config.cluster.min_workers)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Elastic:
-    """config: as written, before a layout was chosen. first: what the run started with. prepare: for a configuration
-    and a number of workers. free: resources by node, without the nodes of these ids."""
+    """Counts the room for workers, and prepares jobs for other numbers of them.
+
+    Args:
+        config: As it was written, before a layout was chosen.
+        first: What the run started with.
+        per_worker: Ray resources of one worker.
+        prepare: Prepares a configuration for a number of workers.
+        free: The resources by node, without nodes of these ids.
+        autoscaling: Whether nodes may be added.
+    """
 
     config: Config
     first: Prepared
@@ -46,57 +62,73 @@ class Elastic:
     prepare: Callable[[Config, int], Prepared]
     free: Callable[[Sequence[str]], FreeByNode]
     autoscaling: bool = False
-    excluded: tuple[str, ...] = ()  # nodes that failed too often
-    known: dict[int, Prepared | None] = field(default_factory=dict)
-    looked_at: float = 0.0
-    missing_since: float | None = None
-    more: tuple[int | None, float] = (None, 0.0)  # the larger number of workers there is room for, and since when
+    excluded: tuple[str, ...] = field(default=(), init=False)
+    """Ids of nodes that failed too often."""
+    _prepared: dict[int, Prepared | None] = field(default_factory=dict, init=False)
+    _look_clock: float = field(default=0.0, init=False)
+    _missing_clock: float | None = field(default=None, init=False)
+    """Since when there is less room than workers."""
+    _larger_size: int | None = field(default=None, init=False)
+    """The larger number of workers that there is room for."""
+    _larger_clock: float = field(default=0.0, init=False)
+    """Since when there is room for it."""
 
     @property
     def limits(self) -> Limits:
+        """The limits for `decide`."""
         return limits_of(self.config, autoscaling=self.autoscaling)
 
     @property
     def wanted(self) -> int:
+        """Workers at the start of the run."""
         return self.first.layout.dims.world_size
 
     @property
     def excluded_nodes(self) -> list[str]:
+        """Ids of all nodes that get no workers."""
         return [*self.config.cluster.exclude_nodes, *self.excluded]
 
-    # --- layouts --------------------------------------------------------------------------------------------------
+    # --- layouts ----------------------------------------------------------------------------------
 
     def prepared(self, workers: int) -> Prepared | None:
-        """What `workers` would train with; None where they make no layout."""
+        """What `workers` would train with; None if they make no layout."""
         if workers == self.wanted:
             return self.first
-        if workers not in self.known:
+        if workers not in self._prepared:
             try:
-                self.known[workers] = self.prepare(self._config(workers), workers)
+                self._prepared[workers] = self.prepare(self._config_for(workers), workers)
             except (UserError, LayoutError):
-                self.known[workers] = None
-        return self.known[workers]
+                self._prepared[workers] = None
+        return self._prepared[workers]
 
-    def _config(self, workers: int) -> Config:
-        """What would be written for another number of workers, before it is resolved.
+    def _config_for(self, workers: int) -> Config:
+        """The configuration for another number of workers, before it is resolved.
 
-        Whole groups of what is not data-parallel, and as much in memory at once.
+        The degrees that are not data-parallel stay, and as many samples are in memory at once.
         """
-        values: dict[str, Any] = {"workers": str(workers)}
+        values: dict[str, object] = {"workers": str(workers)}
         if self.config.strategy != "auto":
-            dims, train, parallel = self.first.layout.dims, self.config.train, self.config.parallel
-            values["train.micro_batch_size"] = train.micro_batch_size or max(1, train.global_batch_size // dims.dp)
-            values |= {f"parallel.{name}": getattr(dims, name) for name in BESIDE_DATA}
+            dims = self.first.layout.dims
+            train = self.config.train
+            parallel = self.config.parallel
+            samples_per_worker = max(1, train.global_batch_size // dims.dp)
+            values["train.micro_batch_size"] = train.micro_batch_size or samples_per_worker
+            for name in MODEL_DEGREES:
+                values[f"parallel.{name}"] = getattr(dims, name)
             values["parallel.dp_replicate"] = None
-            if not (parallel.dp_replicate and parallel.dp_shard):  # of both, the copies shrink
+            if not (parallel.dp_replicate and parallel.dp_shard):
+                # If both are written, shards keep their size and there are fewer replicas.
                 values["parallel.dp_shard"] = None
         return with_values(self.config, values)
 
     def largest(self, available: int) -> int:
-        """The most workers, of at most `available`, that make a layout; 0: none."""
+        """The most workers, of at most `available`, that make a layout; 0 if none do."""
         if available >= self.wanted:
             return self.wanted
-        return next((n for n in range(available, 0, -1) if self.prepared(n) is not None), 0)
+        for workers in range(available, 0, -1):
+            if self.prepared(workers) is not None:
+                return workers
+        return 0
 
     def job(self, job: Job, workers: int) -> Job:
         """The same run with another number of workers, on the nodes that are not excluded now."""
@@ -109,55 +141,81 @@ class Elastic:
             failed_nodes=self.excluded,
         )
 
-    # --- capacity -------------------------------------------------------------------------------------------------
+    # --- capacity ---------------------------------------------------------------------------------
 
     def capacity(self, workers: int) -> Capacity:
         """What there is now, for an attempt with `workers`."""
-        nodes, now = self.free(self.excluded_nodes), time.monotonic()
+        nodes = self.free(self.excluded_nodes)
+        now = time.monotonic()
         available = count_workers(self.per_worker, nodes)
-        without = {
-            node: count_workers(self.per_worker, {n: r for n, r in nodes.items() if n != node}) for node in nodes
-        }
-        self.missing_since = None if available >= workers else self.missing_since or now
-        missing = now - self.missing_since if self.missing_since else 0.0
-        if self.excluded and missing >= STEADY_SECONDS:  # a node that has failed is better than none
+        available_without: dict[str, int] = {}
+        for node in nodes:
+            other_nodes = {other: free for other, free in nodes.items() if other != node}
+            available_without[node] = count_workers(self.per_worker, other_nodes)
+        if available >= workers:
+            self._missing_clock = None
+        elif self._missing_clock is None:
+            self._missing_clock = now
+        missing_seconds = 0.0 if self._missing_clock is None else now - self._missing_clock
+        if self.excluded and missing_seconds >= STEADY_SECONDS:
+            # A node that has failed is better than none.
             self.excluded = ()
             return self.capacity(workers)
-        valid = {self.largest(limit) for limit in (available, *without.values())} - {0}
-        return Capacity(workers, self.wanted, available, tuple(sorted(valid)), without, missing)
+        limits = {available, *available_without.values()}
+        valid = {self.largest(limit) for limit in limits} - {0}
+        return Capacity(
+            workers=workers,
+            wanted=self.wanted,
+            available=available,
+            valid=tuple(sorted(valid)),
+            available_without=available_without,
+            missing_seconds=missing_seconds,
+        )
 
     def excludes_others(self, job: Job) -> bool:
-        """Whether an attempt should now keep off other nodes than this job does."""
+        """Whether other nodes are excluded now than in this job."""
         return self.excluded != job.failed_nodes
 
     def need_not_wait(self, job: Job) -> bool:
-        """While the places of an attempt are waited for: whether to decide anew."""
-        if not self._due():
+        """Whether to decide anew while an attempt waits for its places."""
+        if not self._look_is_due():
             return False
-        found = self.capacity(job.layout.dims.world_size)
-        return fewer_workers(found, self.limits) > 0 or self.excludes_others(job)
+        capacity = self.capacity(job.layout.dims.world_size)
+        return fewer_workers(capacity, self.limits) > 0 or self.excludes_others(job)
 
     def growth(self, workers: int) -> int | None:
-        """While training continues with fewer workers than wanted: how many there could be, once that is steady."""
-        if workers >= self.wanted or not self._due():
-            return None
-        found, now = growth(self.capacity(workers)), time.monotonic()
-        if found != self.more[0]:
-            self.more = found, now
-        return found if now - self.more[1] >= STEADY_SECONDS else None
+        """How many workers there could be while training runs with fewer than wanted.
 
-    def _due(self) -> bool:
+        Args:
+            workers: Of the attempt that runs.
+
+        Returns:
+            The number once the room for it is steady; None before, and if there is no more room.
+        """
+        if workers >= self.wanted or not self._look_is_due():
+            return None
+        larger_size = growth(self.capacity(workers))
         now = time.monotonic()
-        if now - self.looked_at < LOOK_SECONDS:
+        if larger_size != self._larger_size:
+            self._larger_size = larger_size
+            self._larger_clock = now
+        return larger_size if now - self._larger_clock >= STEADY_SECONDS else None
+
+    def _look_is_due(self) -> bool:
+        now = time.monotonic()
+        if now - self._look_clock < LOOK_SECONDS:
             return False
-        self.looked_at = now
+        self._look_clock = now
         return True
 
 
 def count_workers(per_worker: Mapping[str, float], nodes: FreeByNode) -> int:
-    """How many workers could be placed."""
+    """How many workers could be placed on these nodes."""
     needs = {name: amount for name, amount in per_worker.items() if amount > 0}
-    return sum(
-        min((int(free.get(name, 0.0) / amount + 1e-9) for name, amount in needs.items()), default=0)
-        for free in nodes.values()
-    )
+    workers = 0
+    for free in nodes.values():
+        room_by_resource = [
+            int(free.get(name, 0.0) / amount + 1e-9) for name, amount in needs.items()
+        ]
+        workers += min(room_by_resource, default=0)
+    return workers

@@ -1,9 +1,8 @@
-"""Launcher: a thread of this process trains, one worker. No Ray, no process group."""
+"""Launcher: one worker in a thread of this process. No Ray, no process group."""
 
 import queue
 import sys
 import threading
-from typing import Any
 
 import torch
 
@@ -15,7 +14,10 @@ from app.training.job import Job, Place, SilentChannel
 
 POLL_SECONDS = 0.1
 JOIN_SECONDS = 60.0
-"""How long what a failed driver has left is waited for; a thread that hangs ends with the process."""
+"""How long to wait for the training thread after the driver has failed.
+
+A thread that hangs ends with the process.
+"""
 
 
 class QueueChannel(SilentChannel):
@@ -25,54 +27,72 @@ class QueueChannel(SilentChannel):
         super().__init__()
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.closed = False
+        """Whether the driver has ended."""
 
     def stop_requested(self) -> bool:
-        """Raises Interrupted if nobody listens any more."""
+        """Whether the run is asked to save and stop.
+
+        Raises:
+            Interrupted: The driver has ended.
+        """
         if self.closed:
             raise Interrupted("the driver has ended")
         return self.stopping
 
     def emit(self, event: Event) -> None:
+        """Sends an event, and returns at once."""
         self.events.put(event)
 
     def drain(self, seconds: float) -> list[Event]:
-        """What has come; waits so long for the first."""
-        found: list[Event] = []
+        """The events that have come; waits at most so many seconds for the first."""
+        events: list[Event] = []
         try:
-            found.append(self.events.get(timeout=seconds) if seconds else self.events.get_nowait())
+            if seconds:
+                events.append(self.events.get(timeout=seconds))
             while True:
-                found.append(self.events.get_nowait())
+                events.append(self.events.get_nowait())
         except queue.Empty:
-            return found
+            return events
 
 
 class TrainingThread:
-    """Trains in a thread, so that the process's main thread supervises and receives signals."""
+    """Trains in a thread, so that the main thread can supervise and receive signals.
+
+    Args:
+        job: What is trained.
+        place: This rank's place among the others.
+        channel: Takes the worker's events.
+    """
 
     def __init__(self, job: Job, place: Place, channel: QueueChannel) -> None:
+        self.job = job
+        self.place = place
+        self.channel = channel
         self.error: BaseException | None = None
-
-        def run() -> None:
-            try:
-                sampler = start_system_sampler(channel, "node-0", job.config.tracking.system_metrics_every)
-                try:
-                    channel.emit(TrainingDone(summary=loop.train(job, place, channel)))
-                finally:
-                    sampler.close()
-            except BaseException as error:
-                self.error = error
-
-        self.thread = threading.Thread(target=run, daemon=True, name="training")
+        self.thread = threading.Thread(target=self._run, daemon=True, name="training")
         self.thread.start()
 
+    def _run(self) -> None:
+        try:
+            every = self.job.config.tracking.system_metrics_every
+            sampler = start_system_sampler(self.channel, "node-0", every)
+            try:
+                summary = loop.train(self.job, self.place, self.channel)
+                self.channel.emit(TrainingDone(summary=summary))
+            finally:
+                sampler.close()
+        except BaseException as error:
+            self.error = error
+
     def ended(self) -> Failures | None:
+        """What ended the thread; None while it runs."""
         if self.thread.is_alive():
             return None
         return {} if self.error is None else {0: self.error}
 
 
 class LocalWorkers:
-    """One worker, here."""
+    """One worker, in this process."""
 
     restartable = False
 
@@ -81,23 +101,33 @@ class LocalWorkers:
         self.training: TrainingThread | None = None
 
     def start(self, job: Job) -> None:
+        """See `Workers`."""
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        self.training = TrainingThread(job, Place(0, 1, 0, device), self.channel)
+        place = Place(rank=0, world_size=1, local_rank=0, device=device)
+        self.training = TrainingThread(job, place, self.channel)
 
     def poll(self, stop: bool) -> Poll:
+        """See `Workers`."""
         assert self.training is not None
         self.channel.stopping = self.channel.stopping or stop
-        ended = self.training.ended()  # asked first, so that no event comes after the last
-        return Poll(self.channel.drain(POLL_SECONDS if ended is None else 0.0), {}, ended)
+        # Before the events are read, so that none comes after the last poll.
+        ended = self.training.ended()
+        events = self.channel.drain(POLL_SECONDS if ended is None else 0.0)
+        return Poll(events=events, ended=ended)
 
     def ask(self, question: str) -> dict[int, str]:
+        """Answers nothing, because this process cannot watch itself hang."""
         return {}
 
-    def kill(self, infos: list[WorkerInfo]) -> Any: ...
+    def kill(self, infos: list[WorkerInfo]) -> None:
+        """Ends nothing, because the worker is the driver's own process."""
 
     def stop(self) -> None:
-        """Where the driver has failed, training ends at its next boundary and saves nothing: what this process trains
-        next, such as a sweep's next trial, has the processors and the random numbers to itself."""
+        """Ends training at its next boundary, without saving, if the driver has failed.
+
+        Waits for that, so that what this process trains next, such as a sweep's next trial, has the
+        processors and the random numbers to itself.
+        """
         self.channel.closed = True
         if self.training is not None and not isinstance(sys.exception(), KeyboardInterrupt):
             self.training.thread.join(JOIN_SECONDS)

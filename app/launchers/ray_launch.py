@@ -1,4 +1,4 @@
-"""A run's workers in Ray: how many, the wait for their places, and the supervisor that trains with them."""
+"""A run's workers in Ray: how many there are, the wait for their places, and their supervisor."""
 
 import contextlib
 import math
@@ -26,36 +26,51 @@ from app.tasks.base import Task
 from cluster import ClusterError
 from cluster.connect import Cluster
 from cluster.files import read_cluster
-from cluster.pending import Diagnosis, autoscaler_now, check_feasible
+from cluster.pending import AutoscalerReport, Diagnosis, autoscaler_now, check_feasible
 from cluster.watch import GONE_SECONDS, OWN_SECONDS, RayWatch, addresses
 from strategies import registry
-from strategies.dims import NAMES
+from strategies.dims import MESH_DIMS
 
 LOOK_SECONDS = 1.0
+"""Seconds between two looks at the cluster."""
 FREE_SECONDS = 5.0
-END_SECONDS = 10.0  # that a run has to end by itself when Ray is gone
+"""How long Ray's tables may take to show that places are free again."""
+END_SECONDS = 10.0
+"""How long a run may take to end by itself when Ray is gone."""
 RESTARTS = "TRIREME_RESTARTS"
-"""Variable that counts them, in the environment of a command that has begun anew."""
+"""The environment variable that counts how often a command has begun anew."""
 ASK_AUTOSCALER_SECONDS = 10.0
-"""Asking it is a process of a second or two."""
+"""Seconds between two questions to the autoscaler; each is a process of a second or two."""
 
 
 class RayLaunch:
-    """One start's workers, until `close`."""
+    """The workers of one start of a run, until `close`.
+
+    Args:
+        cluster: The cluster.
+        config: The configuration as it was written.
+        console: Where a person sees what happens.
+    """
 
     def __init__(self, cluster: Cluster, config: Config, console: Console) -> None:
-        self.cluster, self.config, self.console = cluster, config, console
+        self.cluster = cluster
+        self.config = config
+        self.console = console
         self.workers, self.per_worker = resources_to_ask_for(config, cluster)
-        self.group: PlacementGroup | None = None  # keeps the workers' places while the run is prepared
+        self.group: PlacementGroup | None = None
+        """Keeps the workers' places while the run is prepared."""
         self.ray_workers: RayWorkers | None = None
         self.watch: RayWatch | None = None
-        # On the CPUs of one machine Ray Train's own five processes take longer to start than the workers.
-        laptop = config.launcher == "auto" and cluster.private and not cluster.gpus
-        self.only_actors = laptop or config.launcher == "actors"
-        if not self.only_actors and (config.parallel.pp or 1) == 1 and "pipeline" not in config.strategy:
+        # On the CPUs of one machine, Ray Train's own five processes take longer to start than the
+        # workers.
+        is_laptop = config.launcher == "auto" and cluster.private and not cluster.gpus
+        self.only_actors = is_laptop or config.launcher == "actors"
+        has_stages = (config.parallel.pp or 1) > 1 or "pipeline" in config.strategy
+        if not self.only_actors and not has_stages:
             from app.launchers.ray_train import RayTrainWorkers
 
-            self.ray_workers = RayTrainWorkers(self.per_worker)  # its first process starts while the data is read
+            # Its first process starts while the data is read.
+            self.ray_workers = RayTrainWorkers(self.per_worker)
 
     def close(self) -> None:
         """Ends the workers, and gives their resources back."""
@@ -66,86 +81,128 @@ class RayLaunch:
             self.watch.close()
 
     def give_back(self) -> None:
-        """Frees what has kept the workers' places, and waits a moment until Ray's tables show it."""
-        group, self.group = self.group, None
+        """Frees what has kept the workers' places, and waits until Ray's tables show it."""
+        group = self.group
+        self.group = None
         if group is None:
             return
-        demand, until = [self.per_worker] * self.workers, time.monotonic() + FREE_SECONDS
+        demand = [self.per_worker] * self.workers
+        excluded = self.config.cluster.exclude_nodes
+        deadline = time.monotonic() + FREE_SECONDS
         with contextlib.suppress(ray.exceptions.RayError):
             remove_placement_group(group)
-            while why_pending(demand, None, self.config.cluster.exclude_nodes) and time.monotonic() < until:
+            while why_pending(demand, None, excluded) and time.monotonic() < deadline:
                 time.sleep(0.1)
 
     def wait_for_room(self) -> int:
-        """How many workers there will be; waits until there is room for them, and says why there is none. After
-        `cluster.wait_seconds` it does what `cluster.when_pending` says: shrinks, or ends.
+        """Waits until there is room for the workers, and says why there is none.
 
-        The whole group is asked for meanwhile, so that an autoscaling cluster grows to it, and kept, since machines
-        that stood idle while a run prepares would be taken away again.
+        After `cluster.wait_seconds` it does what `cluster.when_pending` says: shrinks, or ends.
+        Meanwhile the whole group is asked for, so that an autoscaling cluster grows to it, and it
+        is kept, because machines that are idle while a run prepares would be taken away again.
+
+        Returns:
+            How many workers there will be.
 
         Raises:
-            ClusterError: the places can never come, or did not come in time; one sentence that says which and why.
+            ClusterError: The places can never come, or did not come in time; one sentence that says
+                which and why.
         """
-        config, console, workers = self.config, self.console, self.workers
+        config = self.config
+        workers = self.workers
         if config.parallel.stage_resources:
             return workers
-        known = read_cluster(config.cluster.file) if config.cluster.file else self.cluster.shape
-        check_feasible(known, workers, self.per_worker)
-        demand, excluded = [self.per_worker] * workers, config.cluster.exclude_nodes
-        look = partial(why_pending, demand, known if known.path else None, excluded)
+        shape = self.cluster.shape
+        if config.cluster.file:
+            shape = read_cluster(config.cluster.file)
+        check_feasible(shape, workers, self.per_worker)
+        excluded = config.cluster.exclude_nodes
+        demand = [self.per_worker] * workers
+        known_shape = shape if shape.path else None
         autoscaling = bool(self.cluster.max_resources)
-        if not autoscaling and look() is None:
+        if not autoscaling and why_pending(demand, known_shape, excluded) is None:
             return workers
-        self.group, began, report = reserve(demand, excluded), time.monotonic(), None
-        said, asked_at = "", 0.0
+        self.group = reserve(demand, excluded)
+        start = time.monotonic()
+        last_sentence = ""
+        report: AutoscalerReport | None = None
+        report_clock = 0.0
         while not self.group.wait(LOOK_SECONDS):
             now = time.monotonic()
-            if autoscaling and now - asked_at > ASK_AUTOSCALER_SECONDS:
-                report, asked_at = autoscaler_now(), now
-            found = look(report)
-            if found is None:
+            if autoscaling and now - report_clock > ASK_AUTOSCALER_SECONDS:
+                report = autoscaler_now()
+                report_clock = now
+            diagnosis = why_pending(demand, known_shape, excluded, autoscaler=report)
+            if diagnosis is None:
                 continue
-            if found.sentence != said:
-                said = found.sentence
-                console.say(f"waiting for resources: {said}")
-            if now - began > config.cluster.wait_seconds or not found.ever:
-                self.workers = when_over(config, found, workers)
-                console.say(f"continuing with {self.workers} of {workers} workers: {said}")
+            if diagnosis.sentence != last_sentence:
+                last_sentence = diagnosis.sentence
+                self.console.say(f"waiting for resources: {last_sentence}")
+            if now - start > config.cluster.wait_seconds or not diagnosis.ever:
+                self.workers = when_over(config, diagnosis, workers)
+                self.console.say(
+                    f"continuing with {self.workers} of {workers} workers: {last_sentence}"
+                )
                 self.give_back()
                 break
         return self.workers
 
     def prepare(self, task: Task, workers: int, config: Config | None = None) -> Prepared:
+        """Prepares the run for a number of workers; see `app.run.prepare.prepare`.
+
+        Args:
+            task: What is trained.
+            workers: How many there are.
+            config: Another configuration than the one as it was written.
+        """
+        config = config or self.config
         gpus = self.per_worker.get("GPU", 0)
-        check_devices(config or self.config, "cuda" if gpus else "cpu")
-        per_node = int(self.cluster.gpus_of_largest / gpus) if gpus else None
-        prepared = prepare(config or self.config, task, workers, devices_per_node=per_node)
-        return with_idle_gpus(prepared, workers, gpus, self.cluster.gpus, "the cluster")
+        check_devices(config, "cuda" if gpus else "cpu")
+        workers_per_node = int(self.cluster.gpus_of_largest / gpus) if gpus else None
+        prepared = prepare(config, task, workers, devices_per_node=workers_per_node)
+        return with_idle_gpus(
+            prepared,
+            workers=workers,
+            gpus_per_worker=gpus,
+            gpus=self.cluster.gpus,
+            pool="the cluster",
+        )
 
     def meter(self, storage: Storage) -> Meter | None:
-        """What counts the cost of a run in this storage; see `meter_for`."""
-        return meter_for(self.config, storage, self.workers, self.per_worker)
+        """Counts the cost of a run in this storage; see `meter_for`."""
+        return meter_for(self.config, storage, workers=self.workers, per_worker=self.per_worker)
 
     def supervisor(self, driver: Driver, prepared: Prepared, task: Task) -> Supervisor:
-        """What trains with workers of Ray Train, or with actors where there are stages or they are asked for."""
-        elastic = None
+        """Makes the supervisor of the run's workers, and starts the watch over Ray.
+
+        Args:
+            driver: Of the run.
+            prepared: What the run starts with.
+            task: What is trained.
+        """
+        elastic: Elastic | None = None
         if not self.config.parallel.stage_resources:
             elastic = Elastic(
-                self.config,
-                prepared,
-                self.per_worker,
+                config=self.config,
+                first=prepared,
+                per_worker=self.per_worker,
                 prepare=lambda config, workers: self.prepare(task, workers, config),
                 free=free_by_node,
                 autoscaling=bool(self.cluster.max_resources),
             )
         self.give_back()
         private = self.cluster.private
-        lost = partial(ray_is_gone, driver, private=private)
-        self.watch = RayWatch(addresses(), OWN_SECONDS if private else GONE_SECONDS, driver.note, lost)
-        nodes = replace(ray_nodes(), reachable=self.watch.whole)
+        self.watch = RayWatch(
+            at=addresses(),
+            patience=OWN_SECONDS if private else GONE_SECONDS,
+            say=driver.note,
+            lost=partial(ray_is_gone, driver, private=private),
+        )
+        nodes = replace(ray_nodes(), reachable=self.watch.is_usable)
         return Supervisor(self._workers_for(prepared), driver, elastic, nodes=nodes)
 
     def _workers_for(self, prepared: Prepared) -> RayWorkers:
+        """Actors if there are stages or they are asked for, and otherwise Ray Train's workers."""
         if prepared.layout.dims.pp > 1 or self.only_actors:
             from app.launchers.actors import ActorWorkers
 
@@ -156,69 +213,107 @@ class RayLaunch:
         return self.ray_workers
 
 
-def ray_is_gone(driver: Driver, why: str, *, private: bool) -> None:
-    """What a run does then, in a thread: Ray's calls in the main one may not return. With a Ray of its own the command
-    begins anew, as the same process; else it ends."""
-    again = int(os.environ.get(RESTARTS, "0"))
-    if private and driver.restart is not None and not driver.stopping and again < driver.config.fault.max_restarts:
-        driver.console.say(f"{why}: starting Ray and the run again, from the last checkpoint")
-        os.environ[RESTARTS] = str(again + 1)
+def ray_is_gone(driver: Driver, reason: str, *, private: bool) -> None:
+    """Reacts to the end of Ray, in a thread, because Ray's calls in the main one may not return.
+
+    A command with a Ray of its own begins anew, as the same process. Another one ends.
+
+    Args:
+        driver: Of the run.
+        reason: What has happened, for a person.
+        private: Whether this command has started the Ray.
+    """
+    restarts = int(os.environ.get(RESTARTS, "0"))
+    may_restart = private and not driver.stopping
+    if may_restart and driver.restart is not None and restarts < driver.config.fault.max_restarts:
+        driver.console.say(f"{reason}: starting Ray and the run again, from the last checkpoint")
+        os.environ[RESTARTS] = str(restarts + 1)
         driver.run.lease.release()
-        children = psutil.Process().children(recursive=True)  # Ray's
-        for child in children:
+        ray_processes = psutil.Process().children(recursive=True)
+        for process in ray_processes:
             with contextlib.suppress(psutil.Error):
-                child.kill()
-        psutil.wait_procs(children, timeout=END_SECONDS)
+                process.kill()
+        psutil.wait_procs(ray_processes, timeout=END_SECONDS)
         driver.console.restore()
         driver.restart()
-    driver.fail(f"{why}: when it is there again, run the same command again to continue")
+    driver.fail(f"{reason}: when it is there again, run the same command again to continue")
     time.sleep(END_SECONDS)
     if driver.run.lease.taken and not driver.run.lease.released:
         abort(1, f"trireme: {driver.failed}", say=driver.console.error)
 
 
-def when_over(config: Config, found: Diagnosis, workers: int) -> int:
-    """With how many workers to continue when the time is over.
+def when_over(config: Config, diagnosis: Diagnosis, workers: int) -> int:
+    """With how many workers to continue when the time to wait is over.
+
+    Args:
+        config: Says whether to shrink.
+        diagnosis: Why workers have no place.
+        workers: How many are wanted.
 
     Raises:
-        ClusterError: to end.
+        ClusterError: The run ends.
     """
-    after = f"after {config.cluster.wait_seconds:g} s" if found.ever else "and waiting would not help"
+    if diagnosis.ever:
+        after = f"after {config.cluster.wait_seconds:g} s"
+    else:
+        after = "and waiting would not help"
     if config.cluster.when_pending == "shrink":
-        batch, least = config.train.global_batch_size, config.cluster.min_workers
-        smaller = next((n for n in range(min(found.placed, workers - 1), 0, -1) if batch % n == 0), 0)
-        if smaller >= least:
-            return smaller
-        after += f" (the largest number that makes a layout is {smaller}, below cluster.min_workers={least})"
-    raise ClusterError(f"there is room for {found.placed} of {workers} workers {after}: {found.sentence}")
+        least = config.cluster.min_workers
+        most = min(diagnosis.placed, workers - 1)
+        largest = _largest_divisor(config.train.global_batch_size, most)
+        if largest >= least:
+            return largest
+        after += (
+            f" (the largest number that makes a layout is {largest}, below "
+            f"cluster.min_workers={least})"
+        )
+    raise ClusterError(
+        f"there is room for {diagnosis.placed} of {workers} workers {after}: {diagnosis.sentence}"
+    )
+
+
+def _largest_divisor(batch: int, most: int) -> int:
+    """The largest divisor of a batch that is at most `most`; 0 if there is none."""
+    for divisor in range(most, 0, -1):
+        if batch % divisor == 0:
+            return divisor
+    return 0
 
 
 def resources_to_ask_for(config: Config, cluster: Cluster) -> tuple[int, dict[str, float]]:
-    """How many workers, and the resources of each.
+    """How many workers there are, and the Ray resources of each.
 
-    A strategy of one process is one worker; those that spread over a worker's GPUs ask for all of the largest node's
-    (ddp_model_parallel: for two each)."""
+    A strategy of one process is one worker. Strategies that spread over a worker's GPUs ask for all
+    GPUs of the largest node, and ddp_model_parallel for two per worker.
+    """
     per_worker = dict(config.resources_per_worker)
-    if config.workers == "auto":
-        per_worker = per_worker or ({"GPU": _gpus_each(config, cluster)} if cluster.gpus else {"CPU": 1.0})
-        if any(record.one_process for record in registry.written(config.strategy)):
-            return 1, per_worker
-        if per_worker.get("GPU"):
-            return max(1, int(cluster.gpus / per_worker["GPU"])), per_worker
-        wanted = config.parallel
-        degrees = math.prod(getattr(wanted, name) or 1 for name in NAMES)
-        return max(2, degrees), per_worker
-    workers = int(config.workers)
-    gpus = _gpus_each(config, cluster)
-    return workers, per_worker or ({"GPU": gpus} if cluster.gpus >= workers * gpus else {"CPU": 1.0})
+    if config.workers != "auto":
+        workers = int(config.workers)
+        if not per_worker:
+            gpus = _gpus_per_worker(config, cluster)
+            has_enough_gpus = cluster.gpus >= workers * gpus
+            per_worker = {"GPU": gpus} if has_enough_gpus else {"CPU": 1.0}
+        return workers, per_worker
+    if not per_worker:
+        has_gpus = bool(cluster.gpus)
+        per_worker = {"GPU": _gpus_per_worker(config, cluster)} if has_gpus else {"CPU": 1.0}
+    if any(record.one_process for record in registry.known_records(config.strategy)):
+        return 1, per_worker
+    if per_worker.get("GPU"):
+        return max(1, int(cluster.gpus / per_worker["GPU"])), per_worker
+    degrees = math.prod(getattr(config.parallel, name) or 1 for name in MESH_DIMS)
+    return max(2, degrees), per_worker
 
 
-def _gpus_each(config: Config, cluster: Cluster) -> float:
-    """GPUs of one worker where the configuration does not say."""
-    most = max(1.0, float(cluster.gpus_of_largest))
-    several = [record for record in registry.written(config.strategy) if record.several_devices]
-    if not several:
+def _gpus_per_worker(config: Config, cluster: Cluster) -> float:
+    """GPUs of one worker if the configuration does not say."""
+    gpus_of_node = max(1.0, float(cluster.gpus_of_largest))
+    records = registry.known_records(config.strategy)
+    spreading = [record for record in records if record.several_devices]
+    if not spreading:
         return 1.0
-    if several[0].one_process:
-        return most
-    return min(2.0, most) if config.workers == "auto" or cluster.gpus >= 2 * int(config.workers) else 1.0
+    if spreading[0].one_process:
+        return gpus_of_node
+    if config.workers == "auto" or cluster.gpus >= 2 * int(config.workers):
+        return min(2.0, gpus_of_node)
+    return 1.0

@@ -1,8 +1,11 @@
-"""What both launchers in Ray share: the driver's `RayWorkers`, and what every worker has around its training.
+"""What both launchers in Ray share, in the driver (`RayWorkers`) and around a worker's training.
 
-A worker's events and heartbeats go to the `EventQueue`, its output to a file of its own. One worker of each node
-samples the node's system metrics and watches for a preemption notice, at which all save a checkpoint.
+A worker's events and heartbeats go to the `EventQueue`, and its output to a file of its own. One
+worker of each node samples the node's system metrics and watches for a preemption notice, at which
+all workers save a checkpoint.
 """
+
+from __future__ import annotations
 
 import contextlib
 import os
@@ -11,14 +14,14 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray import cloudpickle
 
 from app.console.terminal import worker_output
 from app.launchers.driver_actors import EventQueue, start_here
-from app.launchers.heartbeats import Beat, HeartbeatThread, Reply
+from app.launchers.heartbeats import Answer, Beat, HeartbeatThread, Reply
 from app.launchers.recovery import oom_kills
 from app.launchers.room import is_placed, on_node
 from app.launchers.threads import set_by_user, share, take, usable_cores
@@ -45,10 +48,14 @@ from app.training.job import Job, Place, SilentChannel
 from cluster.environment import THREADS
 from cluster.ray_internals import raylet_pid
 
+if TYPE_CHECKING:
+    from cluster.preemption import PreemptionWatcher
+
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 3.0
+"""How long ranks may take to answer a question."""
 GATHER_SECONDS = 3.0
-"""After the first failure, for the others' exceptions: one of them may be the cause."""
+"""How long to wait, after the first failure, for those of other ranks: one may be the cause."""
 
 
 class RayWorkers(Workers):
@@ -62,40 +69,61 @@ class RayWorkers(Workers):
         self.attempt = 0
 
     def begin_attempt(self, world_size: int) -> None:
-        self.attempt, self.world_size = self.attempt + 1, world_size
+        """Forgets the attempt before, for one with so many workers."""
+        self.attempt += 1
+        self.world_size = world_size
         self.infos: dict[int, WorkerInfo] = {}
         self.failures: dict[int | None, BaseException] = {}
-        self.failed_at: float | None = None
+        self.failure_clock: float | None = None
+        """When the first failure came, in seconds of the monotonic clock."""
         self.finished = False
         if self.queue_died:
-            self.queue, self.queue_died = start_here(EventQueue), False
+            self.queue = start_here(EventQueue)
+            self.queue_died = False
         self.queue.begin.remote(self.attempt)
 
-    # --- the interface ------------------------------------------------------------------------------------------
+    # --- the interface ----------------------------------------------------------------------------
 
     def poll(self, stop: bool) -> Poll:
+        """See `Workers`."""
         self.wait()
         try:
-            said, beats = ray.get(self.queue.drain.remote(stop))
+            pickled_lists, beats = ray.get(self.queue.drain.remote(stop))
         except ray.exceptions.RayActorError as error:
             self.queue_died = True
-            return Poll(ended={None: WorkerLost("the process between the driver and its workers", str(error))})
-        events = [event for part in said for event in cloudpickle.loads(part)]
-        statuses = {rank: Status(*beat) for rank, beat in beats.items()}
-        self.finished = len(statuses) == self.world_size and all(s.phase == "finished" for s in statuses.values())
-        events = [event for event in events if not self._take(event)]
-        return Poll(events, statuses, self._ended(), placed=bool(self.infos) or is_placed())
+            lost = WorkerLost("the process between the driver and its workers", str(error))
+            return Poll(ended={None: lost})
+        statuses: dict[int, Status] = {}
+        for rank, ((phase, step, ticks, waiting), age) in beats.items():
+            statuses[rank] = Status(phase=phase, step=step, ticks=ticks, waiting=waiting, age=age)
+        all_have_begun = len(statuses) == self.world_size
+        self.finished = all_have_begun and all(
+            status.phase == "finished" for status in statuses.values()
+        )
+        events: list[Event] = []
+        for pickled_list in pickled_lists:
+            for event in cloudpickle.loads(pickled_list):
+                if not self._take(event):
+                    events.append(event)
+        return Poll(
+            events=events,
+            statuses=statuses,
+            ended=self._ended(),
+            placed=bool(self.infos) or is_placed(),
+        )
 
     def ask(self, question: str) -> dict[int, str]:
+        """See `Workers`."""
         ray.get(self.queue.ask.remote(question))
-        until = time.monotonic() + ANSWER_SECONDS
+        deadline = time.monotonic() + ANSWER_SECONDS
         while True:
-            found = ray.get(self.queue.answered.remote())
-            if len(found) == self.world_size or time.monotonic() > until:
-                return found
+            answers: dict[int, str] = ray.get(self.queue.answered.remote())
+            if len(answers) == self.world_size or time.monotonic() > deadline:
+                return answers
             time.sleep(0.1)
 
     def kill(self, infos: list[WorkerInfo]) -> None:
+        """See `Workers`."""
         for info in infos:
             on_node(info.node, kill_process, info.pid)
 
@@ -104,18 +132,18 @@ class RayWorkers(Workers):
         self.stop()
         ray.kill(self.queue)
 
-    # --- for subclasses -----------------------------------------------------------------------------------------
+    # --- for subclasses ---------------------------------------------------------------------------
 
     @abstractmethod
     def wait(self) -> None:
-        """Waits a fraction of a second, until something has happened to the processes."""
+        """Waits until something has happened to the processes, a fraction of a second at most."""
 
     @abstractmethod
     def lost(self) -> Failures:
-        """The ranks whose processes have ended without an exception of their own, as far as is known."""
+        """Ranks whose processes have ended without an exception of their own, as far as known."""
 
     def _take(self, event: Event) -> bool:
-        """Keeps what is this object's own; whether that is all of the event."""
+        """Notes what concerns this object; returns whether the event is then done with."""
         match event:
             case WorkerStarted(info=info):
                 self.infos[info.rank] = info
@@ -128,25 +156,36 @@ class RayWorkers(Workers):
         return False
 
     def _ended(self) -> Failures | None:
+        """What ended the attempt; None while it runs, or other ranks may still say why."""
         for rank, error in self.lost().items():
             self.failures.setdefault(rank, error)
         if not self.failures:
             return {} if self.finished else None
         now = time.monotonic()
-        self.failed_at = self.failed_at or now
-        complete = len(self.failures) >= self.world_size or any(
-            isinstance(error, WorkerLost) for error in self.failures.values()
-        )
-        return dict(self.failures) if complete or now - self.failed_at > GATHER_SECONDS else None
+        if self.failure_clock is None:
+            self.failure_clock = now
+        all_have_failed = len(self.failures) >= self.world_size
+        one_died = any(isinstance(error, WorkerLost) for error in self.failures.values())
+        if all_have_failed or one_died or now - self.failure_clock > GATHER_SECONDS:
+            return dict(self.failures)
+        return None
 
     def end_attempt(self) -> None:
-        """Ends every process that is known, also stopped ones, which Ray's own way would wait for."""
+        """Ends every process that is known, even stopped ones, for which Ray itself would wait."""
         if not self.finished:
             self.kill(list(self.infos.values()))
 
 
-def error_of(call: Any, who: str = "") -> BaseException | None:
-    """With what a call that has ended did so: its own exception, or a WorkerLost of `who`."""
+def error_of(call: ray.ObjectRef[None], who: str = "") -> BaseException | None:
+    """The error that a call has ended with.
+
+    Args:
+        call: The reference of a call that has ended.
+        who: Names the process of the call.
+
+    Returns:
+        The call's own exception; a WorkerLost if its process has died; None without an error.
+    """
     try:
         ray.get(call)
     except ray.exceptions.RayTaskError as error:
@@ -156,55 +195,80 @@ def error_of(call: Any, who: str = "") -> BaseException | None:
     return None
 
 
-# --- in a worker ------------------------------------------------------------------------------------------------------
+# --- in a worker ----------------------------------------------------------------------------------
 
 
 class RayChannel(SilentChannel):
-    """A worker's Channel. Sending does not wait; metrics wait for the next other event, about a second."""
+    """A worker's Channel.
+
+    Sending does not wait. Metrics are sent with the next event of another kind, after about a
+    second.
+
+    Args:
+        queue: The EventQueue.
+        attempt: The number of the attempt.
+        rank: Of the worker.
+    """
 
     def __init__(self, queue: Any, attempt: int, rank: int) -> None:
         super().__init__()
-        self.queue, self.attempt, self.rank = queue, attempt, rank
-        self._waiting: list[Event] = []
-        self._newest: Any = None
+        self.queue = queue
+        self.attempt = attempt
+        self.rank = rank
+        self._unsent: list[Event] = []
+        self._newest_call: ray.ObjectRef[None] | None = None
         self._lock = threading.Lock()
 
     def emit(self, event: Event) -> None:
+        """See `Channel`."""
         if self.rank and not isinstance(event, FROM_ANY_RANK):
             return
         with self._lock:
-            self._waiting.append(event)
-            if not isinstance(event, MetricsLogged):
-                events, self._waiting = self._waiting, []
-                self._newest = self.queue.put.remote(self.attempt, cloudpickle.dumps(events))
+            self._unsent.append(event)
+            if isinstance(event, MetricsLogged):
+                return
+            pickled_events = cloudpickle.dumps(self._unsent)
+            self._unsent = []
+            self._newest_call = self.queue.put.remote(self.attempt, pickled_events)
 
-    def send_beat(self, beat: Beat, answer: tuple[int, str] | None) -> Reply:
-        return Reply(*ray.get(self.queue.beat.remote(self.attempt, self.rank, beat, answer)))
+    def send_beat(self, beat: Beat, answer: Answer | None) -> Reply:
+        """Sends a heartbeat and an answer, and waits for the driver's reply."""
+        call = self.queue.beat.remote(self.attempt, self.rank, beat, answer)
+        stop, question, number = ray.get(call)
+        return Reply(stop=stop, question=question, number=number)
 
     def on_reply(self, reply: Reply) -> None:
+        """Notes whether to stop."""
         self.stopping = self.stopping or reply.stop
 
     def failed(self, error: BaseException) -> None:
-        """Tells the driver with what exception this rank ends."""
+        """Tells the driver the exception that this rank ends with."""
         try:
             cloudpickle.loads(cloudpickle.dumps(error))
-        except Exception:  # an exception that cannot travel
+        except Exception:  # an exception that cannot be pickled
             error = RuntimeError(f"{type(error).__name__}: {error}")
         self.emit(WorkerFailed(rank=self.rank, error=error))
         self.flush()
 
     def flush(self) -> None:
         """Waits until what was sent has arrived: the process may end as soon as its work has."""
-        if self._newest is not None:
-            ray.get(self._newest)
+        if self._newest_call is not None:
+            ray.get(self._newest_call)
 
 
 @contextlib.contextmanager
 def surroundings(job: Job, place: Place, channel: RayChannel, node_rank: int) -> Iterator[None]:
-    """What every worker has around its training: output in a file, heartbeats, metrics of its node, news at the end."""
+    """Surrounds every worker's training: a log, heartbeats, its node's metrics, and its end.
+
+    Args:
+        job: What is trained.
+        place: The worker's place among the others.
+        channel: Of the worker.
+        node_rank: The number of the worker's node.
+    """
     with worker_output(job, place.rank), contextlib.ExitStack() as stack:
-        beats = HeartbeatThread(channel.heartbeat, channel.send_beat, channel.on_reply)
-        stack.callback(beats.close)
+        heartbeats = HeartbeatThread(channel.heartbeat, channel.send_beat, channel.on_reply)
+        stack.callback(heartbeats.close)
         if place.local_rank == 0:
             every = job.config.tracking.system_metrics_every
             sampler = start_system_sampler(channel, f"node-{node_rank}", every)
@@ -217,60 +281,79 @@ def surroundings(job: Job, place: Place, channel: RayChannel, node_rank: int) ->
             raise
         channel.flush()
         channel.heartbeat.phase = "finished"
-        channel.send_beat(beats.beat(), None)
+        channel.send_beat(heartbeats.beat(), None)
 
 
 def enter(job: Job, channel: RayChannel, label: str = "") -> WorkerInfo:
-    """The first thing a worker does: goes to the driver's folder, and says where it is."""
+    """Begins a worker: changes to the driver's folder, and tells the driver where the worker is.
+
+    Args:
+        job: What is trained.
+        channel: Of the worker.
+        label: Describes the worker, such as "stage 2 of 4".
+    """
     work_in(job.cwd)
     info = WorkerInfo(
-        channel.rank,
-        os.getpid(),
-        ray.util.get_node_ip_address(),
-        ray.get_runtime_context().get_node_id(),
-        label,
-        oom_kills(),
+        rank=channel.rank,
+        pid=os.getpid(),
+        ip=ray.util.get_node_ip_address(),
+        node=ray.get_runtime_context().get_node_id(),
+        label=label,
+        oom_kills=oom_kills(),
     )
     channel.emit(WorkerStarted(info=info))
     return info
 
 
 def work_in(folder: str) -> None:
-    """Goes to the driver's folder, and takes the number of threads that Ray has set for this process; one with GPUs its
-    share of the node's cores."""
+    """Changes to the driver's folder, and sets the number of CPU threads.
+
+    A worker with GPUs takes its share of the node's cores; another one takes the number that Ray
+    has set for its process.
+    """
     import torch
 
-    if os.path.isdir(folder):  # Ray puts workers in folders of their own, where relative paths mean nothing
+    # Ray starts workers in folders of their own, where relative paths mean nothing.
+    if os.path.isdir(folder):
         os.chdir(folder)
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    if threads := _share_of_cores():
+    threads = _share_of_cores()
+    if threads:
         take(threads)
-    elif (wanted := os.environ.get(THREADS, "")).isdigit() and int(wanted) != torch.get_num_threads():
-        torch.set_num_threads(int(wanted))
+        return
+    threads_of_ray = os.environ.get(THREADS, "")
+    if threads_of_ray.isdigit() and int(threads_of_ray) != torch.get_num_threads():
+        torch.set_num_threads(int(threads_of_ray))
 
 
 def _share_of_cores() -> int:
-    """Threads of a worker with GPUs; 0 where it has none, or the user has set their number."""
-    here = ray.get_runtime_context()
-    own = here.get_assigned_resources().get("GPU", 0.0)
-    asked = here.runtime_env.get("env_vars") or {}
-    if not own or THREADS in asked or set_by_user(raylet_pid()):
+    """Threads of a worker with GPUs; 0 if it has none, or the user has set the number."""
+    context = ray.get_runtime_context()
+    worker_gpus = context.get_assigned_resources().get("GPU", 0.0)
+    variables = context.runtime_env.get("env_vars") or {}
+    if not worker_gpus or THREADS in variables or set_by_user(raylet_pid()):
         return 0
-    gpus = next(
-        (node["Resources"].get("GPU", own) for node in ray.nodes() if node["NodeID"] == here.get_node_id()), own
-    )
-    return share(usable_cores(), gpus, own)
+    node_gpus = worker_gpus
+    for node in ray.nodes():
+        if node["NodeID"] == context.get_node_id():
+            node_gpus = node["Resources"].get("GPU", worker_gpus)
+    return share(usable_cores(), gpus=node_gpus, worker_gpus=worker_gpus)
 
 
-def _watch_preemption(job: Job, channel: RayChannel) -> Any:
+def _watch_preemption(job: Job, channel: RayChannel) -> PreemptionWatcher:
     """Has a checkpoint saved when this node is about to be taken away, and tells the driver."""
     from cluster.preemption import PreemptionWatcher
 
-    def on_notice(why: str) -> None:
+    def on_notice(reason: str) -> None:
         channel.heartbeat.save_requested = True
-        text = f"the node {ray.util.get_node_ip_address()} is about to go ({why}): saving a checkpoint"
-        node = ray.get_runtime_context().get_node_id()
-        channel.emit(NodePreempted(node=node, reason=why, message=text))
+        address = ray.util.get_node_ip_address()
+        channel.emit(
+            NodePreempted(
+                node=ray.get_runtime_context().get_node_id(),
+                reason=reason,
+                message=f"the node {address} is about to go ({reason}): saving a checkpoint",
+            )
+        )
 
     return PreemptionWatcher(job.spot_provider, on_notice)

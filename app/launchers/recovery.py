@@ -1,7 +1,8 @@
-"""What ended the workers: from the exceptions of an attempt, and what nodes and logs know, to one `Failure`.
+"""What ended the workers, as one `Failure`: from their exceptions, and what nodes and logs know.
 
-When one worker dies, the others fail too: their connections break. So the first cause is looked for, and a worker that
-only lost its peer is a consequence. What to do about it is decided by `failure_policy.py`.
+When one worker dies, the others fail too, because their connections break. So the first cause is
+looked for; a worker that only lost its peer is a consequence. What to do about it is decided by
+`failure_policy.py`.
 """
 
 import contextlib
@@ -23,118 +24,211 @@ from app.training.events import WorkerInfo
 from strategies.layout import LayoutError
 
 NON_RETRYABLE = (UserError, LayoutError, NonFiniteError)
-"""What another attempt cannot mend, and says so in a sentence of its own."""
+"""Errors that another attempt cannot mend; their message is a sentence for a person."""
 LOST_PEER = (
-    *("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
-    *("ncclRemoteError", "remote process exited or there was a network error", "NCCL communicator was aborted"),
+    # gloo
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    # NCCL and torch
+    "ncclRemoteError",
+    "remote process exited or there was a network error",
+    "NCCL communicator was aborted",
 )
-"""What a rank's exception says when its peer is gone, or cannot be reached: gloo's words, then NCCL's and torch's."""
+"""Parts of what a rank's exception says when its peer is gone, or cannot be reached."""
 
 
 class Hung(Exception):
-    """A worker made no progress and was ended; says which, and since when."""
+    """A worker made no progress and was ended; the message says which, and since when."""
 
 
 class NoCapacity(Exception):
     """The workers' places have not come back."""
 
 
-@dataclass(frozen=True)
+class NotStarted(Exception):
+    """Workers have their places, but did not start in time; the message says which."""
+
+
+def _is_alive(node: str) -> bool:
+    return True
+
+
+def _is_reachable() -> bool:
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """What can be asked about nodes; without Ray there is only this machine, which lives."""
+    """What can be asked about nodes. By default there is only this machine, which lives.
 
-    is_alive: Callable[[str], bool] = lambda node: True
+    Args:
+        is_alive: Whether a node lives, by its id.
+        oom_kills: How many processes of a node the kernel has ended for lack of memory; None if the
+            node does not answer.
+        preempted: The reasons of preemption notices so far, by the node's id.
+        reachable: Whether nodes can be asked from this process at all.
+    """
+
+    is_alive: Callable[[str], bool] = _is_alive
     oom_kills: Callable[[str], int | None] = lambda node: oom_kills()
-    preempted: dict[str, str] = field(default_factory=dict)  # notices so far, by node
-    reachable: Callable[[], bool] = lambda: True  # from this process: else nothing is to be asked of them
+    preempted: dict[str, str] = field(default_factory=dict)
+    reachable: Callable[[], bool] = _is_reachable
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class State:
-    """What the supervisor knows of the attempt that has ended."""
+    """What the supervisor knows of the attempt that has ended.
 
-    workers: Mapping[int, WorkerInfo]  # as they said when they began
+    Args:
+        workers: Those that have begun, by rank.
+        step: Optimizer steps that were done.
+        progressed: Whether the attempt had taken a step of its own.
+        logs: The folder of rank-N.log on this machine.
+        nodes: What can be asked about nodes.
+        log_sizes: Of `crash.log_sizes`, before the attempt.
+    """
+
+    workers: Mapping[int, WorkerInfo]
     step: int
     progressed: bool
-    logs: Path  # folder of rank-N.log on this machine
+    logs: Path
     nodes: Nodes
-    log_sizes: Mapping[str, int] = field(default_factory=dict)  # of `crash.log_sizes`, before the attempt
+    log_sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def when(self) -> str:
+        """When the attempt ended, for a sentence."""
         return f"after step {self.step:,}" if self.step else "before the first step"
 
 
 def classify(failures: Failures, state: State, history: list[Failure]) -> Failure:
-    """The failure that an attempt ended with."""
+    """The failure that an attempt ended with.
+
+    Args:
+        failures: What ended each worker.
+        state: Of the attempt.
+        history: The failures of earlier attempts.
+    """
     rank, error = first_cause(failures)
-    if crashed := _crash(rank, error, state):
-        return crashed
+    crash_failure = _crash(rank, error, state)
+    if crash_failure is not None:
+        return crash_failure
     kind, sentence = _cause(rank, error, state)
     if kind is Kind.NO_CAPACITY and history:
         sentence = history[-1].sentence
-    info = state.workers.get(rank) if rank is not None and not _lost_peer(error) else None
-    node = info.node if info else ""
-    return Failure(kind, sentence, state.step, state.progressed, node, time.monotonic())
+    info = None if rank is None or _has_lost_peer(error) else state.workers.get(rank)
+    return Failure(
+        kind=kind,
+        sentence=sentence,
+        step=state.step,
+        progressed=state.progressed,
+        node=info.node if info else "",
+        clock=time.monotonic(),
+    )
 
 
 def _crash(rank: int | None, error: BaseException, state: State) -> Failure | None:
-    """The failure of a worker that died by a signal of its own making; of one whose peers have only lost it, too."""
-    if not (isinstance(error, WorkerLost) or _lost_peer(error)):
+    """The failure of a worker that died by a signal of its own making.
+
+    The rank with the error may only have lost its peer. So the logs of all ranks are read, that of
+    this rank first.
+    """
+    if not (isinstance(error, WorkerLost | NotStarted) or _has_lost_peer(error)):
         return None
-    known = set(state.workers) | ({rank} if rank is not None else set())
-    for each in sorted(known, key=lambda number: (number != rank, number)):
-        died = crash.fatal_signal(state.logs / f"rank-{each}.log", state.log_sizes)
-        if died is None:
+    other_ranks = sorted(state.workers.keys() - {rank})
+    ranks = other_ranks if rank is None else [rank, *other_ranks]
+    for suspect in ranks:
+        died_by = crash.fatal_signal(state.logs / f"rank-{suspect}.log", state.log_sizes)
+        if died_by is None:
             continue
-        name, where = died
-        info = state.workers.get(each)
-        text = f"{_who(each, state)} died {state.when} {crash.sentence(name, where)}{_see_log(each, state)}"
-        node = info.node if info else ""
-        return Failure(Kind.CRASHED, text, state.step, state.progressed, node, time.monotonic(), name)
+        signal_name, where = died_by
+        info = state.workers.get(suspect)
+        return Failure(
+            kind=Kind.CRASHED,
+            sentence=(
+                f"{_name_worker(suspect, state)} died {state.when} "
+                f"{crash.sentence(signal_name, where)}{_see_log(suspect, state)}"
+            ),
+            step=state.step,
+            progressed=state.progressed,
+            node=info.node if info else "",
+            clock=time.monotonic(),
+            signal=signal_name,
+        )
     return None
 
 
 def _cause(rank: int | None, error: BaseException, state: State) -> tuple[Kind, str]:
-    if isinstance(error, NON_RETRYABLE) or (isinstance(error, RunFailed) and not _lost_peer(error)):
+    """The kind of failure that an error is, and a sentence about it."""
+    lost_peer = _has_lost_peer(error)
+    if isinstance(error, NON_RETRYABLE) or (isinstance(error, RunFailed) and not lost_peer):
         return Kind.NON_RETRYABLE, str(error)
     if isinstance(error, NoCapacity):
         return Kind.NO_CAPACITY, str(error)
+    if isinstance(error, NotStarted):
+        return Kind.DIED, str(error)
     if isinstance(error, Hung):
         return Kind.HUNG, str(error)
     if isinstance(error, WorkerLost):
         return _death(rank, error, state)
     if device_failure(error) is Device.HARDWARE:
-        return Kind.DEVICE_FAILED, f"the GPU of {_who(rank, state)} failed {state.when}: {_first_line(error)}"
-    if _lost_peer(error):
-        gone = (info for _, info in sorted(state.workers.items()) if not state.nodes.is_alive(info.node))
-        if lost := next(gone, None):
-            return _lost_with_node(lost, state)
-        if dead := next((info for _, info in sorted(state.workers.items()) if _has_ended_here(info)), None):
-            return _death(dead.rank, WorkerLost(), state)
-        return Kind.DIED, f"a worker that worker {rank} was connected to died {state.when}"
+        who = _name_worker(rank, state)
+        return Kind.DEVICE_FAILED, f"the GPU of {who} failed {state.when}: {_first_line(error)}"
+    if lost_peer:
+        return _death_of_peer(rank, state)
     where = f" on worker {rank}" if rank is not None else ""
-    return Kind.EXCEPTION, f"{type(error).__name__}{where}: {_first_line(error)}{_see_log(rank, state)}"
+    return (
+        Kind.EXCEPTION,
+        f"{type(error).__name__}{where}: {_first_line(error)}{_see_log(rank, state)}",
+    )
+
+
+def _death_of_peer(rank: int | None, state: State) -> tuple[Kind, str]:
+    """What became of the peer that a rank has lost."""
+    workers = [info for _, info in sorted(state.workers.items())]
+    for info in workers:
+        if not state.nodes.is_alive(info.node):
+            return _lost_with_node(info, state)
+    for info in workers:
+        if _has_ended_here(info):
+            return _death(info.rank, WorkerLost(), state)
+    return Kind.DIED, f"a worker that worker {rank} was connected to died {state.when}"
 
 
 def _death(rank: int | None, error: WorkerLost, state: State) -> tuple[Kind, str]:
-    """What kind of death it was, from what the launcher and the worker's node know; the surest sign decides."""
+    """The kind of a death, from what the launcher and the worker's node know.
+
+    The surest sign comes first.
+    """
     info = state.workers.get(rank) if rank is not None else None
-    who = str(info or error) or _who(rank, state)
-    if info and ("node died" in error.details.lower() or not state.nodes.is_alive(info.node)):
-        return _lost_with_node(info, state)
+    who = str(info or error) or _name_worker(rank, state)
+    if info is not None:
+        node_died = "node died" in error.details.lower() or not state.nodes.is_alive(info.node)
+        if node_died:
+            return _lost_with_node(info, state)
     if "OUT_OF_MEMORY" in error.details or "OutOfMemory" in error.details:
-        return Kind.OUT_OF_MEMORY, f"{who} died {state.when}, ended by Ray because its node ran out of memory"
-    if info and (state.nodes.oom_kills(info.node) or 0) > info.oom_kills:
-        return Kind.OUT_OF_MEMORY, f"{who} died {state.when}, by SIGKILL: killed by the kernel for memory"
-    silent = info is not None and (state.logs / f"rank-{rank}.log").exists()
-    # A process that ends by a signal of its own making says so in its log (crash.py).
-    how = " without a word, as by SIGKILL (`kill -9`, a scheduler, or the kernel for memory)" if silent else ""
+        return (
+            Kind.OUT_OF_MEMORY,
+            f"{who} died {state.when}, ended by Ray because its node ran out of memory",
+        )
+    if info is not None and (state.nodes.oom_kills(info.node) or 0) > info.oom_kills:
+        return (
+            Kind.OUT_OF_MEMORY,
+            f"{who} died {state.when}, by SIGKILL: killed by the kernel for memory",
+        )
+    how = ""
+    if info is not None and (state.logs / f"rank-{rank}.log").exists():
+        # A process that dies by a signal of its own making says so in its log (crash.py).
+        how = " without a word, as by SIGKILL (`kill -9`, a scheduler, or the kernel for memory)"
     return Kind.DIED, f"{who} died {state.when}{how}{_see_log(rank, state)}"
 
 
 def _has_ended_here(info: WorkerInfo) -> bool:
-    """Whether the process of a worker without Ray, which has names in place of addresses, was here and is gone."""
+    """Whether a worker's process was on this machine and is gone.
+
+    Only for launchers without Ray, where a WorkerInfo has the host's name in place of its address.
+    """
     if info.node or info.ip != socket.gethostname():
         return False
     try:
@@ -146,18 +240,23 @@ def _has_ended_here(info: WorkerInfo) -> bool:
 
 
 def _lost_with_node(info: WorkerInfo, state: State) -> tuple[Kind, str]:
-    if notice := state.nodes.preempted.get(info.node):
-        return Kind.PREEMPTED, f"{info} went {state.when} with its node, as announced ({notice})"
+    notice = state.nodes.preempted.get(info.node)
+    if notice:
+        sentence = f"{info} went {state.when} with its node, as announced ({notice})"
+        return Kind.PREEMPTED, sentence
     return Kind.NODE_LOST, f"{info} died {state.when} with its node"
 
 
-def _who(rank: int | None, state: State) -> str:
-    info = state.workers.get(rank) if rank is not None else None
-    return str(info or (f"worker {rank}" if rank is not None else "a worker"))
+def _name_worker(rank: int | None, state: State) -> str:
+    if rank is None:
+        return "a worker"
+    info = state.workers.get(rank)
+    return str(info) if info else f"worker {rank}"
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else ""
 
 
 def _see_log(rank: int | None, state: State) -> str:
@@ -166,13 +265,13 @@ def _see_log(rank: int | None, state: State) -> str:
 
 
 def first_cause(failures: Failures) -> tuple[int | None, BaseException]:
-    """The rank and the exception that came first: a peer that lost its connection is a consequence."""
+    """The rank and the exception that came first; a lost connection to a peer is a consequence."""
 
-    def order(item: tuple[int | None, BaseException]) -> int:
-        error = item[1]
+    def order(failure: tuple[int | None, BaseException]) -> int:
+        error = failure[1]
         if isinstance(error, NON_RETRYABLE):
             return 0
-        if isinstance(error, WorkerLost | Hung) or device_failure(error):
+        if isinstance(error, WorkerLost | Hung | NotStarted) or device_failure(error):
             return 1
         return 3 if is_consequence(error) else 2
 
@@ -180,32 +279,48 @@ def first_cause(failures: Failures) -> tuple[int | None, BaseException]:
 
 
 def error_to_raise(failures: Failures, reason: str, *, here: bool) -> BaseException:
-    """What to raise when the run is given up. here: the worker is in this process, so its traceback tells."""
+    """The error of a run that is given up.
+
+    Args:
+        failures: What ended each worker.
+        reason: Why the run is given up, for a person.
+        here: Whether the worker is in this process, so that its traceback is worth keeping.
+    """
     error = first_cause(failures)[1]
-    consequence = isinstance(error, WorkerLost | Hung) or _lost_peer(error)
-    own = isinstance(error, NON_RETRYABLE) or (here and not consequence)
-    return error if own else RunFailed(reason)
+    if isinstance(error, NON_RETRYABLE):
+        return error
+    was_ended = isinstance(error, WorkerLost | Hung | NotStarted) or _has_lost_peer(error)
+    if here and not was_ended:
+        return error
+    return RunFailed(reason)
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether this may be what a rank says whose peer is gone."""
+    """Whether a rank may raise this because its peer is gone."""
     signs = (*LOST_PEER, "connectFullMesh", "NCCL", "gloo")
     return isinstance(error, DistError) or any(sign in str(error) for sign in signs)
 
 
-def _lost_peer(error: BaseException) -> bool:
-    return not isinstance(error, WorkerLost) and any(sign in str(error) for sign in LOST_PEER)
+def _has_lost_peer(error: BaseException) -> bool:
+    if isinstance(error, WorkerLost):
+        return False
+    return any(sign in str(error) for sign in LOST_PEER)
 
 
-# --- what CUDA says of a device -----------------------------------------------------------------------------
+# --- what CUDA says of a device -------------------------------------------------------------------
 
 
 class Device(Enum):
-    """What has failed, after an error that stays: every later call of CUDA gives it again, so that the process can
-    compute no more and must end. Other errors, such as out of memory, are none of these."""
+    """What has failed, after an error that stays.
 
-    HARDWARE = "hardware"  # another process, or machine, is what helps
-    PROGRAM = "program"  # a kernel did what it must not; the same code will do it again
+    Every later call of CUDA raises such an error again, so the process can compute no more and must
+    end. Other errors, such as out of memory, are not of this kind.
+    """
+
+    HARDWARE = "hardware"
+    """Another process, or another machine, may help."""
+    PROGRAM = "program"
+    """A kernel did something wrong, and the same code will do it again."""
 
 
 HARDWARE = (
@@ -215,6 +330,7 @@ HARDWARE = (
     "has fallen off the bus",
     "Xid",
 )
+"""Parts of what cudaGetErrorString, or NVIDIA's driver, says of failed hardware."""
 PROGRAM = (
     "device-side assert",
     "illegal memory access",
@@ -227,24 +343,31 @@ PROGRAM = (
     "the launch timed out",
     "tensor memory not completely freed",
 )
-"""Parts of what cudaGetErrorString says of errors that leave "the process in an inconsistent state" (CUDA Runtime API,
-cudaError: 214, 220, 226; 700, 702, 710, 714-719, 721), and of what NVIDIA's driver writes. A launch fails, and a stack
-breaks, mostly by a pointer of the program's."""
+"""Parts of what cudaGetErrorString says of programs.
+
+These errors leave "the process in an inconsistent state" (CUDA Runtime API, cudaError: 214, 220,
+226; 700, 702, 710, 714-719, 721). A launch fails, and a stack breaks, mostly by a wrong pointer.
+"""
 
 
 def device_failure(error: BaseException) -> Device | None:
-    """Whether this is what a process says whose device has failed."""
+    """What has failed if the device can compute no more; None if it can."""
     text = str(error)
     if any(sign in text for sign in HARDWARE):
         return Device.HARDWARE
-    return Device.PROGRAM if "CUDA" in text and any(sign in text for sign in PROGRAM) else None
+    if "CUDA" in text and any(sign in text for sign in PROGRAM):
+        return Device.PROGRAM
+    return None
 
 
-# --- what a node knows --------------------------------------------------------------------------------------
+# --- what a node knows ----------------------------------------------------------------------------
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has ended for lack of memory, in this container or else on this machine."""
+    """How many processes the kernel has ended for lack of memory.
+
+    Counted in this container, or else on this machine.
+    """
     for path in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
         with contextlib.suppress(OSError, ValueError):
             for line in Path(path).read_text().splitlines():

@@ -1,11 +1,16 @@
-"""What Ray says about the nodes of the cluster: what is free where, who holds the rest, whether a node lives."""
+"""What Ray says about the cluster's nodes: what is free, who holds the rest, which nodes live."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.launchers.recovery import Nodes, oom_kills
@@ -13,20 +18,28 @@ from cluster.pending import AutoscalerReport, Diagnosis, Usage, diagnose, place
 from cluster.shape import ClusterShape, living_nodes
 
 ANSWER_SECONDS = 3.0
+"""How long a node may take to answer."""
 Resources = Mapping[str, float]
 
 
 def node_selector(excluded: Sequence[str]) -> dict[str, str] | None:
-    """Ray's label selector that keeps workers off these nodes; None where there are none."""
-    return {"ray.io/node-id": f"!in({','.join(excluded)})"} if excluded else None
+    """Ray's label selector that keeps workers off these nodes; None without any."""
+    if not excluded:
+        return None
+    return {"ray.io/node-id": f"!in({','.join(excluded)})"}
 
 
 def reserve(bundles: Sequence[Resources], excluded: Sequence[str]) -> PlacementGroup:
-    """Asks for a placement group off these nodes."""
-    only = node_selector(excluded)
+    """Asks for a placement group; returns before it has its places.
+
+    Args:
+        bundles: What is kept together on a node, each.
+        excluded: Ids of nodes that it must not use.
+    """
+    selector = node_selector(excluded)
     return placement_group(
         [dict(bundle) for bundle in bundles],
-        bundle_label_selector=[only] * len(bundles) if only else None,
+        bundle_label_selector=[selector] * len(bundles) if selector else None,
     )
 
 
@@ -36,81 +49,127 @@ def why_pending(
     excluded: Sequence[str],
     autoscaler: AutoscalerReport | None = None,
 ) -> Diagnosis | None:
-    """Why the group cannot be placed just now; None if it can."""
+    """Why a placement group cannot be placed just now; None if it can.
+
+    Args:
+        demand: Its bundles.
+        shape: The cluster's file; None if it is not known.
+        excluded: Ids of nodes that it must not use.
+        autoscaler: What the autoscaler says; None if it was not asked.
+    """
     nodes = living_nodes(excluded)
     if place(demand, nodes)[1] is None:
         return None
-    return diagnose(demand, nodes, _holders(), shape, autoscaler or AutoscalerReport())
+    return diagnose(
+        demand,
+        nodes,
+        _other_jobs(),
+        shape=shape,
+        autoscaler=autoscaler or AutoscalerReport(),
+    )
 
 
-def _holders() -> Usage:
-    """Other jobs that hold resources, by their placement groups, whose ids end with the job's."""
-    own = ray.get_runtime_context().get_job_id()
-    held: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+def _other_jobs() -> Usage:
+    """Resources that other jobs hold, by their placement groups."""
+    this_job = ray.get_runtime_context().get_job_id()
+    usage: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for group, entry in placement_group_table().items():
-        job = group[-len(own) :]
-        if job != own and entry["state"] == "CREATED":
-            for bundle in entry["bundles"].values():
-                for name, amount in bundle.items():
-                    held[job][name] += amount
-    return {f"job {job}": amounts for job, amounts in held.items()}
+        job = group[-len(this_job) :]  # a group's id ends with its job's
+        if job == this_job or entry["state"] != "CREATED":
+            continue
+        for bundle in entry["bundles"].values():
+            for name, amount in bundle.items():
+                usage[f"job {job}"][name] += amount
+    return dict(usage)
 
 
 def free_by_node(excluded: Sequence[str]) -> dict[str, Counter[str]]:
-    """What is free on the nodes that may be used, and what this run itself holds there, by the node's id."""
-    found = {node.id: Counter(node.available) for node in living_nodes(excluded)}
+    """Resources of the nodes that may be used, free or held by this run itself.
+
+    Args:
+        excluded: Ids of nodes that may not be used.
+
+    Returns:
+        The resources by the node's id.
+    """
+    free = {node.id: Counter(node.available) for node in living_nodes(excluded)}
     for entry in _groups_of_this_job():
-        for number, bundle in entry["bundles"].items() if entry["state"] in ("CREATED", "RESCHEDULING") else ():
-            if (node := entry["bundles_to_node_id"].get(number, "")) in found:
-                found[node].update(bundle)
-    return found
+        if entry["state"] not in ("CREATED", "RESCHEDULING"):
+            continue
+        for number, bundle in entry["bundles"].items():
+            node = entry["bundles_to_node_id"].get(number, "")
+            if node in free:
+                free[node].update(bundle)
+    return free
 
 
 def is_placed() -> bool:
-    """Whether the workers' group has its places."""
+    """Whether the workers' placement group has its places."""
     return any(entry["state"] == "CREATED" for entry in _groups_of_this_job())
 
 
 def remove_groups_but(kept: Collection[str], per_worker: Resources) -> None:
-    """Removes this job's groups of such workers, without a name, that are not these, also one that still waits for its
-    places: its maker was killed, and it would take them when they come. A program's own other groups stay."""
-    asked = {name for name, amount in per_worker.items() if amount > 0}
+    """Removes the placement groups that were made for workers, also those that wait for places.
+
+    The maker of such a group was killed, and the group would take the places when they come. Other
+    groups of the program stay.
+
+    Args:
+        kept: Ids of groups that stay.
+        per_worker: Ray resources of one worker, by which its groups are recognised. They also have
+            no name.
+    """
+    worker_resources = {name for name, amount in per_worker.items() if amount > 0}
     for entry in _groups_of_this_job():
-        group, bundles = entry["placement_group_id"], entry["bundles"].values()
-        ours = group not in kept and not entry["name"] and all(bundle.keys() == asked for bundle in bundles)
-        if ours and entry["state"] != "REMOVED":
+        group = entry["placement_group_id"]
+        if group in kept or entry["name"] or entry["state"] == "REMOVED":
+            continue
+        if all(bundle.keys() == worker_resources for bundle in entry["bundles"].values()):
             remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group)))
 
 
 def groups_of_this_job() -> set[str]:
-    """Their ids."""
+    """Ids of this job's placement groups."""
     return {entry["placement_group_id"] for entry in _groups_of_this_job()}
 
 
 def _groups_of_this_job() -> list[dict[str, Any]]:
-    """A group's id ends with its job's."""
     job = ray.get_runtime_context().get_job_id()
+    # A group's id ends with its job's.
     return [entry for group, entry in placement_group_table().items() if group.endswith(job)]
 
 
-# --- one node -----------------------------------------------------------------------------------------------------
+# --- one node -------------------------------------------------------------------------------------
 
 
 def ray_nodes() -> Nodes:
     """What can be asked about the nodes of a Ray cluster."""
     return Nodes(
-        lambda node: any(entry.id == node for entry in living_nodes()),
-        lambda node: on_node(node, oom_kills, seconds=ANSWER_SECONDS),
+        is_alive=lambda node: any(living.id == node for living in living_nodes()),
+        oom_kills=lambda node: on_node(node, oom_kills, seconds=ANSWER_SECONDS),
     )
 
 
-def on_node(node: str, function: Callable[..., Any], *arguments: Any, seconds: float = 0.0) -> Any:
-    """Calls a function on a node; what it returns, None if it is elsewhere and does not answer within `seconds`."""
+def on_node(
+    node: str, function: Callable[..., Any], *arguments: object, seconds: float = 0.0
+) -> Any:
+    """Calls a function on a node.
+
+    Args:
+        node: The node's id.
+        function: What is called.
+        arguments: Of the call.
+        seconds: How long to wait for another node's answer; 0 does not wait.
+
+    Returns:
+        What the function returns; None if another node has not answered.
+    """
     if node == ray.get_runtime_context().get_node_id():
         return function(*arguments)
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    affinity = NodeAffinitySchedulingStrategy(node, soft=False)
     try:
-        asked = ray.remote(num_cpus=0)(function).options(scheduling_strategy=there).remote(*arguments)
-        return ray.get(asked, timeout=seconds) if seconds else None
+        remote_function = ray.remote(num_cpus=0)(function).options(scheduling_strategy=affinity)
+        answer = remote_function.remote(*arguments)
+        return ray.get(answer, timeout=seconds) if seconds else None
     except ray.exceptions.RayError:
         return None

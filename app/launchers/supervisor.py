@@ -1,8 +1,9 @@
-"""Trains a job to its end: starts the workers, reads their events, notices what breaks, and starts them again.
+"""Trains a job to its end: starts workers, reads their events, and restarts them after failures.
 
-One mechanism for every launcher, over the small `Workers` interface. What to do after a failure is decided by
-`failure_policy.decide`; whether a rank hangs by `heartbeats.HangDetector`. An attempt's checkpoints are the run's,
-so another attempt is new workers that find the newest commit by themselves.
+There is one mechanism for every launcher, over the small `Workers` interface. What to do after a
+failure is decided by `failure_policy.decide`, and whether a rank hangs by
+`heartbeats.HangDetector`. All attempts share the run's checkpoints, so another attempt is new
+workers that find the newest commit by themselves.
 """
 
 import time
@@ -12,28 +13,65 @@ from app.errors import Interrupted
 from app.launchers.blame import rank_behind
 from app.launchers.crash import log_sizes
 from app.launchers.elastic import Elastic, limits_of
-from app.launchers.failure_policy import Action, Decision, Failure, Kind, decide, mean_time_between_failures
+from app.launchers.failure_policy import (
+    Action,
+    Decision,
+    Failure,
+    Kind,
+    decide,
+    mean_time_between_failures,
+)
 from app.launchers.heartbeats import COMPILED, Hang, HangDetector
-from app.launchers.recovery import Hung, NoCapacity, Nodes, State, classify, error_to_raise
-from app.launchers.workers import Failures, Poll, WorkerLost, Workers
+from app.launchers.recovery import (
+    Hung,
+    NoCapacity,
+    Nodes,
+    NotStarted,
+    State,
+    classify,
+    error_to_raise,
+)
+from app.launchers.workers import Failures, Poll, Workers
 from app.run.driver import Driver
 from app.training.events import NodePreempted, WorkerDied, WorkerFailed, WorkerInfo, WorkerStarted
 from app.training.job import Job
 
 END_SECONDS = 10.0
-"""For an attempt to end whose culprit was killed."""
+"""How long an attempt may take to end after the rank that hung was killed."""
+NAMED_WORKERS = 8
+"""How many missing workers a sentence names."""
 
 
 class Supervisor:
-    """elastic: how to continue with other numbers of workers; None: their number stays what it is."""
+    """Supervises the workers of one start of a run.
+
+    Args:
+        workers: The processes.
+        driver: Shows and tracks what happens.
+        elastic: Continues with other numbers of workers; None keeps their number.
+        nodes: What can be asked about nodes; None means this machine only.
+    """
 
     def __init__(
-        self, workers: Workers, driver: Driver, elastic: Elastic | None = None, *, nodes: Nodes | None = None
+        self,
+        workers: Workers,
+        driver: Driver,
+        elastic: Elastic | None = None,
+        *,
+        nodes: Nodes | None = None,
     ) -> None:
-        self.workers, self.driver, self.elastic = workers, driver, elastic
+        self.workers = workers
+        self.driver = driver
+        self.elastic = elastic
         self.nodes = nodes or Nodes()
-        self.infos: dict[int, WorkerInfo] = {}  # of the present attempt, by rank
-        self.more: int | None = None  # workers there is room for, when training is to pause for them
+        self.infos: dict[int, WorkerInfo] = {}
+        """The workers of the present attempt that have begun, by rank."""
+        self.larger_size: int | None = None
+        """How many workers there is room for, if training is to pause and continue with them."""
+        self.log_sizes: dict[str, int] = {}
+        """Sizes of the workers' logs before the present attempt."""
+        self.placed_clock: float | None = None
+        """Since when all workers have their places, in seconds of the monotonic clock."""
         self.history: list[Failure] = []
         self.hangs = 0
 
@@ -41,70 +79,83 @@ class Supervisor:
         """Trains, with further attempts as long as `decide` says so.
 
         Raises:
-            UserError, LayoutError, NonFiniteError: a worker found something that another attempt cannot mend.
-            RunFailed: the restarts are used up.
-            Interrupted: asked to stop, and the checkpoint is saved.
+            UserError: A worker found something that another attempt cannot mend; one sentence.
+            LayoutError: See UserError.
+            NonFiniteError: See UserError.
+            RunFailed: The restarts are used up.
+            Interrupted: The run was asked to stop, and the checkpoint is saved.
         """
         driver = self.driver
         while True:
-            failures = self._attempt(self._next(job))
+            failures = self._attempt(self._with_mtbf(job))
             if failures:
                 job = self._recover(job, failures)
-            elif driver.summary.get("stopped") and self.more is not None and not driver.stop_requested():
-                driver.lost()
-                job = self._resize(job, self.more, f"there is room for {self.more} workers again")
-            else:
+                continue
+            was_stopped = bool(driver.summary.get("stopped"))
+            if not was_stopped or self.larger_size is None or driver.stop_requested():
                 break
-        if driver.summary.get("stopped"):
+            driver.workers_lost()
+            reason = f"there is room for {self.larger_size} workers again"
+            job = self._resize(job, self.larger_size, reason)
+        if was_stopped:
             raise Interrupted(f"stopped after step {driver.summary['step']:,}")
 
-    def _next(self, job: Job) -> Job:
-        """The job for the next attempt, which knows how often the run has failed."""
-        driver = self.driver
-        nodes = len({info.node for info in self.infos.values()})
-        failures = sum(failure.kind is not Kind.NO_CAPACITY for failure in self.history)
-        return replace(
-            job,
-            mtbf_seconds=mean_time_between_failures(failures, time.monotonic() - driver.began, nodes),
-        )
+    def _with_mtbf(self, job: Job) -> Job:
+        """The job with the mean time between failures as it is known now."""
+        seconds = time.monotonic() - self.driver.start_clock
+        nodes = {info.node for info in self.infos.values()}
+        mtbf = mean_time_between_failures(self._count_failures(), seconds, len(nodes))
+        return replace(job, mtbf_seconds=mtbf)
 
-    # --- one attempt --------------------------------------------------------------------------------------------
+    def _count_failures(self) -> int:
+        return sum(failure.kind is not Kind.NO_CAPACITY for failure in self.history)
+
+    # --- one attempt ------------------------------------------------------------------------------
 
     def _attempt(self, job: Job) -> Failures:
-        """From the start of the workers to their end, and what ended them."""
-        driver, fault = self.driver, job.config.fault
-        self.infos, self.more = {}, None
+        """Starts the workers and supervises them to their end; returns what ended them."""
+        driver = self.driver
+        self.infos = {}
+        self.larger_size = None
         self.log_sizes = log_sizes(driver.run.local_folder / "logs")
-        self.placed_at: float | None = None
+        self.placed_clock = None
         driver.begin_attempt()
-        least = fault.hang_seconds * (COMPILED if job.config.train.compile else 1.0)
-        detector = HangDetector(least, time.monotonic())
-        blamed: dict[int | None, BaseException] = {}
+        hang_seconds = job.config.fault.hang_seconds
+        if job.config.train.compile:
+            hang_seconds *= COMPILED
+        detector = HangDetector(hang_seconds, time.monotonic())
+        hang_failures: dict[int | None, BaseException] = {}
         deadline = float("inf")
         try:
             self.workers.start(job)
             while True:
-                found = self.workers.poll(driver.stop_requested() or self.more is not None)
-                self._handle(found)
+                pause_to_grow = self.larger_size is not None
+                poll = self.workers.poll(driver.stop_requested() or pause_to_grow)
+                self._handle_events(poll)
                 now = time.monotonic()
-                if found.ended is not None:
-                    return blamed or found.ended if found.ended else {}
+                if poll.ended is not None:
+                    # What the killed ranks say is a consequence of the hang.
+                    return hang_failures if poll.ended and hang_failures else poll.ended
                 if now > deadline:
-                    return blamed
+                    return hang_failures
                 driver.check()
-                if blamed:
+                if hang_failures:
                     continue
-                if hang := detector.update(found.statuses, now):
-                    blamed, deadline = self._end_hang(hang), now + END_SECONDS
-                elif failed := self._starting_failed(job, found, now):
-                    return failed
-                elif self.elastic is not None and not driver.starting and self.more is None:
-                    self.more = self.elastic.growth(job.layout.dims.world_size)
+                hang = detector.update(poll.statuses, now)
+                if hang is not None:
+                    hang_failures = self._end_hang(hang)
+                    deadline = now + END_SECONDS
+                    continue
+                start_failure = self._start_failure(job, poll, now)
+                if start_failure:
+                    return start_failure
+                if self.elastic is not None and not driver.starting and not pause_to_grow:
+                    self.larger_size = self.elastic.growth(job.layout.dims.world_size)
         finally:
             self.workers.stop()
 
-    def _handle(self, found: Poll) -> None:
-        for event in found.events:
+    def _handle_events(self, poll: Poll) -> None:
+        for event in poll.events:
             match event:
                 case WorkerStarted(info=info):
                     self.infos[info.rank] = info
@@ -115,99 +166,158 @@ class Supervisor:
                     pass  # the launcher counts these among what has ended
                 case _:
                     self.driver.handle(event)
-        if found.ended:
-            self.driver.lost()
+        if poll.ended:
+            self.driver.workers_lost()
 
-    def _starting_failed(self, job: Job, found: Poll, now: float) -> Failures:
-        """While workers start: whether their places will not come, or one of them does not begin."""
-        world, seconds = job.layout.dims.world_size, job.config.fault.start_seconds
-        missing = sorted(set(range(world)) - found.statuses.keys())
-        if not found.placed:
-            self.placed_at = None
-            waits = self.elastic is None or not self.elastic.need_not_wait(job)
-            return {} if waits else {None: NoCapacity("the workers' places have not come back")}
-        self.placed_at = self.placed_at or now
-        if not missing or now - self.placed_at <= seconds:
+    def _start_failure(self, job: Job, poll: Poll, now: float) -> Failures:
+        """The failure of workers that do not start; empty while they may still start.
+
+        Either their places do not come, or one of them does not begin.
+
+        Args:
+            job: What is trained.
+            poll: The newest.
+            now: Seconds of the monotonic clock.
+        """
+        if not poll.placed:
+            self.placed_clock = None
+            if self.elastic is not None and self.elastic.need_not_wait(job):
+                return {None: NoCapacity("the workers' places have not come back")}
             return {}
-        named = ", ".join(map(str, missing[:8]))
-        return {None: WorkerLost(f"worker {named} did not begin within {seconds:g} s and")}
+        if self.placed_clock is None:
+            self.placed_clock = now
+        start_seconds = job.config.fault.start_seconds
+        missing = sorted(set(range(job.layout.dims.world_size)) - poll.statuses.keys())
+        if not missing or now - self.placed_clock <= start_seconds:
+            return {}
+        ranks = ", ".join(map(str, missing[:NAMED_WORKERS]))
+        return {None: NotStarted(f"worker {ranks} did not start within {start_seconds:g} s")}
 
     def _end_hang(self, hang: Hang) -> dict[int | None, BaseException]:
-        """Keeps every rank's stack and last collectives with the MLflow run, and ends those that hold up the others."""
-        driver, infos = self.driver, self.infos
-        driver.lost()
+        """Ends the rank that holds up the others, and those that do not answer.
+
+        Every rank's stack and last collectives are kept with the MLflow run.
+
+        Returns:
+            The failure of that rank.
+        """
+        driver = self.driver
+        driver.workers_lost()
         self.hangs += 1
         driver.count_hangs(self.hangs)
-        stacks = self.workers.ask("stack")
-        text = "\n".join(f"--- {info}\n{stacks.get(rank, 'does not answer')}\n" for rank, info in sorted(infos.items()))
-        driver.tracker.text(text, f"hangs/step-{driver.step}.txt")
-        records = {rank: record for rank, record in self.workers.ask("flight_recorder").items() if record}
-        for rank, record in records.items():
-            driver.tracker.text(record, f"hangs/step-{driver.step}-rank-{rank}.json")
-        if not hang.silent and (found := rank_behind(records)):  # one that does not answer has no record
-            hang = replace(
-                hang, rank=found.rank, why=f"{found.why}; {hang.why}" if found.rank != hang.rank else hang.why
-            )
-        sentence = f"{infos.get(hang.rank, f'worker {hang.rank}')} {hang.why}"
-        if not self.workers.restartable:  # this process may be ended with it, before it is classified
+        self._keep_stacks()
+        records = self._keep_flight_records()
+        if not hang.silent:  # a rank that does not answer has no record
+            behind = rank_behind(records)
+            if behind is not None and behind.rank != hang.rank:
+                hang = replace(hang, rank=behind.rank, why=f"{behind.why}; {hang.why}")
+        who = self.infos.get(hang.rank, f"worker {hang.rank}")
+        sentence = f"{who} {hang.why}"
+        if not self.workers.restartable:
+            # This process may be ended with the rank, before the failure is classified.
             driver.tracker.tags({"trireme.last_failure": sentence})
-            driver.console.say(f"{sentence}; ending it (torchrun --max-restarts=N starts all ranks again)")
-        self.workers.kill([infos[rank] for rank in {hang.rank} | hang.silent if rank in infos])
+            driver.console.say(
+                f"{sentence}; ending it (torchrun --max-restarts=N starts all ranks again)"
+            )
+        ranks_to_end = {hang.rank} | hang.silent
+        self.workers.kill([self.infos[rank] for rank in ranks_to_end if rank in self.infos])
         return {hang.rank: Hung(sentence)}
 
-    # --- between attempts ---------------------------------------------------------------------------------------
+    def _keep_stacks(self) -> None:
+        stacks = self.workers.ask("stack")
+        sections = [
+            f"--- {info}\n{stacks.get(rank, 'does not answer')}\n"
+            for rank, info in sorted(self.infos.items())
+        ]
+        self.driver.tracker.text("\n".join(sections), f"hangs/step-{self.driver.step}.txt")
+
+    def _keep_flight_records(self) -> dict[int, str]:
+        """Keeps the records of the ranks that have some, and returns them by rank."""
+        driver = self.driver
+        answers = self.workers.ask("flight_recorder")
+        records = {rank: record for rank, record in answers.items() if record}
+        for rank, record in records.items():
+            driver.tracker.text(record, f"hangs/step-{driver.step}-rank-{rank}.json")
+        return records
+
+    # --- between attempts -------------------------------------------------------------------------
 
     def _recover(self, job: Job, failures: Failures) -> Job:
-        """Says what happened and what is done about it; the job of the next attempt.
+        """Says what happened and what is done about it.
 
-        Raises: see `run`.
+        Returns:
+            The job of the next attempt.
+
+        Raises:
+            RunFailed: See `run`, also for its other errors.
         """
-        driver, elastic = self.driver, self.elastic
-        driver.lost()
-        while not self.nodes.reachable():  # what watches them (cluster/watch.py) says so, and ends or restarts the run
+        driver = self.driver
+        elastic = self.elastic
+        driver.workers_lost()
+        # cluster/watch.py says that nodes are out of reach, and ends or restarts the run if they
+        # stay so.
+        while not self.nodes.reachable():
             self._pause(0.2)
-        logs = driver.run.local_folder / "logs"
-        state = State(self.infos, driver.step, driver.progressed, logs, self.nodes, self.log_sizes)
+        state = State(
+            workers=self.infos,
+            step=driver.step,
+            progressed=driver.progressed,
+            logs=driver.run.local_folder / "logs",
+            nodes=self.nodes,
+            log_sizes=self.log_sizes,
+        )
         self.history.append(classify(failures, state, self.history))
-        capacity = elastic.capacity(job.layout.dims.world_size) if elastic else None
-        limits = elastic.limits if elastic else limits_of(job.config)
-        decision = decide(self.history, limits, capacity)
-        if decision.action is Action.GIVE_UP or not self.workers.restartable:
-            raise error_to_raise(failures, decision.reason, here=not self.workers.restartable)
+        if elastic is None:
+            decision = decide(self.history, limits_of(job.config))
+        else:
+            capacity = elastic.capacity(job.layout.dims.world_size)
+            decision = decide(self.history, elastic.limits, capacity)
+        restartable = self.workers.restartable
+        if decision.action is Action.GIVE_UP or not restartable:
+            raise error_to_raise(failures, decision.reason, here=not restartable)
         job = self._carry_out(decision, job)
         self._pause(decision.pause)
         return job
 
     def _carry_out(self, decision: Decision, job: Job) -> Job:
-        driver, elastic = self.driver, self.elastic
-        count = sum(failure.kind is not Kind.NO_CAPACITY for failure in self.history)
-        driver.count_restarts(count, self.history[-1].sentence)
+        """Carries out a decision to continue; returns the job of the next attempt."""
+        driver = self.driver
+        elastic = self.elastic
+        driver.count_restarts(self._count_failures(), self.history[-1].sentence)
         if elastic is not None:
             if decision.action is Action.EXCLUDE_NODE:
                 elastic.excluded = (*elastic.excluded, decision.node)
             if decision.workers or elastic.excludes_others(job):
-                return self._resize(job, decision.workers or job.layout.dims.world_size, decision.reason)
-        waits = decision.action is Action.WAIT
-        then = "waiting for their places" if waits else "starting again from the last checkpoint"
-        after = f" in {decision.pause:g} s" if decision.pause > 1 and not waits else ""
-        driver.console.say(f"{decision.reason}; {then}{after}")
+                workers = decision.workers or job.layout.dims.world_size
+                return self._resize(job, workers, decision.reason)
+        if decision.action is Action.WAIT:
+            consequence = "waiting for their places"
+        elif decision.pause > 1:
+            consequence = f"starting again from the last checkpoint in {decision.pause:g} s"
+        else:
+            consequence = "starting again from the last checkpoint"
+        driver.console.say(f"{decision.reason}; {consequence}")
         return job
 
     def _resize(self, job: Job, workers: int, reason: str) -> Job:
         """The job with another number of workers, or on other nodes."""
-        driver, elastic = self.driver, self.elastic
+        driver = self.driver
+        elastic = self.elastic
         assert elastic is not None
-        before, job = job.layout, elastic.job(job, workers)
-        layout = "" if job.layout.dims.dp == before.dims.dp else f" ({job.layout})"
+        resized_job = elastic.job(job, workers)
+        layout = ""
+        if resized_job.layout.dims.dp != job.layout.dims.dp:
+            layout = f" ({resized_job.layout})"
         driver.console.say(
-            f"{reason}; continuing with {workers} of {elastic.wanted} workers{layout} after the last save"
+            f"{reason}; continuing with {workers} of {elastic.wanted} workers{layout} after the "
+            "last save"
         )
         driver.resize(workers, ",".join(elastic.excluded_nodes))
-        return job
+        return resized_job
 
     def _pause(self, seconds: float) -> None:
-        """Waits, unless a stop is asked for."""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        """Waits, unless the run is to stop or has failed."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
             self.driver.check()
             time.sleep(0.1)

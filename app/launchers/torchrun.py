@@ -1,8 +1,9 @@
-"""Launcher: the processes that torchrun or Slurm has started. Each of them runs `trireme train`.
+"""Launcher: the processes that torchrun or Slurm has started, each of which runs `trireme train`.
 
-Rank 0 is the driver as well: it supervises in its main thread while another trains, and hands the job to the others.
-Heartbeats, questions and answers go through a store of torch.distributed. Failed ranks are not started again from here:
-torchrun's --max-restarts does that, and the same command continues.
+Rank 0 is the driver too: it supervises in its main thread, trains in another thread, and hands the
+job to the other ranks. Heartbeats, questions and answers go through a store of torch.distributed.
+Failed ranks are not restarted from here: torchrun's --max-restarts does that, and the same command
+continues.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,7 +31,14 @@ from app import names as program_names
 from app.config import Config
 from app.console.terminal import worker_output
 from app.errors import Interrupted, UserError
-from app.launchers.heartbeats import SILENT, SILENT_SECONDS, Beat, HeartbeatThread, Reply
+from app.launchers.heartbeats import (
+    SILENT,
+    SILENT_SECONDS,
+    Answer,
+    Beat,
+    HeartbeatThread,
+    Reply,
+)
 from app.launchers.local import LocalWorkers, TrainingThread
 from app.launchers.threads import take_share_of_node
 from app.launchers.workers import Poll, Status, kill_process
@@ -39,15 +48,17 @@ from app.training import loop
 from app.training.events import Event, WorkerInfo, WorkerStarted
 from app.training.job import Heartbeat, Job, Place, SilentChannel
 from strategies import registry
-from strategies.one_process import home
+from strategies.one_process import first_gpu_of_worker
 
-MEET = timedelta(minutes=30)
+STORE_TIMEOUT = timedelta(minutes=30)
 """How long ranks wait for one another."""
 ANSWER_SECONDS = 3.0
-PORT = "trireme/port"
+"""How long ranks may take to answer a question."""
+PORT_KEY = "trireme/port"
+"""Under this key torchrun's store has the port of rank 0's."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Environment:
     """What torchrun, or else Slurm, says about this process."""
 
@@ -58,139 +69,227 @@ class Environment:
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
-        """Raises UserError where neither has started this process."""
+        """Reads it from environment variables.
+
+        Raises:
+            UserError: Neither torchrun nor Slurm has started this process.
+        """
         if all(name in environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
             world_size = int(environ["WORLD_SIZE"])
-            local_world_size = int(environ.get("LOCAL_WORLD_SIZE", world_size))
-            return cls(int(environ["RANK"]), world_size, int(environ["LOCAL_RANK"]), local_world_size)
+            return cls(
+                rank=int(environ["RANK"]),
+                world_size=world_size,
+                local_rank=int(environ["LOCAL_RANK"]),
+                local_world_size=int(environ.get("LOCAL_WORLD_SIZE", world_size)),
+            )
         if all(name in environ for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
-            rank, local_rank = int(environ["SLURM_PROCID"]), int(environ["SLURM_LOCALID"])
-            return cls(rank, int(environ["SLURM_NTASKS"]), local_rank, _tasks_of_node(environ))
+            return cls(
+                rank=int(environ["SLURM_PROCID"]),
+                world_size=int(environ["SLURM_NTASKS"]),
+                local_rank=int(environ["SLURM_LOCALID"]),
+                local_world_size=_tasks_of_node(environ),
+            )
         raise UserError(
             "launcher=torchrun finds neither RANK nor SLURM_PROCID in the environment: start with "
-            f"torchrun --nproc-per-node 2 -m {program_names.module()} train EXPERIMENT.yaml, or write launcher=ray"
+            f"torchrun --nproc-per-node 2 -m {program_names.module()} train EXPERIMENT.yaml, or "
+            "write launcher=ray"
         )
 
 
 def _tasks_of_node(environ: Mapping[str, str]) -> int:
-    """How many tasks Slurm has started on this node, of which it writes 4(x2),3 for three nodes' 4, 4 and 3."""
+    """How many tasks Slurm has started on this node.
+
+    Slurm writes 4(x2),3 for three nodes with 4, 4 and 3 tasks.
+    """
     if "SLURM_NTASKS_PER_NODE" in environ:
         return int(environ["SLURM_NTASKS_PER_NODE"])
-    written = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
-    by_node = list[int]()
+    step_tasks = environ.get("SLURM_STEP_TASKS_PER_NODE")
+    written = step_tasks or environ.get("SLURM_TASKS_PER_NODE", "")
+    tasks_by_node: list[int] = []
     for tasks, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", written):
-        by_node += [int(tasks)] * int(nodes or 1)
+        tasks_by_node += [int(tasks)] * int(nodes or 1)
     node = int(environ.get("SLURM_NODEID", "0"))
-    return by_node[node] if node < len(by_node) else int(environ["SLURM_NTASKS"])
+    if node < len(tasks_by_node):
+        return tasks_by_node[node]
+    return int(environ["SLURM_NTASKS"])
 
 
-def own_device(here: Environment, strategy: str) -> torch.device:
-    """The device on which this process begins, which is the current one from here on."""
+def own_device(environment: Environment, strategy: str) -> torch.device:
+    """Chooses this process's device, and makes it the current one.
+
+    Args:
+        environment: Of this process.
+        strategy: As it is written. Some strategies use several devices in each process.
+    """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    several = any(record.several_devices for record in registry.written(strategy))
-    gpu = home(several, here.local_rank, here.local_world_size, torch.cuda.device_count())
+    uses_several = any(record.several_devices for record in registry.known_records(strategy))
+    gpu = first_gpu_of_worker(
+        uses_several,
+        environment.local_rank,
+        environment.local_world_size,
+        torch.cuda.device_count(),
+    )
     device = torch.device("cuda", gpu)
     torch.cuda.set_device(device)
     return device
 
 
-def require_own_gpu(device: torch.device, here: Environment, store: dist.Store) -> None:
-    """Collective over all processes.
+def require_own_gpu(device: torch.device, environment: Environment, store: dist.Store) -> None:
+    """Checks that no two processes use one GPU; collective over all processes.
+
+    Args:
+        device: Of this process.
+        environment: Of this process.
+        store: Of all processes.
 
     Raises:
-        UserError: two processes would compute on one GPU, which NCCL refuses in its first collective.
+        UserError: Two processes would use one GPU, which NCCL refuses in its first collective.
     """
     uuid = torch.cuda.get_device_properties(device).uuid
-    users = store.add(f"gpu/{uuid}", 1)
-    most = torch.tensor(users)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    if most > 1:
+    users = torch.tensor(store.add(f"gpu/{uuid}", 1))
+    dist.all_reduce(users, op=dist.ReduceOp.MAX)
+    if users > 1:
         raise UserError(
-            f"{most} processes would use one GPU: process {here.rank} is one of {here.local_world_size} on its node "
-            f"and sees {torch.cuda.device_count()} GPUs: start one process for each GPU (torchrun --nproc-per-node, "
+            f"{users} processes would use one GPU: process {environment.rank} is one of "
+            f"{environment.local_world_size} on its node and sees {torch.cuda.device_count()} "
+            "GPUs: start one process for each GPU (torchrun --nproc-per-node, "
             "srun --ntasks-per-node), or with a GPU each (srun --gpus-per-task 1)"
         )
 
 
 class Ranks:
-    """This process among those that were started: its place, the process group, and the store beside it."""
+    """This process among those that were started: its place, the process group, and a store.
+
+    Creating it is collective over all processes.
+
+    Args:
+        config: The configuration as it was written.
+
+    Raises:
+        UserError: The environment is not torchrun's or Slurm's, or contradicts the configuration.
+    """
 
     def __init__(self, config: Config) -> None:
-        """Collective over all processes.
-
-        Raises:
-            UserError: the environment is not torchrun's or Slurm's, or does not fit the configuration.
-        """
-        here = self.here = Environment.read()
-        if config.workers not in ("auto", str(here.world_size)):
-            raise UserError(f"workers={config.workers}, but torchrun has started {here.world_size}: leave workers out")
-        if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
-            raise UserError("MASTER_ADDR and MASTER_PORT are not set: torchrun sets them; under Slurm export both")
-        os.environ |= {"RANK": str(here.rank), "WORLD_SIZE": str(here.world_size), "LOCAL_RANK": str(here.local_rank)}
-        os.environ["LOCAL_WORLD_SIZE"] = str(here.local_world_size)
-        device = own_device(here, config.strategy)
-        if device.type == "cuda":
-            take_share_of_node(here.local_world_size)
-        self.store: Any = _own_store(here.rank)
+        environment = Environment.read()
+        self.environment = environment
+        _check_environment(config, environment)
+        os.environ["RANK"] = str(environment.rank)
+        os.environ["WORLD_SIZE"] = str(environment.world_size)
+        os.environ["LOCAL_RANK"] = str(environment.local_rank)
+        os.environ["LOCAL_WORLD_SIZE"] = str(environment.local_world_size)
+        device = own_device(environment, config.strategy)
+        has_gpu = device.type == "cuda"
+        if has_gpu:
+            take_share_of_node(environment.local_world_size)
+        self.store = _open_store(environment.rank)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
             store=self.store,
-            rank=here.rank,
-            world_size=here.world_size,
+            rank=environment.rank,
+            world_size=environment.world_size,
         )
-        if device.type == "cuda":
+        if has_gpu:
             try:
-                require_own_gpu(device, here, self.store)
+                require_own_gpu(device, environment, self.store)
             except UserError:
                 self.leave()
                 raise
-        self.place = Place(here.rank, here.world_size, here.local_rank, device)
+        self.place = Place(
+            rank=environment.rank,
+            world_size=environment.world_size,
+            local_rank=environment.local_rank,
+            device=device,
+        )
 
     def leave(self) -> None:
-        gc.collect()  # DDP's Reducer, were it the last to hold the group, could wait for gloo's threads for ever
+        """Leaves the process group."""
+        # If DDP's Reducer were the last to hold the group, it could wait for gloo's threads for
+        # ever.
+        gc.collect()
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
 
 
-def _own_store(rank: int) -> dist.Store:
-    """Where the ranks meet: a store of this attempt's own.
+def _check_environment(config: Config, environment: Environment) -> None:
+    """Checks that the number of workers is right, and that ranks can meet.
 
-    torchrun's agent gives every restart the store of the first start, where ranks find the addresses of processes that
-    are dead. So its store only tells the port of another one, which rank 0 opens; a port of a start before answers no
-    more, and then the next one is waited for.
+    Raises:
+        UserError: It is wrong, or they cannot.
+    """
+    if config.workers not in ("auto", str(environment.world_size)):
+        raise UserError(
+            f"workers={config.workers}, but torchrun has started {environment.world_size}: leave "
+            "workers out"
+        )
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        raise UserError(
+            "MASTER_ADDR and MASTER_PORT are not set: torchrun sets them; under Slurm export both"
+        )
+
+
+def _open_store(rank: int) -> dist.Store:
+    """Opens a store for this attempt alone, in which ranks meet.
+
+    torchrun's agent gives every restart the store of the first start, where ranks would find the
+    addresses of dead processes. So its store only holds the port of another one, which rank 0
+    opens. The port of an earlier attempt does not answer any more; other ranks then wait for the
+    next one.
     """
     host, port = _master()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return dist.TCPStore(host, port, is_master=rank == 0, multi_tenant=True, timeout=MEET)
-    agents = dist.TCPStore(host, port, is_master=False, timeout=MEET)
+        return dist.TCPStore(
+            host, port, is_master=rank == 0, multi_tenant=True, timeout=STORE_TIMEOUT
+        )
+    agent_store = dist.TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT)
     if rank == 0:
-        own = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=MEET)
-        agents.set(PORT, str(own.port))
-        return own
-    until = time.monotonic() + MEET.total_seconds()
+        store = dist.TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT
+        )
+        agent_store.set(PORT_KEY, str(store.port))
+        return store
+    deadline = time.monotonic() + STORE_TIMEOUT.total_seconds()
     while True:
-        there = (host, int(agents.get(PORT)))
+        store_port = int(agent_store.get(PORT_KEY))
         try:
-            socket.create_connection(there, timeout=ANSWER_SECONDS).close()  # a store would try for long, and print it
-            return dist.TCPStore(*there, is_master=False, timeout=MEET)
+            # A store itself would try for long, and print that it cannot connect.
+            socket.create_connection((host, store_port), timeout=ANSWER_SECONDS).close()
+            return dist.TCPStore(host, store_port, is_master=False, timeout=STORE_TIMEOUT)
         except OSError:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
 
 
 def _master() -> tuple[str, int]:
-    """Where torchrun's own store is, an IPv6 address without the brackets that some launchers write."""
+    """Host and port of torchrun's own store.
+
+    Some launchers write an IPv6 address with brackets, which torch does not accept.
+    """
     return os.environ["MASTER_ADDR"].strip("[]"), int(os.environ["MASTER_PORT"])
 
 
 class StoreHeartbeat:
-    """A rank's heartbeats through the store, and what it obeys there.
+    """Sends a rank's heartbeats through the store, and obeys what it finds there.
 
-    Keys: `info/RANK`, a WorkerInfo; `beat/RANK`, the newest heartbeat; `question`, a number and what is asked;
-    `answer/RANK`; `end`, host:pid of processes to end. Ranks other than 0 end when rank 0's heartbeat
-    stands still or cannot be read: it is the driver, and torchrun or Slurm then starts all again.
+    Keys of the store:
+
+    - `info/RANK`: a WorkerInfo
+    - `beat/RANK`: the newest heartbeat
+    - `question`: a number and a question
+    - `answer/RANK`: a number and an answer
+    - `end`: host:pid of processes to end
+
+    Ranks other than 0 end if rank 0's heartbeat stands still or cannot be read, because rank 0 is
+    the driver; torchrun or Slurm then starts all ranks again.
+
+    Args:
+        job: What is trained.
+        ranks: This process's place among the others.
+        heartbeat: What the worker does and how far it is.
+        thread: The id of the thread that trains; None means this one.
+        on_lost: Called in a thread, with a sentence, when rank 0's heartbeat stands still; None on
+            rank 0 itself.
     """
 
     def __init__(
@@ -202,76 +301,101 @@ class StoreHeartbeat:
         thread: int | None = None,
         on_lost: Callable[[str], None] | None = None,
     ) -> None:
-        """Begins to send them.
-
-        Args:
-            job: What is trained.
-            ranks: This process's place among the others.
-            heartbeat: Is sent.
-            thread: The one that trains, where it is not the main one.
-            on_lost: Called in a thread, with a sentence, when rank 0's heartbeat stands still;
-                None on rank 0 itself.
-        """
         self.rank = ranks.place.rank
-        self.store = _watch_store(job, ranks)
-        self.info = WorkerInfo(self.rank, os.getpid(), socket.gethostname(), "")
+        self.store = _heartbeat_store(job, ranks)
+        self.info = WorkerInfo(rank=self.rank, pid=os.getpid(), ip=socket.gethostname(), node="")
         self.store.set(f"info/{self.rank}", json.dumps(asdict(self.info)))
-        self.patience = max(SILENT_SECONDS, SILENT * job.config.fault.hang_seconds)
-        self.first: tuple[bytes, float] = (b"", time.monotonic())  # rank 0's heartbeat, and since when it is that
-        self.first_info: WorkerInfo | None = None
+        self.silent_seconds = max(SILENT_SECONDS, SILENT * job.config.fault.hang_seconds)
+        self.driver_beat = b""
+        """Rank 0's newest heartbeat."""
+        self.driver_beat_clock = time.monotonic()
+        """Since when that has been the newest."""
+        self.driver_info: WorkerInfo | None = None
         self.count = 0
-        self.over = threading.Event()
+        self.closed = threading.Event()
         self.thread = HeartbeatThread(heartbeat, self.send, lambda reply: None, thread)
         if on_lost is not None and job.config.fault.hang_seconds > 0:
-            watch = threading.Thread(target=self._watch_first, args=(on_lost,), daemon=True, name="watch")
+            watch = threading.Thread(
+                target=self._watch_driver, args=(on_lost,), daemon=True, name="watch"
+            )
             watch.start()
 
     def close(self) -> None:
-        self.over.set()
+        """Sends no more heartbeats, and watches rank 0 no more."""
+        self.closed.set()
         self.thread.close()
 
-    def send(self, beat: Beat, answer: tuple[int, str] | None) -> Reply:
+    def send(self, beat: Beat, answer: Answer | None) -> Reply:
+        """Sends a heartbeat and an answer, and returns what rank 0 asks."""
         self.count += 1
         self.store.set(f"beat/{self.rank}", json.dumps((self.count, beat)))
         if answer is not None:
             self.store.set(f"answer/{self.rank}", json.dumps(answer))
-        if self.store.check(["end"]):
-            mine = f"{self.info.ip}:"
-            for end in self.store.get("end").decode().split():
-                if end.startswith(mine):
-                    kill_process(int(end.removeprefix(mine)))
-        if self.rank and self.store.check(["beat/0"]) and (now := self.store.get("beat/0")) != self.first[0]:
-            self.first = now, time.monotonic()
-            self.first_info = self.first_info or WorkerInfo(**json.loads(self.store.get("info/0")))
-        if self.store.check(["question"]):
-            number, question = self.store.get("question").decode().split()
-            return Reply(False, question, int(number))
-        return Reply()
+        self._end_processes()
+        if self.rank:
+            self._read_driver_beat()
+        if not self.store.check(["question"]):
+            return Reply()
+        number, question = self.store.get("question").decode().split()
+        return Reply(question=question, number=int(number))
 
-    def _watch_first(self, on_lost: Callable[[str], None]) -> None:
-        """In a thread of its own, since a call of the store may not return."""
-        while not self.over.wait(1.0):
-            if time.monotonic() - self.first[1] > self.patience:
-                if self.first_info is not None and self.first_info.ip == self.info.ip:
-                    kill_process(self.first_info.pid)
-                silent = f"worker 0 is stopped or cannot be reached for {self.patience:.0f} s"
-                return on_lost(f"{silent}: ending; run the same command again to continue")
+    def _end_processes(self) -> None:
+        """Ends the processes of this host that rank 0 wants to end."""
+        if not self.store.check(["end"]):
+            return
+        prefix = f"{self.info.ip}:"
+        for process in self.store.get("end").decode().split():
+            if process.startswith(prefix):
+                kill_process(int(process.removeprefix(prefix)))
+
+    def _read_driver_beat(self) -> None:
+        if not self.store.check(["beat/0"]):
+            return
+        beat = self.store.get("beat/0")
+        if beat == self.driver_beat:
+            return
+        self.driver_beat = beat
+        self.driver_beat_clock = time.monotonic()
+        if self.driver_info is None:
+            self.driver_info = WorkerInfo(**json.loads(self.store.get("info/0")))
+
+    def _watch_driver(self, on_lost: Callable[[str], None]) -> None:
+        """Runs in a thread of its own, because a call of the store may not return."""
+        while not self.closed.wait(1.0):
+            if time.monotonic() - self.driver_beat_clock <= self.silent_seconds:
+                continue
+            if self.driver_info is not None and self.driver_info.ip == self.info.ip:
+                kill_process(self.driver_info.pid)
+            on_lost(
+                f"worker 0 is stopped or cannot be reached for {self.silent_seconds:.0f} s: "
+                "ending; run the same command again to continue"
+            )
+            return
 
 
 class TorchrunWorkers(LocalWorkers):
-    """Rank 0's view of all ranks. tell: hands the job to the others."""
+    """All ranks, as rank 0 sees them.
 
-    def __init__(self, ranks: Ranks, tell: Callable[[Job], None]) -> None:
+    Args:
+        ranks: This process's place among the others.
+        tell_job: Hands the job to the other ranks.
+    """
+
+    def __init__(self, ranks: Ranks, tell_job: Callable[[Job], None]) -> None:
         super().__init__()
-        self.ranks, self.world_size, self.tell = ranks, ranks.place.world_size, tell
+        self.ranks = ranks
+        self.world_size = ranks.place.world_size
+        self.tell_job = tell_job
         self.heartbeat: StoreHeartbeat | None = None
         self.infos: dict[int, WorkerInfo] = {}
-        self.beats: dict[int, tuple[bytes, float, Beat]] = {}
-        self.looked = 0.0
+        self.beats: dict[int, _ReceivedBeat] = {}
+        self.read_clock = 0.0
         self.question = 0
+        """The number of the newest question."""
 
     def start(self, job: Job) -> None:
-        self.tell(job)
+        """See `Workers`."""
+        self.tell_job(job)
         self.training = TrainingThread(job, self.ranks.place, self.channel)
         self.heartbeat = StoreHeartbeat(
             job,
@@ -279,100 +403,148 @@ class TorchrunWorkers(LocalWorkers):
             self.channel.heartbeat,
             thread=self.training.thread.ident,
         )
-        self.store = _watch_store(job, self.ranks)  # a connection for each thread
+        self.store = _heartbeat_store(job, self.ranks)  # a connection for each thread
 
     def poll(self, stop: bool) -> Poll:
-        found, now = super().poll(stop), time.monotonic()
-        if found.ended is None and now - self.looked > 0.25 + self.world_size / 1000:
-            self.looked = now
-            found.events += self._read(now)
-        found.statuses = {rank: Status(*beat, now - at) for rank, (_, at, beat) in self.beats.items()}
-        return found
+        """See `Workers`."""
+        poll = super().poll(stop)
+        now = time.monotonic()
+        # The more ranks, the longer reading takes, and the more seldom it is done.
+        read_seconds = 0.25 + self.world_size / 1000
+        if poll.ended is None and now - self.read_clock > read_seconds:
+            self.read_clock = now
+            poll.events += self._read(now)
+        poll.statuses = {rank: received.status(now) for rank, received in self.beats.items()}
+        return poll
 
     def _read(self, now: float) -> list[Event]:
-        """Heartbeats, and events for ranks that are new."""
-        store, events = self.store, list[Event]()
+        """Reads heartbeats; returns events for ranks that are new."""
+        store = self.store
+        events: list[Event] = []
         for rank in range(self.world_size):
             if rank not in self.infos and store.check([f"info/{rank}"]):
                 self.infos[rank] = WorkerInfo(**json.loads(store.get(f"info/{rank}")))
                 events.append(WorkerStarted(info=self.infos[rank]))
             if store.check([f"beat/{rank}"]):
                 raw = store.get(f"beat/{rank}")
-                if rank not in self.beats or self.beats[rank][0] != raw:
-                    self.beats[rank] = raw, now, tuple(json.loads(raw)[1])
+                previous = self.beats.get(rank)
+                if previous is None or previous.raw != raw:
+                    self.beats[rank] = _ReceivedBeat(raw, json.loads(raw)[1], now)
         return events
 
     def ask(self, question: str) -> dict[int, str]:
+        """See `Workers`."""
         store = self.store
         self.question += 1
         store.set("question", f"{self.question} {question}")
-        found: dict[int, str] = {}
-        until = time.monotonic() + ANSWER_SECONDS
-        while len(found) < self.world_size and time.monotonic() < until:
-            for rank in set(range(self.world_size)) - found.keys():
+        answers: dict[int, str] = {}
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while len(answers) < self.world_size and time.monotonic() < deadline:
+            for rank in set(range(self.world_size)) - answers.keys():
                 if store.check([f"answer/{rank}"]):
                     number, text = json.loads(store.get(f"answer/{rank}"))
                     if number == self.question:
-                        found[rank] = text
+                        answers[rank] = text
             time.sleep(0.05)
-        return found
+        return answers
 
     def kill(self, infos: list[WorkerInfo]) -> None:
-        """Ends processes of this host, and has the others' neighbours end them; then torchrun ends the rest."""
+        """Ends processes of this host, and has other hosts end theirs; torchrun ends the rest."""
         assert self.heartbeat is not None
-        names = " ".join(f"{info.ip}:{info.pid}" for info in infos)
-        self.store.set("end", names)
+        self.store.set("end", " ".join(f"{info.ip}:{info.pid}" for info in infos))
         for info in infos:
             if info.ip == self.heartbeat.info.ip and info.pid != os.getpid():
                 kill_process(info.pid)
 
     def stop(self) -> None:
+        """Sends no more heartbeats."""
         if self.heartbeat is not None:
             self.heartbeat.close()
 
 
-def tell(what: Job | Exception | None) -> None:
-    """Rank 0 hands the job to the others; or why there is none; None: the run has finished already. Collective."""
-    dist.broadcast_object_list([what], src=0)
+@dataclass(frozen=True)
+class _ReceivedBeat:
+    """A rank's newest heartbeat.
+
+    Args:
+        raw: As it is in the store.
+        beat: What it says.
+        clock: When it came, in seconds of the monotonic clock.
+    """
+
+    raw: bytes
+    beat: Beat
+    clock: float
+
+    def status(self, now: float) -> Status:
+        phase, step, ticks, waiting = self.beat
+        age = now - self.clock
+        return Status(phase=phase, step=step, ticks=ticks, waiting=waiting, age=age)
+
+
+def tell(message: Job | Exception | None) -> None:
+    """Tells the other ranks what to do; collective.
+
+    Args:
+        message: The job, or why there is none; None if the run has finished already.
+    """
+    dist.broadcast_object_list([message], src=0)
 
 
 def train_as_other_rank(ranks: Ranks) -> dict[str, Any] | None:
-    """What ranks other than 0 do; the summary, None where the run has finished already.
+    """Trains on a rank other than 0; collective.
 
-    Raises: what rank 0 has told, or training raises; Interrupted when asked to stop.
+    Returns:
+        The summary; None if the run has finished already.
+
+    Raises:
+        Interrupted: The run was asked to stop.
+        Exception: What rank 0 has told, or training raises.
     """
-    received: list[Any] = [None]
-    dist.broadcast_object_list(received, src=0)
-    job = received[0]
+    message: list[Any] = [None]
+    dist.broadcast_object_list(message, src=0)
+    job = message[0]
     if isinstance(job, Exception):
         raise job
     if job is None:
         return None
     channel = SilentChannel()
-    for number in SIGNALS:
-        if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-            continue  # as under nohup
-        signal.signal(number, lambda *_: setattr(channel, "stopping", True))
+    _stop_on_signals(channel)
     terminal = os.dup(2)  # before the worker's output goes to its log
 
     def on_lost(sentence: str) -> None:
         abort(1, f"trireme: {sentence}", say=partial(write_line, descriptor=terminal))
 
-    beats = StoreHeartbeat(job, ranks, channel.heartbeat, on_lost=on_lost)
+    heartbeat = StoreHeartbeat(job, ranks, channel.heartbeat, on_lost=on_lost)
     try:
         with worker_output(job, ranks.place.rank):
             summary = loop.train(job, ranks.place, channel)
     finally:
-        beats.close()
+        heartbeat.close()
     if summary["stopped"]:
         raise Interrupted(f"stopped after step {summary['step']:,}")
     return summary
 
 
-def _watch_store(job: Job, ranks: Ranks) -> Any:
-    """A new connection to torchrun's own store, in its agent's process; where there is none, to the group's."""
+def _stop_on_signals(channel: SilentChannel) -> None:
+    """From now on signals ask training to save and stop."""
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        channel.stopping = True
+
+    for number in SIGNALS:
+        if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+            continue  # under nohup the run is to outlive its terminal
+        signal.signal(number, on_signal)
+
+
+def _heartbeat_store(job: Job, ranks: Ranks) -> dist.Store:
+    """A new connection to a store for heartbeats.
+
+    It is torchrun's own, in its agent's process, or else that of the process group.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store: Any = dist.TCPStore(*_master(), is_master=False)
+        store: dist.Store = dist.TCPStore(*_master(), is_master=False)
     else:
-        store = ranks.store.clone()
+        store = ranks.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
     return dist.PrefixStore(f"watch/{job.attempt}", store)

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from app import names
 from app.config import Config
 from app.config.check import check_trainable
 from app.console.terminal import Console, log_labels
 from app.errors import UserError
+from app.launchers.crash_notice import announce_crash
 from app.run.manifest import Outcome, Run, under_free_name
 from app.tracking.settings import Settings, resolve_tracking
+from app.training.events import WorkerInfo
 from cluster.environment import set_defaults
 
 if TYPE_CHECKING:
+    from app.launchers.torchrun import Ranks
     from app.launchers.workers import Workers
     from app.tasks.base import Task
+    from app.training.job import Job
+
+Result = TypeVar("Result")
+Launch = Callable[[Run, Config, Console, Settings], Outcome]
+"""Trains a run with one launcher."""
 
 
 def train(
@@ -35,14 +45,20 @@ def train(
 ) -> Outcome:
     """Trains until done, continuing where an earlier call of the same run stopped.
 
-    again: when the run has finished, train it once more under a new name, instead of saying that it has.
-    take_over: from another start that trains this run now, which then ends.
-    restart: begins this program anew in place of this process, for when its own Ray is gone; None: the run then ends.
-    verbose: leave everything on the terminal that Ray and others print.
+    Args:
+        config: The configuration as it was written.
+        console: Where a person sees what happens.
+        again: Train a run that has finished once more under a new name, instead of saying that it
+            has finished.
+        take_over: Take the run over from another start that trains it now; that start then ends.
+        verbose: Leave everything on the terminal that Ray and others print.
+        restart: Executes this program anew in place of this process, for when the Ray that it has
+            started is gone; None ends the run instead.
+
     Raises:
-        UserError: nothing was started, or what was started cannot continue with these inputs.
-        RunFailed: training failed; its last good checkpoint is intact.
-        Interrupted: stopped by Ctrl-C, SIGTERM or SIGHUP, after saving.
+        UserError: Nothing was started, or what was started cannot continue with these inputs.
+        RunFailed: Training failed; its last good checkpoint is intact.
+        Interrupted: Stopped by Ctrl-C, SIGTERM or SIGHUP, after saving.
     """
     check_trainable(config)
     if again:
@@ -50,43 +66,103 @@ def train(
     launcher = chosen_launcher(config)
     if config.budget is not None and launcher not in ("ray", "actors"):
         raise UserError(
-            f"budget is {config.budget:g}, but costs are not counted with launcher={launcher}: write launcher=ray"
+            f"budget is {config.budget:g}, but costs are not counted with launcher={launcher}: "
+            "write launcher=ray"
         )
     set_defaults()
     if launcher == "torchrun":
         return _under_torchrun(config, console, take_over)
+    if launcher == "local":
+        return _in_a_run(
+            config,
+            console,
+            verbose=verbose,
+            take_over=take_over,
+            process_name=_worker_0(),
+            launch=_in_this_process,
+        )
     return _in_a_run(
-        config, console, verbose, take_over, _in_this_process if launcher == "local" else partial(_in_ray, restart)
+        config,
+        console,
+        verbose=verbose,
+        take_over=take_over,
+        process_name=f"the driver, process {os.getpid()} on {socket.gethostname()},",
+        launch=partial(_in_ray, restart),
     )
 
 
 def chosen_launcher(config: Config) -> str:
-    """`launcher`, with auto resolved: torchrun or Slurm where its environment is found, else Ray."""
+    """The launcher to use; `auto` means torchrun if its variables are set, and otherwise Ray."""
     if config.launcher != "auto":
         return config.launcher
-    return "torchrun" if "RANK" in os.environ and "WORLD_SIZE" in os.environ else "ray"
+    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return "torchrun" if is_rank else "ray"
 
 
-Launch = Callable[[Run, Config, Console, Settings], Outcome]
+def _in_a_run(
+    config: Config,
+    console: Console,
+    *,
+    verbose: bool,
+    take_over: bool,
+    process_name: str,
+    launch: Launch,
+) -> Outcome:
+    """Opens the run, sends this process's output to the run's log, and launches the training.
 
-
-def _in_a_run(config: Config, console: Console, verbose: bool, take_over: bool, launch: Launch) -> Outcome:
-    """In the run's folder, its output in the folder's logs."""
+    Args:
+        config: See `train`.
+        console: See `train`.
+        verbose: See `train`.
+        take_over: See `train`.
+        process_name: What this process is, for the sentence about its crash.
+        launch: Trains the run.
+    """
     run = Run(config)
     settings = resolve_tracking(config.tracking, run.folder.rpartition("/")[0])
     run.storage.check_writable()
-    log, labels = run.local_folder / "logs" / "driver.log", log_labels(config, run.attempt, "driver")
+    log = run.local_folder / "logs" / "driver.log"
     try:
         if take_over:
             run.take_over(console.say)
         else:
-            run.lease.refuse_if_held(seconds=0.0)  # one on this machine is known at once, before anything starts
-        with contextlib.nullcontext() if verbose else console.capture(log, labels):
+            # A driver on this machine is seen at once, before anything starts.
+            run.lease.refuse_if_held(seconds=0.0)
+        with contextlib.ExitStack() as stack:
+            if not verbose:
+                labels = log_labels(config, run.attempt, "driver")
+                stack.enter_context(console.capture(log, labels))
+            stack.enter_context(announce_crash(process_name, log, console.error_stream))
             console.waits_for("the data to be read and the run to be laid out")
             return launch(run, config, console, settings)
     finally:
         console.waits_for("")
         run.forget_if_never_opened()
+
+
+def _worker_0() -> str:
+    """This process as messages name the worker of rank 0, where that trains in the driver."""
+    return str(WorkerInfo(rank=0, pid=os.getpid(), ip=socket.gethostname(), node=""))
+
+
+# --- without Ray ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """The processes that a run without Ray trains in; they exist already.
+
+    Args:
+        workers: Their interface for the supervisor.
+        world_size: How many there are.
+        on_this_machine: How many of them run on this machine.
+        description: What they are, for a person.
+    """
+
+    workers: Workers
+    world_size: int
+    on_this_machine: int
+    description: str
 
 
 def _in_this_process(run: Run, config: Config, console: Console, settings: Settings) -> Outcome:
@@ -96,29 +172,29 @@ def _in_this_process(run: Run, config: Config, console: Console, settings: Setti
 
     if config.workers not in ("auto", "1"):
         raise UserError(
-            f"launcher=local is one process, but workers={config.workers}: write workers=1, launcher=ray, or start "
-            f"with torchrun --nproc-per-node {config.workers} -m {names.module()} train …"
+            f"launcher=local is one process, but workers={config.workers}: write workers=1, "
+            f"launcher=ray, or start with torchrun --nproc-per-node {config.workers} "
+            f"-m {names.module()} train …"
         )
     if (config.parallel.pp or 1) > 1 or "pipeline" in config.strategy:
         raise UserError(
-            "a pipeline's stages are processes of their own, but launcher=local is one process: write launcher=ray, or "
-            "strategy=model_parallel, which puts the blocks on several devices of this one"
+            "a pipeline's stages are processes of their own, but launcher=local is one process: "
+            "write launcher=ray, or strategy=model_parallel, which puts the blocks on several "
+            "devices of this one"
         )
-    where = f"1 process ({'cuda' if torch.cuda.is_available() else 'cpu'})"
-    return _without_ray(LocalWorkers(), 1, 1, where, run, config, console, settings)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    processes = Processes(
+        workers=LocalWorkers(),
+        world_size=1,
+        on_this_machine=1,
+        description=f"1 process ({device})",
+    )
+    return _without_ray(processes, run, config, console, settings=settings)
 
 
 def _without_ray(
-    workers: Workers,
-    world_size: int,
-    here: int,
-    where: str,
-    run: Run,
-    config: Config,
-    console: Console,
-    settings: Settings,
+    processes: Processes, run: Run, config: Config, console: Console, *, settings: Settings
 ) -> Outcome:
-    """With processes that there are already, `here` of them on this machine. where: for a person."""
     import torch
 
     from app.launchers.supervisor import Supervisor
@@ -129,46 +205,97 @@ def _without_ray(
 
     check_devices(config, "cuda" if torch.cuda.is_available() else "cpu")
     gpus = torch.cuda.device_count()
-    prepared = prepare(config, read_task(config), world_size, devices_per_node=here if world_size > 1 else gpus or None)
-    several = any(record.several_devices for record in registry.records(prepared.layout.name))
-    prepared = with_idle_gpus(prepared, here, max(1, gpus // here) if several else 1, gpus, "this machine")
+    if processes.world_size > 1:
+        devices_per_node: int | None = processes.on_this_machine
+    else:
+        devices_per_node = gpus or None
+    task = read_task(config)
+    prepared = prepare(config, task, processes.world_size, devices_per_node=devices_per_node)
+    strategies = registry.records(prepared.layout.name)
+    gpus_per_worker = 1
+    if any(strategy.several_devices for strategy in strategies):
+        gpus_per_worker = max(1, gpus // processes.on_this_machine)
+    prepared = with_idle_gpus(
+        prepared,
+        workers=processes.on_this_machine,
+        gpus_per_worker=gpus_per_worker,
+        gpus=gpus,
+        pool="this machine",
+    )
     driver = Driver(run, prepared.config, console, settings)
-    return train_run(driver, prepared, where, Supervisor(workers, driver).run)
+    supervisor = Supervisor(processes.workers, driver)
+    return train_run(driver, prepared, processes.description, supervisor.run)
 
 
 def _under_torchrun(config: Config, console: Console, take_over: bool) -> Outcome:
-    """In the processes there are; the outcome is rank 0's, and the others' says the same in short."""
-    from app.launchers.torchrun import Ranks, TorchrunWorkers, tell, train_as_other_rank
+    """Trains in the processes that torchrun or Slurm has started, of which this is one.
+
+    Returns:
+        On rank 0 the outcome; on other ranks its status and summary only.
+    """
+    from app.launchers.torchrun import Ranks, train_as_other_rank
 
     ranks = Ranks(config)
-    world, here = ranks.place.world_size, ranks.here.local_world_size
     if ranks.place.rank:
         summary = train_as_other_rank(ranks)
         status = "already_finished" if summary is None else "finished"
         outcome = Outcome(status, config.run.name, "", summary or {}, {})
     else:
-        told: list[Any] = []
-
-        def say(what: Any) -> None:
-            if not told:
-                told.append(what)
-                tell(what)
-
-        kind = "GPU" if ranks.place.device.type == "cuda" else "CPU"
-        where = f"{world} {kind} process{'es' if world > 1 else ''} of torchrun"
-        launch = partial(_without_ray, TorchrunWorkers(ranks, say), world, here, where)
-        try:
-            outcome = _in_a_run(config, console, False, take_over, launch)
-            say(None)  # where it has finished already, no job was handed out
-        except Exception as error:
-            say(error)
-            raise
+        outcome = _as_rank_0(ranks, config, console, take_over)
     ranks.leave()
     return outcome
 
 
+def _as_rank_0(ranks: Ranks, config: Config, console: Console, take_over: bool) -> Outcome:
+    """Drives the run, and trains as rank 0."""
+    from app.launchers.torchrun import TorchrunWorkers, tell
+
+    has_told = False
+
+    def tell_once(message: Job | Exception | None) -> None:
+        nonlocal has_told
+        if not has_told:
+            has_told = True
+            tell(message)
+
+    world_size = ranks.place.world_size
+    device_kind = "GPU" if ranks.place.device.type == "cuda" else "CPU"
+    plural = "es" if world_size > 1 else ""
+    processes = Processes(
+        workers=TorchrunWorkers(ranks, tell_once),
+        world_size=world_size,
+        on_this_machine=ranks.environment.local_world_size,
+        description=f"{world_size} {device_kind} process{plural} of torchrun",
+    )
+
+    def launch(run: Run, config: Config, console: Console, settings: Settings) -> Outcome:
+        return _without_ray(processes, run, config, console, settings=settings)
+
+    try:
+        outcome = _in_a_run(
+            config,
+            console,
+            verbose=False,
+            take_over=take_over,
+            process_name=_worker_0(),
+            launch=launch,
+        )
+        tell_once(None)  # if the run had finished already, no job was handed out
+    except Exception as error:
+        tell_once(error)
+        raise
+    return outcome
+
+
+# --- with Ray -------------------------------------------------------------------------------------
+
+
 def _in_ray(
-    restart: Callable[[], object] | None, run: Run, config: Config, console: Console, settings: Settings
+    restart: Callable[[], object] | None,
+    run: Run,
+    config: Config,
+    console: Console,
+    settings: Settings,
 ) -> Outcome:
     from cluster.connect import address, connect, disconnect
 
@@ -178,14 +305,17 @@ def _in_ray(
         return read_task(config)
 
     console.status("reading the data and starting Ray")
-    reading = _in_background(read)  # imports torch, while Ray starts its processes
+    future_task = _in_background(read)  # imports torch while Ray starts its processes
     cluster_address = address()
-    where = f"the Ray cluster at {cluster_address} to answer" if cluster_address else "Ray to start on this machine"
-    console.waits_for(where)
+    if cluster_address:
+        console.waits_for(f"the Ray cluster at {cluster_address} to answer")
+    else:
+        console.waits_for("Ray to start on this machine")
     cluster = connect(worker_setup=names.worker_setup(), say=console.say)
     try:
         console.waits_for("the data to be read")
-        task = reading.result()  # before more is imported: two threads in torch's circular imports can deadlock
+        # Before more is imported: two threads in torch's circular imports can deadlock.
+        task = future_task.result()
         console.waits_for("the run to be laid out and tried in small")
         from app.launchers.ray_launch import RayLaunch
 
@@ -194,19 +324,21 @@ def _in_ray(
             from app.run.lifecycle import train_run
 
             workers = launch.wait_for_room()
-            gpus = launch.per_worker.get("GPU", 0)
+            device_kind = "GPU" if launch.per_worker.get("GPU", 0) else "CPU"
             prepared = launch.prepare(task, workers)
             meter = launch.meter(run.storage)
             driver = Driver(run, prepared.config, console, settings, meter=meter, restart=restart)
-            where = f"{workers} {'GPU' if gpus else 'CPU'} worker{'s' if workers > 1 else ''} in Ray"
-            return train_run(driver, prepared, where, launch.supervisor(driver, prepared, task).run)
+            plural = "s" if workers > 1 else ""
+            description = f"{workers} {device_kind} worker{plural} in Ray"
+            supervisor = launch.supervisor(driver, prepared, task)
+            return train_run(driver, prepared, description, supervisor.run)
     finally:
         disconnect()
 
 
-def _in_background(function: Callable[[], Any]) -> Future[Any]:
-    """Calls it in a thread that does not keep the process from ending."""
-    future: Future[Any] = Future()
+def _in_background(function: Callable[[], Result]) -> Future[Result]:
+    """Calls a function in a thread that does not keep the process from ending."""
+    future: Future[Result] = Future()
 
     def call() -> None:
         try:

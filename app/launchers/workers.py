@@ -1,7 +1,7 @@
-"""The processes that train a job, as the supervisor sees them: one small interface, four implementations.
+"""The processes that train a job, as the supervisor sees them: one interface, four implementations.
 
-ray_train.py   workers of Ray Train's TorchTrainer        torchrun.py   processes that torchrun or Slurm started
-actors.py      Ray actors, placed stage by stage          local.py      a thread of this process
+ray_train.py   workers of Ray Train's TorchTrainer   torchrun.py  processes of torchrun or Slurm
+actors.py      Ray actors, placed stage by stage     local.py     a thread of this process
 """
 
 import contextlib
@@ -16,46 +16,71 @@ from app.training.events import Event, SystemSampled, WarningIssued, WorkerInfo
 from app.training.job import Channel, Job
 
 Failures = Mapping[int | None, BaseException]
-"""What ended each worker, by rank; None is the launcher itself. Empty: all have finished."""
+"""What ended each worker, by rank; None is the launcher itself. Empty if all have finished."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Status:
-    """A rank's newest heartbeat, as the driver has it."""
+    """A rank's newest heartbeat, as the driver has it.
+
+    Args:
+        phase: See `Heartbeat.phase`.
+        step: Optimizer steps taken.
+        ticks: Grows with every batch of an evaluation.
+        waiting: Whether the training thread is in a collective, or waits for a transfer.
+        age: Seconds since the heartbeat arrived.
+    """
 
     phase: str
     step: int
     ticks: int
-    waiting: bool  # whether its training thread is in a collective or waits for a transfer
-    age: float  # seconds since it arrived
+    waiting: bool
+    age: float
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Poll:
-    """What is new since the last poll."""
+    """What is new since the last poll.
+
+    Args:
+        events: New events of the workers.
+        statuses: The status of every rank that has begun.
+        ended: What ended the attempt; None while it runs.
+        placed: Whether every worker has its place in Ray, so that it must begin within
+            fault.start_seconds.
+    """
 
     events: list[Event] = field(default_factory=list)
-    statuses: dict[int, Status] = field(default_factory=dict)  # of every rank that has begun
-    ended: Failures | None = None  # None: they run
-    placed: bool = False  # whether every worker has its place in Ray, so that it must begin within fault.start_seconds
+    statuses: dict[int, Status] = field(default_factory=dict)
+    ended: Failures | None = None
+    placed: bool = False
 
 
 class WorkerLost(Exception):
-    """A rank is gone: its process has died. details: what the launcher says about it."""
+    """A rank's process has died.
 
-    def __init__(self, sentence: str = "", details: str = "") -> None:
-        super().__init__(sentence)
+    Args:
+        who: Names the process if there is no WorkerInfo of it; "" otherwise.
+        details: What the launcher says about it.
+    """
+
+    def __init__(self, who: str = "", details: str = "") -> None:
+        super().__init__(who)
         self.details = details
 
 
 def kill_process(pid: int) -> None:
-    """Ends a process of this machine at once, if there is one of this number."""
-    with contextlib.suppress(ProcessLookupError):
+    """Ends a worker's process on this machine at once, if it still exists.
+
+    A process that may not be signalled belongs to another user: the worker has ended, and the
+    kernel has given its number to that process.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
 
 
 def start_system_sampler(channel: Channel, node: str, every: float) -> SystemSampler:
-    """A thread that sends metrics of this machine to the driver, until it is closed.
+    """Starts a thread that sends metrics of this machine to the driver, until it is closed.
 
     Args:
         channel: Of a worker on this machine.
@@ -73,7 +98,10 @@ def start_system_sampler(channel: Channel, node: str, every: float) -> SystemSam
 
 
 class Workers(Protocol):
-    """All ranks of a job. An attempt is from `start` to the first poll that says `ended`, or to `stop`."""
+    """All ranks of a job.
+
+    An attempt lasts from `start` to `stop`, or to the first poll with `ended`.
+    """
 
     restartable: bool
     """Whether `start` may be called again after an attempt has ended."""
@@ -82,13 +110,24 @@ class Workers(Protocol):
         """Begins an attempt; returns before the workers run."""
 
     def poll(self, stop: bool) -> Poll:
-        """What is new; waits a fraction of a second at most. stop: whether the workers are to save and stop."""
+        """Returns what is new; waits a fraction of a second at most.
+
+        Args:
+            stop: Whether the workers are to save and stop.
+        """
 
     def ask(self, question: str) -> dict[int, str]:
-        """Every rank's "stack" or "flight_recorder", as text, of those that answer within a few seconds."""
+        """Asks every rank, and collects the answers of a few seconds.
+
+        Args:
+            question: "stack" or "flight_recorder".
+
+        Returns:
+            The answers by rank.
+        """
 
     def kill(self, infos: list[WorkerInfo]) -> None:
         """Ends processes at once, also stopped ones; the attempt then ends with failures."""
 
     def stop(self) -> None:
-        """Ends the attempt, whatever its state, and gives its resources back; does nothing where there is none."""
+        """Ends the attempt and gives its resources back; does nothing if there is none."""

@@ -10,7 +10,7 @@ from app.planner.read import Reader
 from app.tasks.base import Task
 from cluster.hardware import all_instances
 from strategies.dims import DEGREES, Layout
-from strategies.pipeline.schedules import chunks_of
+from strategies.pipeline.schedules import chunks_per_stage
 
 COMMUNICATION = (
     "tensor",
@@ -76,7 +76,7 @@ def candidate_of(config: Config, layout: Layout) -> Candidate:
     schedule, chunks = "", 1
     if layout.dims.pp > 1:
         schedule = parallel.schedule
-        chunks = chunks_of(parallel.schedule, parallel.chunks)
+        chunks = chunks_per_stage(parallel.schedule, parallel.chunks)
     return Candidate(
         layout=layout,
         micro_batch=micro_batch,

@@ -19,7 +19,7 @@ from app.planner.plan import Plan, make_plan, ranked
 from app.planner.trial import run as run_trial
 from app.tasks.base import Task
 from app.training.job import strategy_options
-from strategies.dims import DEGREES, Layout
+from strategies.dims import DEGREES, Degree, Layout
 from strategies.layout import choose
 from strategies.options import Options
 
@@ -74,7 +74,7 @@ def choose_layout(
         NoLayoutFits: The message says what is needed, what is there, and what would do.
     """
     degrees = {name: getattr(config.parallel, name) for name in DEGREES}
-    deciding = ("dp_replicate", "dp_shard", "tp", "pp")
+    deciding: tuple[Degree, ...] = ("dp_replicate", "dp_shard", "tp", "pp")
     if all(degrees[name] is not None for name in deciding):
         return Choice(layout=choose("auto", workers, **degrees))
     try:

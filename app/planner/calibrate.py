@@ -23,7 +23,7 @@ from app.errors import RunFailed
 from app.planner.device import Device, device_named, save_measured_values
 from app.planner.processes import in_processes
 from cluster.addresses import join_address
-from cluster.hardware import HardwareError, add_gpu, gpu
+from cluster.hardware import HardwareError, add_gpu, find_gpu
 from cluster.remote import free_port
 from cluster.shape import NodeState, living_nodes
 
@@ -184,7 +184,7 @@ def _measure_device(device: torch.device) -> dict[str, Any]:
     full_name = "cpu" if is_cpu else torch.cuda.get_device_name(device)
     known: Device | None = None
     with contextlib.suppress(HardwareError):
-        known = device_named(gpu(full_name).name)
+        known = device_named(find_gpu(full_name).name)
     if known is not None:
         name = known.gpu.name
     else:
@@ -241,7 +241,7 @@ def _measure_matmul_rates(device: torch.device, known: Device | None) -> dict[st
     else:
         precisions = set(known.gpu.peak)
     size = 512 if is_cpu else 4096
-    model = known or Device(gpu=gpu("cpu"))
+    model = known or Device(gpu=find_gpu("cpu"))
     flops = 2 * size**3 / model.product_share(size, size, size)
     rates = {}
     for precision, dtype in DTYPES.items():

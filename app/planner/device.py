@@ -30,7 +30,7 @@ import yaml
 
 from app.data.files import cache_folder
 from app.errors import UserError
-from cluster.hardware import Gpu, gpu
+from cluster.hardware import Gpu, find_gpu
 
 SLICE = 4096
 """An inner dimension longer than this is split between processors that would otherwise be idle."""
@@ -158,7 +158,7 @@ def device_named(name: str, measured: dict[str, Any] | None = None) -> Device:
     Raises:
         HardwareError: The GPU is not in the catalogue.
     """
-    datasheet = gpu(name)
+    datasheet = find_gpu(name)
     known = constants()
     fitted = known["fitted"]
     family = family_of(datasheet)

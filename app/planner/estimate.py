@@ -32,8 +32,8 @@ from strategies.dims import ParallelDims
 from strategies.fsdp import gradients_are_large, parameters_are_large
 from strategies.options import Options
 from strategies.pipeline import partition
-from strategies.pipeline.schedules import Placement, Schedule
-from strategies.pipeline.simulate import alive_by_formula
+from strategies.pipeline.schedules import Placement
+from strategies.pipeline.simulate import activations_by_formula
 
 CLOSE = 0.1
 """A plan within this share of a GPU's memory is called close: plans err by as much (README.md)."""
@@ -192,7 +192,8 @@ class Estimator:
         capacity = self.machine.device.capacity
         accumulates = candidate.micro_batches > 1 and candidate.dims.pp == 1
         has_choice = strategy.is_sharded and accumulates
-        is_undecided = strategy.reduces_each(self.options.accumulate_sharded, None) is None
+        decision = strategy.reduces_each_microbatch(self.options.accumulate_sharded, None)
+        is_undecided = decision is None
         if has_choice and is_undecided and sum(memory.values()) > capacity:
             # Whole gradients do not fit, so every micro-batch's are reduced, which takes longer.
             step = replace(case.step, reduce_scatter_each_microbatch=True)
@@ -274,7 +275,10 @@ class Estimator:
             counts=stages.slowest,
             options=self.options,
             context_method=choose_method(
-                self.options.context, self.reader.heads, dims, self.machine.per_node
+                self.options.context,
+                heads=self.reader.heads,
+                dims=dims,
+                workers_per_node=self.machine.per_node,
             ),
             expert_bytes=self._expert_bytes(candidate, work),
         )
@@ -296,11 +300,11 @@ class Estimator:
             micro_batches=candidate.micro_batches,
             compute_itemsize=work.itemsize,
             reduce_itemsize=reduce_itemsize,
-            reshard_after_forward=strategy.reshards(
+            reshard_after_forward=strategy.reshards_after_forward(
                 options.reshard_after_forward,
                 parameters_are_large(numbers * work.itemsize, gpu_memory),
             ),
-            reduce_scatter_each_microbatch=strategy.reduces_each(
+            reduce_scatter_each_microbatch=strategy.reduces_each_microbatch(
                 options.accumulate_sharded,
                 gradients_are_large(numbers * reduce_itemsize, gpu_memory),
             ),
@@ -342,7 +346,7 @@ class Estimator:
                     parameters,
                     shards.dp_shard,
                     is_root=not name.startswith("block"),
-                    of_experts=shards.expert_shards,
+                    expert_shards=shards.expert_shards,
                 )
             )
         return units
@@ -377,7 +381,7 @@ class Estimator:
         placement = Placement.of(schedule, pp, chunks)
         parts_of_stage = [Counter[str]() for _ in range(pp)]
         for chunk, names in enumerate(_parts_of_chunks(model.order, sizes)):
-            parts_of_stage[placement.stage(chunk)].update(names)
+            parts_of_stage[placement.stage_of(chunk)].update(names)
         counts = [tuple(parts[name] for name in model.parts) for parts in parts_of_stage]
         stage_seconds = [
             sum(parts[name] * seconds[name] for name in model.parts) for parts in parts_of_stage
@@ -447,14 +451,14 @@ def _parts_of_chunks(order: list[str], sizes: tuple[int, ...]) -> list[list[str]
 def _pipeline_activations(case: Case, stage: int, counts: tuple[int, ...]) -> float:
     """Bytes of the micro-batches that a stage has in flight, and of the part that is at work."""
     candidate = case.candidate
-    schedule = Schedule(
+    activations = activations_by_formula(
         candidate.schedule,
-        candidate.dims.pp,
-        candidate.micro_batches,
-        candidate.chunks,
-        (),
+        stages=candidate.dims.pp,
+        micro_batches=candidate.micro_batches,
+        chunks=candidate.chunks,
+        stage=stage,
     )
-    in_flight = alive_by_formula(schedule, stage) / candidate.chunks
+    in_flight = activations / candidate.chunks
     present = [(part, count) for part, count in zip(case.parts, counts) if count]
     saved_bytes = sum(part.saved_bytes * count for part, count in present)
     at_work_bytes = max(part.recomputed_bytes + part.working_bytes for part, _ in present)
@@ -479,7 +483,7 @@ def _worst_moment(case: Case, gradient_bytes: float) -> tuple[float, float]:
     )
     all_gradients = 0.0 if waits_for_last else float(gradient_bytes)
     # Gradients of earlier micro-batches exist from the start, and so do DDP's buckets.
-    exist_from_start = accumulates or (strategy.averages and case.candidate.dims.tp == 1)
+    exist_from_start = accumulates or (strategy.averages_gradients and case.candidate.dims.tp == 1)
     saved_before = 0.0
     gradients_after = all_gradients
     worst = (float("-inf"), 0.0, 0.0)

@@ -11,8 +11,8 @@ from app.training.job import strategy_options
 from strategies import registry
 from strategies.activation_checkpointing import checkpoint_every
 from strategies.context.apply import check_length
-from strategies.dims import BESIDE_DATA, DEGREES, Layout, LayoutError, ParallelDims
-from strategies.layout import check, choose, require_pieces
+from strategies.dims import DEGREES, MODEL_DEGREES, Layout, LayoutError, ParallelDims
+from strategies.layout import check, choose, require_sequence_parallel_for_async_tp
 from strategies.pipeline import schedules
 from strategies.strategy import Strategy
 
@@ -172,7 +172,7 @@ def fixed_by(config: Config, fixed_keys: frozenset[str]) -> Fixed:
         LayoutError: A value is not possible.
     """
     checkpoint_every(config.train.activation_checkpointing)  # raises if it is not a mode
-    require_pieces(strategy_options(config))
+    require_sequence_parallel_for_async_tp(strategy_options(config))
     fixed: Fixed = {}
     for key in KEYS:
         value = reduce(getattr, key.split("."), config)
@@ -187,7 +187,7 @@ def fixed_by(config: Config, fixed_keys: frozenset[str]) -> Fixed:
     parallel = config.parallel
     if "parallel.stages" in fixed_keys and parallel.stages:
         # Their number says how many stages there are.
-        chunks = schedules.chunks_of(parallel.schedule, parallel.chunks)
+        chunks = schedules.chunks_per_stage(parallel.schedule, parallel.chunks)
         fixed["parallel.schedule"] = parallel.schedule
         fixed["parallel.chunks"] = chunks
         fixed["parallel.pp"] = parallel.pp or max(1, len(parallel.stages) // chunks)
@@ -344,7 +344,7 @@ def _is_plain(strategy: Strategy) -> bool:
 def _possible_strategies(dims: ParallelDims) -> list[Strategy]:
     """What data-parallel workers can do: the usual strategy for the degrees, and special ones."""
     data_degrees = [name for name in DATA_DEGREES if getattr(dims, name) > 1]
-    model_degrees = [name for name in BESIDE_DATA if getattr(dims, name) > 1]
+    model_degrees = [name for name in MODEL_DEGREES if getattr(dims, name) > 1]
     strategies = [registry.by_degrees(*data_degrees)]
     if dims.cp > 1 and dims.dp_shard == 1:  # shards over only the workers of a sequence
         strategies.append(registry.by_degrees("dp_shard"))
@@ -353,14 +353,14 @@ def _possible_strategies(dims: ParallelDims) -> list[Strategy]:
         if not is_data_strategy or not record.plannable or record.alias_of or _is_plain(record):
             continue
         has_degrees = set(record.degrees) <= set(data_degrees)
-        combines = {*data_degrees, *model_degrees} <= {*record.degrees, *record.also}
+        combines = {*data_degrees, *model_degrees} <= {*record.degrees, *record.combines_with}
         if has_degrees and combines:
             strategies.append(record)
     return strategies
 
 
 def _layout_name(strategy: Strategy, dims: ParallelDims) -> str:
-    split = [registry.by_degrees(name).name for name in BESIDE_DATA if getattr(dims, name) > 1]
+    split = [registry.by_degrees(name).name for name in MODEL_DEGREES if getattr(dims, name) > 1]
     if split and not strategy.degrees:
         return "+".join(split)
     return "+".join([strategy.name, *split])
@@ -380,9 +380,11 @@ def schedules_of(pp: int, micro_batches: int, blocks: int, fixed: Fixed) -> list
     possible = []
     for name in _fixed_or(fixed, "parallel.schedule", schedules.SCHEDULES):
         numbers = _fixed_or(fixed, "parallel.chunks", CHUNKS)
-        for chunks in dict.fromkeys(schedules.chunks_of(name, number) for number in numbers):
+        for chunks in dict.fromkeys(schedules.chunks_per_stage(name, number) for number in numbers):
             try:
-                schedules.require(name, pp, micro_batches, chunks)
+                schedules.require_schedule(
+                    name, stages=pp, micro_batches=micro_batches, chunks=chunks
+                )
             except LayoutError:
                 continue
             if pp * chunks <= blocks:

@@ -19,9 +19,8 @@ from app import names
 from app.errors import UserError
 from app.planner.device import Device, apply_assumptions, device_named, measured_values
 from cluster.files import cluster_file, read_cluster
-from cluster.hardware import all_instances, cheapest
-from cluster.hardware import gpu as known_gpu
-from cluster.shape import ClusterShape, NodeType, link, of_gpus
+from cluster.hardware import all_instances, cheapest, find_gpu
+from cluster.shape import ClusterShape, NodeType, parse_link_speed, shape_of_gpus
 
 UNKNOWN_NETWORK = 100e9 / 8
 """Bytes/s between nodes if they are not known: 100 Gbit/s, common for GPU machines of clouds."""
@@ -222,13 +221,13 @@ def machine_of_run(world: int, per_node: int | None = None) -> Machine:
 def _machine_of_devices(name: str, world: int | None, options: MachineOptions) -> Machine:
     """Devices of that name. With `world` None it is all of this machine."""
     if name == "cpu":
-        return cpus(world or CPU_WORKERS, options.per_node, link(options.interconnect))
+        return cpus(world or CPU_WORKERS, options.per_node, parse_link_speed(options.interconnect))
     local_gpus = torch.cuda.device_count()
     world = world or local_gpus
     is_hypothetical = bool(options.gpus or options.gpu)
     usual_per_node = GPUS_PER_NODE if is_hypothetical else local_gpus
     per_node = options.per_node or min(world, usual_per_node)
-    return of_shape(of_gpus(world, name, per_node, options.interconnect), world)
+    return of_shape(shape_of_gpus(world, name, per_node, options.interconnect), world)
 
 
 def cpus(workers: int, per_node: int | None = None, link_across: float | None = None) -> Machine:
@@ -274,7 +273,7 @@ def of_shape(
     Raises:
         UserError: The cluster has no GPUs, not that one, or fewer than `world`.
     """
-    wanted = known_gpu(gpu).name if gpu else ""
+    wanted = find_gpu(gpu).name if gpu else ""
     kinds: dict[tuple[str, int], list[NodeType]] = defaultdict(list)
     gpu_nodes = [node for node in shape.types if node.gpus and node.max_nodes]
     for node in gpu_nodes:
@@ -320,7 +319,7 @@ def _max_gpus(shape: ClusterShape, nodes: list[NodeType]) -> int:
 
 def _machine_of_cluster(shape: ClusterShape, options: MachineOptions, world: int | None) -> Machine:
     """A cluster of a file or a connected one, with what the command line says of it."""
-    link_across = link(options.interconnect)
+    link_across = parse_link_speed(options.interconnect)
     is_connected_without_gpus = not shape.max_gpus and not options.cluster and options.gpu is None
     if options.gpu == "cpu" or is_connected_without_gpus:
         node = max(shape.types, key=lambda node: node.cpus * node.max_nodes)
@@ -387,7 +386,7 @@ def is_here(machine: Machine) -> bool:
     if machine.name == THIS_MACHINE:
         return True
     has_enough = machine.world <= torch.cuda.device_count()
-    return has_enough and known_gpu(_local_gpu()).name == machine.device.gpu.name
+    return has_enough and find_gpu(_local_gpu()).name == machine.device.gpu.name
 
 
 def require_here(machine: Machine, option: str) -> None:

@@ -15,7 +15,7 @@ from app.planner.device import assumptions
 from app.planner.estimate import CLOSE, Estimate
 from app.planner.layouts import LEAST_TOKENS, Fixed, enumerate_layouts
 from app.planner.plan import GIB, NEAR, Plan
-from cluster.shape import aligned
+from cluster.shape import align_columns
 from strategies import registry
 from strategies.dims import DEGREES
 
@@ -54,7 +54,7 @@ def text(
     if plan.reader.note:
         lines.append(f"note: {plan.reader.note}")
     lines.append("")
-    lines += aligned([_head(plan), *(cells(plan, row) for row in distinct(plan, top))])
+    lines += align_columns([_head(plan), *(cells(plan, row) for row in distinct(plan, top))])
     lines.append(
         f"The first is the simplest of those within {100 * NEAR:.0f} % of the best. Speeds are the "
         "range in which 80 % of runs lie; with `close` a trial decides (--max-batch)."

@@ -101,7 +101,7 @@ def _folder_instead_of_weights(config: Config) -> str:
     uses_weights = args.get("pretrained") or args.get("lora")
     if config.task != "huggingface" or not uses_weights:
         return ""
-    from app.tasks.huggingface.model import WEIGHTS, find, settle
+    from app.tasks.huggingface.model import WEIGHTS, find_model, resolve_config
 
     model = args.get("model")
     if isinstance(model, str):
@@ -112,7 +112,7 @@ def _folder_instead_of_weights(config: Config) -> str:
         elif model.count("/") == 1:
             return ""  # on the hub, which has the weights
     overrides = json.loads(json.dumps(args.get("config") or {}))
-    model_config = settle(find(model, weights=False), {}, overrides)
+    model_config = resolve_config(find_model(model, weights=False), {}, overrides)
     written = json.dumps(model_config.to_dict(), sort_keys=True, default=str)
 
     def make(path: Path) -> None:
@@ -157,9 +157,9 @@ def _task_without_data(name: str, args: dict[str, Any], error: MissingData) -> T
 
 def _huggingface_args(args: Mapping[str, Any], error: MissingData) -> dict[str, Any]:
     """Arguments of the huggingface task with made-up samples, in place of those of the data."""
-    from app.tasks.huggingface.model import choose_kind, find
+    from app.tasks.huggingface.model import choose_kind, find_model
 
-    model = find(args.get("model"), weights=bool(args.get("pretrained")))
+    model = find_model(args.get("model"), weights=bool(args.get("pretrained")))
     kind = choose_kind(model, args.get("kind", "auto"))
     overrides = dict(args.get("config") or {})
     if kind == "causal_lm":

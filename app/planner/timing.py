@@ -42,7 +42,7 @@ Of several layers with the same input only the first does: in a gated block q, o
 """
 GPUS_WITHOUT_STRAGGLERS = 64
 """Up to so many GPUs a step does not wait for the slowest of them."""
-EQUAL_THIRDS = Times(1 / 3, 1 / 3, 1 / 3)
+EQUAL_THIRDS = Times.equal(1 / 3)
 """Forward and the gradients of inputs and of weights take about a third of a micro-batch each."""
 
 
@@ -189,11 +189,16 @@ def _add_context(case: Case, exposed: Exposed) -> None:
     if cp == 1:
         return
     for part, count in zip(case.parts, case.counts):
-        sent = method.sent_bytes(part.query_numel, part.key_value_numel, cp, case.work.itemsize)
+        sent = method.sent_bytes(
+            queries=part.query_numel,
+            keys=part.key_value_numel,
+            cp=cp,
+            itemsize=case.work.itemsize,
+        )
         repeats = (part.attention_forwards, 1.0)
         for bytes_sent, times, attention_seconds in zip(sent, repeats, part.attention_seconds):
             seconds = case.machine.links.gather(bytes_sent * cp / (cp - 1), cp, candidate.dims.tp)
-            left = max(0.0, seconds - attention_seconds) if method.HIDDEN else seconds
+            left = max(0.0, seconds - attention_seconds) if method.hides_sending else seconds
             exposed.context += left * times * count * candidate.micro_batches
             exposed.hidden += (seconds - left) * times * count * candidate.micro_batches
 
@@ -292,7 +297,13 @@ def _bubble_micro_batches(candidate: Candidate) -> float:
     if pp == 1:
         return 0.0
     micro_batches = candidate.micro_batches
-    share = bubble_by_formula(candidate.schedule, pp, micro_batches, candidate.chunks, EQUAL_THIRDS)
+    share = bubble_by_formula(
+        candidate.schedule,
+        stages=pp,
+        micro_batches=micro_batches,
+        chunks=candidate.chunks,
+        times=EQUAL_THIRDS,
+    )
     return share * micro_batches / (1 - share)
 
 

@@ -348,14 +348,14 @@ def watch(
         if parameter.requires_grad:  # gradients are counted by the strategies' cost functions
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
     if peers is not None:
-        peers.where = lambda: recorder.part
+        peers.current_part = lambda: recorder.part
     traced_blocks: dict[Hashable, _TracedBlock] = {}
     for block in dict.fromkeys(module.get_submodule(name) for name in blocks):
         block.forward = _traced_forward(block, recorder, order, traced_blocks)
     with recorder, Fused(recorder):
         with saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
             value = loss(module)
-        sent_forward = dict(peers.sent) if peers is not None else {}
+        sent_forward = dict(peers.sent_bytes) if peers is not None else {}
         collectives_forward = dict(peers.calls) if peers is not None else {}
         recorder.phase = "backward"
         recorder.part = AFTER if order else BEFORE
@@ -363,9 +363,9 @@ def watch(
         torch.autograd.backward(get_gradient_edge(value), torch.ones_like(value))
     if peers is not None:
         for name, part in recorder.parts.items():
-            part.values["sent"] = peers.sent.get(name, 0.0)
+            part.values["sent"] = peers.sent_bytes.get(name, 0.0)
             part.values["collectives"] = peers.calls.get(name, 0.0)
-            part.values["regathered"] = peers.again.get(name, 0.0)
+            part.values["regathered"] = peers.regathered_bytes.get(name, 0.0)
             part.values["sent_forward"] = sent_forward.get(name, 0.0)
             part.values["collectives_forward"] = collectives_forward.get(name, 0.0)
     return Trace(_without_saved(recorder.parts, order), order)

@@ -127,7 +127,7 @@ def _write_model_folder(task: HuggingFace, commit: Commit, folder: Path) -> None
 
 def _write_adapted(task: HuggingFace, commit: Commit, folder: Path, *, merge: bool) -> None:
     """Write the adapters in peft's format, or with `merge` the model with the adapters merged."""
-    model = task.recipe.wrapped()
+    model = task.recipe.build_with_adapters()
     base_model = model.get_base_model()
     weights = Weights(commit)
     require_same(base_model, weights)

@@ -1,7 +1,7 @@
-"""The one place where this process is ended at once: what its main thread waits for may never come.
+"""Ends this process at once, where its main thread may wait for something that never comes.
 
-Who notices that (the lease, the watch over Ray, a rank's watch over rank 0) only reports it to a
-callback; the callback ends the process here.
+This is the only place that does so. Who notices that nothing comes (the lease, the watch over Ray,
+a rank's watch over rank 0) only reports it to a callback, and the callback ends the process here.
 """
 
 import contextlib
@@ -13,14 +13,19 @@ from collections.abc import Callable
 from typing import NoReturn
 
 SAY_SECONDS = 3.0
-"""How long the last sentence may take: a pipe that nobody reads keeps no process alive."""
+"""How long the last sentence may take, so that a pipe that nobody reads keeps no process alive."""
 
 _first_to_abort = threading.Lock()
-"""Never released: of two threads that end the process, one says why."""
+"""Never released, so that only one of two threads that end the process says why."""
 
 
 def write_line(sentence: str, *, descriptor: int = 2) -> None:
-    """Writes a line, on standard error unless told otherwise, without the locks of Python's streams."""
+    """Writes a line without the locks of Python's streams.
+
+    Args:
+        sentence: The line.
+        descriptor: Of the file to write to; standard error by default.
+    """
     os.write(descriptor, f"{sentence}\n".encode())
 
 
@@ -36,8 +41,8 @@ def abort(
 
     Args:
         exit_code: Of the process.
-        sentence: Why, for a person; "" where that has been said.
-        say: Prints the sentence; on standard error unless told otherwise.
+        sentence: Why, for a person; "" if that has been said.
+        say: Prints the sentence, by default on standard error.
     """
     if _first_to_abort.acquire(timeout=SAY_SECONDS):
         _say_and_flush(sentence, say)
@@ -45,7 +50,7 @@ def abort(
 
 
 def _say_and_flush(sentence: str, say: Callable[[str], object]) -> None:
-    """In a thread of its own, because another thread may hold a stream's lock for ever."""
+    """Uses a thread of its own, because another thread may hold a stream's lock for ever."""
     done = threading.Event()
 
     def speak() -> None:

@@ -1,8 +1,9 @@
-"""What a run costs: dollars by the hour of what it holds, summed over all its starts, and when its budget is spent.
+"""What a run costs over all its starts, in dollars, and when its budget is spent.
 
-rate      = sum over nodes of price per hour × the share of the node's GPUs (else CPUs) that the run's workers hold
+rate      = sum over nodes of price per hour × the share of the node's GPUs (else CPUs) that the
+            run's workers hold
 cost      = rate × time since the workers were asked for
-wasted    = cost until the first step of this start, and from a failure until training continues
+wasted    = cost until the first step of a start, and from a failure until training continues
 """
 
 from __future__ import annotations
@@ -22,54 +23,80 @@ if TYPE_CHECKING:
     from app.config import Config
     from app.storage.storage import Storage
 
-RESERVE_SECONDS = 60.0  # kept for the last checkpoint and the end of the workers
+RESERVE_SECONDS = 60.0
+"""The part of the budget, in seconds, that is kept for the last checkpoint and the workers' end."""
 SAVE_SECONDS = 15.0
+"""Seconds between two writes of cost.json."""
 
 
 @dataclass
 class Spent:
-    """What a run has cost so far, in dollars; kept in its folder as cost.json, so that later starts go on from it."""
+    """What a run has cost so far; kept in its folder as cost.json, so that later starts add to it.
+
+    Args:
+        total: Dollars.
+        wasted: Dollars until a start's first step, and from a failure until training continued.
+    """
 
     total: float = 0.0
-    wasted: float = 0.0  # until a start's first step, and from a failure until training went on
+    wasted: float = 0.0
 
 
 def rate_of(
-    workers: int, per_worker: Mapping[str, float], nodes: Sequence[NodeState], shape: ClusterShape | None
+    workers: int,
+    per_worker: Mapping[str, float],
+    nodes: Sequence[NodeState],
+    shape: ClusterShape | None,
 ) -> float | None:
-    """Dollars an hour of `workers` workers on these nodes; None if a price is not known.
+    """Dollars per hour of a run's workers.
 
-    A worker takes the share of its node that it asks for; the most expensive nodes are counted first, so that the rate
-    is not less than what is spent.
+    A worker pays for the share of its node that it asks for. The most expensive nodes are counted
+    first, so that the rate is never below what is spent.
+
+    Args:
+        workers: How many there are.
+        per_worker: Ray resources of one worker.
+        nodes: Nodes that the workers may be on.
+        shape: The cluster's file with its prices; None without a file.
+
+    Returns:
+        None if a price is not known.
     """
-    scarce = "GPU" if per_worker.get("GPU") else "CPU"
-    amount = per_worker.get(scarce, 0.0)
+    resource = "GPU" if per_worker.get("GPU") else "CPU"
+    amount = per_worker.get(resource, 0.0)
     if amount <= 0:
         return None
-    places: list[float] = []
+    worker_rates: list[float] = []
     for node in nodes:
-        room = int(node.total.get(scarce, 0.0) / amount + 1e-9)
-        if not room:
+        node_amount = node.total.get(resource, 0.0)
+        workers_of_node = int(node_amount / amount + 1e-9)
+        if not workers_of_node:
             continue
         price = _price_of_node(node, shape)
         if price is None:
             return None
-        places += [price * amount / node.total[scarce]] * room
-    chosen = sorted(places, reverse=True)[:workers]
-    if not chosen:
+        worker_rates += [price * amount / node_amount] * workers_of_node
+    most_expensive = sorted(worker_rates, reverse=True)[:workers]
+    if not most_expensive:
         return None
-    return sum(chosen) + (workers - len(chosen)) * chosen[0]
+    workers_on_nodes_to_come = workers - len(most_expensive)
+    return sum(most_expensive) + workers_on_nodes_to_come * most_expensive[0]
 
 
 def _price_of_node(node: NodeState, shape: ClusterShape | None) -> float | None:
-    """Dollars an hour of a node: from the cluster's file, else of the catalogue's cheapest machine with this GPU."""
+    """Dollars per hour of a node.
+
+    Taken from the cluster's file, or else from the catalogue's cheapest machine with this GPU.
+    """
     from cluster.hardware import HardwareError, cheapest
 
-    price = shape.price_of(node.kind, head=node.is_head) if shape else None
-    if shape and (price is not None or not node.total.get("GPU")):
-        return price
+    if shape is not None:
+        price = shape.price_of(node.kind, head=node.is_head)
+        if price is not None or not node.total.get("GPU"):
+            return price
     with contextlib.suppress(HardwareError):
-        if node.gpu and (offer := cheapest(node.gpu)):
+        offer = cheapest(node.gpu) if node.gpu else None
+        if offer:
             return offer.price_per_gpu_hour * node.total["GPU"]
     return None
 
@@ -77,78 +104,127 @@ def _price_of_node(node: NodeState, shape: ClusterShape | None) -> float | None:
 def rate_here(config: Config, workers: int, per_worker: Mapping[str, float]) -> float | None:
     """`rate_of` on the cluster that this process is connected to."""
     file = cluster_file(config.cluster.file)
-    return rate_of(workers, per_worker, living_nodes(), read_cluster(file) if file else None)
+    shape = read_cluster(file) if file else None
+    return rate_of(workers, per_worker, living_nodes(), shape)
 
 
-def meter_for(config: Config, storage: Storage, workers: int, per_worker: Mapping[str, float]) -> Meter | None:
-    """What counts this start's cost; None where no price is known and no budget is given.
+def meter_for(
+    config: Config, storage: Storage, workers: int, per_worker: Mapping[str, float]
+) -> Meter | None:
+    """The meter of a start; None if no price is known and no budget is given.
+
+    Args:
+        config: Names the budget and the cluster's file.
+        storage: The run's folder.
+        workers: How many there are at first.
+        per_worker: Ray resources of one worker.
 
     Raises:
-        UserError: a budget without prices, or one that earlier starts have spent already.
+        UserError: There is a budget without prices, or earlier starts have spent it already.
     """
     rate = rate_here(config, workers, per_worker)
     check_budget(config.budget, rate)
     if rate is None:
         return None
-    meter = Meter(rate, config.budget, storage, lambda workers: rate_here(config, workers, per_worker))
+
+    def rate_with(workers: int) -> float | None:
+        return rate_here(config, workers, per_worker)
+
+    meter = Meter(rate, config.budget, storage, rate_with)
     if must_stop(meter.spent.total, rate, config.budget):
         raise UserError(f"the run's budget is spent: {meter.sentence()}; raise budget to continue")
     return meter
 
 
 def check_budget(budget: float | None, rate: float | None) -> None:
-    """Raises UserError if there is a budget and no price to count it with."""
+    """Checks that there is a price to count a budget with.
+
+    Args:
+        budget: Dollars; None without one.
+        rate: Dollars per hour; None if a price is not known.
+
+    Raises:
+        UserError: There is a budget and no price.
+    """
     if budget is not None and rate is None:
         raise UserError(
-            f"budget is {budget:g}, but the price of the nodes is not known: name the cluster's file with cluster.file"
-            ", and write price_per_hour under metadata.trireme.nodes there"
+            f"budget is {budget:g}, but the price of the nodes is not known: name the cluster's "
+            "file with cluster.file, and write price_per_hour under metadata.trireme.nodes there"
         )
 
 
 def must_stop(spent: float, rate: float, budget: float | None) -> bool:
-    """Whether to save and stop now: what the end itself will cost must still be within the budget.
+    """Whether to save and stop now, so that the cost of the end itself is still within the budget.
 
-    The reserve is at most a tenth of the budget, so that a small one is not spent on nothing.
+    The reserve for the end is at most a tenth of the budget, so that a small budget is not spent on
+    the reserve alone.
+
+    Args:
+        spent: Dollars.
+        rate: Dollars per hour.
+        budget: Dollars; None without one.
     """
-    return budget is not None and spent + min(rate * RESERVE_SECONDS / 3600, 0.1 * budget) >= budget
+    if budget is None:
+        return False
+    reserve = min(rate * RESERVE_SECONDS / 3600, 0.1 * budget)
+    return spent + reserve >= budget
 
 
 class Meter:
-    """Counts one start of a run. `look` is called often and cheap; it says when the budget is spent.
+    """Counts the cost of one start of a run.
 
-    rate: dollars an hour. rate_with: the same for another number of workers, None where that is not known."""
+    Args:
+        rate: Dollars per hour.
+        budget: Dollars; None without one.
+        storage: The run's folder.
+        rate_with: The rate for another number of workers; None if it is not known.
+    """
 
     def __init__(
-        self, rate: float, budget: float | None, storage: Storage, rate_with: Callable[[int], float | None]
+        self,
+        rate: float,
+        budget: float | None,
+        storage: Storage,
+        rate_with: Callable[[int], float | None],
     ) -> None:
-        self.rate, self.budget, self.storage, self.rate_with = rate, budget, storage, rate_with
+        self.rate = rate
+        self.budget = budget
+        self.storage = storage
+        self.rate_with = rate_with
         self.spent = _read(storage)
-        self._last = time.time()
-        self._saved = 0.0
+        self._counted_time = time.time()
+        self._saved_time = 0.0
 
-    def look(self, *, stepping: bool) -> bool:
-        """Adds the time since the last look; whether it is time to save and stop."""
+    def count(self, *, stepping: bool) -> bool:
+        """Adds the cost since the last call; cheap enough to be called often.
+
+        Args:
+            stepping: Whether training takes steps. Otherwise the cost is wasted.
+
+        Returns:
+            Whether to save and stop now.
+        """
         now = time.time()
-        dollars = self.rate * max(0.0, now - self._last) / 3600
-        self._last = now
+        dollars = self.rate * max(0.0, now - self._counted_time) / 3600
+        self._counted_time = now
         self.spent.total += dollars
         if not stepping:
             self.spent.wasted += dollars
-        if now - self._saved >= SAVE_SECONDS:
-            self._saved = now
+        if now - self._saved_time >= SAVE_SECONDS:
+            self._saved_time = now
             self.save()
         return must_stop(self.spent.total, self.rate, self.budget)
 
     def resize(self, workers: int) -> None:
-        """From now on the run has this many workers."""
+        """Changes the rate to that of another number of workers."""
         self.rate = self.rate_with(workers) or self.rate
 
     def save(self) -> None:
-        """Notes what was spent, so that the next start of the run continues from it."""
+        """Writes down what was spent, so that the next start of the run continues from it."""
         self.storage.write_bytes("cost.json", json.dumps(asdict(self.spent)).encode())
 
     def metrics(self) -> dict[str, float]:
-        """For MLflow."""
+        """The metrics for MLflow."""
         return {
             "cost/dollars": self.spent.total,
             "cost/wasted_dollars": self.spent.wasted,
@@ -156,10 +232,14 @@ class Meter:
         }
 
     def total(self) -> str:
-        """What it came to, for a person."""
-        return f"${self.spent.total:.2f}, of which ${self.spent.wasted:.2f} before the first step and after failures"
+        """What the run has cost, for a person."""
+        return (
+            f"${self.spent.total:.2f}, of which ${self.spent.wasted:.2f} before the first step "
+            "and after failures"
+        )
 
     def sentence(self) -> str:
+        """How much of the budget is spent, for a person."""
         return f"${self.spent.total:.2f} spent of a budget of ${self.budget:.2f}"
 
 

@@ -1,4 +1,4 @@
-"""The driver's side of a run: shows and tracks the workers' events, and knows when the run is to stop."""
+"""The driver's side of a run: shows and tracks the workers' events, and decides when to stop."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from app.training.events import (
 
 
 class Driver:
-    """One object for one start of a run. Others read its attributes, and change them by its methods alone.
+    """One start of a run. Others read its attributes, and change them through its methods only.
 
     Args:
-        run: What it drives.
+        run: The run that it drives.
         config: The resolved configuration.
-        console: Where it tells a person what happens.
-        settings: Of tracking.
-        meter: Counts what the run costs; None where prices are not known.
-        restart: Begins this command anew in place of this process; None where that is not possible.
-        tracker: Where metrics and artifacts go; None makes the run's own.
+        console: Where a person sees what happens.
+        settings: Where the run is tracked.
+        meter: Counts what the run costs; None if prices are not known.
+        restart: Executes this command anew in place of this process; None if that is not possible.
+        tracker: Where metrics and artifacts go; None makes the run's own tracker.
     """
 
     def __init__(
@@ -67,19 +67,34 @@ class Driver:
         self.settings = settings
         self.meter = meter
         self.restart = restart
-        self.started, self.began = time.time(), time.monotonic()
-        self.first_step_at: float | None = None
-        self.step, self.fault_step = 0, 0  # the newest; the highest of a fault's metrics
-        self.seconds_per_step: float | None = None  # as of the newest progress event
-        self.progressed = False  # whether the present attempt has taken a step
+        self.start_time = time.time()
+        self.start_clock = time.monotonic()
+        """Seconds of the monotonic clock when this start of the run began."""
+        self.first_step_time: float | None = None
+        """Unix time in seconds."""
+        self.step = 0
+        """The newest optimizer step."""
+        self.fault_step = 0
+        """The highest step at which a fault was logged."""
+        self.seconds_per_step: float | None = None
+        """As the newest StepsDone says."""
+        self.progressed = False
+        """Whether the present attempt has taken a step."""
         self.summary: dict[str, Any] = {}
-        self.lost_at: float | None = None  # when workers were lost that are not yet replaced
-        self.resized = False  # whether the run has continued with another number of workers
-        self.evaluated: dict[str, float] = {}  # the newest figures on held-out data
+        """What the workers say of the training at its end, and what is known of the whole run."""
+        self.interrupted_clock: float | None = None
+        """The monotonic clock when workers were lost that are not yet replaced."""
+        self.resized = False
+        """Whether the run has continued with another number of workers."""
+        self.evaluated: dict[str, float] = {}
+        """The newest metrics on held-out data."""
         self.progress = ProgressFile(run.storage, run.attempt)
-        self.failed = ""  # why the run cannot go on, as another thread has found
-        self.stopping = False  # whether it is to save and stop
-        self.metrics = RunMetrics(run.manifest.name)  # for the cluster's operators
+        self.failed = ""
+        """Why the run cannot continue, as another thread has found; "" if it can."""
+        self.stopping = False
+        """Whether the run is to save and stop."""
+        self.metrics = RunMetrics(run.manifest.name)
+        """Prometheus metrics for the cluster's operators."""
         self.tracker = tracker or Tracker(
             run.local_folder / "tracking",
             settings,
@@ -91,58 +106,68 @@ class Driver:
         )
 
     def note(self, text: str) -> None:
+        """Prints a remark for the person."""
         self.console.say(f"note: {text}")
 
-    # --- stopping -----------------------------------------------------------------------------------------------
+    # --- stopping ---------------------------------------------------------------------------------
 
     def stop_requested(self) -> bool:
-        """Asked at every look at the workers."""
+        """Whether the workers are to save and stop. The supervisor asks before every poll."""
         self.metrics.refresh()
-        if self._budget_is_spent() and self.meter and not self.stopping:
-            how = "stopping before training begins" if self.starting else "saving a checkpoint and stopping"
-            self.console.say(f"{self.meter.sentence()}: {how}")
+        budget_is_spent = self._count_cost()
+        if budget_is_spent and self.meter is not None and not self.stopping:
+            if self.starting:
+                consequence = "stopping before training begins"
+            else:
+                consequence = "saving a checkpoint and stopping"
+            self.console.say(f"{self.meter.sentence()}: {consequence}")
             self.stopping = True
         return self.stopping
 
     @property
     def starting(self) -> bool:
-        """Whether the present workers have yet to take a step: nothing would be lost."""
-        return not self.progressed or self.lost_at is not None
+        """Whether the present workers have taken no step yet, so that ending them loses nothing."""
+        return not self.progressed or self.interrupted_clock is not None
 
     def check(self) -> None:
-        """Raises Interrupted if the workers are to stop and still start: they cannot be told yet; and RunFailed if
-        another start has taken the run over, or Ray is gone."""
+        """Checks whether the run may continue.
+
+        Raises:
+            Interrupted: The run is to stop, but the workers still start and cannot be asked.
+            RunFailed: Another start has taken the run over, or Ray is gone.
+        """
         if self.run.lease.successor is not None:
-            raise RunFailed(self.run.lease.superseded())
+            raise RunFailed(self.run.lease.superseded_message())
         if self.failed:
             raise RunFailed(self.failed)
         if self.starting and self.stop_requested():
-            again = "" if self.first_step_at is None else " again"
+            again = "" if self.first_step_time is None else " again"
             raise Interrupted(f"stopped before training began{again}")
 
     def signals(self) -> AbstractContextManager[None]:
-        """While they last, Ctrl-C, SIGTERM and SIGHUP ask the run to save and stop."""
+        """In this context, Ctrl-C, SIGTERM and SIGHUP ask the run to save and stop."""
         return stop_signals(self._ask_to_stop)
 
     def _ask_to_stop(self) -> None:
         self.stopping = True
-        how = "training has not begun" if self.starting else "saving a checkpoint first"
-        self.console.say(f"stopping: {how} (once more to stop at once)")
+        state = "training has not begun" if self.starting else "saving a checkpoint first"
+        self.console.say(f"stopping: {state} (once more to stop at once)")
 
     def fail(self, reason: str) -> None:
-        """Ends the run at the next `check`. For other threads than the one that supervises."""
+        """Ends the run at the next `check`; for threads other than the supervisor's."""
         self.failed = reason
 
-    # --- attempts -----------------------------------------------------------------------------------------------
+    # --- attempts ---------------------------------------------------------------------------------
 
     def begin_attempt(self) -> None:
-        """The workers are about to be started, for the first time or again."""
+        """Notes that workers are about to be started, for the first time or again."""
         self.summary = {}
         self.progressed = False
 
-    def lost(self) -> None:
+    def workers_lost(self) -> None:
         """Notes that training is interrupted until the next step."""
-        self.lost_at = self.lost_at or time.monotonic()
+        if self.interrupted_clock is None:
+            self.interrupted_clock = time.monotonic()
         self.console.waits_for("the workers to start again")
 
     def count_restarts(self, count: int, last_failure: str) -> None:
@@ -155,44 +180,55 @@ class Driver:
         self.metrics.set(hang_suspicions=count)
 
     def resize(self, workers: int, excluded_nodes: str) -> None:
-        """The run continues with this many workers, on other nodes than these."""
+        """Notes that the run continues with another number of workers, or on other nodes.
+
+        Args:
+            workers: How many there are from now on.
+            excluded_nodes: Ids of the nodes that get no workers, separated by commas.
+        """
         self.fault("workers", workers)
-        self.tracker.tags({"trireme.workers": str(workers), "trireme.excluded_nodes": excluded_nodes})
+        self.tracker.tags(
+            {"trireme.workers": str(workers), "trireme.excluded_nodes": excluded_nodes}
+        )
         self.resized = True
         if self.meter is not None:
-            self._budget_is_spent()  # counts the cost at the rate until now
+            self._count_cost()  # at the rate until now
             self.meter.resize(workers)
 
     def fault(self, name: str, value: float) -> None:
-        """Logs what a fault did, above the steps of earlier faults: below them it would be a replay, and not sent."""
+        """Logs the metric `fault/NAME` of a fault.
+
+        Its step is above those of earlier faults: otherwise it would be a replay, and not sent.
+        """
         self.fault_step = max(self.step, self.fault_step + 1)
         self.tracker.metrics(self.fault_step, {f"fault/{name}": float(value)})
 
-    # --- cost ---------------------------------------------------------------------------------------------------
+    # --- cost -------------------------------------------------------------------------------------
 
-    def _budget_is_spent(self) -> bool:
-        """Counts the cost since the last look."""
-        return self.meter is not None and self.meter.look(stepping=not self.starting)
+    def _count_cost(self) -> bool:
+        """Counts the cost since the last call; returns whether the budget is spent."""
+        return self.meter is not None and self.meter.count(stepping=not self.starting)
 
     def settle_cost(self) -> None:
         """Counts the cost until now, and keeps it."""
         if self.meter is None:
             return
-        self._budget_is_spent()
+        self._count_cost()
         self.meter.save()
         self.summary["dollars"] = self.meter.spent.total
         self._log_cost()
 
     def _log_cost(self) -> None:
-        if self.meter:
+        if self.meter is not None:
             self.tracker.metrics(self.step, self.meter.metrics())
             self.metrics.set(dollars=self.meter.spent.total, dollars_per_hour=self.meter.rate)
 
-    # --- events of the workers ----------------------------------------------------------------------------------
+    # --- events of the workers --------------------------------------------------------------------
 
     def handle(self, event: DriverEvent) -> None:
+        """Shows and tracks an event of a worker."""
         if self.run.lease.successor is not None:
-            return  # the MLflow run is the later start's
+            return  # the MLflow run belongs to the later start
         match event:
             case TrainingStarted():
                 self.training_started(event)
@@ -200,8 +236,8 @@ class Driver:
                 self._steps_done(event)
             case MetricsLogged():
                 self.metrics_logged(event)
-            case SystemSampled(time=moment, values=values):
-                self.tracker.system_metrics(values, moment)
+            case SystemSampled(time=unix_time, values=values):
+                self.tracker.system_metrics(values, unix_time)
             case CheckpointSaved():
                 self._checkpoint_saved(event)
             case FilesWritten(folder=folder):
@@ -218,37 +254,46 @@ class Driver:
                 assert_never(event)
 
     def training_started(self, event: TrainingStarted) -> None:
+        """The workers are about to take their first step."""
         self.console.waits_for("the workers' first step")
         self.progressed = False
-        self.metrics.resumed(event.resumed_from or 0)
-        self.tracker.tags({"trireme.device": event.device, "trireme.parameters": str(event.parameters)})
+        last_step = event.resumed_from or 0
+        self.metrics.resumed(last_step)
+        self.tracker.tags(
+            {"trireme.device": event.device, "trireme.parameters": str(event.parameters)}
+        )
         if event.resumed_from is not None:
-            self.console.say(f"continuing after step {event.resumed_from:,} of {event.steps:,}")
-            self.tracker.tags({"trireme.resumed_from": str(event.resumed_from)})
-        rewind = self.step - (event.resumed_from or 0)
-        if rewind > 0:  # steps are taken again; what they log again is not sent, so curves stay unbroken
-            self.fault("rewind_steps", rewind)
+            self.console.say(f"continuing after step {last_step:,} of {event.steps:,}")
+            self.tracker.tags({"trireme.resumed_from": str(last_step)})
+        rewind_steps = self.step - last_step
+        if rewind_steps > 0:
+            # These steps are taken again. What they log again is not sent, so that curves stay
+            # unbroken.
+            self.fault("rewind_steps", rewind_steps)
 
     def _steps_done(self, event: StepsDone) -> None:
-        if self.first_step_at is None:
-            self.first_step_at = time.time()
+        if self.first_step_time is None:
+            self.first_step_time = time.time()
         if not self.progressed:
             self.console.waits_for("")
         self.step = event.step
         self.progressed = True
         self.run.lease.step = event.step
         self.seconds_per_step = event.seconds_per_step
-        if self.lost_at is not None:
-            self.fault("recovery_seconds", time.monotonic() - self.lost_at)
-            self.lost_at = None
+        if self.interrupted_clock is not None:
+            self.fault("recovery_seconds", time.monotonic() - self.interrupted_clock)
+            self.interrupted_clock = None
         self._log_cost()
         self.progress.note(event.to_record())
         self.metrics.steps_done(event)
         self.console.progress(event, self.evaluated)
 
     def metrics_logged(self, event: MetricsLogged) -> None:
+        """A worker has logged metrics of a step."""
         evaluated = {
-            name.removeprefix("eval/"): value for name, value in event.values.items() if name.startswith("eval/")
+            name.removeprefix("eval/"): value
+            for name, value in event.values.items()
+            if name.startswith("eval/")
         }
         if evaluated:
             self.evaluated = evaluated
@@ -263,55 +308,64 @@ class Driver:
         self.metrics.checkpoint_saved(event)
 
     def _pipeline_traced(self, event: PipelineTraced) -> None:
-        """One step of a pipeline to look at: as a Chrome trace."""
+        """Keeps one step of a pipeline as a Chrome trace."""
         from strategies.pipeline.simulate import chrome_trace
 
         folder = self.run.local_folder / "pipeline"
         folder.mkdir(parents=True, exist_ok=True)
-        trace = folder / f"step-{event.step}.json"
-        trace.write_text(json.dumps(chrome_trace(event.spans)))
-        self.tracker.artifact(trace, "pipeline")
+        trace_path = folder / f"step-{event.step}.json"
+        trace_path.write_text(json.dumps(chrome_trace(event.spans)))
+        self.tracker.artifact(trace_path, "pipeline")
 
     def _profile_taken(self, event: ProfileTaken) -> None:
-        """Traces and tables that workers have written into the run's folder."""
+        """Keeps the traces and tables that workers have written into the run's folder."""
         from app.training.profiler import table
 
         self._keep_files(event.folder)
         self.tracker.text(table(event.profile), f"{event.folder}/profile.txt")
-        first = event.profile["ranks"][0]
-        seconds = {f"profile/{name}": value for name, value in first.items() if name.endswith("_seconds")}
+        first_rank = event.profile["ranks"][0]
+        seconds = {
+            f"profile/{name}": value
+            for name, value in first_rank.items()
+            if name.endswith("_seconds")
+        }
         self.tracker.metrics(event.step, seconds)
-        self.note(f"steps are profiled: `trireme profile {self.run.folder}` shows where their time went")
+        self.note(
+            f"steps are profiled: `trireme profile {self.run.folder}` shows where their time went"
+        )
 
     def _keep_files(self, folder: str) -> None:
-        """What a worker has written into a folder of the run's."""
-        here = self.run.local_folder / folder
-        kept = self.run.storage.join(folder)
-        for name in [] if kept.is_local else kept.list():
-            here.mkdir(parents=True, exist_ok=True)
-            (here / name).write_bytes(kept.read_bytes(name))
-        self.tracker.artifact(here, folder.rpartition("/")[0])
+        """Makes artifacts of the files that a worker has written into a folder of the run's."""
+        local_folder = self.run.local_folder / folder
+        stored_folder = self.run.storage.join(folder)
+        if not stored_folder.is_local:
+            for name in stored_folder.list():
+                local_folder.mkdir(parents=True, exist_ok=True)
+                (local_folder / name).write_bytes(stored_folder.read_bytes(name))
+        self.tracker.artifact(local_folder, folder.rpartition("/")[0])
 
-    # --- the run as a whole -------------------------------------------------------------------------------------
+    # --- the run as a whole -----------------------------------------------------------------------
 
-    def add_to_summary(self, **values: Any) -> None:
-        """Adds what is known of the whole run to the summary that the workers have given."""
+    def add_to_summary(self, **values: object) -> None:
+        """Adds what is known of the whole run to the summary that the workers have sent."""
         self.summary |= values
 
     def begin_tracking(self) -> None:
+        """Starts the MLflow run, and logs the configuration and the installed packages."""
+        values = to_dict(self.config)
         self.tracker.start()
-        self.tracker.params(flatten(to_dict(self.config)))
-        self.tracker.text(to_yaml(mask_tree(to_dict(self.config))), "config.yaml")
+        self.tracker.params(flatten(values))
+        self.tracker.text(to_yaml(mask_tree(values)), "config.yaml")
         self.tracker.text(environment_text(), "packages.txt")
 
     def weights(self) -> Path | None:
         """The trained weights as a file on this machine; None if the run keeps none."""
-        kept = self.run.storage.join("model")
-        if not kept.exists("weights.pt"):
+        model_folder = self.run.storage.join("model")
+        if not model_folder.exists("weights.pt"):
             return None
-        if kept.is_local:
-            return kept.local_path / "weights.pt"
+        if model_folder.is_local:
+            return model_folder.local_path / "weights.pt"
         copy = self.run.local_folder / "model" / "weights.pt"
         copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(kept.read_bytes("weights.pt"))
+        copy.write_bytes(model_folder.read_bytes("weights.pt"))
         return copy

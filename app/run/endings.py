@@ -1,7 +1,7 @@
-"""Which errors of all four packages are for a person, by class, and how a command ends with them.
+"""The classes of errors that are for a person, from all four packages, by how a command ends.
 
-app/errors.py does not name them itself: it is among the sources that MLflow keeps with a model, and
-those do without cluster/.
+app/errors.py does not name them itself, because it is among the sources that MLflow keeps with a
+model, and those do without cluster/.
 """
 
 from app.errors import UserError
@@ -9,7 +9,7 @@ from cluster import ClusterError, ClusterUnavailable
 from strategies.dims import LayoutError
 
 USER_ERRORS = (UserError, LayoutError, ClusterError)
-"""What was written or provided is wrong: exit code 2."""
+"""Something written or provided is wrong: exit code 2."""
 MACHINE_ERRORS = (ClusterUnavailable,)
-"""A machine did not do what it can do at other times, and nothing is to be written differently:
-exit code 1."""
+"""A machine fails to do what it can do at other times, and the user has nothing to change: exit
+code 1."""

@@ -1,8 +1,9 @@
-"""The task's first step, taken on this process before any worker starts, to see what a layout could not keep.
+"""Takes the task's first step in this process, to see what a layout could not keep.
 
-The model is built and runs forward and backward on a few samples: on the meta device, which costs a second for a model
-of any size, and, where a step is small, on real numbers. What is looked for is in strategies/rehearsal.py; what only
-an application knows is here: how samples are read, and whether the loss of a batch is the mean over its parts.
+Before any worker starts, the model runs forward and backward on a few samples: on the meta device,
+which costs a second for a model of any size, and, if a step is small, on real numbers. What is
+looked for is in strategies/rehearsal. What only an application knows is here: how samples are
+read, and whether the loss of a batch is the mean over its parts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from app.config import Config
-from app.data.loader import Batch, fetch, length, map_tensors
+from app.data.loader import Batch, Picks, fetch, length, map_tensors
 from app.data.randomness import seed_everything, seed_step
 from app.run.items_remark import items_remark
 from app.tasks.base import Task
@@ -30,100 +31,124 @@ from strategies import activation_checkpointing, registry
 from strategies.blocks import find_blocks
 from strategies.dims import Layout, LayoutError
 from strategies.options import Options
-from strategies.rehearsal import observe
+from strategies.rehearsal.observe import observe
 from strategies.traits import Observation, Trait, broken_by, require_kept
 
 SAMPLES = 4
-"""In the batch that is looked at; two halves of it must have two samples each, for BatchNorm."""
-OPERATIONS = 2e9
-"""Floating-point operations of a forward up to which the step is taken on real numbers: ten times as many in all, about
-a second on one processor, and three more where the code asks for numbers."""
-FEW_OPERATIONS = 2e8
-"""Up to which gradients of parts are compared too, and more ways through the model: 23 times as many in all, and twelve
-more where the code asks for numbers."""
-PARAMETERS = 100_000_000
-"""Up to which the step is taken on real numbers: 400 MB, and as much for gradients."""
+"""Samples in the batch that is looked at. Each half has two of them, which BatchNorm needs."""
+MAX_OPERATIONS = 2e9
+"""Floating-point operations of a forward up to which real numbers are used.
+
+The step then takes ten times as many in all, about a second on one processor, and three times that
+if the code asks for numbers.
+"""
+THOROUGH_OPERATIONS = 2e8
+"""Floating-point operations of a forward up to which the step is examined thoroughly.
+
+Gradients of parts are then compared too, and more paths through the model: 23 times as many
+operations in all, and twelve times that if the code asks for numbers.
+"""
+MAX_PARAMETERS = 100_000_000
+"""Parameters up to which real numbers are used: 400 MB, and as much for gradients."""
 OTHER_ANSWERS = 12
-"""Runs in which a number that the code asks of a batch is answered otherwise."""
-FEW_ANSWERS = 3
-"""The same where a step is not small."""
-WAYS = 9
-"""How many batches are compared in the way that they take through the model."""
-CALLS = 4
-"""How often the loss of the same samples is taken, to see whether it stays."""
-COARSE_TOLERANCE = 5e-2
-"""The same where a parameter has 16 bits."""
-REPEATED_TOLERANCE = 1e-5
-"""The same of a loss that is taken again, in any type: it is computed in the same way."""
+"""Runs in which a number that the code asks of a batch is replaced by another."""
+FEW_OTHER_ANSWERS = 3
+"""The same if the step is not examined thoroughly."""
+BATCHES = 9
+"""Batches whose paths through the model are compared."""
+REPEATED_LOSSES = 4
+"""How often the loss of the same samples is computed, to see whether it stays the same."""
 TOLERANCE = 1e-4
-"""Relative difference of two losses, which are the same to rounding, from which on they are not."""
+"""Relative difference from which on two losses differ by more than rounding."""
 GRADIENT_TOLERANCE = 1e-3
-"""The same of gradients, in which rounding adds up."""
+"""The same for gradients, in which rounding adds up."""
+COARSE_TOLERANCE = 5e-2
+"""The same for losses and gradients if a parameter has 16 bits."""
+REPEATED_TOLERANCE = 1e-5
+"""The same for a loss that is computed again in the same way, whatever its type."""
+CPU = torch.device("cpu")
+META = torch.device("meta")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FirstStep:
-    """What was seen.
+    """What the first step has shown.
 
     Args:
-        observations: what the model does that some layouts cannot keep.
-        with_numbers: whether it was run on real numbers.
-        items_remark: a sentence, where the loss is no mean over the items that parts of a batch are weighted by.
-        coupling: where the samples of a batch depend on one another, what shows it: a clause.
-        stateful: whether the loss of the same samples is another one when it is taken again.
-        error_of_one: what the model says to a batch of one sample, where it takes larger ones.
-        error_of_recomputing: what the model says in backward when it is recomputed as the configuration asks for.
+        observations: What the model does that some layouts cannot keep.
+        with_numbers: Whether it ran on real numbers.
+        items_remark: A sentence if the loss is not a mean over the items that parts of a batch are
+            weighted by; "" otherwise.
+        coupling: A clause that shows that samples of a batch depend on one another; "" if they do
+            not.
+        is_stateful: Whether the loss of the same samples changes when it is computed again.
+        single_sample_error: How the model refuses a batch of one sample, if it takes larger ones;
+            "" if it takes one.
+        recomputing_error: How the model fails in backward if it is recomputed as the configuration
+            says, but not without that; "" if it does not fail.
     """
 
     observations: tuple[Observation, ...] = ()
     with_numbers: bool = False
     items_remark: str = ""
     coupling: str = ""
-    stateful: bool = False
-    error_of_one: str = ""
-    error_of_recomputing: str = ""
+    is_stateful: bool = False
+    single_sample_error: str = ""
+    recomputing_error: str = ""
 
     def is_kept_by(self, layout: Layout, options: Options) -> bool:
-        """Whether the layout trains such a model as one device would."""
+        """Whether a layout trains this model as one device would."""
         records = registry.records(layout.name)
-        return not broken_by(records, options, self.observations, data_workers=layout.dims.dp_cp)
+        broken = broken_by(records, options, self.observations, data_workers=layout.dims.dp_cp)
+        return not broken
 
-    def require_kept(self, layout: Layout, options: Options, *, smallest: int, micro_batches: int = 1) -> None:
-        """Raises LayoutError, one sentence, where the layout would train another model than one device.
+    def require_kept(
+        self, layout: Layout, options: Options, *, smallest: int, micro_batches: int = 1
+    ) -> None:
+        """Checks that a layout trains this model as one device would.
 
         Args:
-            layout: what is to be trained under.
-            options: how it behaves.
-            smallest: samples of the smallest micro-batch.
-            micro_batches: of one worker's share of a step.
+            layout: How the work is split.
+            options: How the strategies behave.
+            smallest: Samples of the smallest micro-batch.
+            micro_batches: Micro-batches of one worker's part of a step.
+
+        Raises:
+            LayoutError: It would train another model; one sentence.
         """
-        if smallest == 1 and self.error_of_one:
+        if smallest == 1 and self.single_sample_error:
             raise LayoutError(
-                f"a micro-batch has one sample here, which the model does not take ({self.error_of_one}): raise "
-                "train.global_batch_size or train.micro_batch_size"
+                "a micro-batch has one sample here, which the model does not take "
+                f"({self.single_sample_error}): raise train.global_batch_size or "
+                "train.micro_batch_size"
             )
         require_kept(
             layout,
             registry.records(layout.name),
             options,
-            self.observations,
-            alternatives=[registry.by_degrees("dp_replicate"), registry.by_degrees("dp_shard")],
+            observations=self.observations,
+            alternatives=[
+                registry.by_degrees("dp_replicate"),
+                registry.by_degrees("dp_shard"),
+            ],
             micro_batches=micro_batches,
         )
         mode = options.activation_checkpointing
-        if mode != "none" and self.error_of_recomputing:
+        if mode != "none" and self.recomputing_error:
+            alternative = "full" if mode == "selective" else "none"
             raise LayoutError(
                 f"the model cannot be recomputed as train.activation_checkpointing={mode} does "
-                f"({self.error_of_recomputing}): write {'full' if mode == 'selective' else 'none'} instead"
+                f"({self.recomputing_error}): write {alternative} instead"
             )
 
     def notes(self, layout: Layout, micro_batches: int, *, gathers: bool = False) -> Iterator[str]:
-        """What to say of a model that a layout which splits a batch trains otherwise than one device.
+        """Sentences on what a layout that splits a batch trains otherwise than one device.
 
         Args:
-            layout: what is trained under.
-            micro_batches: of one worker's share of a step.
-            gathers: whether the task calls self.gather, so that its loss is that of the whole batch.
+            layout: How the work is split.
+            micro_batches: Micro-batches of one worker's part of a step.
+            gathers: Whether the task calls self.gather, so that its loss is that of the whole
+                batch.
         """
         parts = layout.dims.dp * micro_batches
         if parts == 1:
@@ -132,52 +157,73 @@ class FirstStep:
             yield self.items_remark
         elif self.coupling and not gathers:
             yield (
-                f"{self.coupling}, so samples of a batch depend on one another, and this run, which splits each batch "
-                f"into {parts}, does not train what one device with the whole batch would: {POINTER}"
+                f"{self.coupling}, so samples of a batch depend on one another, and this run, "
+                f"which splits each batch into {parts}, does not train what one device with the "
+                f"whole batch would: {POINTER}"
             )
-        if self.stateful and micro_batches > 1:
+        if self.is_stateful and micro_batches > 1:
             yield (
-                "the loss of the same samples is another one when it is taken again, so it depends on how often it is "
-                f"called, which here is {micro_batches} times in a step"
+                "the loss of the same samples is another one when it is taken again, so it depends "
+                f"on how often it is called, which here is {micro_batches} times in a step"
             )
         for observation in self.observations:
-            if observation.trait is Trait.BRANCHES_ON_DATA:
-                yield (
-                    f"{observation.sentence}: where that is decided for a whole batch, each of its {parts} parts "
-                    "decides for itself, and this run differs from one device with the whole batch"
-                )
-            elif observation.trait is Trait.NORMALISES_OVER_BATCH and layout.dims.world_size == 1:
-                yield (
-                    f"{observation.sentence}: here over one micro-batch, so this run differs from one with "
-                    "micro-batches of another size; GroupNorm does not depend on that"
-                )
-            elif observation.trait is Trait.CHANGES_BUFFERS_BY_DATA:
-                yield (
-                    f"{observation.sentence}: each of the {parts} parts of a batch changes it by its own samples, and "
-                    "rank 0's is saved, so this run differs from one device with the whole batch"
-                )
-            elif observation.trait is Trait.CHANGES_BUFFERS and micro_batches > 1:
-                yield f"{observation.sentence} once in each of the {micro_batches} micro-batches of a step"
+            note = _note_on(observation, layout, parts=parts, micro_batches=micro_batches)
+            if note:
+                yield note
+
+
+def _note_on(observation: Observation, layout: Layout, *, parts: int, micro_batches: int) -> str:
+    """What an observation means for a batch in `parts` parts; "" if it means nothing."""
+    match observation.trait:
+        case Trait.BRANCHES_ON_DATA:
+            return (
+                f"{observation.sentence}: where that is decided for a whole batch, each of its "
+                f"{parts} parts decides for itself, and this run differs from one device with the "
+                "whole batch"
+            )
+        case Trait.NORMALISES_OVER_BATCH if layout.dims.world_size == 1:
+            return (
+                f"{observation.sentence}: here over one micro-batch, so this run differs from one "
+                "with micro-batches of another size; GroupNorm does not depend on that"
+            )
+        case Trait.CHANGES_BUFFERS_BY_DATA:
+            return (
+                f"{observation.sentence}: each of the {parts} parts of a batch changes it by its "
+                "own samples, and rank 0's is saved, so this run differs from one device with the "
+                "whole batch"
+            )
+        case Trait.CHANGES_BUFFERS if micro_batches > 1:
+            return (
+                f"{observation.sentence} once in each of the {micro_batches} micro-batches of a "
+                "step"
+            )
+        case _:
+            return ""
 
 
 def take_first_step(config: Config, task: Task) -> FirstStep:
-    """Takes it. What the task's own code raises is left to the workers, whose logs say where it was.
+    """Takes the first step.
+
+    What the task's own code raises is left to the workers, whose logs say where it was.
 
     Args:
-        config: its seed is used, as workers do.
-        task: with its data.
+        config: Its seed is used, as workers do.
+        task: With its data; not changed.
     """
-    untouched = copy.copy(task)
-    task = copy.copy(task)  # what it counts in its attributes begins anew in a worker
+    untouched_task = copy.copy(task)
+    # What a task counts in its attributes begins anew in a worker.
+    task = copy.copy(task)
     batches = _batches(task)
-    operations = _operations(config, task, batches[0])
-    if operations <= OPERATIONS:
-        with contextlib.suppress(Exception):
-            thorough = operations <= FEW_OPERATIONS
-            stateful = thorough and _is_stateful(config, untouched, batches[0])
-            return replace(_with_numbers(config, task, batches, thorough=thorough), stateful=stateful)
+    operations = _count_operations(config, task, batches[0])
+    if operations <= MAX_OPERATIONS:
+        is_thorough = operations <= THOROUGH_OPERATIONS
+        with contextlib.suppress(Exception):  # see above
+            is_stateful = is_thorough and _is_stateful(config, untouched_task, batches[0])
+            first_step = _step_with_numbers(config, task, batches, thorough=is_thorough)
+            return replace(first_step, is_stateful=is_stateful)
     with contextlib.suppress(Exception):  # code that looks at numbers has none on meta
-        return FirstStep(_watched(config, task, batches[:1], torch.device("meta"), other_answers=OTHER_ANSWERS))
+        observations = _observe(config, task, batches[:1], device=META, other_answers=OTHER_ANSWERS)
+        return FirstStep(observations=observations)
     return FirstStep()
 
 
@@ -187,165 +233,215 @@ def _build(config: Config, task: Task, device: torch.device) -> nn.Module:
         return build_model(task)
 
 
-def _operations(config: Config, task: Task, batch: Batch) -> float:
-    """Floating-point operations of a forward, in products and convolutions; infinite for a model that is too large for
-    real numbers, or where they cannot be counted."""
-    meta = torch.device("meta")
-    try:
-        model = _build(config, task, meta)
-        if _numbers(model) > PARAMETERS:
+def _count_operations(config: Config, task: Task, batch: Batch) -> float:
+    """Floating-point operations of a forward, in products and convolutions.
+
+    Returns:
+        Infinity if the model is too large for real numbers, or operations cannot be counted.
+    """
+    with contextlib.suppress(Exception):  # code that looks at numbers has none on meta
+        model = _build(config, task, META)
+        if _count_parameters(model) > MAX_PARAMETERS:
             return math.inf
-        with FlopCounterMode(display=False) as counter:  # with gradients, which a loss may take itself
-            task.loss(model, map_tensors(lambda tensor: tensor.to(meta), batch))
-        return float(counter.get_total_flops())
-    except Exception:  # code that looks at numbers
-        pass
-    try:
-        model = _build(config, task, torch.device("cpu"))
-        if _numbers(model) > PARAMETERS // 20:
+        meta_batch = map_tensors(lambda tensor: tensor.to(META), batch)
+        return _operations_of_loss(task, model, meta_batch)
+    with contextlib.suppress(Exception):  # the workers meet what the task's own code raises
+        model = _build(config, task, CPU)
+        if _count_parameters(model) > MAX_PARAMETERS // 20:
             return math.inf
-        with FlopCounterMode(display=False) as counter:
-            task.loss(model, _copied(batch))
-        return float(counter.get_total_flops())
-    except Exception:
-        return math.inf
+        return _operations_of_loss(task, model, _copied(batch))
+    return math.inf
 
 
-def _with_numbers(config: Config, task: Task, batches: list[Batch], *, thorough: bool) -> FirstStep:
-    cpu = torch.device("cpu")
-    chosen = batches if thorough else batches[:3]
-    observations = _watched(config, task, chosen, cpu, other_answers=OTHER_ANSWERS if thorough else FEW_ANSWERS)
+def _operations_of_loss(task: Task, model: nn.Module, batch: Batch) -> float:
+    # With gradients, because a loss may take some itself.
+    with FlopCounterMode(display=False) as counter:
+        task.loss(model, batch)
+    return float(counter.get_total_flops())
+
+
+def _count_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _step_with_numbers(
+    config: Config, task: Task, batches: list[Batch], *, thorough: bool
+) -> FirstStep:
+    """What the step shows on real numbers.
+
+    Args:
+        config: The configuration.
+        task: What is trained.
+        batches: See `_batches`.
+        thorough: Compare gradients too, and all batches.
+    """
+    observations = _observe(
+        config,
+        task,
+        batches if thorough else batches[:3],
+        device=CPU,
+        other_answers=OTHER_ANSWERS if thorough else FEW_OTHER_ANSWERS,
+    )
     remark: str | None = None
-    couples = ""
-    with contextlib.suppress(Exception):  # a loss that cannot be taken in evaluation
-        steps = [_evaluated(task, _build(config, task, cpu), batch, backward=thorough) for batch in batches[:3]]
-        couples = coupling(*steps) or repeating(steps[1], _evaluated_twice_over(config, task, batches[1], thorough))
-        if couples:
+    clause = ""
+    with contextlib.suppress(Exception):  # a loss that cannot be computed in evaluation
+        clause = _find_coupling(config, task, batches, with_gradients=thorough)
+        if clause:
             remark = items_remark(
                 task,
                 batches[0],
-                lambda batch: task.loss(_build(config, task, cpu).eval(), _copied(batch)),
+                lambda batch: task.loss(_build(config, task, CPU).eval(), _copied(batch)),
             )
     return FirstStep(
-        observations,
+        observations=observations,
         with_numbers=True,
         items_remark=remark or "",
-        coupling=couples,
-        error_of_one=_error_of_one(config, task, batches[0], cpu),
-        error_of_recomputing=_error_of_recomputing(config, task, batches[0], cpu),
+        coupling=clause,
+        single_sample_error=_single_sample_error(config, task, batches[0]),
+        recomputing_error=_recomputing_error(config, task, batches[0]),
     )
 
 
-def _evaluated_twice_over(config: Config, task: Task, batch: Batch, backward: bool) -> _Step:
-    """The step of a batch that has each of these samples twice."""
-    twice = map_tensors(lambda tensor: torch.cat([tensor, tensor]) if tensor.dim() else tensor, batch)
-    return _evaluated(task, _build(config, task, torch.device("cpu")), twice, backward=backward)
+def _observe(
+    config: Config,
+    task: Task,
+    batches: list[Batch],
+    *,
+    device: torch.device,
+    other_answers: int,
+) -> tuple[Observation, ...]:
+    observations = observe(
+        build=lambda: _build(config, task, device),
+        find_blocks=lambda model: find_blocks(model, task.blocks(model)),
+        loss=task.loss,
+        batches=[map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches],
+        seed=lambda number: seed_step(config.train.seed, number, data_rank=0, device=CPU),
+        other_answers=other_answers,
+    )
+    return tuple(observations)
 
 
 def _is_stateful(config: Config, task: Task, batch: Batch) -> bool:
-    """Whether the same model's loss of the same samples is another one when it is taken again, as where the model or
-    the task counts its calls. The task has not been asked for its loss yet."""
-    with contextlib.suppress(Exception):  # a loss that cannot be taken in evaluation, or not twice
-        model = _build(config, task, torch.device("cpu"))
+    """Whether the loss of the same samples changes when the same model computes it again.
+
+    It does, for example, if the model or the task counts its calls.
+
+    Args:
+        config: The configuration.
+        task: Its loss has not been called yet.
+        batch: The samples.
+    """
+    with contextlib.suppress(Exception):  # a loss that cannot be computed in evaluation, or twice
+        model = _build(config, task, CPU)
         losses = []
-        for _ in range(CALLS):
-            seed_step(config.train.seed, 0, data_rank=0, device=torch.device("cpu"))
-            losses.append(_evaluated(task, model, batch, backward=False).loss)
-        return not all(_alike(losses[0], loss, REPEATED_TOLERANCE) for loss in losses)
+        for _ in range(REPEATED_LOSSES):
+            seed_step(config.train.seed, 0, data_rank=0, device=CPU)
+            losses.append(_evaluate(task, model, batch, with_gradient=False).loss)
+        return not all(_are_alike(losses[0], loss, REPEATED_TOLERANCE) for loss in losses)
     return False
 
 
-def _error_of_one(config: Config, task: Task, batch: Batch, device: torch.device) -> str:
-    """What the model says to one sample of a batch that it takes; "" where it takes it."""
-    one = map_tensors(lambda tensor: tensor[:1].clone() if tensor.dim() else tensor, batch)
+def _single_sample_error(config: Config, task: Task, batch: Batch) -> str:
+    """How the model refuses one sample of a batch that it takes; "" if it takes one."""
+    one_sample = map_tensors(lambda tensor: tensor[:1].clone() if tensor.dim() else tensor, batch)
     try:
-        task.loss(_build(config, task, device).train(), one)
+        task.loss(_build(config, task, CPU).train(), one_sample)
     except Exception as error:
         return _first_line(error)
     return ""
 
 
-def _error_of_recomputing(config: Config, task: Task, batch: Batch, device: torch.device) -> str:
-    """What a step says in which the model is recomputed, where it takes one in which it is not; "" where both do."""
+def _recomputing_error(config: Config, task: Task, batch: Batch) -> str:
+    """How a step fails only because the model is recomputed; "" if it does not."""
     mode = config.train.activation_checkpointing
     if mode == "none":
         return ""
 
-    def take_step(*, recomputed: bool) -> None:
-        model = _build(config, task, device).train()
-        if recomputed:
+    def take_step(*, recompute: bool) -> None:
+        model = _build(config, task, CPU).train()
+        if recompute:
             activation_checkpointing.apply(model, find_blocks(model, task.blocks(model)), mode)
-        seed_step(config.train.seed, 0, data_rank=0, device=device)
+        seed_step(config.train.seed, 0, data_rank=0, device=CPU)
         task.loss(model, _copied(batch)).backward()
 
     try:
-        take_step(recomputed=False)
-    except Exception:  # which the workers' logs will say
+        take_step(recompute=False)
+    except Exception:  # the workers meet it too, and their logs say where
         return ""
     try:
-        take_step(recomputed=True)
+        take_step(recompute=True)
     except Exception as error:
         return _first_line(error)
     return ""
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
 
 
-def _watched(
-    config: Config, task: Task, batches: list[Batch], device: torch.device, *, other_answers: int
-) -> tuple[Observation, ...]:
-    observations = observe(
-        lambda: _build(config, task, device),
-        lambda module: find_blocks(module, task.blocks(module)),
-        task.loss,
-        [map_tensors(lambda tensor: tensor.to(device), batch) for batch in batches],
-        seed=lambda number: seed_step(config.train.seed, number, data_rank=0, device=torch.device("cpu")),
-        other_answers=other_answers,
-    )
-    return tuple(observations)
+# --- batches --------------------------------------------------------------------------------------
 
 
 def _batches(task: Task) -> list[Batch]:
-    """A batch from all over the data, its two halves, and pairs of other samples; of a stream its first samples, and
-    their halves again."""
+    """A batch of samples from all over the data, its two halves, and pairs of other samples.
+
+    A stream gives its first samples, and their halves several times.
+    """
     data: Any = task.train_data()
     samples = length(data)
     if samples is None:
-        whole = fetch(data, [(position, position) for position in range(SAMPLES)])
-        return [whole, *[_rows(whole, 0), _rows(whole, 1)] * ((WAYS - 1) // 2)]
-    wanted = 2 * SAMPLES + 2 * WAYS
-    picks = [(number * (samples - 1) // (wanted - 1), number) for number in range(wanted)]
-    whole = _with_items(task, picks, fallback=picks[:: wanted // SAMPLES][:SAMPLES])
-    others = [pick for pick in picks if pick not in whole]
-    pairs = [others[2 * number : 2 * number + 2] for number in range(WAYS - 3)]
-    halves = [whole[: SAMPLES // 2], whole[SAMPLES // 2 :]]
-    return [fetch(data, chosen) for chosen in (whole, *halves, *pairs)]
+        batch = fetch(data, [(position, position) for position in range(SAMPLES)])
+        halves = [_half(batch, 0), _half(batch, 1)]
+        return [batch, *halves * ((BATCHES - 1) // 2)]
+    count = 2 * SAMPLES + 2 * BATCHES
+    picks = [(number * (samples - 1) // (count - 1), number) for number in range(count)]
+    evenly_spaced = picks[:: count // SAMPLES][:SAMPLES]
+    batch_picks = _picks_with_items(task, picks, fallback=evenly_spaced)
+    other_picks = [pick for pick in picks if pick not in batch_picks]
+    pairs = [other_picks[2 * number : 2 * number + 2] for number in range(BATCHES - 3)]
+    first_half = batch_picks[: SAMPLES // 2]
+    second_half = batch_picks[SAMPLES // 2 :]
+    return [fetch(data, chosen) for chosen in (batch_picks, first_half, second_half, *pairs)]
 
 
-def _with_items(task: Task, picks: list[tuple[int, int]], *, fallback: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Of a task that counts its items, samples from all over the picks: the loss of samples without items says nothing.
+def _picks_with_items(task: Task, picks: Picks, *, fallback: Picks) -> Picks:
+    """Samples for the batch: of a task that counts its items, samples that have some.
 
-    Those with the most items come first and one without any last, where there is one, so that the halves of the batch
-    differ in their items: else a mean over rows, too, would be the mean of the halves' by their items.
+    The loss of samples without items says nothing. Samples with the most items come first, and one
+    without any comes last if there is one, so that the halves of the batch differ in their items.
+    Otherwise a mean over rows would also be the mean of the halves' by their items.
+
+    Args:
+        task: With its data.
+        picks: The samples to choose from.
+        fallback: The choice if the task counts no items, or too few samples have some.
     """
     if not weighs_items(task):
         return fallback
     data: Any = task.train_data()
     items = {pick: count_items(task, fetch(data, [pick])) for pick in picks}
-    with_some = [pick for pick in picks if items[pick]]
-    without = [pick for pick in picks if not items[pick]]
-    step = max(1, len(with_some) // SAMPLES)
-    chosen = with_some[::step][:SAMPLES]
+    with_items = [pick for pick in picks if items[pick]]
+    without_items = [pick for pick in picks if not items[pick]]
+    step = max(1, len(with_items) // SAMPLES)
+    chosen = with_items[::step][:SAMPLES]
     if len(chosen) < SAMPLES:
         return fallback
     chosen.sort(key=lambda pick: -items[pick])
-    return [*chosen[:-1], without[0]] if without else chosen
+    if without_items:
+        chosen[-1] = without_items[0]
+    return chosen
 
 
-def _rows(batch: Batch, half: int) -> Batch:
-    return map_tensors(lambda tensor: tensor.chunk(2)[half] if tensor.dim() else tensor, batch)
+def _half(batch: Batch, number: int) -> Batch:
+    return map_tensors(lambda tensor: tensor.chunk(2)[number] if tensor.dim() else tensor, batch)
+
+
+def _doubled(batch: Batch) -> Batch:
+    """A batch that has each sample of this one twice."""
+    return map_tensors(
+        lambda tensor: torch.cat([tensor, tensor]) if tensor.dim() else tensor, batch
+    )
 
 
 def _copied(batch: Batch) -> Batch:
@@ -353,17 +449,20 @@ def _copied(batch: Batch) -> Batch:
     return map_tensors(torch.Tensor.clone, batch)
 
 
-def _numbers(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
+# --- samples that depend on one another -----------------------------------------------------------
 
 
-# --- samples that depend on one another -------------------------------------------------------------------------------
+@dataclass(frozen=True, kw_only=True)
+class _Evaluation:
+    """A batch's loss and gradient in evaluation, where nothing is random and BatchNorm is fixed.
 
-
-@dataclass(frozen=True)
-class _Step:
-    """A batch's items, loss and gradient, in evaluation, where nothing is drawn and BatchNorm couples nothing; an empty
-    gradient where it was not asked for."""
+    Args:
+        items: What the batch is weighted by.
+        loss: 0-dimensional, in double precision.
+        gradient: Of all parameters, flat, in double precision; empty if it was not computed.
+        tolerance: Relative difference from which on two losses differ.
+        gradient_tolerance: Relative difference from which on two gradients differ.
+    """
 
     items: float
     loss: Tensor
@@ -372,56 +471,94 @@ class _Step:
     gradient_tolerance: float = GRADIENT_TOLERANCE
 
 
-def _evaluated(task: Task, model: nn.Module, batch: Batch, *, backward: bool) -> _Step:
+def _evaluate(task: Task, model: nn.Module, batch: Batch, *, with_gradient: bool) -> _Evaluation:
     loss = task.loss(model.eval(), _copied(batch))
-    if backward:
+    if with_gradient:
         loss.backward()
-    gradients = [p.grad.to_dense() for p in model.parameters() if p.grad is not None]
-    real = [torch.view_as_real(g) if g.is_complex() else g for g in gradients]
-    flat = torch.cat([loss.new_empty(0, dtype=torch.double), *(g.flatten().double() for g in real)])
-    is_coarse = any(parameter.element_size() < 4 for parameter in model.parameters())
-    return _Step(
-        float(count_items(task, batch)),
-        loss.detach().double(),
-        flat,
-        tolerance=COARSE_TOLERANCE if is_coarse else TOLERANCE,
-        gradient_tolerance=COARSE_TOLERANCE if is_coarse else GRADIENT_TOLERANCE,
+    flat_gradients = [loss.new_empty(0, dtype=torch.double)]
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            continue
+        gradient = parameter.grad.to_dense()
+        if gradient.is_complex():
+            gradient = torch.view_as_real(gradient)
+        flat_gradients.append(gradient.flatten().double())
+    has_16_bits = any(parameter.element_size() < 4 for parameter in model.parameters())
+    return _Evaluation(
+        items=float(count_items(task, batch)),
+        loss=loss.detach().double(),
+        gradient=torch.cat(flat_gradients),
+        tolerance=COARSE_TOLERANCE if has_16_bits else TOLERANCE,
+        gradient_tolerance=COARSE_TOLERANCE if has_16_bits else GRADIENT_TOLERANCE,
     )
 
 
-def coupling(whole: _Step, *halves: _Step) -> str:
-    """A clause that shows that samples depend on one another, if the loss or the gradient of a batch is not the mean
-    of its halves', by their items; "" where it is, or where that cannot be said."""
-    counted = [half for half in halves if half.items]
-    total = sum(half.items for half in counted)
-    if not counted:
+def _find_coupling(
+    config: Config, task: Task, batches: list[Batch], *, with_gradients: bool
+) -> str:
+    """A clause that shows that samples of a batch depend on one another; "" if they do not."""
+
+    def evaluate(batch: Batch) -> _Evaluation:
+        model = _build(config, task, CPU)
+        return _evaluate(task, model, batch, with_gradient=with_gradients)
+
+    whole, first_half, second_half = [evaluate(batch) for batch in batches[:3]]
+    clause = _differs_from_halves(whole, first_half, second_half)
+    if clause:
+        return clause
+    return _differs_when_doubled(first_half, evaluate(_doubled(batches[1])))
+
+
+def _differs_from_halves(whole: _Evaluation, *halves: _Evaluation) -> str:
+    """Compares the loss and the gradient of a batch with the mean of its halves', by their items.
+
+    Returns:
+        A clause that says what differs; "" if nothing does, or if that cannot be told.
+    """
+    with_items = [half for half in halves if half.items]
+    total = sum(half.items for half in with_items)
+    if not with_items:
         return ""
-    loss = torch.stack([half.loss * (half.items / total) for half in counted]).sum()
-    if not _alike(whole.loss, loss, whole.tolerance):
-        return f"the loss of {SAMPLES} samples is {whole.loss:.6g}, and the mean of its halves' {loss:.6g}"
-    if any(half.gradient.shape != whole.gradient.shape for half in counted):
+    weighted_losses = [half.loss * (half.items / total) for half in with_items]
+    mean_loss = torch.stack(weighted_losses).sum()
+    if not _are_alike(whole.loss, mean_loss, whole.tolerance):
+        return (
+            f"the loss of {SAMPLES} samples is {whole.loss:.6g}, and the mean of its halves' "
+            f"{mean_loss:.6g}"
+        )
+    if any(half.gradient.shape != whole.gradient.shape for half in with_items):
         return ""
-    gradient = torch.stack([half.gradient * (half.items / total) for half in counted]).sum(0)
-    if not _alike(whole.gradient, gradient, whole.gradient_tolerance):
+    weighted_gradients = [half.gradient * (half.items / total) for half in with_items]
+    mean_gradient = torch.stack(weighted_gradients).sum(0)
+    if not _are_alike(whole.gradient, mean_gradient, whole.gradient_tolerance):
         return f"the gradient of {SAMPLES} samples is not the mean of its halves'"
     return ""
 
 
-def repeating(once: _Step, twice: _Step) -> str:
-    """A clause that shows that samples depend on one another, if each of them given twice makes another loss or
-    gradient; "" where it does not. What couples equal samples alone, as the rows of a table that are looked up several
-    times, is not seen in a few samples that are not."""
-    if not _alike(once.loss, twice.loss, once.tolerance):
-        return f"the loss of samples is {once.loss:.6g}, and {twice.loss:.6g} where each is in the batch twice"
-    if once.gradient.shape == twice.gradient.shape and not _alike(
-        once.gradient, twice.gradient, once.gradient_tolerance
-    ):
+def _differs_when_doubled(once: _Evaluation, twice: _Evaluation) -> str:
+    """Compares the loss and the gradient of a batch with those of the batch with doubled samples.
+
+    This shows what couples only equal samples, such as rows of a table that are looked up several
+    times: few samples have such rows otherwise.
+
+    Returns:
+        A clause that says what differs; "" if nothing does.
+    """
+    if not _are_alike(once.loss, twice.loss, once.tolerance):
+        return (
+            f"the loss of samples is {once.loss:.6g}, and {twice.loss:.6g} where each is in the "
+            "batch twice"
+        )
+    if once.gradient.shape != twice.gradient.shape:
+        return ""
+    if not _are_alike(once.gradient, twice.gradient, once.gradient_tolerance):
         return "the gradient of samples is another one where each is in the batch twice"
     return ""
 
 
-def _alike(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Whether two are the same but for rounding; what is not finite says nothing."""
-    if not bool(torch.isfinite(one).all() and torch.isfinite(other).all()):
+def _are_alike(left: Tensor, right: Tensor, tolerance: float) -> bool:
+    """Whether two tensors differ by rounding only, or hold values that are not finite."""
+    if not bool(torch.isfinite(left).all() and torch.isfinite(right).all()):
         return True
-    return float((one - other).norm()) <= tolerance * max(float(one.norm()), float(other.norm()), tolerance)
+    scale = max(float(left.norm()), float(right.norm()), tolerance)
+    return float((left - right).norm()) <= tolerance * scale

@@ -1,4 +1,4 @@
-"""One start of a run: from taking its lease to its end, as the manifest, MLflow and the terminal tell it."""
+"""One start of a run, from taking its lease to its end in the manifest, MLflow and the terminal."""
 
 from __future__ import annotations
 
@@ -21,63 +21,94 @@ from cluster.files import cluster_file
 from cluster.preemption import provider_of
 
 
-def train_run(driver: Driver, prepared: Prepared, where: str, train: Callable[[Job], None]) -> Outcome:
-    """One start of the run, from taking its lease to its end in the manifest and in MLflow.
+def train_run(
+    driver: Driver, prepared: Prepared, where: str, train: Callable[[Job], None]
+) -> Outcome:
+    """Opens the run, trains it, and writes down how it ended.
 
-    where: for a person. train: trains a job to its end.
+    Args:
+        driver: Of this start.
+        prepared: What was decided and checked before.
+        where: The processes that train, for a person.
+        train: Trains a job to its end.
+
+    Raises:
+        UserError: See `train` in app/launchers/train.py.
+        RunFailed: See there.
+        Interrupted: See there.
     """
-    run, console = driver.run, driver.console
+    run = driver.run
+    console = driver.console
     if run.finished and run.manifest.steps >= prepared.steps:
         return _already_finished(driver)
     run.manifest.sources = prepared.sources
     run.open(prepared.config, prepared.steps, console.say)
     write_task_file(prepared.config.task, run.storage)
-    console.say(
-        f"training {run.manifest.name} on {f'{prepared.samples:,} samples' if prepared.samples else 'a stream'}"
-    )
-    console.say(
-        f"{prepared.layout} on {where}; {prepared.steps:,} steps; everything else is in {run.local_folder / 'logs'}"
-    )
-    for note in (*newer(), *prepared.notes):
-        driver.note(note)
+    _announce(driver, prepared, where)
     driver.begin_tracking()
     driver.tracker.inputs(prepared.inputs)
-    # Of a file that changes later MLflow keeps both: the first digest as the parameter, the newest one as a tag.
-    driver.tracker.params({f"code.{name}": digest for name, digest in prepared.sources.items()})
-    # Signals stay caught until the end is written down: torchrun sends SIGTERM as soon as one rank has failed.
+    # If a file changes later, MLflow keeps both: the first digest as the parameter, the newest one
+    # as a tag.
+    digests = {f"code.{name}": digest for name, digest in prepared.sources.items()}
+    driver.tracker.params(digests)
+    # Signals stay caught until the end is written down, because torchrun sends SIGTERM as soon as
+    # one rank has failed.
     with driver.signals():
-        with _ending(driver):
-            spot = provider_of(cluster_file(prepared.config.cluster.file))
-            known = (run.folder, run.attempt, run.manifest.uid, prepared.steps, os.getcwd())
+        with _end_recorded(driver):
             console.waits_for("the workers to start")
-            train(
-                Job(
-                    prepared.config,
-                    prepared.layout,
-                    *known,
-                    leased=True,
-                    spot_provider=spot,
-                    sources=prepared.sources,
-                )
-            )
+            train(_job_of(driver, prepared))
         _compare_with_plan(driver, prepared)
         return _finished(driver)
 
 
+def _announce(driver: Driver, prepared: Prepared, where: str) -> None:
+    """Prints what is trained, and the notes about it."""
+    run = driver.run
+    data = "a stream" if not prepared.samples else f"{prepared.samples:,} samples"
+    driver.console.say(f"training {run.manifest.name} on {data}")
+    driver.console.say(
+        f"{prepared.layout} on {where}; {prepared.steps:,} steps; "
+        f"everything else is in {run.local_folder / 'logs'}"
+    )
+    for note in (*newer(), *prepared.notes):
+        driver.note(note)
+
+
+def _job_of(driver: Driver, prepared: Prepared) -> Job:
+    run = driver.run
+    return Job(
+        config=prepared.config,
+        layout=prepared.layout,
+        folder=run.folder,
+        attempt=run.attempt,
+        run_uid=run.manifest.uid,
+        steps=prepared.steps,
+        cwd=os.getcwd(),
+        leased=True,
+        spot_provider=provider_of(cluster_file(prepared.config.cluster.file)),
+        sources=prepared.sources,
+    )
+
+
 def _compare_with_plan(driver: Driver, prepared: Prepared) -> None:
-    """Logs what the planner predicted of the layout that it chose beside what was measured."""
-    seconds, summary = driver.seconds_per_step, driver.summary
-    if prepared.prediction is None or not seconds or driver.resized:  # resized: then no one layout was measured
+    """Logs what the planner predicted of the layout that it chose, beside what was measured."""
+    seconds_per_step = driver.seconds_per_step
+    # After a resize no single layout was measured.
+    if prepared.prediction is None or not seconds_per_step or driver.resized:
         return
+    summary = driver.summary
     memory = summary.get("memory_bytes", 0.0) - summary.get("memory_bytes_before", 0.0)
-    plan = prepared.prediction.compare(seconds, memory)
+    plan = prepared.prediction.compare(seconds_per_step, memory)
     driver.add_to_summary(plan=plan)
     driver.tracker.metrics(summary["step"], plan)
 
 
+# --- the end --------------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
-def _ending(driver: Driver) -> Iterator[None]:
-    """Whatever happens, the manifest and MLflow say how the run ended."""
+def _end_recorded(driver: Driver) -> Iterator[None]:
+    """Whatever is raised inside, the manifest and MLflow say how the run ended."""
     try:
         yield
     except BaseException as error:
@@ -86,29 +117,46 @@ def _ending(driver: Driver) -> Iterator[None]:
             if driver.run.lease.is_superseded():
                 driver.tracker.leave()
                 driver.run.lease.release()
-                raise RunFailed(driver.run.lease.superseded()) from error
-        _ended_by(driver, error)
+                raise RunFailed(driver.run.lease.superseded_message()) from error
+        _record_error(driver, error)
         raise
 
 
-def _ended_by(driver: Driver, error: BaseException) -> None:
-    """Raises Interrupted, with what to do next, if a person or a scheduler has ended the run."""
+def _record_error(driver: Driver, error: BaseException) -> None:
+    """Ends the run as stopped or failed.
+
+    Raises:
+        Interrupted: A person or a scheduler has ended the run; says what to do next.
+    """
     if isinstance(error, Interrupted | KeyboardInterrupt):
-        _end(driver, "stopped", "KILLED", str(error) or "stopped at once")
-        again = "run the same command again to continue"
-        raise Interrupted(f"{error or 'stopped at once'}: {again}") from None
-    _end(driver, "failed", "FAILED", str(error).splitlines()[0] if str(error) else type(error).__name__)
+        message = str(error) or "stopped at once"
+        _end(driver, "stopped", "KILLED", message)
+        raise Interrupted(f"{message}: run the same command again to continue") from None
+    first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    _end(driver, "failed", "FAILED", first_line)
 
 
-def _end(driver: Driver, status: str, mlflow_status: str, message: str = "") -> Delivery:
-    config = driver.config
+def _end(driver: Driver, status: str, mlflow_status: str, message: str) -> Delivery:
+    """Ends the MLflow run and the manifest.
+
+    Args:
+        driver: Of this start.
+        status: For the manifest.
+        mlflow_status: FINISHED, FAILED or KILLED.
+        message: One sentence for MLflow.
+
+    Returns:
+        What has reached MLflow.
+    """
     driver.console.status("sending the last metrics to MLflow")
     driver.settle_cost()
-    delivery = driver.tracker.finish(mlflow_status, message=message, timeout=config.tracking.flush_timeout)
+    delivery = driver.tracker.finish(
+        mlflow_status, message=message, timeout=driver.config.tracking.flush_timeout
+    )
     driver.progress.close()
     manifest = driver.run.manifest
     manifest.mlflow_run_id = delivery.run_id or manifest.mlflow_run_id
-    manifest.seconds += time.monotonic() - driver.began
+    manifest.seconds += time.monotonic() - driver.start_clock
     driver.run.end(status, driver.summary or None)
     if not delivery.complete:
         driver.note(
@@ -116,21 +164,35 @@ def _end(driver: Driver, status: str, mlflow_status: str, message: str = "") -> 
             f"{driver.tracker.folder}: `trireme sync {driver.run.folder}` delivers them"
         )
     if delivery.left_out:
-        driver.note(f"MLflow has no model of this run, only its weights are kept: {delivery.left_out}")
+        driver.note(
+            f"MLflow has no model of this run, only its weights are kept: {delivery.left_out}"
+        )
     return delivery
 
 
 def _finished(driver: Driver) -> Outcome:
+    """Logs the model, ends the run as finished, and prints its summary."""
+    first_step_time = driver.first_step_time or driver.start_time
     driver.add_to_summary(
-        first_step_at=driver.first_step_at,
-        first_step_seconds=(driver.first_step_at or driver.started) - driver.started,
-        total_seconds=time.monotonic() - driver.began,
+        first_step_at=driver.first_step_time,
+        first_step_seconds=first_step_time - driver.start_time,
+        total_seconds=time.monotonic() - driver.start_clock,
     )
-    run, config, summary = driver.run, driver.config, driver.summary
-    weights = driver.weights() if config.tracking.log_model and config.tracking.enabled else None
-    if weights:
-        recipe = {"task": config.task, "task_args": config.task_args, "weights": str(weights), "folder": run.folder}
-        driver.tracker.model(recipe | {"metrics": summary["metrics"]})
+    run = driver.run
+    config = driver.config
+    summary = driver.summary
+    if config.tracking.log_model and config.tracking.enabled:
+        weights = driver.weights()
+        if weights is not None:
+            driver.tracker.model(
+                {
+                    "task": config.task,
+                    "task_args": config.task_args,
+                    "weights": str(weights),
+                    "folder": run.folder,
+                    "metrics": summary["metrics"],
+                }
+            )
     delivery = _end(driver, "finished", "FINISHED", f"finished after step {summary['step']:,}")
     mlflow = {"run_id": delivery.run_id, "url": delivery.url, "complete": delivery.complete}
     outcome = Outcome("finished", run.manifest.name, run.folder, summary, mlflow)
@@ -139,23 +201,30 @@ def _finished(driver: Driver) -> Outcome:
 
 
 def _print_summary(driver: Driver, outcome: Outcome) -> None:
-    console, summary = driver.console, outcome.summary
-    metrics = summary["metrics"]
-    evaluated = {k.removeprefix("eval/"): v for k, v in metrics.items() if k.startswith("eval/")}
-    console.say("")
-    console.say(
-        f"  trained   {outcome.run}: {summary['parameters']:,} parameters, {summary['step']:,} steps"
-        + (f", continued after step {summary['resumed_from']:,}" if summary["resumed_from"] else "")
+    console = driver.console
+    summary = outcome.summary
+    trained = f"{outcome.run}: {summary['parameters']:,} parameters, {summary['step']:,} steps"
+    if summary["resumed_from"]:
+        trained += f", continued after step {summary['resumed_from']:,}"
+    speed = (
+        f"mean {quantity(summary['rate'])} {summary['unit']}/s; "
+        f"{duration(summary['seconds'])} of training in {duration(summary['total_seconds'])} "
+        f"(first step after {summary['first_step_seconds']:.1f} s)"
     )
+    manifest = driver.run.manifest
+    if manifest.starts > 1:
+        speed += f"; {duration(manifest.seconds)} in all {manifest.starts} starts"
+    evaluated = {
+        name.removeprefix("eval/"): value
+        for name, value in summary["metrics"].items()
+        if name.startswith("eval/")
+    }
+    console.say("")
+    console.say(f"  trained   {trained}")
     if evaluated:
         console.say(f"  held out  {evaluation_line(evaluated)}")
-    starts = driver.run.manifest.starts
-    whole = f"; {duration(driver.run.manifest.seconds)} in all {starts} starts" if starts > 1 else ""
-    console.say(
-        f"  speed     mean {quantity(summary['rate'])} {summary['unit']}/s; {duration(summary['seconds'])} of training "
-        f"in {duration(summary['total_seconds'])} (first step after {summary['first_step_seconds']:.1f} s){whole}"
-    )
-    if driver.meter and driver.meter.rate:
+    console.say(f"  speed     {speed}")
+    if driver.meter is not None and driver.meter.rate:
         console.say(f"  cost      {driver.meter.total()}")
     console.say(f"  stored    {outcome.folder}")
     if driver.config.tracking.enabled:
@@ -166,9 +235,10 @@ def _print_summary(driver: Driver, outcome: Outcome) -> None:
 
 def _already_finished(driver: Driver) -> Outcome:
     run = driver.run
+    manifest = run.manifest
     driver.console.say(
-        f"{run.manifest.name} has finished already ({run.manifest.steps:,} steps, {run.folder}): raise train.steps or "
-        "train.epochs to train it further, or add --again to train it anew"
+        f"{manifest.name} has finished already ({manifest.steps:,} steps, {run.folder}): raise "
+        "train.steps or train.epochs to train it further, or add --again to train it anew"
     )
-    mlflow = {"run_id": run.manifest.mlflow_run_id, "url": "", "complete": True}
-    return Outcome("already_finished", run.manifest.name, run.folder, run.manifest.summary, mlflow)
+    mlflow = {"run_id": manifest.mlflow_run_id, "url": "", "complete": True}
+    return Outcome("already_finished", manifest.name, run.folder, manifest.summary, mlflow)

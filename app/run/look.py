@@ -1,4 +1,4 @@
-"""Runs as anybody sees them who can read their storage: which there are, how far they are, whether their driver lives.
+"""Runs as anyone sees them who can read their storage: their state and progress.
 
 Reads run.json, progress.json and lease.json, and changes nothing.
 """
@@ -15,74 +15,125 @@ from app.console.terminal import duration, quantity
 from app.errors import UserError, nearest
 from app.run.progress import FILE as PROGRESS
 from app.storage.lease import FILE as LEASE
-from app.storage.lease import LEASE_SECONDS, is_alive, is_here, read_lease
+from app.storage.lease import LEASE_SECONDS, Lease, is_alive, is_here, read_lease
 from app.storage.storage import Storage
-from cluster.shape import aligned
+from cluster.shape import align_columns
+
+ACTIVE = ("starting", "running")
+"""States of a run whose driver lives."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunState:
-    """A run at one moment. Times are in seconds."""
+    """A run at one moment.
+
+    Args:
+        name: The run's name.
+        folder: Where it is stored.
+        state: starting, running, finished, stopped, failed, or lost: the driver of a lost run has
+            died, and the same command continues the run.
+        created: Unix time in seconds.
+        updated: Unix time of the newest progress; None before the first.
+        step: The newest optimizer step.
+        steps: Optimizer steps in all.
+        loss: Of the newest step that was logged; None before the first.
+        progress: The record of the newest StepsDone; empty before the first.
+        evaluated: The newest metrics on held-out data.
+        driver: The driver, such as "process 123 on host"; "" if there is none.
+    """
 
     name: str
     folder: str
     state: str
-    """starting, running, finished, stopped, failed, or lost: its driver has died, and the same command continues."""
-    created: float  # Unix time
-    updated: float | None  # Unix time of the newest progress
+    created: float
+    updated: float | None
     step: int
     steps: int
-    loss: float | None  # of the newest logged step
-    progress: dict[str, Any] = field(default_factory=dict)  # the newest progress event
-    evaluated: dict[str, float] = field(default_factory=dict)  # the newest figures on held-out data
-    driver: str = ""  # "process 123 on host" while there is one
+    loss: float | None
+    progress: dict[str, Any] = field(default_factory=dict)
+    evaluated: dict[str, float] = field(default_factory=dict)
+    driver: str = ""
 
     @property
     def over(self) -> bool:
-        return self.state not in ("starting", "running")
+        """Whether no driver trains the run now."""
+        return self.state not in ACTIVE
 
 
 def open_run(run: str) -> Storage:
-    """The storage of a run: its folder, wherever it is, or the name of one in ./runs. Raises UserError."""
-    for text in (run, f"runs/{run}"):
-        if (storage := Storage(text)).exists("run.json"):
+    """The storage of a run.
+
+    Args:
+        run: The run's folder, or the name of one in ./runs.
+
+    Raises:
+        UserError: There is no such run.
+    """
+    for folder in (run, f"runs/{run}"):
+        storage = Storage(folder)
+        if storage.exists("run.json"):
             return storage
-    where = Storage("runs") if "/" not in run else Storage(run.rstrip("/").rpartition("/")[0] or "/")
-    near = nearest(run.rstrip("/").rpartition("/")[2], where.list())
+    parent, _, name = run.rstrip("/").rpartition("/")
+    folder_of_runs = Storage(parent or "/") if "/" in run else Storage("runs")
+    suggestion = nearest(name, folder_of_runs.list())
     raise UserError(
-        f"{run} is not a run's folder{near}: write the one that `trireme train` named, such as runs/mnist; "
-        "`trireme runs FOLDER` lists them"
+        f"{run} is not a run's folder{suggestion}: write the one that `trireme train` named, such "
+        "as runs/mnist; `trireme runs FOLDER` lists them"
     )
 
 
 def list_runs(folder: str) -> list[RunState]:
-    """Every run in a folder, the newest first. Raises UserError: there is no such folder."""
+    """Every run in a folder, the newest first.
+
+    Raises:
+        UserError: There is no such folder.
+    """
     storage = Storage(folder)
     if not storage.exists():
-        raise UserError(f"there is no folder {folder}: write the run.storage of your experiments, such as runs")
-    each = [storage.join(name) for name in storage.list() if not name.startswith(".")]
-    found = [look(run) for run in each if run.exists("run.json")]
-    return sorted(found, key=lambda run: -run.created)
+        raise UserError(
+            f"there is no folder {folder}: write the run.storage of your experiments, such as runs"
+        )
+    folders = [storage.join(name) for name in storage.list() if not name.startswith(".")]
+    runs = [look(folder) for folder in folders if folder.exists("run.json")]
+    return sorted(runs, key=lambda run: -run.created)
 
 
 def look(storage: Storage) -> RunState:
-    """A run as it is now. Raises UserError where its run.json is not readable."""
+    """A run as it is now.
+
+    Raises:
+        UserError: Its run.json cannot be read.
+    """
     try:
         manifest = json.loads(storage.read_bytes("run.json"))
-        name, state, created = manifest["name"], manifest["status"], manifest["created"]
+        name = manifest["name"]
+        state = manifest["status"]
+        created = manifest["created"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{storage.url}/run.json cannot be read ({error}): remove that folder") from error
-    progress, lease = _progress(storage), read_lease(storage)
+        raise UserError(
+            f"{storage.url}/run.json cannot be read ({error}): remove that folder"
+        ) from error
+    progress = _read_progress(storage)
+    lease = read_lease(storage)
     summary = manifest.get("summary") or {}
     metrics = summary.get("metrics") or {}
     if state == "running":
-        if lease is None or not _lives(storage, lease):
+        if lease is None or not _driver_lives(storage, lease):
             state = "lost"
-        elif lease["attempt"] != progress.get("attempt"):
+        elif lease.attempt != progress.get("attempt"):
             state = "starting"
-    if state == "finished" and summary:  # its last start may have had no step left to take, and so no progress
-        progress |= {"step": summary["step"], "loss": metrics.get("train/loss", progress.get("loss"))}
-    evaluated = {key.removeprefix("eval/"): value for key, value in metrics.items() if key.startswith("eval/")}
+    if state == "finished" and summary:
+        # The last start may have had no step left to take, and so no progress.
+        loss = metrics.get("train/loss", progress.get("loss"))
+        progress |= {"step": summary["step"], "loss": loss}
+    evaluated = {
+        key.removeprefix("eval/"): value
+        for key, value in metrics.items()
+        if key.startswith("eval/")
+    }
+    driver = ""
+    if lease and state in ACTIVE:
+        driver = f"process {lease.pid} on {lease.host}"
     return RunState(
         name=name,
         folder=storage.url,
@@ -94,21 +145,25 @@ def look(storage: Storage) -> RunState:
         loss=progress.get("loss", metrics.get("train/loss")),
         progress=progress if "rate" in progress else {},
         evaluated=progress.get("evaluated", evaluated),
-        driver=f"process {lease['pid']} on {lease['host']}" if lease and state in ("starting", "running") else "",
+        driver=driver,
     )
 
 
-def _progress(storage: Storage) -> dict[str, Any]:
+def _read_progress(storage: Storage) -> dict[str, Any]:
     try:
-        found = json.loads(storage.read_bytes(PROGRESS))
+        progress = json.loads(storage.read_bytes(PROGRESS))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return progress if isinstance(progress, dict) else {}
 
 
-def _lives(storage: Storage, lease: dict[str, Any]) -> bool:
-    """Of a driver elsewhere: whether it has renewed its lease within a minute, by the storage's clock and ours.
-    (To take a run over more is asked, see app/storage/lease.py; here nothing depends on it.)"""
+def _driver_lives(storage: Storage, lease: Lease) -> bool:
+    """Whether a run's driver lives.
+
+    A driver on another machine lives if it has renewed its lease within a minute, by the storage's
+    clock and this machine's. Taking a run over needs more certainty (app/storage/lease.py); here
+    nothing depends on it.
+    """
     if is_here(lease):
         return is_alive(storage, lease)
     try:
@@ -117,37 +172,53 @@ def _lives(storage: Storage, lease: dict[str, Any]) -> bool:
         return False
 
 
-def follow(storage: Storage, seconds: float, pause: Callable[[float], object] = time.sleep) -> Iterator[RunState]:
-    """What is new of a run, as often as every `seconds`, until it is over; that is the last."""
-    seen: RunState | None = None
+def follow(
+    storage: Storage, seconds: float, pause: Callable[[float], object] = time.sleep
+) -> Iterator[RunState]:
+    """A run's states, whenever something has changed, until it is over.
+
+    Args:
+        storage: The run's folder.
+        seconds: Seconds between two looks.
+        pause: Waits for so many seconds.
+    """
+    last_state: RunState | None = None
     while True:
-        now = look(storage)
-        if now != seen:
-            yield now
-        if now.over:
+        state = look(storage)
+        if state != last_state:
+            yield state
+        if state.over:
             return
-        seen = now
+        last_state = state
         pause(seconds)
 
 
 def table(runs: list[RunState]) -> str:
-    """Runs as lines for a person: name, state, steps, loss and held-out loss, both the newest, mean speed, time left,
-    age."""
+    """Runs as lines for a person.
+
+    A line has name, state, steps, the newest loss and held-out loss, mean speed, time left and age.
+    """
     now = time.time()
     rows = [("RUN", "STATE", "STEP", "LOSS", "HELD OUT", "MEAN SPEED", "LEFT", "AGE")]
     for run in runs:
-        event, held = run.progress, run.evaluated.get("loss")
-        goes_on = run.state == "running" and bool(event)
+        progress = run.progress
+        held_out_loss = run.evaluated.get("loss")
+        speed = ""
+        seconds_left = ""
+        if progress:
+            speed = f"{quantity(progress['rate'])} {progress['unit']}/s"
+        if progress and run.state == "running":
+            seconds_left = duration(progress["seconds_left"])
         rows.append(
             (
                 run.name,
                 run.state,
                 f"{run.step:,}/{run.steps:,}",
                 "" if run.loss is None else f"{run.loss:.4f}",
-                "" if held is None else f"{held:.4f}",
-                f"{quantity(event['rate'])} {event['unit']}/s" if event else "",
-                duration(event["seconds_left"]) if goes_on else "",
+                "" if held_out_loss is None else f"{held_out_loss:.4f}",
+                speed,
+                seconds_left,
                 duration(now - run.created),
             )
         )
-    return "\n".join(aligned(rows))
+    return "\n".join(align_columns(rows))

@@ -25,67 +25,104 @@ from app.config.io import flatten, to_dict, to_yaml, with_values
 from app.console.masking import mask_tree
 from app.errors import UserError
 from app.run.abort import abort
-from app.storage.lease import Holder
+from app.storage.lease import LeaseHolder
 from app.storage.storage import Storage
 from cluster.environment import below_home
 
-IDENTITY = ("task", "train.seed", "optimizer.name")  # what a run cannot change and remain itself; and task_args
+IDENTITY = ("task", "train.seed", "optimizer.name")
+"""Keys that identify a run, besides task_args: with other values it would be another run."""
 
 
 @dataclass
 class Outcome:
-    """What became of `trireme train`; `--json` prints it."""
+    """How `trireme train` ended; `--json` prints it.
 
-    status: str  # finished, already_finished
+    Args:
+        status: finished or already_finished.
+        run: The run's name.
+        folder: Where the run is stored.
+        summary: What is known of the training at its end.
+        mlflow: The MLflow run's `run_id` and `url`, and whether MLflow has everything (`complete`).
+    """
+
+    status: str
     run: str
     folder: str
     summary: dict[str, Any]
     mlflow: dict[str, Any]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Manifest:
-    """What `run.json` holds."""
+    """The content of `run.json`.
+
+    Args:
+        name: The run's name.
+        uid: Identifies the run; there is one MLflow run with it.
+        created: Unix time in seconds.
+        identity: The values of what identifies the run (`IDENTITY`).
+        status: running, finished, stopped or failed.
+        starts: How often the run was started.
+        seconds: Of all starts that have ended.
+        steps: Optimizer steps that the latest start was to reach.
+        mlflow_run_id: None until MLflow was reached.
+        summary: What is known of the training at its end.
+        sources: Digests of the task's own source files in the latest start.
+    """
 
     name: str
     uid: str
     created: float
     identity: dict[str, Any]
-    status: str = "running"  # running, finished, stopped, failed
+    status: str = "running"
     starts: int = 0
-    seconds: float = 0.0  # of all starts that have ended
-    steps: int = 0  # optimizer steps that the latest start was to reach
+    seconds: float = 0.0
+    steps: int = 0
     mlflow_run_id: str | None = None
     summary: dict[str, Any] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)  # of the latest start: digests of the task's own code
+    sources: dict[str, str] = field(default_factory=dict)
 
 
 def run_folder(config: Config, name: str | None = None) -> Storage:
-    """Where a run lives.
+    """The folder of a run.
 
-    Relative paths are under the current folder; in a Ray job, whose current folder is a temporary
-    copy of what was shipped, under ~/trireme.
+    A relative path is under the current folder. In a Ray job, whose current folder is a temporary
+    copy of what was shipped, it is under ~/trireme.
 
     Args:
-        config: Names the storage, and the run.
-        name: Of another folder beside it.
+        config: Names the storage and the run.
+        name: Names another folder beside the run's; None means the run's.
     """
     storage = config.run.storage
-    shipped = "runtime_resources" in Path.cwd().parts
-    if shipped and "://" not in storage and not os.path.isabs(os.path.expanduser(storage)):
+    is_ray_job = "runtime_resources" in Path.cwd().parts
+    is_relative = "://" not in storage and not os.path.isabs(os.path.expanduser(storage))
+    if is_ray_job and is_relative:
         storage = os.path.join("~", "trireme", storage)
     return Storage(storage).join(name or config.run.name)
 
 
 def local_folder(storage: Storage, name: str, uid: str) -> Path:
-    """Where this machine keeps what a run has beside its storage: there itself, else in the cache."""
+    """The folder on this machine for a run's local files: the storage itself, or the user's cache.
+
+    Args:
+        storage: The run's folder.
+        name: The run's name.
+        uid: The run's uid.
+    """
     if storage.is_local:
         return storage.local_path
     return below_home("XDG_CACHE_HOME", ".cache") / "trireme" / "runs" / f"{name}-{uid[:8]}"
 
 
 class Run:
-    """The driver's handle on a run. `open` starts it or starts it again; `end` says how it went."""
+    """The driver's handle on a run: `open` starts it, for the first time or again; `end` ends it.
+
+    Args:
+        config: Names the storage and the run.
+
+    Raises:
+        UserError: The storage cannot be read, or the folder holds another run.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -93,7 +130,7 @@ class Run:
         self.attempt = uuid.uuid4().hex[:12]
         self.manifest = self._read_or_new()
         self.opened = False
-        self.lease = Holder(
+        self.lease = LeaseHolder(
             self.storage,
             self.manifest.name,
             self.attempt,
@@ -103,15 +140,17 @@ class Run:
 
     @property
     def folder(self) -> str:
+        """The run's folder as a path or URL."""
         return self.storage.url
 
     @property
     def local_folder(self) -> Path:
-        """A folder on this machine for logs and the tracking spool, also when the storage is an object store."""
+        """The folder on this machine for logs and the tracking spool, for any kind of storage."""
         return local_folder(self.storage, self.manifest.name, self.manifest.uid)
 
     @property
     def finished(self) -> bool:
+        """Whether the run's latest start has finished."""
         return self.manifest.status == "finished"
 
     def _read_or_new(self) -> Manifest:
@@ -119,72 +158,107 @@ class Run:
         try:
             saved = Manifest(**json.loads(self.storage.read_bytes("run.json")))
         except FileNotFoundError:
-            return Manifest(self.config.run.name, uuid.uuid4().hex, time.time(), identity)
+            return Manifest(
+                name=self.config.run.name,
+                uid=uuid.uuid4().hex,
+                created=time.time(),
+                identity=identity,
+            )
         except (ValueError, TypeError) as error:
             raise UserError(
-                f"{self.storage.url}/run.json is damaged ({error}): remove that folder or use another run.name"
+                f"{self.storage.url}/run.json is damaged ({error}): remove that folder or use "
+                "another run.name"
             ) from error
         except Exception as error:  # each object store library has its own
-            said = str(error) or type(error).__name__
+            reason = str(error) or type(error).__name__
             raise UserError(
-                f"the storage {self.storage.url} cannot be read ({said}): use another run.storage"
+                f"the storage {self.storage.url} cannot be read ({reason}): use another run.storage"
             ) from error
         for key in identity | saved.identity:
-            before, now = saved.identity.get(key), identity.get(key)
-            if before != now and self._has_trained():
+            saved_value = saved.identity.get(key)
+            value = identity.get(key)
+            if saved_value != value and self._has_trained():
                 raise UserError(
-                    f"the run {saved.name!r} in {self.storage.url} was started with {key}={before}, and this is "
-                    f"{key}={now}; to train something else use another run.name"
+                    f"the run {saved.name!r} in {self.storage.url} was started with "
+                    f"{key}={saved_value}, and this is {key}={value}; to train something else use "
+                    "another run.name"
                 )
         saved.identity = identity
         return saved
 
     def _has_trained(self) -> bool:
         """Whether an earlier start has taken a step that is kept or was reported."""
-        return self.storage.exists("progress.json") or bool(self.storage.join("checkpoints").list())
+        if self.storage.exists("progress.json"):
+            return True
+        return bool(self.storage.join("checkpoints").list())
 
     def _identity(self) -> dict[str, Any]:
-        flat = flatten(mask_tree(to_dict(self.config)))
-        kept = {key: value for key, value in flat.items() if key in IDENTITY or key.startswith("task_args.")}
-        return json.loads(json.dumps(kept, default=str))
+        values = flatten(mask_tree(to_dict(self.config)))
+        identity = {
+            key: value
+            for key, value in values.items()
+            if key in IDENTITY or key.startswith("task_args.")
+        }
+        return json.loads(json.dumps(identity, default=str))  # as it is when read from run.json
 
-    def open(self, config: Config, steps: int, say: Callable[[str], None] = lambda text: None) -> None:
-        """Takes the lease: from now on this start, and no earlier one, may write to the run's folder.
+    def open(
+        self, config: Config, steps: int, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """Takes the lease: from now on this start alone may write to the run's folder.
 
-        config: as it was resolved, with what `auto` stood for. steps: optimizer steps that this start is to reach.
+        Args:
+            config: The resolved configuration.
+            steps: Optimizer steps that this start is to reach.
+            say: Tells a person what happens to the lease.
 
         Raises:
-            UserError: the storage cannot be written, or another driver is training this run now.
+            UserError: The storage cannot be written, or another driver is training this run now.
         """
         self.storage.check_writable()
-        self.lease.say, self.lease.steps = say, steps
+        self.lease.say = say
+        self.lease.steps = steps
         if not self.lease.taken:
             self.lease.take(self.lease.refuse_if_held())
         self.opened = True
         self.manifest.starts += 1
-        self.manifest.status, self.manifest.steps = "running", steps
+        self.manifest.status = "running"
+        self.manifest.steps = steps
         self.save()
-        # Secrets stay out; to go on, a run reads the configuration that it is given again, not this one.
-        self.storage.write_bytes("config.yaml", to_yaml(mask_tree(to_dict(config))).encode())
+        # Without secrets: to continue, a run reads the configuration of the new start, not this.
+        masked_config = mask_tree(to_dict(config))
+        self.storage.write_bytes("config.yaml", to_yaml(masked_config).encode())
         self.lease.check()
 
     def take_over(self, say: Callable[[str], None]) -> None:
-        """Takes the lease from another start, alive or not, and what it has written by then."""
-        self.lease.say, self.lease.steps = say, self.manifest.steps
+        """Takes the lease from another start, alive or not, and reads what it has written by then.
+
+        Args:
+            say: Tells a person what happens to the lease.
+        """
+        self.lease.say = say
+        self.lease.steps = self.manifest.steps
         self.lease.take_over()
         self.manifest = self._read_or_new()
 
     def save(self) -> None:
-        self.storage.write_bytes("run.json", json.dumps(asdict(self.manifest), indent=1, default=str).encode())
+        """Writes run.json."""
+        text = json.dumps(asdict(self.manifest), indent=1, default=str)
+        self.storage.write_bytes("run.json", text.encode())
 
     def end(self, status: str, summary: dict[str, Any] | None = None) -> None:
+        """Writes down how this start ended, and releases the lease.
+
+        Args:
+            status: finished, stopped or failed.
+            summary: What is known of the training; None keeps that of an earlier start.
+        """
         self.manifest.status = status
         if summary is not None:
             self.manifest.summary = summary
         self.lease.release(self.save)
 
     def forget_if_never_opened(self) -> None:
-        """Removes the lease and the logs of a start that was refused, so that wrong input leaves nothing."""
+        """Removes the lease and the logs of a refused start, so that wrong input leaves nothing."""
         if self.lease.taken and not self.opened:
             self.lease.release()
         if self.storage.is_local and not self.storage.exists("run.json"):
@@ -193,19 +267,20 @@ class Run:
                 self.storage.local_path.rmdir()
 
     def _end_superseded(self, sentence: str) -> None:
-        """Ends this process, which another start has superseded and which does not end by itself."""
+        """Ends this process, because another start supersedes it and it does not end by itself."""
         abort(1, sentence, say=self.lease.say)
 
     def _is_newest(self) -> bool:
-        """Whether no later start has taken this run over, and maybe ended: its number would be higher."""
-        return int(json.loads(self.storage.read_bytes("run.json"))["starts"]) <= self.manifest.starts
+        """Whether no later start has taken this run over, even if it has ended since."""
+        stored = json.loads(self.storage.read_bytes("run.json"))
+        return int(stored["starts"]) <= self.manifest.starts
 
 
 def under_free_name(config: Config) -> Config:
     """The configuration with the first of NAME, NAME-2, NAME-3, … that no finished run has."""
-    named = config
+    renamed_config = config
     number = 1
-    while Run(named).finished:
+    while Run(renamed_config).finished:
         number += 1
-        named = with_values(config, {"run.name": f"{config.run.name}-{number}"})
-    return named
+        renamed_config = with_values(config, {"run.name": f"{config.run.name}-{number}"})
+    return renamed_config

@@ -1,4 +1,4 @@
-"""How far a run is, kept in its folder as progress.json, so that another shell or machine can see it (look.py)."""
+"""Keeps a run's progress in its folder as progress.json, so that others can see it (look.py)."""
 
 from __future__ import annotations
 
@@ -11,41 +11,56 @@ from typing import Any
 from app.storage.storage import Storage
 
 FILE = "progress.json"
-SECONDS, REMOTE_SECONDS = 2.0, 10.0
-"""Between two writes: to a folder; to an object store, which is paid by the request."""
+LOCAL_SECONDS = 2.0
+"""Seconds between two writes to a local folder."""
+REMOTE_SECONDS = 10.0
+"""Seconds between two writes to an object store, which is paid per request."""
 
 
 class ProgressFile:
-    """Written by a thread of its own, which begins with the first note: training does not wait for the storage."""
+    """Writes progress.json in a thread of its own, so that training does not wait for the storage.
+
+    Args:
+        storage: The run's folder.
+        attempt: This start of the run.
+    """
 
     def __init__(self, storage: Storage, attempt: str) -> None:
         self.storage = storage
         self.values: dict[str, Any] = {"attempt": attempt}
-        self._changed, self._over, self._lock = False, threading.Event(), threading.Lock()
+        self._has_changed = False
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def note(self, values: dict[str, Any]) -> None:
-        """Adds what is new; returns at once."""
+        """Adds values, and returns at once. The first call starts the thread."""
         with self._lock:
-            self.values, self._changed = self.values | values | {"time": time.time()}, True
+            self.values = {**self.values, **values, "time": time.time()}
+            self._has_changed = True
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name="progress")
             self._thread.start()
 
     def close(self) -> None:
-        """Writes the last of it, if there was anything."""
-        self._over.set()
+        """Writes the last values, if there were any."""
+        self._closing.set()
         if self._thread is not None:
             self._thread.join()
 
     def _run(self) -> None:
+        pause_seconds = LOCAL_SECONDS if self.storage.is_local else REMOTE_SECONDS
         while True:
-            over = self._over.is_set()
+            # Read before the values, so that the last ones are written before the thread ends.
+            is_last = self._closing.is_set()
             with self._lock:
-                values, changed, self._changed = self.values, self._changed, False
-            if changed:
-                with contextlib.suppress(Exception):  # the storage is full or away: each library's own exceptions
+                values = self.values
+                has_changed = self._has_changed
+                self._has_changed = False
+            if has_changed:
+                # The storage may be full or out of reach; each library has exceptions of its own.
+                with contextlib.suppress(Exception):
                     self.storage.write_bytes(FILE, json.dumps(values).encode())
-            if over:
+            if is_last:
                 return
-            self._over.wait(SECONDS if self.storage.is_local else REMOTE_SECONDS)
+            self._closing.wait(pause_seconds)

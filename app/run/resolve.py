@@ -1,14 +1,14 @@
 """Decides what a configuration leaves open; after that it is only read.
 
-A start resolves its configuration once, and again for any other number of workers that it goes on
-with after a failure (app/launchers/elastic.py).
+A start resolves its configuration once, and again whenever it continues with another number of
+workers after a failure (app/launchers/elastic.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from app.config import Config
 from app.config.io import with_values
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 class Resolved:
     """A configuration in which nothing is left open, and what it means.
 
-    Attributes:
+    Args:
         config: With the values that were decided.
         layout: How the work is split.
         notes: Remarks for the user on what was decided, one sentence each.
-        prediction: What the planner expects, where it has chosen the layout.
+        prediction: What the planner expects, if it has chosen the layout.
     """
 
     config: Config
@@ -50,51 +50,61 @@ def resolve(
     devices_per_node: int | None,
     is_kept: Callable[[Layout, Options], bool],
 ) -> Resolved:
-    """The one place where a configuration gets values that nobody has written.
+    """Gives a configuration the values that nobody has written; no other place does.
 
-    Decided are the layout (`strategy: auto`, with the batch in memory and recomputation), the
+    It decides the layout (`strategy: auto`, with the batch in memory and recomputation), the
     micro-batches of a pipeline, and how attention is split over sequences (`parallel.context`).
 
     Args:
         config: As it was written.
         task: What is trained.
         workers: How many there are.
-        devices_per_node: Of them on one machine; None where that is not known.
+        devices_per_node: How many workers a node may have; None if that is not known.
         is_kept: Whether a layout trains the task as one device would.
 
     Raises:
-        UserError, LayoutError: What is written cannot be run so; one sentence.
+        UserError: What is written cannot be run so; one sentence.
+        LayoutError: See UserError.
     """
-    laid_out = _lay_out(config, task, workers, devices_per_node, is_kept)
-    config = laid_out.config
-    dims = laid_out.layout.dims
-    registry.require_installed(laid_out.layout)
+    resolved = _choose_layout(config, task, workers, devices_per_node, is_kept)
+    config = resolved.config
+    dims = resolved.layout.dims
+    registry.require_installed(resolved.layout)
     _check_batch(config, dims.dp)
-    notes = list(laid_out.notes)
-    values: dict[str, Any] = {}
+    notes = list(resolved.notes)
+    values: dict[str, object] = {}
     if dims.pp > 1 and config.train.micro_batch_size is None:
-        share = config.train.global_batch_size // dims.dp
-        size = default_micro_batch_size(share, dims.pp, config.parallel.schedule)
-        count = len(micro_batch_slices(share, size))
-        values["train.micro_batch_size"] = size
+        samples_per_worker = config.train.global_batch_size // dims.dp
+        micro_batch_size = default_micro_batch_size(
+            samples_per_worker, dims.pp, config.parallel.schedule
+        )
+        micro_batches = len(micro_batch_slices(samples_per_worker, micro_batch_size))
+        values["train.micro_batch_size"] = micro_batch_size
         notes.append(
-            f"each step is {count} micro-batches of {size} through {dims.pp} stages "
-            f"({config.parallel.schedule}): train.micro_batch_size decides"
+            f"each step is {micro_batches} micro-batches of {micro_batch_size} through "
+            f"{dims.pp} stages ({config.parallel.schedule}): train.micro_batch_size decides"
         )
     if dims.cp > 1:
-        asked = config.parallel.context
-        values["parallel.context"] = choose_method(asked, task.heads(), dims, devices_per_node)
-    return replace(laid_out, config=with_values(config, values), notes=tuple(notes))
+        values["parallel.context"] = choose_method(
+            config.parallel.context,
+            heads=task.heads(),
+            dims=dims,
+            workers_per_node=devices_per_node,
+        )
+    return replace(resolved, config=with_values(config, values), notes=tuple(notes))
 
 
-def _lay_out(
+def _choose_layout(
     config: Config,
     task: Task,
     workers: int,
     devices_per_node: int | None,
     is_kept: Callable[[Layout, Options], bool],
 ) -> Resolved:
-    """Decides the layout; `auto` asks the planner. Under torchrun only rank 0 is here."""
+    """Decides the layout; `auto` asks the planner.
+
+    Under torchrun only rank 0 calls this, so nothing here may be collective.
+    """
     if config.strategy == "auto":
         from app.planner.auto import choose_layout
 
@@ -122,21 +132,22 @@ def _check_batch(config: Config, dp: int) -> None:
         )
 
 
-def default_micro_batch_size(share: int, stages: int, schedule: str) -> int:
+def default_micro_batch_size(samples: int, stages: int, schedule: str) -> int:
     """Samples per micro-batch that a pipeline computes best with.
 
-    About four micro-batches per stage: the bubble (p-1)/(m+p-1) is then below a fifth, and more
-    would only make the matrix products smaller. Equal ones, and as many as the schedule can use, if
-    the share allows it.
+    With four micro-batches per stage the bubble (p-1)/(m+p-1) is below a fifth, and more of them
+    would only make the matrix products smaller. If the number of samples allows it, micro-batches
+    are of equal size and as many as the schedule can use.
 
     Args:
-        share: A worker's samples of the global batch.
-        stages: Of the pipeline.
-        schedule: Its name.
+        samples: A worker's samples of the global batch.
+        stages: How many stages the pipeline has.
+        schedule: The schedule's name.
     """
     most = 4 * stages
-    for count in range(min(most, share), 0, -1):
-        grouped = schedule != "interleaved_1f1b" or count % stages == 0
-        if share % count == 0 and count >= min(stages, share) and grouped:
-            return share // count
-    return max(1, share // most)
+    least = max(1, min(stages, samples))
+    for micro_batches in range(min(most, samples), least - 1, -1):
+        fits_schedule = schedule != "interleaved_1f1b" or micro_batches % stages == 0
+        if samples % micro_batches == 0 and fits_schedule:
+            return samples // micro_batches
+    return max(1, samples // most)

@@ -1,7 +1,7 @@
-"""How a command ends when it is asked to: by Ctrl-C, by SIGTERM (a scheduler) or by SIGHUP (its terminal is gone).
+"""How a command ends on Ctrl-C, on SIGTERM (a scheduler) and on SIGHUP (its terminal is gone).
 
-Until a run can save something, and in commands that have nothing to save, the request is raised as `Stopped` in the
-main thread (`end_on_signals`). While a run trains, its driver is told instead and saves (`stop_signals`).
+While a run trains, its driver is asked to save and stop (`stop_signals`). Before that, and in
+commands that have nothing to save, the main thread gets the exception `Stopped` (`end_on_signals`).
 """
 
 from __future__ import annotations
@@ -16,21 +16,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
 
 from app.run.abort import abort
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REPEAT_SECONDS = 1.0
-"""A signal so soon after another is the same request: `timeout` signals its child and then the group that both are in,
-systemd sends SIGHUP after SIGTERM, and torchrun hands on what its ranks have got themselves."""
+"""A signal this soon after another is the same request.
+
+`timeout` signals its child and then the group that both are in, systemd sends SIGHUP after SIGTERM,
+and torchrun passes on what its ranks have got themselves.
+"""
 END_SECONDS = 30.0
 """How long a command that was asked to stop may take to tidy up."""
 RESEND_SECONDS = 0.1
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised in the main thread when the command is asked to stop, and there is nothing to save."""
+    """The command was asked to stop, and there is nothing to save.
+
+    Args:
+        number: The signal.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -38,59 +44,71 @@ class Stopped(KeyboardInterrupt):
 
 
 def name_of(number: int) -> str:
-    """For a person."""
+    """A signal's name for a person."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 def end_on_signals() -> None:
-    """From now on the first of these signals raises `Stopped`; to be called in the main thread.
+    """From now on the first of these signals raises `Stopped`; call it in the main thread.
 
-    An exception that a signal's handler raises may be lost: Python ignores it where it interrupts a finalizer, and the
-    machinery of imports keeps a lock for ever. So nothing is raised while something is imported, but right after; and
-    a process that is still there `END_SECONDS` later is ended.
+    An exception that a signal's handler raises may be lost: Python ignores it in a finalizer, and
+    the import machinery would keep a lock for ever. So nothing is raised during an import, but
+    right after it, and a process that is still there `END_SECONDS` later is ended.
     """
-    request = _Request()
+    request = _StopRequest()
     for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup, or in a script's background
+        if not _is_ignored(number):
             signal.signal(number, request.on_signal)
 
 
-class _Request:
-    """What has been asked of this process, and whether it has been raised yet."""
+def _is_ignored(number: int) -> bool:
+    """Whether this process was started so that it ignores a signal, as nohup does."""
+    return signal.getsignal(number) is signal.SIG_IGN
+
+
+class _StopRequest:
+    """The first signal that asked this process to stop, and whether it has been raised yet."""
 
     def __init__(self) -> None:
         self.number = 0
-        self.asked_at = 0.0
-        self.raised_at = 0.0
+        self.request_clock = 0.0
+        self.raise_clock = 0.0
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if not self.number:
             self.number = number
-            self.asked_at = now
+            self.request_clock = now
             # Not a threading.Thread, which takes locks that a signal's handler must not wait for.
-            _thread.start_new_thread(self._see_to_it, ())
-        if self.raised_at and now - self.raised_at < REPEAT_SECONDS:
+            _thread.start_new_thread(self._enforce, ())
+        if self.raise_clock and now - self.raise_clock < REPEAT_SECONDS:
             return
         if not _is_importing(frame):
-            self.raised_at = now
+            self.raise_clock = now
             raise Stopped(self.number)
 
-    def _see_to_it(self) -> None:
-        """In a thread: asks again until it could be raised, and ends a process that does not end by itself."""
-        while time.monotonic() - self.asked_at < END_SECONDS:
+    def _enforce(self) -> None:
+        """Sends the signal again until it was raised, and ends a process that does not end."""
+        while time.monotonic() - self.request_clock < END_SECONDS:
             time.sleep(RESEND_SECONDS)
-            if not self.raised_at:
+            if not self.raise_clock:
                 signal.pthread_kill(threading.main_thread().ident or 0, self.number)
-        what = f"what had been started did not end within {END_SECONDS:.0f} s"
-        abort(128 + signal.SIGINT, f"trireme: stopped by {name_of(self.number)}; {what}")
+        abort(
+            128 + signal.SIGINT,
+            f"trireme: stopped by {name_of(self.number)}; what had been started did not end within "
+            f"{END_SECONDS:.0f} s",
+        )
 
 
-def end_at_once(code: int) -> None:
-    """From now on a signal ends this process with this code: its work is done and its outcome has been said."""
+def end_at_once(exit_code: int) -> None:
+    """From now on a signal ends this process at once, because its work is done and reported.
+
+    Args:
+        exit_code: Of the process.
+    """
     for number in SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda *_: abort(code))
+        if not _is_ignored(number):
+            signal.signal(number, lambda *_: abort(exit_code))
 
 
 def _is_importing(frame: FrameType | None) -> bool:
@@ -103,48 +121,57 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def stop_signals(ask: Callable[[], object]) -> Iterator[None]:
-    """The first Ctrl-C, SIGTERM or SIGHUP calls `ask`; a later one ends everything at once, by KeyboardInterrupt. In a
-    thread other than the main one Python lets nobody handle signals: there they are the program's own."""
+    """The first Ctrl-C, SIGTERM or SIGHUP calls `ask`; a later one raises KeyboardInterrupt.
+
+    Python handles signals in the main thread only. In another thread this does nothing, and signals
+    are the program's own.
+
+    Args:
+        ask: Asks what runs to save and stop.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked_at: float | None = None
+    request_clock: float | None = None
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal asked_at
+        nonlocal request_clock
         now = time.monotonic()
-        if asked_at is None:
-            asked_at = now
+        if request_clock is None:
+            request_clock = now
             ask()
-        elif now - asked_at >= REPEAT_SECONDS:
+        elif now - request_clock >= REPEAT_SECONDS:
             raise KeyboardInterrupt
 
-    before: dict[int, Any] = {}
+    handlers: dict[int, signal.Handlers | int | Callable[..., object] | None] = {}
     for number in SIGNALS:
-        if number is signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+        if number is signal.SIGHUP and _is_ignored(number):
             continue  # under nohup the run is to outlive its terminal
-        before[number] = signal.signal(number, on_signal)
+        handlers[number] = signal.signal(number, on_signal)
     try:
         yield
     finally:
-        for caught, handler in before.items():
-            signal.signal(caught, handler)
+        for handled, handler in handlers.items():
+            signal.signal(handled, handler)
 
 
-# --- streams that are not there -------------------------------------------------------------------------------------
+# --- streams that are missing ---------------------------------------------------------------------
 
 
 def open_streams() -> None:
-    """Gives this process the standard streams that it was started without (`>&-`): else the next file that is opened
-    would get their numbers, and what other programs print would be written into it."""
+    """Opens the standard streams that this process was started without (`>&-`).
+
+    Otherwise the next file that is opened would get their numbers, and what other programs print
+    would be written into it.
+    """
     for descriptor, flags in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(descriptor)
         except OSError:
-            opened = os.open(os.devnull, flags)
-            if opened != descriptor:
-                os.dup2(opened, descriptor)
-                os.close(opened)
+            null = os.open(os.devnull, flags)
+            if null != descriptor:
+                os.dup2(null, descriptor)
+                os.close(null)
             os.set_inheritable(descriptor, True)
     if sys.stdin is None:
         sys.stdin = os.fdopen(0, closefd=False)
@@ -162,8 +189,10 @@ def nobody_reads() -> bool:
 
 
 def drop_streams() -> None:
-    """Sends what is still printed nowhere, if whoever read it has gone (`| head -1`) or the terminal has: so that the
-    interpreter's last flush does not fail."""
+    """Discards further output if its reader (`| head -1`) or the terminal has gone.
+
+    Otherwise the interpreter's last flush would fail.
+    """
     for descriptor, stream in ((1, sys.stdout), (2, sys.stderr)):
         try:
             stream.flush()

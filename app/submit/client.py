@@ -1,4 +1,4 @@
-"""A cluster's job server: reached by address or through an SSH tunnel, and reached again when the connection drops."""
+"""A cluster's job server, reached by its address or through an SSH tunnel."""
 
 from __future__ import annotations
 
@@ -10,33 +10,41 @@ from typing import Any
 from app.errors import UserError
 from cluster.addresses import bracketed
 
-DEFAULT = "http://127.0.0.1:8265"
+DEFAULT_URL = "http://127.0.0.1:8265"
 
 
 def allow_token() -> None:
-    """With a token in ~/.ray/auth_token, uses it, unless RAY_AUTH_MODE says otherwise. Ray reads this when imported."""
-    if os.path.exists(os.path.expanduser("~/.ray/auth_token")) or os.environ.get("RAY_AUTH_TOKEN"):
+    """Has Ray use a token if there is one, unless RAY_AUTH_MODE is set.
+
+    The token is in ~/.ray/auth_token or RAY_AUTH_TOKEN. Call this before Ray is imported, which
+    reads the mode.
+    """
+    has_file = os.path.exists(os.path.expanduser("~/.ray/auth_token"))
+    if has_file or os.environ.get("RAY_AUTH_TOKEN"):
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 class Server:
-    """The job server, connected to inside `with`; `client` is Ray's JobSubmissionClient.
+    """The job server of a cluster; `with` connects to it.
 
-    It is at `address`, or on the head of the cluster file `cluster`, reached over SSH; by default at
-    RAY_API_SERVER_ADDRESS or an http RAY_ADDRESS, else on this machine.
+    Args:
+        address: Where it is; None means RAY_API_SERVER_ADDRESS or an http RAY_ADDRESS, or else
+            this machine.
+        cluster: A cluster's file, if it is on the head of that cluster and is to be reached over
+            SSH.
+
+    Raises:
+        UserError: Both an address and a file are given.
     """
 
     def __init__(self, address: str | None = None, cluster: str | None = None) -> None:
         allow_token()  # before a cluster's file is read, which imports Ray
         if address and cluster:
             raise UserError("--address and --cluster both say where to: write one of them")
-        known = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
-        found = address or (known if known.startswith("http") else DEFAULT)
         self.cluster = cluster or ""
-        if "://" not in found:
-            found = f"http://{bracketed(found)}"
-        self.address = "" if cluster else found
+        self.address = "" if cluster else _url(address)
         self.client: Any = None
+        """Ray's JobSubmissionClient, while connected."""
         self._tunnel = contextlib.ExitStack()
 
     def __str__(self) -> str:
@@ -53,7 +61,8 @@ class Server:
         """Connects, or connects again.
 
         Raises:
-            UserError, ClusterError: no server answers, or it refuses us, in Ray's words; one sentence.
+            UserError: No server answers, or it refuses this process; one sentence.
+            ClusterError: The cluster's head cannot be reached.
         """
         self._tunnel.close()
         from ray.job_submission import JobSubmissionClient
@@ -65,14 +74,15 @@ class Server:
             self.client = JobSubmissionClient(address)
         except Exception as error:
             self._tunnel.close()
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            reason = lines[0].rstrip(".")[:300]
             raise UserError(
-                f"the Ray job server at {self} cannot be used ({first[:300]}): `trireme cluster up` starts a cluster, "
-                "--address or --cluster says where one is"
+                f"the Ray job server at {self} cannot be used ({reason}): `trireme cluster up` "
+                "starts a cluster, --address or --cluster says where one is"
             ) from error
 
     def _open_tunnel(self) -> str:
-        """The local address that leads to the cluster's head."""
+        """Opens a tunnel to the cluster's head; returns the local address that leads there."""
         from cluster.files import read_ray_file
         from cluster.launch import head_host
         from cluster.ray_file import dashboard_port, is_this_machine
@@ -81,5 +91,16 @@ class Server:
         data, file = read_ray_file(self.cluster)
         port = dashboard_port(data)
         if not is_this_machine(data):
-            port = self._tunnel.enter_context(tunnel(login_of(data), head_host(data, file), port))
+            new_tunnel = tunnel(login_of(data), head_host(data, file), port)
+            port = self._tunnel.enter_context(new_tunnel)
         return f"http://127.0.0.1:{port}"
+
+
+def _url(address: str | None) -> str:
+    """The URL of a job server; see `Server`."""
+    if not address:
+        ray_address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS", "")
+        address = ray_address if ray_address.startswith("http") else DEFAULT_URL
+    if "://" not in address:
+        return f"http://{bracketed(address)}"
+    return address

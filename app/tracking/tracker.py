@@ -337,7 +337,7 @@ class WriterProcess:
                 limit = timeout if state.problem else PATIENCE_SECONDS
                 if time.monotonic() - progress_time > limit:
                     if state.writer is not None:
-                        with contextlib.suppress(ProcessLookupError):
+                        with contextlib.suppress(ProcessLookupError, PermissionError):
                             os.kill(state.writer, signal.SIGKILL)
                     return state.problem or "the tracking writer makes no progress"
             time.sleep(0.05)

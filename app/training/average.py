@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, beside those that are trained."""
+"""An exponential moving average of the weights, kept beside the weights that are trained."""
 
 from __future__ import annotations
 
@@ -14,23 +14,35 @@ from strategies.parallelize import Parallel
 
 
 class Average:
-    """An exponential moving average of the weights, each worker's of its own part; in the first steps of fewer:
-    decay min(d, (1 + t) / (10 + t))."""
+    """An exponential moving average of the weights; each rank has the average of its own part.
+
+    At step t the decay is min(decay, (1 + t) / (10 + t)), so that the first steps, whose weights
+    are far from trained, are soon forgotten.
+
+    Args:
+        parallel: The model under its layout.
+        decay: The share of the average that a step keeps, 0 to 1.
+    """
 
     def __init__(self, parallel: Parallel, decay: float) -> None:
-        self.parallel, self.decay = parallel, decay
-        self.values = {n: p.detach().clone() for n, p in parallel.named_parameters() if p.requires_grad}
-        self._pairs = [(local(self.values[n]), p) for n, p in parallel.named_parameters() if n in self.values]
+        self.parallel = parallel
+        self.decay = decay
+        trained = [(name, p) for name, p in parallel.named_parameters() if p.requires_grad]
+        self.values = {name: parameter.detach().clone() for name, parameter in trained}
+        """The averages by the names of their parameters."""
+        self._averages = [local(self.values[name]) for name, _ in trained]
+        self._parameters = [parameter for _, parameter in trained]
 
     @torch.no_grad()
     def update(self, step: int) -> None:
+        """Take the weights after a step into the average."""
         decay = min(self.decay, (1 + step) / (10 + step))
-        averages, weights = [a for a, _ in self._pairs], [local(p.detach()) for _, p in self._pairs]
-        get_ema_multi_avg_fn(decay)(averages, weights, step)
+        weights = [local(parameter.detach()) for parameter in self._parameters]
+        get_ema_multi_avg_fn(decay)(self._averages, weights, step)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """While it lasts the model has the average for weights."""
+        """A context in which the model has the average in place of its weights."""
         self._swap()
         try:
             yield
@@ -39,12 +51,13 @@ class Average:
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for average, parameter in self._pairs:
+        for average, parameter in zip(self._averages, self._parameters, strict=True):
             weight = local(parameter.detach())
-            kept = weight.clone()
+            weight_before = weight.clone()
             weight.copy_(average)
-            average.copy_(kept)
+            average.copy_(weight_before)
+        # FSDP may have gathered weights ahead: it gathers them again, as they are now.
         for module in self.parallel.module.modules():
-            if isinstance(module, FSDPModule):  # what was gathered, or is on its way, is the other's
+            if isinstance(module, FSDPModule):
                 module.unshard()
                 module.reshard()

@@ -1,52 +1,66 @@
-"""`Task.gather` wired to a training: which losses call it, which layouts can do it, and what a step then is.
+"""`Task.gather` in a training: which losses call it, on which layouts, and how their steps run.
 
-Most losses do not, and their steps are the layout's own. Whether one does is known from its code where that never
-mentions the word, else from one forward in its first step, without gradients, of which nothing remains.
+Most losses do not call it, and their steps are the layout's own. If the code of the task never
+mentions the word, it does not gather. Otherwise one forward without gradients in the first step of
+a loss shows whether it does; nothing of that forward remains.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from app.config import Config
-from app.data.loader import rows
+from app.data.loader import Batch, rows
 from app.data.randomness import Generators
 from app.errors import UserError
 from app.tasks.base import Task
 from strategies import registry
 from strategies.gather import BatchGather
 from strategies.layout import Layout
+from strategies.parallel import Loss
 from strategies.parallelize import Parallel
 
 POINTER = (
-    "write the loss over self.gather(x), which gives the rows of the whole global batch on every layout "
-    "(app/tasks/README.md)"
+    "write the loss over self.gather(x), which gives the rows of the whole global batch on every "
+    "layout (app/tasks/README.md)"
 )
-"""The end of a sentence about a loss that couples the samples of a batch: what makes it right."""
+"""What to do about a loss that couples the samples of a batch, as the end of a sentence."""
 LAYOUTS = "single, ddp, zero1, zero2, fsdp or hsdp, also with +tensor"
-"""Those whose losses can gather."""
+"""The layouts whose losses can gather."""
 
 
-# --- before a worker starts -------------------------------------------------------------------------------------------
+class StepRunner(Protocol):
+    """Runs forward and backward of the micro-batches of a step, such as a `Parallel`."""
+
+    def forward_backward(
+        self,
+        batches: Sequence[Batch],
+        weights: Sequence[float | Tensor],
+        loss: Loss,
+        scale: float | Tensor = 1.0,
+    ) -> Tensor: ...
+
+
+# --- before a worker starts -----------------------------------------------------------------------
 
 
 @contextmanager
 def watched(task: Task) -> Iterator[list[Tensor]]:
-    """What the task gathers while it is tried; each as it is."""
+    """Collect what the task gathers while it is tried; it gets each tensor back as it is."""
     gathered: list[Tensor] = []
 
-    def keep(x: Tensor) -> Tensor:
+    def collect(x: Tensor) -> Tensor:
         gathered.append(x)
         return x
 
-    task.gathering = keep
+    task.gathering = collect
     try:
         yield gathered
     finally:
@@ -54,122 +68,175 @@ def watched(task: Task) -> Iterator[list[Tensor]]:
 
 
 def check(config: Config, task: Task, layout: Layout) -> Iterator[str]:
-    """Remarks for the user on a task that gathers.
+    """Check the configuration of a task that gathers.
+
+    Args:
+        config: The run's configuration.
+        task: The task.
+        layout: The layout that will train it.
+
+    Yields:
+        A sentence for the user about an evaluation whose metrics depend on the workers.
 
     Raises:
-        UserError: a layout that cannot gather, or a measurement that has no meaning then.
+        UserError: The layout cannot gather, or a measurement would mean nothing.
     """
-    if why := _cannot(layout):
-        raise UserError(f"the task calls self.gather, but {why}: write strategy={LAYOUTS}")
-    if config.train.noise_scale_every:
-        raise UserError(
-            "train.noise_scale_every compares the gradients of small and large batches, but the task calls "
-            "self.gather, so its loss is no mean over samples: leave it out"
-        )
     train = config.train
-    if task.eval_data() is not None and train.eval_every and train.eval_batch_size is None:
+    obstacle = _obstacle(layout)
+    if obstacle:
+        raise UserError(f"the task calls self.gather, but {obstacle}: write strategy={LAYOUTS}")
+    if train.noise_scale_every:
+        raise UserError(
+            "train.noise_scale_every compares the gradients of small and large batches, but the "
+            "task calls self.gather, so its loss is no mean over samples: leave it out"
+        )
+    is_evaluated = task.eval_data() is not None and train.eval_every
+    if is_evaluated and train.eval_batch_size is None:
         size = train.micro_batch_size or max(1, train.global_batch_size // layout.dims.dp)
         yield (
-            f"the task calls self.gather, which at an evaluation gives one evaluation batch, here of {size:,} samples: "
-            "write train.eval_batch_size for figures that are the same on any number of workers"
+            "the task calls self.gather, which at an evaluation gives one evaluation batch, here "
+            f"of {size:,} samples: write train.eval_batch_size for figures that are the same on "
+            "any number of workers"
         )
 
 
-def _cannot(layout: Layout) -> str:
-    """Why a loss cannot gather; "" where it can."""
+def _obstacle(layout: Layout) -> str:
+    """Why losses cannot gather under a layout; "" if they can."""
     if layout.dims.pp > 1:
         return "a pipeline has one micro-batch at a time where the loss is computed"
     if layout.dims.cp > 1:
         return "with parallel.cp a worker has a part of every sample"
-    if any(record.requires for record in registry.records(layout.name)):
+    if any(record.required_package for record in registry.records(layout.name)):
         return f"{layout.name} takes the steps itself"
     return ""
 
 
 def may_gather(task: Task) -> bool:
-    """Whether the code of the task's class, or of the modules that it is made in, mentions `gather`."""
-    classes = [cls for cls in type(task).__mro__ if not cls.__module__.startswith(("app.", "builtins"))]
+    """Whether the code of the task's classes, or of their modules, mentions `gather`."""
+    classes = [
+        cls for cls in type(task).__mro__ if not cls.__module__.startswith(("app.", "builtins"))
+    ]
     modules = {cls.__module__ for cls in classes if cls.__module__ in sys.modules}
-    return any("gather" in code.co_names for cls in classes for code in _codes(vars(cls).values())) or any(
-        "gather" in code.co_names for name in modules for code in _codes(vars(sys.modules[name]).values(), name)
-    )
+    codes = [code for cls in classes for code in _codes(vars(cls).values())]
+    for module in modules:
+        codes += _codes(vars(sys.modules[module]).values(), defined_in=module)
+    return any("gather" in code.co_names for code in codes)
 
 
-def _codes(values: Iterable[Any], module: str | None = None) -> Iterator[CodeType]:
-    """Of functions, and of functions within them. module: of those that were written there."""
+def _codes(values: Iterable[object], defined_in: str | None = None) -> Iterator[CodeType]:
+    """The code of functions, and of functions within them.
+
+    Args:
+        values: Functions, methods, properties and anything else, which is passed over.
+        defined_in: Only functions of this module; None means all.
+    """
     for value in values:
         function = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
         code = getattr(function, "__code__", None)
-        if isinstance(code, CodeType) and (module is None or getattr(function, "__module__", None) == module):
-            waiting = [code]
-            while waiting:
-                inner = waiting.pop()
-                yield inner
-                waiting += [constant for constant in inner.co_consts if isinstance(constant, CodeType)]
+        is_wanted = defined_in is None or getattr(function, "__module__", None) == defined_in
+        if isinstance(code, CodeType) and is_wanted:
+            yield from _with_inner_codes(code)
 
 
-# --- in training ------------------------------------------------------------------------------------------------------
+def _with_inner_codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner_codes(constant)
+
+
+# --- in training ----------------------------------------------------------------------------------
 
 
 class Gathering:
-    """Computes the steps of a task's losses; what `Task.gather` calls while it trains."""
+    """Runs the steps of a task's losses, and is what `Task.gather` calls meanwhile.
+
+    Args:
+        task: Its `gathering` is set.
+        parallel: The model under its layout.
+        device: This rank's, whose random numbers a repeated forward draws again.
+    """
 
     def __init__(self, task: Task, parallel: Parallel, device: torch.device) -> None:
-        self.task, self.parallel = task, parallel
-        self.cannot = _cannot(parallel.layout)
-        self.batch_gather = BatchGather(parallel, rows, Generators(device), self._unlogged)
+        self.task = task
+        self.parallel = parallel
+        self.obstacle = _obstacle(parallel.layout)
+        self.batch_gather = BatchGather(
+            parallel,
+            samples=rows,
+            randomness=Generators(device),
+            collecting=self._without_logging,
+        )
         self.parts = 1
-        """How many parts the global batch has in the step that is computed."""
-        self._may = may_gather(task)
-        self._known: dict[Any, tuple[int, bool]] = {}
-        """By code of a loss: its number, and whether it gathers."""
+        """How many parts the global batch has in the step that is running."""
+        self._may_gather = may_gather(task)
+        self._losses: dict[Any, tuple[int, bool]] = {}
+        """(its number, whether it gathers) of each loss, by its code."""
         task.gathering = self._gather
 
     def forward_backward(
         self,
-        passes: Any,
-        batches: Sequence[Any],
-        weights: Sequence[Any],
-        loss: Callable[[Any, Any], Tensor],
+        runner: StepRunner,
+        batches: Sequence[Batch],
+        weights: Sequence[float | Tensor],
+        loss: Loss,
+        *,
         scale: float | Tensor = 1.0,
     ) -> Tensor:
-        """As Parallel.forward_backward. passes: who computes the step of a loss that does not gather."""
-        self.parts = len(batches) * self.parallel.layout.dims.dp
-        number, gathers = self._loss(loss, batches)
-        if not gathers:
-            return passes.forward_backward(batches, weights, loss, scale)
-        if passes is not self.parallel:
-            raise UserError(
-                "train.noise_scale_every compares the gradients of small and large batches, but the task's loss calls "
-                "self.gather: leave it out"
-            )
-        return self.batch_gather.forward_backward(batches, weights, loss, scale, number=number)
+        """Does what `Parallel.forward_backward` does, for losses that gather too.
 
-    def _loss(self, loss: Callable[[Any, Any], Tensor], batches: Sequence[Any]) -> tuple[int, bool]:
-        if not self._may or self.cannot or self.parts == 1:
+        Args:
+            runner: Runs the step if the loss does not gather.
+            batches: The step's micro-batches.
+            weights: Their shares of the global batch.
+            loss: (model, batch) → the mean loss.
+            scale: Factor of the loss in backward.
+
+        Raises:
+            UserError: The noise scale is measured of a loss that gathers.
+        """
+        self.parts = len(batches) * self.parallel.layout.dims.dp
+        number, gathers = self._inspect(loss, batches)
+        if not gathers:
+            return runner.forward_backward(batches, weights, loss, scale=scale)
+        if runner is not self.parallel:
+            raise UserError(
+                "train.noise_scale_every compares the gradients of small and large batches, but "
+                "the task's loss calls self.gather: leave it out"
+            )
+        return self.batch_gather.forward_backward(
+            batches, weights, loss, scale=scale, number=number
+        )
+
+    def _inspect(self, loss: Loss, batches: Sequence[Batch]) -> tuple[int, bool]:
+        """(the loss's number, whether it gathers), which its first step shows."""
+        if not self._may_gather or self.obstacle or self.parts == 1:
             return 0, False
         function = getattr(loss, "__func__", loss)
         code = getattr(function, "__code__", function)
-        if code not in self._known:
+        if code not in self._losses:
             gathers = self.batch_gather.calls(batches[0], loss) > 0
-            self._known[code] = (len(self._known), gathers)
-        return self._known[code]
+            self._losses[code] = (len(self._losses), gathers)
+        return self._losses[code]
 
     def _gather(self, x: Tensor) -> Tensor:
         if self.batch_gather.is_active:
             return self.batch_gather(x)
         if self.parts == 1 or not self.parallel.module.training:
             return x
-        if self.cannot:
-            raise UserError(f"the task calls self.gather, but {self.cannot}: write strategy={LAYOUTS}")
+        if self.obstacle:
+            raise UserError(
+                f"the task calls self.gather, but {self.obstacle}: write strategy={LAYOUTS}"
+            )
         raise UserError(
-            "the loss calls self.gather in some steps and not in its first one, or where its module does not show it: "
-            "call it in every step, in a function of the task's own module"
+            "the loss calls self.gather in some steps and not in its first one, or where its "
+            "module does not show it: call it in every step, in a function of the task's own module"
         )
 
     @contextmanager
-    def _unlogged(self) -> Iterator[None]:
-        recorded, self.task.recorded = self.task.recorded, None
+    def _without_logging(self) -> Iterator[None]:
+        recorded = self.task.recorded
+        self.task.recorded = None
         try:
             yield
         finally:

@@ -2,19 +2,113 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from app.checkpoint.ranks import Ranks
+from app.config import Config
 from app.data.loader import eval_batches
+from app.data.randomness import seed_step
+from app.tasks.base import Task
+from app.training import hooks
+from app.training.average import Average
+from app.training.events import FilesWritten
+from app.training.job import Channel, Heartbeat, Place
+from strategies.parallelize import Parallel
 
-if TYPE_CHECKING:
-    from torch.utils.data import Dataset
 
-    from app.tasks.base import Task
-    from app.training.job import Heartbeat
-    from strategies.parallelize import Parallel
+class Evaluator:
+    """Evaluates the model during training; every rank calls each method alike.
+
+    Args:
+        config: The run's configuration.
+        task: Has the held-out data and the metrics.
+        parallel: The model under its layout.
+        average: The moving average of the weights, which is evaluated too; None without one.
+        place: This rank's place.
+        channel: To the driver.
+        folder: The run's folder, for what the task logs.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        task: Task,
+        parallel: Parallel,
+        average: Average | None,
+        place: Place,
+        channel: Channel,
+        folder: str,
+    ) -> None:
+        self.config = config
+        self.task = task
+        self.parallel = parallel
+        self.average = average
+        self.place = place
+        self.channel = channel
+        self.folder = folder
+        dims = parallel.layout.dims
+        self.data_rank = dims.data_rank(place.rank)
+        self.calls_on_evaluation = hooks.overrides(task, "on_evaluation") and dims.pp * dims.cp == 1
+
+    def run(self, step: int) -> dict[str, float]:
+        """Evaluate the weights after a step, and their average under the names `ema_…`.
+
+        `Task.on_evaluation` is called while the model has the average, if there is one.
+
+        Args:
+            step: The step just taken.
+
+        Returns:
+            The metrics by name, those that the task logs among them.
+        """
+        metrics = self.held_out_metrics(step)
+        with self.average.in_place() if self.average else contextlib.nullcontext():
+            if self.average is not None:
+                averaged = self.held_out_metrics(step)
+                metrics |= {f"ema_{name}": value for name, value in averaged.items()}
+            if self.calls_on_evaluation:
+                metrics |= self._call_on_evaluation(step)
+        return metrics
+
+    def held_out_metrics(self, step: int) -> dict[str, float]:
+        """The task's metrics of the model's present weights; {} without held-out data."""
+        train = self.config.train
+        data = self.task.eval_data()
+        if data is None:
+            return {}
+        dp = self.parallel.layout.dims.dp
+        batch_size = train.eval_batch_size or train.micro_batch_size
+        # Some metrics draw random numbers.
+        seed_step(train.seed, step, data_rank=self.data_rank, device=self.place.device)
+        return evaluate(
+            self.task,
+            self.parallel,
+            data,
+            batch_size=batch_size or max(1, train.global_batch_size // dp),
+            data_rank=self.data_rank,
+            device=self.place.device,
+            heartbeat=self.channel.heartbeat,
+        )
+
+    def _call_on_evaluation(self, step: int) -> Mapping[str, float]:
+        log = hooks.call_on_evaluation(
+            self.task,
+            self.parallel,
+            self.channel.heartbeat,
+            folder=self.folder,
+            step=step,
+            is_first_rank=self.place.rank == 0,
+        )
+        if log.has_files:
+            self.channel.emit(FilesWritten(folder=log.folder))
+        return log.numbers
 
 
 @torch.no_grad()
@@ -22,36 +116,55 @@ def evaluate(
     task: Task,
     parallel: Parallel,
     data: Dataset[Any],
+    *,
     batch_size: int,
     data_rank: int,
     device: torch.device,
     heartbeat: Heartbeat,
 ) -> dict[str, float]:
-    """The task's metrics as means over all items of `data`; every rank gets the same numbers.
+    """The task's metrics as means over all items of the data.
 
-    Every rank runs the model equally often (sharded models need that); padding batches weigh nothing.
+    Every rank runs the model equally often, because the collectives of a sharded model need it:
+    a rank whose data has ended gets padding batches, which count nothing.
+
+    Args:
+        task: Has the metrics.
+        parallel: The model under its layout.
+        data: Map-style.
+        batch_size: Samples of a batch.
+        data_rank: This rank's number among those that have different data.
+        device: Where to move the batches.
+        heartbeat: Ticks with each batch.
+
+    Returns:
+        The same metrics on every rank.
     """
-    parallel.module.eval()
-    sums: dict[str, torch.Tensor] = {}
-    items = torch.zeros((), dtype=torch.float64, device=device)
     dims = parallel.layout.dims
-    for batch, weight in eval_batches(data, batch_size=batch_size, dp_rank=data_rank, dp_size=dims.dp, device=device):
-        values = parallel.forward(task.metrics, batch)
+    items = torch.zeros((), dtype=torch.float64, device=device)
+    sums: dict[str, Tensor] = {}
+    batches = eval_batches(
+        data, batch_size=batch_size, dp_rank=data_rank, dp_size=dims.dp, device=device
+    )
+    parallel.module.eval()
+    for batch, weight in batches:
+        means = parallel.forward(task.metrics, batch)
         heartbeat.ticks += 1
-        if values is None:  # a pipeline's last stage has them
+        if means is None:  # only the last stage of a pipeline has them
             continue
-        count = torch.as_tensor(task.items(batch) if weight else 0, dtype=torch.float64, device=device)
+        count = torch.as_tensor(
+            task.items(batch) if weight else 0, dtype=torch.float64, device=device
+        )
         items += count
-        for name, value in values.items():
-            # A padding batch may give nan (mean over no items), and nan times 0 is nan.
-            part = torch.where(count > 0, value.double() * count, 0.0)
-            sums[name] = sums.get(name, torch.zeros_like(items)) + part
+        for name, mean in means.items():
+            # The mean of a padding batch may be nan, and nan times 0 is nan.
+            batch_sum = torch.where(count > 0, mean.double() * count, 0.0)
+            sums[name] = sums.get(name, torch.zeros_like(items)) + batch_sum
     parallel.module.train()
-    result: dict[str, float] | None = None
+    metrics: dict[str, float] | None = None
     if parallel.has_loss:
-        together = parallel.total(torch.stack([items, *sums.values()]))
-        result = dict(zip(sums, (together[1:] / together[0]).tolist(), strict=True))
-    if dims.pp > 1:  # the ranks with the loss tell the others
-        result = next(found for found in Ranks().all(result) if found is not None)
-    assert result is not None
-    return result | task.derived(result)
+        totals = parallel.total(torch.stack([items, *sums.values()]))
+        metrics = dict(zip(sums, (totals[1:] / totals[0]).tolist(), strict=True))
+    if dims.pp > 1:  # the ranks of the last stage tell the others
+        metrics = next(each for each in Ranks().all_gather(metrics) if each is not None)
+    assert metrics is not None
+    return metrics | task.derived(metrics)

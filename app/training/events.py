@@ -1,11 +1,11 @@
-"""What a worker says to the driver: one frozen dataclass for each kind of message.
+"""Events that workers send to the driver: a frozen dataclass for each kind.
 
-A worker makes an event and gives it to its `Channel`; the launcher carries it, pickled as it is,
-and the supervisor and the driver handle it by `match`. This module stands low and imports little,
-since the small processes in between (app/launchers/driver_actors.py) need it too.
+A worker passes an event to its `Channel`. The launcher transports it, pickled, and the supervisor
+and the driver handle it by `match`. This module imports little, because the small processes in
+between (app/launchers/driver_actors.py) import it too.
 
-Two kinds of event are also kept in files of a run. Both write and read their own record, here and
-nowhere else.
+Two kinds of event are also stored in files of a run. Only this module writes and reads their
+records.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ if TYPE_CHECKING:
 # --- for the launcher and the supervisor ----------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WorkerInfo:
-    """Where a rank runs, as it said itself when it began."""
+    """Where a rank runs, as reported by the rank when it starts."""
 
     rank: int
     pid: int
     ip: str
-    node: str  # Ray's id of the node; "" without Ray
-    label: str = ""  # "stage 2 of 4"
-    oom_kills: int = 0  # that the kernel of its node had counted then
+    node: str
+    """Ray's id of the node; "" without Ray."""
+    label: str = ""
+    """For a person, such as "stage 2 of 4"."""
+    oom_kills: int = 0
+    """How many processes the kernel of its node had killed by then for lack of memory."""
 
     def __str__(self) -> str:
         label = f" ({self.label})" if self.label else ""
@@ -39,14 +42,14 @@ class WorkerInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStarted:
-    """A worker's process runs, and has yet to build its model."""
+    """A worker's process has started, and is about to build its model."""
 
     info: WorkerInfo
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFailed:
-    """A worker ends with an exception."""
+    """A worker has ended with an exception."""
 
     rank: int
     error: BaseException
@@ -54,16 +57,16 @@ class WorkerFailed:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerDied:
-    """A worker's process is gone, which its launcher has noticed."""
+    """A worker's process has died, as its launcher has noticed."""
 
     rank: int
     details: str
-    """What the launcher says about it."""
+    """The launcher's description of the death."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodePreempted:
-    """A node will be taken away soon. The workers save a checkpoint."""
+    """The cloud will take a node away soon; the workers save a checkpoint."""
 
     node: str
     """Ray's id of the node."""
@@ -84,43 +87,47 @@ class TrainingStarted:
     resumed_from: int | None
     """The step of the checkpoint that training continues from; None without one."""
     step: int
+    """Optimizer steps taken so far."""
     steps: int
+    """Optimizer steps of the whole run."""
     device: str
+    """Rank 0's, such as "cuda:0"."""
     parameters: int
+    """How many parameters the whole model has."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepsDone:
-    """How far training is. The progress.json of a run holds the record of the newest one."""
+    """How far training is; progress.json in the run's folder has the newest one."""
 
     step: int
     """The newest optimizer step."""
     steps: int
-    """Optimizer steps in all."""
+    """Optimizer steps of the whole run."""
     loss: float | None
-    """Of the newest step that was logged; None before the first."""
+    """The loss of the newest logged step of this start; None before the first."""
     loss_step: int
-    """The step that `loss` is of."""
+    """The step of `loss`."""
     rate: float
-    """Items a second, as `Speed` in app/training/loop.py counts them."""
+    """Items per second, as `Speed` in app/training/reporting.py counts them."""
     unit: str
     """What an item is: tokens, samples."""
     gpus: int
-    """GPUs whose peak is known; 0 where it is not."""
+    """The number of GPUs; 0 if their peak is not known."""
     mfu: float | None
-    """Model FLOP utilization, 0 to 1; None where the peak of the GPUs is not known."""
+    """Model FLOP/s utilization, 0 to 1; None if the peak of the GPUs is not known."""
     seconds_left: float
     seconds_per_step: float
     memory_bytes: int
     """Peak memory of the first worker."""
 
     def to_record(self) -> dict[str, Any]:
-        """As progress.json has it."""
+        """The content of progress.json."""
         return {"type": "progress", **asdict(self)}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> StepsDone:
-        """From a progress.json, also an older version's, which lacks what is optional here."""
+        """Read a progress.json; that of an older version lacks some keys."""
         return cls(
             step=record["step"],
             steps=record["steps"],
@@ -138,7 +145,10 @@ class StepsDone:
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsLogged:
-    """Metrics of one step. Checkpoints hold the newest ones, so that a killed driver loses none."""
+    """Metrics of a step.
+
+    Checkpoints contain the newest ones, so that none is lost if the driver is killed.
+    """
 
     step: int
     time: float
@@ -146,14 +156,15 @@ class MetricsLogged:
     training_seconds: float
     """Seconds of training in this start of the run."""
     values: Mapping[str, float]
+    """By name."""
 
     def to_json(self) -> str:
-        """As checkpoints have it."""
+        """The text that checkpoints contain."""
         return json.dumps({"type": "metrics", **vars(self), "values": dict(self.values)})
 
     @classmethod
     def from_json(cls, text: str) -> MetricsLogged:
-        """From a checkpoint."""
+        """Read the text from a checkpoint."""
         record = json.loads(text)
         return cls(
             step=record["step"],
@@ -165,32 +176,33 @@ class MetricsLogged:
 
 @dataclass(frozen=True, kw_only=True)
 class SystemSampled:
-    """Metrics of a node at one moment, by their whole names (system/NODE/…)."""
+    """Metrics of a node at one moment."""
 
     time: float
     """Unix time in seconds."""
     values: Mapping[str, float]
+    """By full name, `system/NODE/…`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSaved:
-    """A checkpoint was begun; it is committed in the background."""
+    """A checkpoint has begun; it is committed in the background."""
 
     step: int
     stall_seconds: float
-    """For which this one has held up training."""
+    """How long this checkpoint has held up training."""
     previous_seconds: float
-    """From the beginning of the checkpoint before to its commit; 0 where there was none."""
+    """From the start of the checkpoint before to its commit; 0 if there was none."""
     interval_seconds: float | None
-    """From one checkpoint to the next, where it is measured (checkpoint.auto); else None."""
+    """From one checkpoint to the next, with checkpoint.auto; otherwise None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilesWritten:
-    """A worker has written files into the storage, to be kept with the MLflow run."""
+    """A worker has written files into the storage, which MLflow gets too."""
 
     folder: str
-    """Relative to the run's."""
+    """Relative to the run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,16 +210,16 @@ class ProfileTaken:
     """Steps were profiled, and the traces are in the storage."""
 
     step: int
-    """The last of them."""
+    """The last profiled step."""
     folder: str
-    """Relative to the run's."""
+    """Relative to the run's folder."""
     profile: Mapping[str, Any]
-    """What its profile.json holds."""
+    """The content of profile.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTraced:
-    """What the stages of one replica did in one step."""
+    """What the stages of one replica of a pipeline did in one step."""
 
     step: int
     spans: Sequence[Span]
@@ -215,14 +227,14 @@ class PipelineTraced:
 
 @dataclass(frozen=True, kw_only=True)
 class WarningIssued:
-    """A sentence that the person should read."""
+    """A sentence that the user should read."""
 
     message: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingDone:
-    """Training has ended, at its last step or because it was asked to stop."""
+    """Training has ended: at its last step, early, or because it was asked to stop."""
 
     summary: dict[str, Any]
 
@@ -239,10 +251,10 @@ DriverEvent = (
     | WarningIssued
     | TrainingDone
 )
-"""What the driver handles."""
+"""Events that the driver handles."""
 WorkerEvent = WorkerStarted | WorkerFailed | WorkerDied | NodePreempted
-"""What the launcher and the supervisor handle."""
+"""Events that the launcher and the supervisor handle."""
 Event = DriverEvent | WorkerEvent
 
 FROM_ANY_RANK = (WorkerStarted, WorkerFailed, NodePreempted, SystemSampled, WarningIssued)
-"""Ranks other than 0 send these alone."""
+"""Ranks other than 0 send only these."""

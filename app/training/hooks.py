@@ -1,7 +1,7 @@
-"""What a task may add to training, called from one place, on all ranks alike:
+"""What a task may add to training. The loop calls it on all ranks alike, through this file.
 
-training_step, log, optimizer, schedule     in a step          (Updates, build_optimizers)
-on_evaluation, stop_early                   after each one     (EvaluationLog, stops_early)
+in a step               training_step, log, optimizer, schedule
+after an evaluation     on_evaluation, stop_early
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from app.config import Config
@@ -24,178 +24,80 @@ from app.training.job import Heartbeat, strategy_options
 from app.training.optimizer import build_optimizer, learning_rate
 from strategies import registry
 from strategies.layout import Layout
+from strategies.parallel import Loss
 from strategies.parallelize import Options, Parallel
 from strategies.zero_weight import has_no_weight
 
-LossFunction = Callable[[Any, Any], Tensor]
-"""(model, batch) → the mean loss, 0-dimensional."""
-
 
 def overrides(task: Task, name: str) -> bool:
+    """Whether the task has a method of its own instead of the one of `Task`."""
     return getattr(type(task), name) is not getattr(Task, name)
 
 
 def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()) -> Iterator[str]:
-    """Remarks for the user on what the layout leaves out, such as what the loss logs. Raises UserError for what it
-    cannot do."""
-    dims, engine = layout.dims, any(record.requires for record in registry.records(layout.name))
-    if overrides(task, "training_step") and (dims.pp > 1 or engine):
-        why = "the stages of a pipeline take the steps" if dims.pp > 1 else f"{layout.name} takes the steps itself"
-        raise UserError(f"the task has a training_step of its own, but {why}: use ddp or fsdp")
-    if config.train.ema_decay is not None and engine:
-        raise UserError(f"train.ema_decay is not for {layout.name}, which keeps the weights itself: use fsdp")
-    if config.train.patience is not None and (task.eval_data() is None or config.train.eval_every is None):
-        raise UserError("train.patience counts evaluations: write train.eval_every, and give the task eval_data")
-    if dims.pp * dims.cp > 1 and logged:
-        yield f"{', '.join(f'train/{name}' for name in logged)}: not shown, since no worker has whole outputs here"
-    if dims.pp * dims.cp > 1 and overrides(task, "on_evaluation") and not type(task).__module__.startswith("app."):
-        yield "on_evaluation is not called: no worker has the whole model or whole sequences here"
+    """Check that the layout can do what the task and the configuration want.
+
+    Args:
+        config: The run's configuration.
+        task: The task.
+        layout: The layout that will train it.
+        logged: The names that the task's loss logs.
+
+    Yields:
+        A sentence for the user about each thing that the layout leaves out.
+
+    Raises:
+        UserError: The layout cannot train this.
+    """
+    train = config.train
+    dims = layout.dims
+    is_pipeline = dims.pp > 1
+    is_engine = any(record.required_package for record in registry.records(layout.name))
+    if overrides(task, "training_step") and (is_pipeline or is_engine):
+        reason = f"{layout.name} takes the steps itself"
+        if is_pipeline:
+            reason = "the stages of a pipeline take the steps"
+        raise UserError(f"the task has a training_step of its own, but {reason}: use ddp or fsdp")
+    if train.ema_decay is not None and is_engine:
+        raise UserError(
+            f"train.ema_decay is not for {layout.name}, which keeps the weights itself: use fsdp"
+        )
+    is_evaluated = task.eval_data() is not None and train.eval_every is not None
+    if train.patience is not None and not is_evaluated:
+        raise UserError(
+            "train.patience counts evaluations: write train.eval_every, and give the task eval_data"
+        )
+    if dims.pp * dims.cp == 1:
+        return
+    if logged:
+        names = ", ".join(f"train/{name}" for name in logged)
+        yield f"{names}: not logged under pipeline or context parallelism"
+    is_users_task = not type(task).__module__.startswith("app.")
+    if is_users_task and overrides(task, "on_evaluation"):
+        yield "on_evaluation is not called under pipeline or context parallelism"
 
 
-# --- a step -----------------------------------------------------------------------------------------------------------
+# --- a step ---------------------------------------------------------------------------------------
 
 
 def options(config: Config, task: Task) -> Options:
-    """What strategies are told."""
-    found = replace(strategy_options(config), float_output=task.float_output)
-    unused = found.find_unused_parameters or overrides(task, "training_step")  # by updates of the other weights
-    return replace(found, find_unused_parameters=unused)
+    """The options of strategies, from the configuration and the task."""
+    configured = strategy_options(config)
+    # An update of a training_step may leave out weights that another update trains.
+    may_leave_weights_out = overrides(task, "training_step")
+    return replace(
+        configured,
+        float_output=task.float_output,
+        find_unused_parameters=configured.find_unused_parameters or may_leave_weights_out,
+    )
 
 
-def set_learning_rate(
-    optimizer: torch.optim.Optimizer, config: Config, task: Task, *, step: int, steps: int
-) -> dict[str, float]:
-    """Gives the optimizer the rate of a step; returns what it has, see `learning_rates`.
+def disable_prefetch(parallel: Parallel) -> None:
+    """Let FSDP gather each module only when it is called.
 
-    Args:
-        optimizer: of the run.
-        config: the schedule, which the task's own takes precedence over.
-        task: with a schedule of its own, or without.
-        step: steps that have been taken.
-        steps: of the whole run.
+    A training_step may call parts of the model. A part that was gathered ahead and then not called
+    would be used in the next update with its weights of before this one.
     """
-    rate = learning_rate(config.optimizer, config.schedule, step, steps, config.train.global_batch_size)
-    if (factor := task.schedule(step, steps)) is not None:
-        rate = config.optimizer.lr * factor
-    for group in optimizer.param_groups:  # initial_lr: of an optimizer of the task's own
-        group["lr"] = rate * group["initial_lr"] / (config.optimizer.lr or 1.0) if "initial_lr" in group else rate
-    return learning_rates(optimizer)
-
-
-def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """The rates that the optimizer steps with, by name.
-
-    "lr" is the first parameter group's. Beside it are those of several optimizers, "lr_NAME", and of groups that differ
-    from the first, "lr_group_1" and so on.
-    """
-    groups = optimizer.param_groups
-    rates = {"lr": float(groups[0]["lr"])}
-    if isinstance(optimizer, Optimizers):
-        return rates | {f"lr_{name}": float(each.param_groups[0]["lr"]) for name, each in optimizer.named.items()}
-    differing = {f"lr_group_{i}": float(group["lr"]) for i, group in enumerate(groups)}
-    return rates | {name: rate for name, rate in differing.items() if rate != rates["lr"]}
-
-
-class Updates:
-    """What a task's training_step is given: each call is one update of the weights from the whole global batch.
-
-    Args:
-        take: the loop's update: (loss, name of one of several optimizers or "") → this worker's part of the mean loss
-            over the global batch, and the gradient's norm where it is known.
-    """
-
-    def __init__(self, take: Callable[[LossFunction, str], tuple[Tensor, Tensor | None]]) -> None:
-        self._take = take
-        self.loss: Tensor | None = None
-        """Of all updates, this worker's part; None before the first."""
-        self.grad_norm: Tensor | None = None
-        """Of the first update's gradient."""
-
-    def __call__(self, loss: LossFunction, optimizer: str = "") -> Tensor:
-        """Updates the weights.
-
-        Args:
-            loss: (model, batch) → its mean over the batch's items, 0-dimensional.
-            optimizer: the name of one of several, which changes its own parameters alone.
-
-        Returns:
-            This worker's part of the mean over the global batch, detached.
-        """
-        value, grad_norm = self._take(loss, optimizer)
-        self.loss = value if self.loss is None else self.loss + value
-        self.grad_norm = grad_norm if self.grad_norm is None else self.grad_norm
-        return value
-
-
-def logged_losses(task: Task, weights: Sequence[Any], *, in_parts: bool) -> dict[str, Tensor]:
-    """This worker's part of what the task's loss has logged in a step, by name; nothing is kept of it.
-
-    Args:
-        task: its `recorded` has the values of each call.
-        weights: of the step's micro-batches.
-        in_parts: whether micro-batches may have been cut in two, as they are where the noise scale is measured.
-
-    Raises:
-        UserError: the loss did not log a name once in each micro-batch.
-    """
-    recorded = task.recorded or {}
-    task.recorded = None
-    uneven = [name for name, values in recorded.items() if len(values) != len(weights)]
-    if uneven and in_parts:
-        return {}
-    if uneven:
-        raise UserError(
-            f"the task logs {uneven[0]!r} not once in each micro-batch: log it once whenever loss is called"
-        )
-    return {name: _weighted(values, weights) for name, values in recorded.items()}
-
-
-def _weighted(values: Sequence[Tensor], weights: Sequence[Any]) -> Tensor:
-    """The values' sum, each times its micro-batch's weight; one of weight 0 may be nan, and has no part in it."""
-    total = torch.zeros_like(values[0])
-    for value, weight in zip(values, weights, strict=True):
-        if not has_no_weight(weight):
-            total = total + value * weight
-    return total
-
-
-class Optimizers(torch.optim.Optimizer):
-    """Several, each of its own parameters, as one. named: by name."""
-
-    def __init__(self, named: Mapping[str, torch.optim.Optimizer]) -> None:
-        super().__init__([group for each in named.values() for group in each.param_groups], {})
-        self.named = dict(named)
-        self.param_groups = [group for each in named.values() for group in each.param_groups]
-
-    @property
-    def state(self) -> Any:
-        return {p: held for each in self.named.values() for p, held in each.state.items()}
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        """Torch's constructor sets an empty one."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for each in self.named.values():
-            each.step()
-
-
-def one_of_several(optimizer: torch.optim.Optimizer, name: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """The optimizer of a name; gradients of parameters that are not its own are dropped."""
-    if not isinstance(optimizer, Optimizers) or name not in optimizer.named:
-        named = ", ".join(optimizer.named) if isinstance(optimizer, Optimizers) else "none by name"
-        raise UserError(f"training_step updates with the optimizer {name!r}, but the task's are: {named}")
-    chosen = optimizer.named[name]
-    its_own = {id(parameter) for group in chosen.param_groups for parameter in group["params"]}
-    for parameter in parameters:
-        if id(parameter) not in its_own:
-            parameter.grad = None
-    return chosen
-
-
-def gather_when_called(parallel: Parallel) -> None:
-    """For steps that call parts of the model: a part that is gathered ahead, and then not called, would be used as it
-    was before the update."""
     for module in parallel.module.modules():
         if isinstance(module, FSDPModule):
             module.set_modules_to_forward_prefetch([])
@@ -203,96 +105,323 @@ def gather_when_called(parallel: Parallel) -> None:
 
 
 def build_optimizers(config: Config, task: Task, parallel: Parallel) -> torch.optim.Optimizer:
-    """The task's own, or the configuration's."""
+    """The task's own optimizer or optimizers, or else the configured one."""
     trained = [(name, p) for name, p in parallel.named_parameters() if p.requires_grad]
-    own = task.optimizer(trained) if trained else None  # a stage of a pipeline may have nothing to train
-    if own is None:
+    of_task = None
+    if trained:  # a stage of a pipeline may have nothing to train
+        of_task = task.optimizer(trained)
+    if of_task is None:
         return build_optimizer(config.optimizer, parallel.parameters())
-    made = Optimizers(own) if isinstance(own, Mapping) else own
-    for group in made.param_groups:  # what the schedule's rate is to be multiplied by
+    optimizer = Optimizers(of_task) if isinstance(of_task, Mapping) else of_task
+    for group in optimizer.param_groups:  # the schedule multiplies this rate
         group["initial_lr"] = group["lr"]
-    return made
+    return optimizer
 
 
-# --- after an evaluation ----------------------------------------------------------------------------------------------
+class Optimizers(torch.optim.Optimizer):
+    """Several optimizers, each of its own parameters, as one.
+
+    Args:
+        named: The optimizers by name.
+    """
+
+    def __init__(self, named: Mapping[str, torch.optim.Optimizer]) -> None:
+        groups = [group for optimizer in named.values() for group in optimizer.param_groups]
+        super().__init__(groups, {})
+        self.named = dict(named)
+        # The optimizers' groups themselves, not copies: a rate that is set here is set there.
+        self.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        merged: dict[Tensor, Any] = {}
+        for optimizer in self.named.values():
+            merged |= optimizer.state
+        return merged
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Ignores the empty state that torch's constructor sets."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.named.values():
+            optimizer.step()
+
+
+def choose_optimizer(
+    optimizer: torch.optim.Optimizer, name: str, parameters: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimizer that an update steps with.
+
+    If it is one of a task's several optimizers, gradients of parameters of the others are dropped.
+
+    Args:
+        optimizer: The run's.
+        name: The one that the task's training_step wants; "" means all.
+        parameters: Of the whole model.
+
+    Raises:
+        UserError: There is none of that name.
+    """
+    if not name:
+        return optimizer
+    names = list(optimizer.named) if isinstance(optimizer, Optimizers) else []
+    if not isinstance(optimizer, Optimizers) or name not in names:
+        raise UserError(
+            f"training_step updates with the optimizer {name!r}, but the task's are: "
+            f"{', '.join(names) or 'none by name'}"
+        )
+    chosen = optimizer.named[name]
+    trained = {id(parameter) for group in chosen.param_groups for parameter in group["params"]}
+    for parameter in parameters:
+        if id(parameter) not in trained:
+            parameter.grad = None
+    return chosen
+
+
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, config: Config, task: Task, *, step: int, steps: int
+) -> dict[str, float]:
+    """Set the learning rate of a step.
+
+    Args:
+        optimizer: The run's.
+        config: Has the schedule.
+        task: May have a schedule of its own, which takes precedence.
+        step: Steps taken so far.
+        steps: Steps of the whole run.
+
+    Returns:
+        The rates by name: "lr" is that of the first parameter group, "lr_NAME" that of one of
+        several optimizers, "lr_group_1" and so on those of groups that differ from the first.
+    """
+    base_rate = config.optimizer.lr
+    factor = task.schedule(step, steps)
+    if factor is None:
+        batch_size = config.train.global_batch_size
+        rate = learning_rate(
+            config.optimizer, config.schedule, step, steps=steps, batch_size=batch_size
+        )
+    else:
+        rate = base_rate * factor
+    for group in optimizer.param_groups:
+        if "initial_lr" in group:  # an optimizer of the task's own
+            group["lr"] = rate * group["initial_lr"] / (base_rate or 1.0)
+        else:
+            group["lr"] = rate
+    return _learning_rates(optimizer)
+
+
+def _learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    first_rate = float(optimizer.param_groups[0]["lr"])
+    rates = {"lr": first_rate}
+    if isinstance(optimizer, Optimizers):
+        for name, each in optimizer.named.items():
+            rates[f"lr_{name}"] = float(each.param_groups[0]["lr"])
+        return rates
+    for number, group in enumerate(optimizer.param_groups):
+        rate = float(group["lr"])
+        if rate != first_rate:
+            rates[f"lr_group_{number}"] = rate
+    return rates
+
+
+class Updates:
+    """The `update` that a task's training_step calls; each call updates the weights once.
+
+    Args:
+        update: The loop's update: (loss function, name of an optimizer or "") → this worker's part
+            of the mean loss over the global batch, and the norm of the gradient if it is known.
+    """
+
+    def __init__(self, update: Callable[[Loss, str], tuple[Tensor, Tensor | None]]) -> None:
+        self._update = update
+        self.loss: Tensor | None = None
+        """The sum over all updates, this worker's part; None before the first."""
+        self.grad_norm: Tensor | None = None
+        """The norm of the first update's gradient."""
+
+    def __call__(self, loss: Loss, optimizer: str = "") -> Tensor:
+        """Update the weights by the gradient over the whole global batch.
+
+        Args:
+            loss: (model, batch) → its mean over the batch's items, 0-dimensional.
+            optimizer: The name of one of several, which changes only its own parameters.
+
+        Returns:
+            This worker's part of the mean over the global batch, detached.
+        """
+        value, grad_norm = self._update(loss, optimizer)
+        self.loss = value if self.loss is None else self.loss + value
+        if self.grad_norm is None:
+            self.grad_norm = grad_norm
+        return value
+
+
+def logged_losses(
+    task: Task, weights: Sequence[float | Tensor], *, may_be_halved: bool
+) -> dict[str, Tensor]:
+    """This worker's part of what the task's loss has logged in a step, which is then forgotten.
+
+    Args:
+        task: Its `recorded` has the values of each call.
+        weights: Of the step's micro-batches.
+        may_be_halved: Whether a micro-batch may have been cut in two, as the measurement of the
+            noise scale does.
+
+    Returns:
+        By name, the mean over the global batch; {} if micro-batches were cut in two.
+
+    Raises:
+        UserError: The loss did not log a name once in each micro-batch.
+    """
+    recorded = task.recorded or {}
+    task.recorded = None
+    uneven = [name for name, values in recorded.items() if len(values) != len(weights)]
+    if uneven and may_be_halved:
+        return {}
+    if uneven:
+        raise UserError(
+            f"the task logs {uneven[0]!r} not once in each micro-batch: "
+            "log it once whenever loss is called"
+        )
+    return {name: _weighted_sum(values, weights) for name, values in recorded.items()}
+
+
+def _weighted_sum(values: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
+    total = torch.zeros_like(values[0])
+    for value, weight in zip(values, weights, strict=True):
+        if not has_no_weight(weight):  # such a value may be nan
+            total = total + value * weight
+    return total
+
+
+# --- after an evaluation --------------------------------------------------------------------------
 
 
 def stops_early(config: Config, task: Task, evaluations: Sequence[Mapping[str, float]]) -> bool:
-    """Whether training is to end after these evaluations: by train.patience, or as the task says."""
-    patience, metric = config.train.patience, config.checkpoint.metric
-    if patience is not None and len(evaluations) > patience:
-        sign = 1 if config.checkpoint.mode == "max" else -1
-        values = [sign * found[metric] if math.isfinite(found[metric]) else -math.inf for found in evaluations]
-        if max(values[-patience:]) <= max(values[:-patience]):
-            return True
-    return task.stop_early(evaluations)
+    """Whether training is to end: train.patience is used up, or the task says so.
+
+    Args:
+        config: Has the patience, and which metric it watches.
+        task: May have a stop_early of its own.
+        evaluations: The metrics of every evaluation, the newest last.
+    """
+    return _is_out_of_patience(config, evaluations) or task.stop_early(evaluations)
+
+
+def _is_out_of_patience(config: Config, evaluations: Sequence[Mapping[str, float]]) -> bool:
+    patience = config.train.patience
+    if patience is None or len(evaluations) <= patience:
+        return False
+    sign = 1 if config.checkpoint.mode == "max" else -1
+    scores = []
+    for metrics in evaluations:
+        value = metrics[config.checkpoint.metric]
+        scores.append(sign * value if math.isfinite(value) else -math.inf)
+    return max(scores[-patience:]) <= max(scores[:-patience])
 
 
 def call_on_evaluation(
-    task: Task, parallel: Parallel, heartbeat: Heartbeat, *, folder: str, step: int, is_first_rank: bool
+    task: Task,
+    parallel: Parallel,
+    heartbeat: Heartbeat,
+    *,
+    folder: str,
+    step: int,
+    is_first_rank: bool,
 ) -> EvaluationLog:
-    """Calls the task's `on_evaluation`; what it has logged.
+    """Call the task's `on_evaluation`.
 
     Args:
-        task: with an on_evaluation of its own.
-        parallel: the model, which every rank calls equally often.
-        heartbeat: is told of every call of the model, since it may take long.
-        folder: of the run; what is logged goes below it.
-        step: after which the evaluation is.
-        is_first_rank: whether this rank writes files.
+        task: Has an on_evaluation of its own.
+        parallel: The model, which every rank calls equally often.
+        heartbeat: Ticks with every call of the model, since an on_evaluation may take long.
+        folder: The run's folder, for the files that the task logs.
+        step: The step just taken.
+        is_first_rank: Whether this rank writes files.
+
+    Returns:
+        What the task has logged.
     """
     log = EvaluationLog(folder, step, is_first_rank)
 
-    def moves(*_: Any) -> None:
+    def tick(*_: object) -> None:
         heartbeat.ticks += 1
 
-    alive = parallel.inner.register_forward_pre_hook(moves)
+    hook = parallel.inner.register_forward_pre_hook(tick)
     parallel.module.eval()
     try:
         parallel.forward(lambda model, _: task.on_evaluation(model, log), None)
     finally:
-        alive.remove()
+        hook.remove()
         parallel.module.train()
     return log
 
 
 class EvaluationLog:
-    """The `log` that on_evaluation is given; rank 0's files go into the run's folder and to MLflow."""
+    """The `log` that on_evaluation calls. Rank 0's files go into the run's folder and to MLflow.
 
-    def __init__(self, folder: str, step: int, first: bool) -> None:
-        self.folder, self.first = f"evaluation/step-{step:08d}", first
-        self._storage = Storage(folder).join(self.folder) if first else None
+    Args:
+        folder: The run's folder.
+        step: The step just taken.
+        is_first_rank: Whether this rank writes files.
+    """
+
+    def __init__(self, folder: str, step: int, is_first_rank: bool) -> None:
+        self.folder = f"evaluation/step-{step:08d}"
+        """Where the files are, relative to the run's folder."""
         self.numbers: dict[str, float] = {}
-        self.written = False
+        self.has_files = False
+        self._storage = Storage(folder).join(self.folder) if is_first_rank else None
 
     def __call__(self, name: str, value: Any) -> None:
-        """value: text; a number; a figure of matplotlib; an image: (H, W), (H, W, 3 or 4) or (1 or 3, H, W), of bytes
-        or of 0 to 1, or PIL's."""
+        """Log a value.
+
+        Args:
+            name: The name of the metric, or of the file without its suffix.
+            value: A number, a text, a figure of matplotlib or an image. An image is PIL's, or has
+                the shape (H, W), (H, W, 3 or 4) or (1 or 3, H, W), with bytes or with floats from
+                0 to 1.
+        """
         if isinstance(value, (int, float)):
             self.numbers[name] = float(value)
-        elif self._storage is not None:
-            suffix, content = ("txt", value.encode()) if isinstance(value, str) else ("png", _png(name, value))
-            self._storage.make()
-            self._storage.write_bytes(f"{name}.{suffix}", content)
-            self.written = True
+            return
+        if self._storage is None:
+            return
+        self._storage.make()
+        if isinstance(value, str):
+            self._storage.write_bytes(f"{name}.txt", value.encode())
+        else:
+            self._storage.write_bytes(f"{name}.png", _png(name, value))
+        self.has_files = True
 
 
 def _png(name: str, value: Any) -> bytes:
-    out = io.BytesIO()
-    if hasattr(value, "savefig"):
-        value.savefig(out, format="png")
-        return out.getvalue()
+    """The PNG of a figure or an image."""
+    file = io.BytesIO()
+    if hasattr(value, "savefig"):  # a figure of matplotlib
+        value.savefig(file, format="png")
+    elif hasattr(value, "getbands"):  # an image of PIL
+        value.save(file, format="png")
+    else:
+        _write_pixels(file, name, torch.as_tensor(value).detach().cpu())
+    return file.getvalue()
+
+
+def _write_pixels(file: io.BytesIO, name: str, pixels: Tensor) -> None:
     from matplotlib.image import imsave
 
-    if hasattr(value, "getbands"):  # PIL's
-        value.save(out, format="png")
-        return out.getvalue()
-    pixels = torch.as_tensor(value).detach().cpu()
     if pixels.dim() == 3 and pixels.shape[0] in (1, 3):
         pixels = pixels.permute(1, 2, 0).squeeze(-1)
     if pixels.dim() not in (2, 3):
-        raise UserError(f"on_evaluation logs {name!r} of shape {tuple(pixels.shape)}: an image has 2 or 3 dimensions")
-    top = 1 if pixels.is_floating_point() else 255
-    array = (pixels.float() if top == 1 else pixels).clamp(0, top).numpy()
-    imsave(out, array, cmap="gray", vmin=0, vmax=top, format="png")
-    return out.getvalue()
+        raise UserError(
+            f"on_evaluation logs {name!r} of shape {tuple(pixels.shape)}: "
+            "an image has 2 or 3 dimensions"
+        )
+    white = 255
+    if pixels.is_floating_point():
+        white = 1
+        pixels = pixels.float()
+    array = pixels.clamp(0, white).numpy()
+    imsave(file, array, cmap="gray", vmin=0, vmax=white, format="png")

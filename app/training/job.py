@@ -1,4 +1,4 @@
-"""What a worker is given: the job, its place among the other ranks, and a channel to the driver, with its heartbeat."""
+"""What a worker receives: its job, its place among the ranks, and a channel to the driver."""
 
 import json
 import resource
@@ -15,51 +15,66 @@ from strategies.layout import Layout
 from strategies.options import Options
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be trained, decided by the driver before any worker starts."""
+    """What to train; the driver decides it before any worker starts."""
 
     config: Config
     layout: Layout
-    folder: str  # the run's folder in the storage
-    attempt: str  # this start of the run; a later one supersedes it
+    folder: str
+    """The run's folder in the storage."""
+    attempt: str
+    """This start of the run; a later one supersedes it."""
     run_uid: str
-    steps: int  # optimizer steps in all
-    cwd: str  # the driver's current folder, to which relative paths in the configuration refer
-    mtbf_seconds: float = 30 * 86400.0  # mean time between failures, as far as the driver knows
-    leased: bool = False  # whether its driver keeps a lease in the folder: none there, and the storage is not reached
-    spot_provider: str = ""  # the cloud whose preemption notices are watched, where its cluster has spot machines
-    sources: dict[str, str] = field(default_factory=dict)  # digests of the task's own code: see app/tasks/sources.py
-    failed_nodes: tuple[str, ...] = ()  # ids of nodes that failed too often
+    steps: int
+    """Optimizer steps of the whole run."""
+    cwd: str
+    """The driver's current folder, to which relative paths in the configuration refer."""
+    mtbf_seconds: float = 30 * 86400.0
+    """Mean time between failures, as far as the driver knows."""
+    leased: bool = False
+    """Whether the driver keeps a lease in the folder, so that without one the storage is away."""
+    spot_provider: str = ""
+    """The cloud whose preemption notices are watched; "" if the cluster has no spot machines."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Digests of the task's own code; see app/tasks/sources.py."""
+    failed_nodes: tuple[str, ...] = ()
+    """Ids of nodes that have failed too often."""
 
     @property
     def checkpoints(self) -> str:
+        """The folder of the run's checkpoints."""
         return f"{self.folder}/checkpoints"
 
     @property
     def excluded_nodes(self) -> list[str]:
-        """Ids of nodes that get no worker: those that the configuration names, and failed ones."""
+        """Ids of the nodes that get no workers: configured or failed ones."""
         return [*self.config.cluster.exclude_nodes, *self.failed_nodes]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Place:
-    """A rank's place among the others. device: `cuda` alone becomes the current GPU: not all of torch takes it so."""
+    """A rank's place among the others."""
 
     rank: int
     world_size: int
     local_rank: int
+    """The rank among those of its node."""
     device: torch.device
+    """`cuda` without an index becomes the current GPU, because parts of torch need an index."""
 
     def __post_init__(self) -> None:
         if self.device.type == "cuda" and self.device.index is None:
-            object.__setattr__(self, "device", torch.device("cuda", torch.cuda.current_device()))
+            device = torch.device("cuda", torch.cuda.current_device())
+            object.__setattr__(self, "device", device)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Heartbeat:
-    """What a worker does and how far it is: written by the loop in a few plain stores per step, read by another thread
-    at any moment."""
+    """What a worker does, and how far it is.
+
+    The loop writes it, in a few plain stores per step; another thread reads it at any moment.
+    """
 
     phase: str = "starting"
     """starting, reading, training, evaluating, saving, ending or finished."""
@@ -72,19 +87,23 @@ class Heartbeat:
 
 
 class Channel(Protocol):
-    """How a worker reaches the driver. Of ranks other than 0 only warnings and notices are sent."""
+    """How a worker reaches the driver; ranks other than 0 send only what FROM_ANY_RANK lists."""
 
     heartbeat: Heartbeat
 
     def emit(self, event: Event) -> None:
-        """Sends an event and returns at once."""
+        """Send an event; returns at once."""
 
     def stop_requested(self) -> bool:
         """Whether the run is asked to save and stop."""
 
 
 class SilentChannel:
-    """The Channel of a worker that has nothing to say, and the base of the others; `stopping` asks it to stop."""
+    """A channel that sends nothing, and the base of those that do.
+
+    Attributes:
+        stopping: Whether the worker is asked to stop.
+    """
 
     def __init__(self) -> None:
         self.heartbeat = Heartbeat()
@@ -97,10 +116,12 @@ class SilentChannel:
 
 
 def strategy_options(config: Config) -> Options:
-    """The part of the configuration that strategies take; `float_output` is the task's to say (hooks.options).
+    """The part of the configuration that strategies take.
+
+    `float_output` is missing, since the task decides it; see `hooks.options`.
 
     Raises:
-        UserError: the file of parallel.deepspeed cannot be read.
+        UserError: The file of parallel.deepspeed cannot be read.
     """
     train = config.train
     parallel = config.parallel
@@ -115,7 +136,7 @@ def strategy_options(config: Config) -> Options:
         offload=parallel.offload,
         reshard_after_forward=parallel.reshard_after_forward,
         accumulate_sharded=parallel.accumulate_sharded,
-        deepspeed=_deepspeed(parallel.deepspeed) if parallel.deepspeed else None,
+        deepspeed=_read_deepspeed(parallel.deepspeed) if parallel.deepspeed else None,
         sequence_parallel=parallel.sequence_parallel,
         async_tp=parallel.async_tp,
         loss_parallel=parallel.loss_parallel,
@@ -126,18 +147,22 @@ def strategy_options(config: Config) -> Options:
     )
 
 
-def _deepspeed(path: str) -> dict[str, Any]:
+def _read_deepspeed(path: str) -> dict[str, Any]:
     try:
-        found = json.loads(Path(path).expanduser().read_text())
+        content = json.loads(Path(path).expanduser().read_text())
     except (OSError, ValueError) as error:
-        raise UserError(f"parallel.deepspeed is {path!r}, which cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"parallel.deepspeed is {path!r}, which holds no JSON object: write {{...}} there")
-    return found
+        raise UserError(
+            f"parallel.deepspeed is {path!r}, which cannot be read as JSON: {error}"
+        ) from error
+    if not isinstance(content, dict):
+        raise UserError(
+            f"parallel.deepspeed is {path!r}, which holds no JSON object: write {{...}} there"
+        )
+    return content
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Peak memory so far: allocated on the GPU, or resident in this process."""
+    """Peak memory so far: allocated on a GPU, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

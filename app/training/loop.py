@@ -1,20 +1,24 @@
-"""The training loop. The same one runs under every launcher, in a pipeline's stage, and in one process.
+"""The training loop: the same under every launcher, in a pipeline's stage and in one process.
 
-    for each step:   micro-batches → forward, backward → gradient norm, clip → optimizer.step()
-    at a boundary:   ranks agree (step_sync.py) → metrics → evaluation → checkpoint
+A step (`Training.step` and `Training._update`) sets the learning rate, runs forward and backward of
+each micro-batch, so that the gradients add up, clips the gradient and calls `optimizer.step()`. It
+does not wait for the device.
 
-It imports no launcher and no tracker: what it has to say goes to the `Channel` that it is given, which sends nothing on
-all ranks but the first. No step waits for the device; only boundaries do, about once a second.
+A boundary (`Training._handle_boundary`) comes about once a second. There the ranks agree on what
+has happened; then metrics are logged, the model is evaluated and a checkpoint is saved, as far as
+each is due.
+
+The loop imports no launcher and no tracker: it reports to the `Channel` that it receives.
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from app.checkpoint.ranks import Ranks
 from app.data.loader import Batch, number_on, pipeline_example, rows, train_batches
@@ -28,8 +32,8 @@ from app.tasks.items import CountedBatch, count_items, weighs_items
 from app.training import hooks
 from app.training.average import Average
 from app.training.batch_gather import Gathering
-from app.training.evaluation import evaluate
-from app.training.events import FilesWritten, MetricsLogged, StepsDone, TrainingStarted, WarningIssued
+from app.training.evaluation import Evaluator
+from app.training.events import TrainingStarted, WarningIssued
 from app.training.expert_load import expert_metrics
 from app.training.flops import Utilization
 from app.training.job import Channel, Job, Place, memory_bytes
@@ -39,18 +43,29 @@ from app.training.persistence import Persistence, Progress
 from app.training.pipeline_monitor import PipelineMonitor
 from app.training.process import collect_garbage, configure_torch, garbage_waits
 from app.training.profiler import Profiler
-from app.training.step_sync import Agreement, StepSync
-from strategies.parallelize import parallelize
+from app.training.reporting import Reporter
+from app.training.step_sync import StepSync
+from strategies.parallel import Loss
+from strategies.parallelize import Parallel, parallelize
 
 Summary = dict[str, Any]
+"""What a run has to say at its end; see `Training._summary`."""
 
 
 def train(job: Job, place: Place, channel: Channel) -> Summary:
-    """Trains until `job.steps`, or until asked to stop; returns the summary, rank 0's with all metrics.
+    """Train until the last step, an early end, or a request to stop.
+
+    Args:
+        job: What to train.
+        place: This rank's place.
+        channel: To the driver.
+
+    Returns:
+        The summary of the run; rank 0's has all metrics.
 
     Raises:
-        NonFiniteError: the loss or gradient stopped being finite.
-        UserError: the checkpoint to resume from, or the data, is not usable.
+        NonFiniteError: The loss or the gradient is no longer finite.
+        UserError: The checkpoint to resume from, or the data, cannot be used.
     """
     training = Training(job, place, channel)
     try:
@@ -59,98 +74,99 @@ def train(job: Job, place: Place, channel: Channel) -> Summary:
         training.close()
 
 
-@dataclass
-class Speed:
-    """How fast a start of a run trains: the one figure that the terminal, `trireme runs` and the report show.
+class Training:
+    """One rank's part of a run: the model, the optimizer, the data and the progress.
 
-    It is the mean over all steps of the start: their items over the seconds of training. Those are the seconds in
-    steps, waiting for data included; evaluation, checkpoints and waiting for the storage or for workers are not in it.
+    Args:
+        job: What to train.
+        place: This rank's place.
+        channel: To the driver.
+        persistence_class: What saves and loads checkpoints.
     """
 
-    seconds: float = 0.0
-    items: float = 0.0
-    samples: float = 0.0
-
-    def add(self, seconds: float, items: float, samples: float) -> None:
-        """Adds some steps."""
-        self.seconds += seconds
-        self.items += items
-        self.samples += samples
-
-    @property
-    def items_per_second(self) -> float:
-        return self.items / self.seconds if self.seconds else 0.0
-
-    @property
-    def samples_per_second(self) -> float:
-        return self.samples / self.seconds if self.seconds else 0.0
-
-
-class Training:
-    """One rank's part of a run: model, optimizer, data, and how far they are. keeper: what its state is kept by."""
-
-    def __init__(self, job: Job, place: Place, channel: Channel, keeper: Callable[..., Any] = Persistence) -> None:
-        config = self.config = job.config
-        self.job, self.place, self.channel, self.heartbeat = job, place, channel, channel.heartbeat
+    def __init__(
+        self,
+        job: Job,
+        place: Place,
+        channel: Channel,
+        *,
+        persistence_class: type[Persistence] = Persistence,
+    ) -> None:
+        self.job = job
+        self.place = place
+        self.channel = channel
+        self.heartbeat = channel.heartbeat
         self.heartbeat.phase = "starting"
-        configure_torch(config.train, place.device)
-        seed_everything(config.train.seed)  # all ranks, and all starts, make the same data
-        read_task_file(config.task, Storage(job.folder))
-        self.task = load_task(config.task, config.task_args)
-        self.data = self.task.train_data()
-        self.memory_before = memory_bytes(place.device)  # without a model
-        example = None
-        if job.layout.dims.pp > 1:
-            example = (self.task.loss, pipeline_example(self.data, config.train.micro_batch_size))
+        self.config = job.config
         self.dims = job.layout.dims
         self.data_rank = self.dims.data_rank(place.rank)
-        self.parallel = parallelize(
-            self._build_model,
-            job.layout,
-            hooks.options(config, self.task),
-            device=place.device,
-            blocks=self.task.blocks,
-            tensor_plan=self.task.tensor_plan,
-            context_plan=self.task.context_plan,
-            example=example,
-        )
-        if hooks.overrides(self.task, "training_step"):
-            hooks.gather_when_called(self.parallel)
-        self.optimizer = self.parallel.prepare_optimizer(hooks.build_optimizers(config, self.task, self.parallel))
-        self.scale = LossScale(config.train.precision == "fp16")
-        self.persistence = keeper(job, place, channel, self.parallel, self.optimizer, self.scale)
-        self.average: Average | None = None
-        if config.train.ema_decay is not None:
-            self.average = Average(self.parallel, config.train.ema_decay)
-            self.persistence.average = self.average
-        self.progress = Progress()
-        self.weighs_items = weighs_items(self.task)
-        self.speed = Speed()
-        self.parameters = self._count_parameters()
-        self.resumed_from = self.persistence.resume(self.progress)
-        self.logged_at = 0
-        self.noise = NoiseScale.of(self.parallel, config.train.noise_scale_every, config.train.global_batch_size)
+        train = self.config.train
+
+        configure_torch(train, place.device)
+        seed_everything(train.seed)  # a task that makes random data makes the same on every rank
+        read_task_file(self.config.task, Storage(job.folder))
+        self.task = load_task(self.config.task, self.config.task_args)
+        self.is_weighted_by_items = weighs_items(self.task)
+        self.data = self.task.train_data()
+        self.memory_before = memory_bytes(place.device)  # without the model
+
+        self.parallel = self._parallelize_model()
         self.gathering = Gathering(self.task, self.parallel, place.device)
-        if self.noise is not None and self.weighs_items:
-            self.noise.items = partial(count_items, self.task)
-        self.sync = StepSync(
-            self.dims.cp * self.dims.tp, self.steps_done + 1, data_copies=self.dims.world_size // self.dims.dp
+        optimizer = hooks.build_optimizers(self.config, self.task, self.parallel)
+        self.optimizer = self.parallel.prepare_optimizer(optimizer)
+        self.loss_scale = LossScale(train.precision == "fp16")
+        self.average: Average | None = None
+        if train.ema_decay is not None:
+            self.average = Average(self.parallel, train.ema_decay)
+        self.parameter_count = self._count_parameters()
+
+        self.progress = Progress()
+        self.persistence = persistence_class(
+            job=job,
+            place=place,
+            channel=channel,
+            parallel=self.parallel,
+            optimizer=self.optimizer,
+            loss_scale=self.loss_scale,
+            average=self.average,
         )
-        self.utilization = Utilization.of(self.task, job.layout, place, config.train.precision)
-        self.monitor = PipelineMonitor.of(job, self.parallel, channel)
+        self.resumed_from = self.persistence.resume(self.progress)
+
+        self.sync = StepSync(
+            loss_copies=self.dims.cp * self.dims.tp,
+            data_copies=self.dims.world_size // self.dims.dp,
+            first_step=self.steps_done + 1,
+        )
+        self.reporter = Reporter(
+            channel=channel,
+            place=place,
+            progress=self.progress,
+            steps=job.steps,
+            global_batch_size=train.global_batch_size,
+            unit=self.task.unit,
+            utilization=Utilization.of(self.task, job.layout, place, precision=train.precision),
+        )
+        self.evaluator = Evaluator(
+            config=self.config,
+            task=self.task,
+            parallel=self.parallel,
+            average=self.average,
+            place=place,
+            channel=channel,
+            folder=job.folder,
+        )
+        self.noise_scale = self._make_noise_scale()
+        self.pipeline_monitor = PipelineMonitor.of(job, self.parallel, channel)
         self.profiler = Profiler.of(job, place, channel, steps_done=self.steps_done)
 
     @property
     def steps_done(self) -> int:
         return self.progress.step
 
-    def _build_model(self) -> torch.nn.Module:
-        seed_everything(self.config.train.seed)
-        return build_model(self.task)
-
-    # --- the loop -----------------------------------------------------------------------------------------------
+    # --- the loop ---------------------------------------------------------------------------------
 
     def run(self) -> Summary:
+        """Train, save the last checkpoint and the weights; see `train`."""
         stopped = False
         self._announce()
         batches = self.batches()
@@ -162,129 +178,139 @@ class Training:
         finally:
             getattr(batches, "close", lambda: None)()
         self.heartbeat.phase = "ending"
-        self.persistence.finish(self.progress)  # first: it waits for a storage that is away or full
+        # First, because it waits until a storage that is away or full can be written again.
+        self.persistence.finish(self.progress)
         if not stopped:
             with self.average.in_place() if self.average else contextlib.nullcontext():
                 self.persistence.keep_weights()
         return self._summary(stopped)
 
     def advance(self, batches: Iterator[list[CountedBatch]]) -> bool:
-        """One step, and what is due after it; true when the run is to stop."""
-        if self.heartbeat.phase == "training":  # waiting for data has a limit of its own, after the first step
-            self.heartbeat.phase = "reading"
-            micro_batches = next(batches)
-            self.heartbeat.phase = "training"
-        else:
-            micro_batches = next(batches)
+        """Take one step, and do what is due after it.
+
+        Args:
+            batches: From `batches`.
+
+        Returns:
+            Whether the run is to stop.
+        """
+        micro_batches = self._next_batches(batches)
         step = self.steps_done + 1
-        with contextlib.nullcontext() if self.profiler is None else self.profiler.step(step):
-            if self.monitor is None:
+        with self.profiler.step(step) if self.profiler else contextlib.nullcontext():
+            if self.pipeline_monitor is None:
                 self.step(micro_batches)
             else:
-                self.monitor.take(step, partial(self.step, micro_batches), self._metrics)
+                take_step = partial(self.step, micro_batches)
+                self.pipeline_monitor.take(step, take_step, self.reporter.log)
         if self.profiler is not None and self.profiler.is_last(step):
             self._finish_profile(self.profiler)
-        return self._is_boundary() and self._boundary()
+        if not self._is_boundary():
+            return False
+        return self._handle_boundary()
+
+    # --- a step -----------------------------------------------------------------------------------
 
     def step(self, micro_batches: list[CountedBatch]) -> None:
-        """One step: the weights move by the gradient of the mean loss over the global batch, once, or as often as the
-        task's own training_step says."""
-        config = self.config
+        """Take one step: learning rate, forward, backward, clip, `optimizer.step()`.
+
+        Args:
+            micro_batches: This rank's share of the global batch, on the device.
+        """
+        train = self.config.train
         step = self.steps_done + 1
-        is_logged = step in (1, self.job.steps) or step % config.train.log_every == 0
-        data_rank = self.dims.seed_rank(self.place.rank)
-        seed_step(config.train.seed, step, data_rank=data_rank, device=self.place.device)
-        rates = hooks.set_learning_rate(self.optimizer, config, self.task, step=self.steps_done, steps=self.job.steps)
+        is_logged = step in (1, self.job.steps) or step % train.log_every == 0
+        self._seed_step(step)
+        learning_rates = hooks.set_learning_rate(
+            self.optimizer, self.config, self.task, step=self.steps_done, steps=self.job.steps
+        )
         batches = [micro_batch.batch for micro_batch in micro_batches]
         weights = self._weights(micro_batches)
-        self.task.recorded = {} if is_logged and self.dims.pp * self.dims.cp == 1 else None
+        can_log_losses = self.dims.pp * self.dims.cp == 1
+        self.task.recorded = {} if is_logged and can_log_losses else None  # filled by Task.log
 
-        if hooks.overrides(self.task, "training_step"):
-            updates = hooks.Updates(partial(self._update, batches, weights, is_logged))
-            self.task.training_step(updates)
-            loss, grad_norm = updates.loss, updates.grad_norm
-        else:
-            loss, grad_norm = self._update(batches, weights, is_logged, self.task.loss)
-        if loss is None:
+        # By default this calls `_update` once, with the task's loss. A training_step of the task's
+        # own may call it several times.
+        updates = hooks.Updates(partial(self._update, batches, weights, is_logged))
+        self.task.training_step(updates)
+        if updates.loss is None:
             raise UserError("the task's training_step made no update: call update(loss) in it")
-
         if self.average is not None:
             self.average.update(step)
+
         self.progress.step = step
+        self.progress.samples_seen += train.global_batch_size
         self.heartbeat.step = step
-        self.progress.samples_seen += config.train.global_batch_size
-        self.sync.add(loss, sum(micro_batch.items for micro_batch in micro_batches))
+        self.sync.add(updates.loss, sum(micro_batch.items for micro_batch in micro_batches))
         if is_logged:
-            losses = hooks.logged_losses(self.task, weights, in_parts=self.noise is not None)
-            self.sync.log(step, rates, grad_norm, losses)
+            may_be_halved = self.noise_scale is not None
+            losses = hooks.logged_losses(self.task, weights, may_be_halved=may_be_halved)
+            self.sync.log(step, learning_rates, updates.grad_norm, losses=losses)
 
     def _update(
         self,
         batches: list[Batch],
-        weights: list[float | torch.Tensor],
+        weights: list[float | Tensor],
         is_logged: bool,
-        loss_function: hooks.LossFunction,
+        loss_function: Loss,
         optimizer_name: str = "",
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One update of the weights: forward and backward of every micro-batch, whose gradients add up, then the
-        optimizer's step.
-
-        Args:
-            batches: the step's micro-batches, on the device.
-            weights: their parts of the global batch.
-            is_logged: whether the gradient's norm is asked for.
-            loss_function: (model, batch) → the mean loss.
-            optimizer_name: of several, the one that takes the step.
+    ) -> tuple[Tensor, Tensor | None]:
+        """Update the weights once, by the gradient of the mean loss over the global batch.
 
         Returns:
-            This worker's part of the mean loss over the global batch, detached, and the gradient's norm before
-            clipping, where it is known.
+            This worker's part of that loss, detached, and the norm of the gradient before
+            clipping, or None if nothing needs the norm.
         """
         step = self.steps_done + 1
         clip_norm = self.config.train.clip_norm
-        measures_noise = self.noise is not None and self.noise.due(step)
+        runner: Parallel | NoiseScale = self.parallel
+        if self.noise_scale is not None and self.noise_scale.is_due(step):
+            runner = self.noise_scale  # leaves the same gradients, and measures them on the way
 
+        # For each micro-batch: loss = loss_function(model, batch); (weight · loss).backward().
+        # The gradients add up, over micro-batches and, once per step, over workers.
         loss = self.gathering.forward_backward(
-            self.noise if measures_noise else self.parallel,
-            batches,
-            weights,
-            loss_function,
-            self.scale.factor,
+            runner, batches, weights, loss=loss_function, scale=self.loss_scale.factor
         )
-        optimizer = self.optimizer
-        if optimizer_name:
-            optimizer = hooks.one_of_several(self.optimizer, optimizer_name, self.parallel.parameters())
-        self.scale.unscale_(self.parallel.parameters())
+        optimizer = hooks.choose_optimizer(
+            self.optimizer, optimizer_name, self.parallel.parameters()
+        )
+        self.loss_scale.unscale_(self.parallel.parameters())
         grad_norm = None
-        if is_logged or clip_norm is not None or self.scale.enabled:
-            grad_norm = self.parallel.grad_norm_(clip_norm)  # which also clips
-        if self.scale.accepts(grad_norm, step):
+        if is_logged or clip_norm is not None or self.loss_scale.enabled:
+            grad_norm = self.parallel.grad_norm_(clip_norm)  # also clips the gradient
+        if self.loss_scale.accepts(grad_norm, step):  # False only if the gradient of fp16 overflows
             optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss, grad_norm
 
-    def _finish_profile(self, profiler: Profiler) -> None:
-        self.heartbeat.phase = "saving"  # a large trace takes a while to write
-        with self.sync.paused():
-            profiler.finish()
-        self.heartbeat.phase = "training"
+    def _seed_step(self, step: int) -> None:
+        seed_rank = self.dims.seed_rank(self.place.rank)
+        seed_step(self.config.train.seed, step, data_rank=seed_rank, device=self.place.device)
 
-    def _weights(self, counted: list[CountedBatch]) -> list[float | torch.Tensor]:
-        """Each micro-batch's part of the global batch's items; they sum to 1 over micro-batches and data ranks.
+    def _weights(self, micro_batches: list[CountedBatch]) -> list[float | Tensor]:
+        """Each micro-batch's share of the items of the global batch.
 
-        One without an item has the weight 0.0, a number of the host, by which strategies leave it out.
+        The shares of all micro-batches and data-parallel workers sum to 1. A micro-batch without
+        items has the weight 0.0 as a number of the host, so that strategies can leave it out.
         """
-        if not self.weighs_items:
-            return [rows(batch) / self.config.train.global_batch_size for batch, _ in counted]
-        mine = sum(items for _, items in counted)
+        if not self.is_weighted_by_items:
+            global_batch_size = self.config.train.global_batch_size
+            return [rows(batch) / global_batch_size for batch, _ in micro_batches]
+        local_items = sum(items for _, items in micro_batches)
         if self.parallel.group is None:
-            return [items / mine if items else 0.0 for _, items in counted]
-        total = self.parallel.total(number_on(self.place.device, mine))
-        return [(items / total).float() if items else 0.0 for _, items in counted]
+            return [items / local_items if items else 0.0 for _, items in micro_batches]
+        total = self.parallel.total(number_on(self.place.device, local_items))
+        return [(items / total).float() if items else 0.0 for _, items in micro_batches]
+
+    # --- data -------------------------------------------------------------------------------------
 
     def batches(self) -> Iterator[list[CountedBatch]]:
-        """This rank's micro-batches, a list for each step."""
+        """This rank's micro-batches of each step that is left."""
         config = self.config.train
+
+        def remember_position(position: str) -> None:
+            self.progress.stream = position
+
         return train_batches(
             self.data,
             seed=config.seed,
@@ -297,142 +323,126 @@ class Training:
             device=self.place.device,
             data_workers=config.data_workers,
             mark=self.progress.stream,
-            note=lambda mark: setattr(self.progress, "stream", mark),
+            note=remember_position,
             counted=lambda batch: CountedBatch(batch, count_items(self.task, batch)),
         )
 
-    # --- boundaries ---------------------------------------------------------------------------------------------
+    def _next_batches(self, batches: Iterator[list[CountedBatch]]) -> list[CountedBatch]:
+        if self.heartbeat.phase != "training":  # before the first step, which may take long
+            return next(batches)
+        self.heartbeat.phase = "reading"  # waiting for data has a time limit of its own
+        micro_batches = next(batches)
+        self.heartbeat.phase = "training"
+        return micro_batches
+
+    # --- boundaries -------------------------------------------------------------------------------
 
     def _is_boundary(self) -> bool:
-        step, save, check = self.steps_done, self.config.checkpoint.every_steps, self.config.train.eval_every
-        scheduled = (save and step % save == 0) or (check and step % check == 0)
-        return bool(scheduled) or step == self.job.steps or self.sync.due(step)
+        step = self.steps_done
+        return (
+            step == self.job.steps
+            or _is_due(step, self.config.checkpoint.every_steps)
+            or _is_due(step, self.config.train.eval_every)
+            or self.sync.is_due(step)
+        )
 
-    def _boundary(self) -> bool:
-        """Agrees with the other ranks on what happened and what to do now; true when the run is to stop."""
-        config, step = self.config, self.steps_done
-        stop, save = self.channel.stop_requested(), self.persistence.overdue() or self.heartbeat.save_requested
+    def _handle_boundary(self) -> bool:
+        """Agree with the other ranks, report, evaluate, save; whether the run is to stop."""
+        step = self.steps_done
+        is_last = step == self.job.steps
+        wants_save = self.persistence.is_overdue() or self.heartbeat.save_requested
         self.heartbeat.save_requested = False
-        agreed = self.sync.agree(step, stop=stop, save=save, may_be_infinite=self.scale.enabled)
-        self._report(agreed)
-        if used := expert_metrics(self.parallel):
-            self._metrics(step, used)
+        agreed = self.sync.agree(
+            step,
+            stop=self.channel.stop_requested(),
+            save=wants_save,
+            may_be_infinite=self.loss_scale.enabled,
+        )
+        loss_scale = self.loss_scale.scale if self.loss_scale.enabled else None
+        self.reporter.report_steps(agreed, loss_scale)
+        self._log(expert_metrics(self.parallel))
         collect_garbage()
-        if self.noise is not None and (found := self.noise.values()):
-            self._metrics(step, found)
-        last = step == self.job.steps
-        if last or (config.train.eval_every and step % config.train.eval_every == 0):
+        if self.noise_scale is not None:
+            self._log(self.noise_scale.values())
+        if is_last or _is_due(step, self.config.train.eval_every):
             self._evaluate()
-        every = config.checkpoint.every_steps
-        if last or self.progress.ended or agreed.save or agreed.stop or (every and step % every == 0):
+        is_save_due = _is_due(step, self.config.checkpoint.every_steps)
+        if is_last or self.progress.ended or agreed.save or agreed.stop or is_save_due:
             self.heartbeat.phase = "saving"
             self.persistence.save(self.progress)
         self.persistence.check()
         self.heartbeat.phase = "training"
         self.sync.restart_clock()
-        return agreed.stop and not last
+        return agreed.stop and not is_last
 
-    def _report(self, agreed: Agreement) -> None:
-        """Metrics of the steps since the last boundary, and how far the run is."""
-        unit, used = self.task.unit, self.utilization
-        samples = self.config.train.global_batch_size * agreed.steps
-        items = agreed.items if unit != "samples" else samples
-        self.speed.add(agreed.seconds, items, samples)
-        rate, items_rate = samples / agreed.seconds, items / agreed.seconds
-        of_gpus = {"mfu": used.mfu(rate), f"{unit}_per_second_per_gpu": items_rate / used.gpus} if used else {}
-        for entry in agreed.logged:
-            values = {f"train/{name}": value for name, value in entry.learning_rates.items()}
-            if entry.items > 0:  # else nothing of the batch counted, and there is no loss to show
-                values["train/loss"] = entry.loss
-                values |= {f"train/{name}": value for name, value in entry.losses.items()}
-            if entry.grad_norm is not None:
-                values["train/grad_norm"] = entry.grad_norm
-            if entry is agreed.logged[-1]:  # one number for all of them
-                values["train/samples_per_second"] = rate
-                values[f"train/{unit}_per_second"] = items_rate
-                values[f"train/mean_{unit}_per_second"] = self.speed.items_per_second
-                values |= {f"train/{name}": value for name, value in of_gpus.items()}
-            if self.scale.enabled:
-                values["train/loss_scale"] = self.scale.scale
-            self._metrics(entry.step, values, entry.time)
-            self.logged_at = entry.step
-        self.channel.emit(
-            StepsDone(
-                step=agreed.step,
-                steps=self.job.steps,
-                # One of before a resume is of no step of this start.
-                loss=self.progress.latest.get("train/loss") if self.logged_at else None,
-                loss_step=self.logged_at,
-                rate=self.speed.items_per_second,
-                unit=unit,
-                gpus=used.gpus if used else 0,
-                mfu=used.mfu(self.speed.samples_per_second) if used else None,
-                seconds_left=(self.job.steps - agreed.step) * agreed.seconds_per_step,
-                seconds_per_step=agreed.seconds_per_step,
-                memory_bytes=memory_bytes(self.place.device),
-            )
-        )
-
-    def _metrics(self, step: int, values: dict[str, float], when: float | None = None) -> None:
-        event = MetricsLogged(
-            step=step,
-            time=when or time.time(),
-            training_seconds=self.speed.seconds,
-            values=values,
-        )
-        self.progress.remember(event, self.place.rank)
-        self.channel.emit(event)
+    def _log(self, values: dict[str, float]) -> None:
+        if values:
+            self.reporter.log(self.steps_done, values)
 
     def _evaluate(self) -> None:
-        """The figures of the weights, of their average (ema_…), and what the task logs; and whether training ends."""
+        """Log the metrics on held-out data, and decide whether training ends early."""
         self.heartbeat.phase = "evaluating"
-        values = self._figures()
-        with contextlib.nullcontext() if self.average is None else self.average.in_place():
-            if self.average is not None:
-                values |= {f"ema_{name}": value for name, value in self._figures().items()}
-            if hooks.overrides(self.task, "on_evaluation") and self.dims.pp * self.dims.cp == 1:
-                values |= self._call_on_evaluation()
-        self.progress.evaluations.append(values)
-        ends = hooks.stops_early(self.config, self.task, self.progress.evaluations)
-        self.progress.ended = any(Ranks().all(ends))
+        metrics = self.evaluator.run(self.steps_done)
+        self.progress.evaluations.append(metrics)
+        ends_early = hooks.stops_early(self.config, self.task, self.progress.evaluations)
+        self.progress.ended = any(Ranks().all_gather(ends_early))
         if self.progress.ended and self.place.rank == 0:
-            self.channel.emit(WarningIssued(message=f"training ends early, after step {self.steps_done:,}"))
-        if values:
-            self._metrics(self.steps_done, {f"eval/{name}": value for name, value in values.items()})
+            message = f"training ends early, after step {self.steps_done:,}"
+            self.channel.emit(WarningIssued(message=message))
+        self._log({f"eval/{name}": value for name, value in metrics.items()})
 
-    def _call_on_evaluation(self) -> dict[str, float]:
-        log = hooks.call_on_evaluation(
-            self.task,
-            self.parallel,
-            self.heartbeat,
-            folder=self.job.folder,
-            step=self.steps_done,
-            is_first_rank=self.place.rank == 0,
+    def _finish_profile(self, profiler: Profiler) -> None:
+        self.heartbeat.phase = "saving"  # writing a large trace takes a while
+        with self.sync.paused():
+            profiler.finish()
+        self.heartbeat.phase = "training"
+
+    # --- start and end ----------------------------------------------------------------------------
+
+    def _parallelize_model(self) -> Parallel:
+        """Build the model from the seed, and apply the layout to it."""
+        example = None
+        if self.dims.pp > 1:
+            micro_batch = pipeline_example(self.data, self.config.train.micro_batch_size)
+            example = (self.task.loss, micro_batch)
+
+        def build() -> torch.nn.Module:
+            seed_everything(self.config.train.seed)
+            return build_model(self.task)
+
+        parallel = parallelize(
+            build,
+            self.job.layout,
+            hooks.options(self.config, self.task),
+            device=self.place.device,
+            blocks=self.task.blocks,
+            tensor_plan=self.task.tensor_plan,
+            context_plan=self.task.context_plan,
+            example=example,
         )
-        if log.written:
-            self.channel.emit(FilesWritten(folder=log.folder))
-        return log.numbers
+        if hooks.overrides(self.task, "training_step"):
+            hooks.disable_prefetch(parallel)
+        return parallel
 
-    def _figures(self) -> dict[str, float]:
-        data, train = self.task.eval_data(), self.config.train
-        if data is None:
-            return {}
-        size = train.eval_batch_size or train.micro_batch_size or max(1, train.global_batch_size // self.dims.dp)
-        # For metrics that draw random numbers.
-        seed_step(train.seed, self.steps_done, data_rank=self.data_rank, device=self.place.device)
-        return evaluate(self.task, self.parallel, data, size, self.data_rank, self.place.device, self.heartbeat)
-
-    # --- beginning and end --------------------------------------------------------------------------------------
+    def _make_noise_scale(self) -> NoiseScale | None:
+        train = self.config.train
+        noise_scale = NoiseScale.of(self.parallel, train.noise_scale_every, train.global_batch_size)
+        if noise_scale is not None and self.is_weighted_by_items:
+            noise_scale.count_items = partial(count_items, self.task)
+        return noise_scale
 
     def _count_parameters(self) -> int:
-        """Of the whole model; a stage of a pipeline has a part of them."""
+        """Parameters of the whole model, of which a stage of a pipeline has a part."""
         counts = {name: parameter.numel() for name, parameter in self.parallel.named_parameters()}
-        parts = Ranks().all(counts) if self.dims.pp > 1 else [counts]
-        return sum({name: count for part in parts for name, count in part.items()}.values())
+        if self.dims.pp > 1:
+            for stage_counts in Ranks().all_gather(counts):
+                counts |= stage_counts
+        return sum(counts.values())
 
     def _announce(self) -> None:
-        for note in self.parallel.notes if self.place.rank == 0 else ():
-            self.channel.emit(WarningIssued(message=note))
+        if self.place.rank == 0:
+            for note in self.parallel.notes:
+                self.channel.emit(WarningIssued(message=note))
         self.channel.emit(
             TrainingStarted(
                 time=time.time(),
@@ -440,7 +450,7 @@ class Training:
                 step=self.steps_done,
                 steps=self.job.steps,
                 device=str(self.place.device),
-                parameters=self.parameters,
+                parameters=self.parameter_count,
             )
         )
 
@@ -449,17 +459,25 @@ class Training:
             "stopped": stopped,
             "step": self.steps_done,
             "steps": self.job.steps,
-            "seconds": self.speed.seconds,
-            "rate": self.speed.items_per_second,
+            "seconds": self.reporter.speed.seconds,
+            "rate": self.reporter.speed.items_per_second,
             "unit": self.task.unit,
             "metrics": self.progress.latest,
             "resumed_from": self.resumed_from,
-            "parameters": self.parameters,
+            "parameters": self.parameter_count,
             "memory_bytes": memory_bytes(self.place.device),
             "memory_bytes_before": self.memory_before,
         }
 
     def close(self) -> None:
+        """Write what a profile that was cut off has, and wait for the checkpoint under way."""
         if self.profiler is not None:
             self.profiler.close()
         self.persistence.close()
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    """Whether something that is done every so many steps is done after this one."""
+    if not every:
+        return False
+    return step % every == 0

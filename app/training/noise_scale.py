@@ -1,15 +1,22 @@
-"""The gradient noise scale, measured while training: McCandlish et al. 2018, "An Empirical Model of Large-Batch
-Training", appendix A.1.
+"""The gradient noise scale, measured while training.
 
-The mean gradient of a batch of b samples has  E|g_b|² = |G|² + tr(Σ) / b,  with G the true gradient and Σ the
-covariance of one sample's. From the same step's gradients of small batches and of the whole batch B,
+McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", appendix A.1: the mean
+gradient g_b of a batch of b samples has
 
-    tr(Σ) ≈ (mean |g_small|² − |g_B|²) / (mean 1/b_small − 1/B)          |G|² ≈ |g_B|² − tr(Σ) / B
+    E|g_b|² = |G|² + tr(Σ) / b
 
-are unbiased. Their ratio B_noise = tr(Σ) / |G|² is not, step by step; so both are averaged over the last measured steps
-first. It predicts the batch size up to which twice the batch nearly halves the steps.
+where G is the true gradient and Σ the covariance of the gradient of one sample. From gradients of
+small batches and of the whole batch B in the same step follow the unbiased estimates
 
-The small batches are the step's micro-batches, each over all workers; an only one is cut in two.
+    tr(Σ) ≈ (mean |g_small|² − |g_B|²) / (mean 1/b_small − 1/B)
+    |G|²  ≈ |g_B|² − tr(Σ) / B
+
+Their ratio, the noise scale tr(Σ) / |G|², would be biased in a single step. So both are averaged
+over the last measured steps before they are divided. Up to a batch of about the noise scale, twice
+the batch nearly halves the number of steps.
+
+The small batches are the micro-batches of the step, each over all workers. If there is only one,
+it is cut in two.
 """
 
 from __future__ import annotations
@@ -17,131 +24,234 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from app.data.loader import map_tensors, number_on, rows
+from app.data.loader import Batch, map_tensors, number_on, rows
+from strategies.parallel import Loss
 from strategies.parallelize import Parallel
 from strategies.zero_weight import backward_of_zeros, has_no_weight, recorded_outputs
 
-WINDOW = 100  # measured steps that are averaged over: gradients change while training continues
-LEAST = 5  # measured steps before a value is reported
+WINDOW = 100  # measured steps in the average: gradients change while training continues
+FEWEST = 5  # measured steps before a value is reported
+
+
+class Interval(NamedTuple):
+    """A noise scale in samples with its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
 
 
 class Estimate:
-    """Averages measurements; pure arithmetic on the host."""
+    """Averages measurements.
+
+    Args:
+        window: Measured steps in the average.
+    """
 
     def __init__(self, window: int = WINDOW) -> None:
-        self.pairs: deque[tuple[float, float]] = deque(maxlen=window)
+        self._measured: deque[tuple[float, float]] = deque(maxlen=window)
+        """(tr(Σ), |G|²) of each measured step."""
 
-    def add(self, small: float, large: float, inverse_small: float, batch: float) -> None:
-        """small, large: mean |g_small|² and |g_B|². inverse_small: mean of 1 / b_small."""
-        if inverse_small <= 1 / batch:  # one part had all items: there was no smaller batch
+    def add(self, *, small: float, large: float, inverse_small: float, batch_size: float) -> None:
+        """Add a measured step.
+
+        Args:
+            small: The mean of |g_small|².
+            large: |g_B|².
+            inverse_small: The mean of 1 / b_small.
+            batch_size: B, in samples.
+        """
+        if (
+            inverse_small <= 1 / batch_size
+        ):  # one micro-batch had all items: there is no smaller batch
             return
-        covariance = (small - large) / (inverse_small - 1 / batch)
+        covariance = (small - large) / (inverse_small - 1 / batch_size)
         if math.isfinite(covariance):
-            self.pairs.append((covariance, large - covariance / batch))
+            self._measured.append((covariance, large - covariance / batch_size))
 
-    def value(self) -> tuple[float, float, float] | None:
-        """The noise scale in samples and its 95 % interval, by the jackknife over measured steps; None if not known."""
-        n = len(self.pairs)
-        covariance, gradient = (sum(pair[i] for pair in self.pairs) for i in (0, 1))
-        if n < LEAST or gradient <= 0 or covariance <= 0:
+    def value(self) -> Interval | None:
+        """The noise scale; None if it is not known.
+
+        The interval is that of the jackknife over the measured steps.
+        """
+        count = len(self._measured)
+        covariance = sum(each for each, _ in self._measured)
+        gradient = sum(each for _, each in self._measured)
+        if count < FEWEST or gradient <= 0 or covariance <= 0:
             return None
-        left_out = [(covariance - c) / (gradient - g) for c, g in self.pairs if gradient > g]
-        middle = sum(left_out) / len(left_out)
-        error = math.sqrt((n - 1) / n * sum((value - middle) ** 2 for value in left_out))
-        found = covariance / gradient
-        return found, max(0.0, found - 1.96 * error), found + 1.96 * error
+        without_one = [(covariance - c) / (gradient - g) for c, g in self._measured if gradient > g]
+        mean = sum(without_one) / len(without_one)
+        squares = sum((value - mean) ** 2 for value in without_one)
+        half_width = 1.96 * math.sqrt((count - 1) / count * squares)
+        noise_scale = covariance / gradient
+        return Interval(noise_scale, max(0.0, noise_scale - half_width), noise_scale + half_width)
 
 
 class NoiseScale:
-    """Measures every k-th step in place of `Parallel.forward_backward`; batch: the global batch size in samples."""
+    """Measures the noise scale in every k-th step, in place of `Parallel.forward_backward`.
 
-    def __init__(self, parallel: Parallel, every: int, batch: int) -> None:
-        self.parallel, self.every, self.batch = parallel, every, batch
+    Args:
+        parallel: The model under its layout.
+        every: k.
+        batch_size: The global batch size in samples.
+    """
+
+    def __init__(self, parallel: Parallel, every: int, batch_size: int) -> None:
+        self.parallel = parallel
+        self.every = every
+        self.batch_size = batch_size
         self.estimate = Estimate()
-        self.waiting: list[Tensor] = []  # measurements that are still on the device
-        self.items: Callable[[Any], float] | None = None
-        """What a batch's loss is the mean of; None: its rows."""
+        self.count_items: Callable[[Batch], float] | None = None
+        """What a batch's loss is the mean of; None means its rows."""
+        self._on_device: list[Tensor] = []
+        """(mean |g_small|², |g_B|², mean 1 / b_small) of steps that have not been copied yet."""
 
     @classmethod
-    def of(cls, parallel: Parallel, every: int | None, batch: int) -> NoiseScale | None:
-        """None if not asked for, for one sample per worker, and where the layout runs the backward pass itself."""
-        dims = parallel.layout.dims
-        if not every or batch < 2 * dims.dp:
-            return None
-        own = dims.pp * dims.cp > 1 or type(parallel).forward_backward is not Parallel.forward_backward
-        return None if own else cls(parallel, every, batch)
+    def of(cls, parallel: Parallel, every: int | None, batch_size: int) -> NoiseScale | None:
+        """The noise scale of a training.
 
-    def due(self, step: int) -> bool:
-        """Not the first step: DDP learns the graph in it."""
+        Args:
+            parallel: The model under its layout.
+            every: Steps from one measurement to the next; None means that none is wanted.
+            batch_size: The global batch size in samples.
+
+        Returns:
+            None if it is not wanted, if a worker has one sample per step, or if the layout has a
+            backward pass of its own.
+        """
+        dims = parallel.layout.dims
+        if not every or batch_size < 2 * dims.dp:
+            return None
+        has_own_backward = type(parallel).forward_backward is not Parallel.forward_backward
+        if dims.pp * dims.cp > 1 or has_own_backward:
+            return None
+        return cls(parallel, every, batch_size)
+
+    def is_due(self, step: int) -> bool:
+        """Whether a step is measured; never the first, in which DDP learns the graph."""
         return step > 1 and step % self.every == 0
 
     def forward_backward(
-        self, batches: Sequence[Any], weights: Sequence[Any], loss: Any, scale: float | Tensor = 1.0
+        self,
+        batches: Sequence[Batch],
+        weights: Sequence[float | Tensor],
+        loss: Loss,
+        scale: float | Tensor = 1.0,
     ) -> Tensor:
-        """As `Parallel.forward_backward`: the same gradients are left behind, but for rounding."""
-        parallel, total = self.parallel, torch.zeros((), device=self.parallel.device)
-        parameters = list(parallel.parameters())
-        norms, inverses, kept = [], [], list[Tensor | None]()
-        for batch, weight in self._at_least_two(batches, weights):
-            with parallel.micro_step(last=True):
-                is_left_out = has_no_weight(weight)
-                with parallel.autocast(), recorded_outputs(parallel.inner, is_left_out) as outputs:
-                    value = parallel.call(loss, batch)
-                if is_left_out:
-                    backward_of_zeros(value, outputs)
-                else:
-                    (value * (weight * parallel.layout.dims.dp * scale)).backward()
-            whole_value = (value.full_tensor() if isinstance(value, DTensor) else value).detach()
-            found = torch.zeros_like(whole_value) if is_left_out else whole_value * weight
-            total = total.to(found.device) + found
-            share = parallel.total(number_on(found.device, weight).float())
-            norms.append((parallel.grad_norm_(None) / (share * scale)).double().square())
-            inverses.append(1 / (share.double() * self.batch))
-            gradients = [parameter.grad for parameter in parameters]
-            for parameter in parameters:
-                parameter.grad = None
-            # Sums of their own: DDP uses its gradients' memory again.
-            kept = kept or [None if gradient is None else torch.zeros_like(gradient) for gradient in gradients]
-            for sum_, gradient in zip(kept, gradients):
-                if sum_ is not None and gradient is not None:
-                    sum_.add_(gradient)
-        for parameter, gradient in zip(parameters, kept):
-            parameter.grad = gradient
-        whole = (parallel.grad_norm_(None) / scale).double().square()
-        # Of a part without an item on any worker, which is no batch at all, both are infinite or nan.
-        norm, inverse = torch.stack(norms), torch.stack(inverses).to(whole.device)
-        counts = torch.isfinite(inverse)
-        number = counts.sum().clamp(min=1)
-        small, inverse_small = (torch.where(counts, each, 0.0).sum() / number for each in (norm, inverse))
-        self.waiting.append(torch.stack([small, whole, inverse_small]))
-        return total
+        """Does what `Parallel.forward_backward` does, and measures.
 
-    def _at_least_two(self, batches: Sequence[Any], weights: Sequence[Any]) -> list[tuple[Any, Any]]:
-        """The micro-batches with their weights; an only one is cut in two, each half with its part of the items."""
+        The gradients that are left differ only by rounding.
+        """
+        parallel = self.parallel
+        parameters = list(parallel.parameters())
+        total_loss = torch.zeros((), device=parallel.device)
+        small_norms: list[Tensor] = []
+        inverse_sizes: list[Tensor] = []
+        sums: list[Tensor | None] = []
+        for batch, weight in self._at_least_two(batches, weights):
+            value = self._micro_batch(batch, weight, loss=loss, scale=scale)
+            total_loss = total_loss.to(value.device) + value
+            share = parallel.total(number_on(value.device, weight).float())
+            norm = parallel.grad_norm_(None) / (share * scale)
+            small_norms.append(norm.double().square())
+            inverse_sizes.append(1 / (share.double() * self.batch_size))
+            _move_gradients(parameters, sums)
+        for parameter, gradient in zip(parameters, sums, strict=True):
+            parameter.grad = gradient
+        large = (parallel.grad_norm_(None) / scale).double().square()
+        # A micro-batch without items on any worker is no batch: its values are infinite or nan.
+        inverse_small = torch.stack(inverse_sizes).to(large.device)
+        is_batch = torch.isfinite(inverse_small)
+        count = is_batch.sum().clamp(min=1)
+        mean_small = torch.where(is_batch, torch.stack(small_norms), 0.0).sum() / count
+        mean_inverse = torch.where(is_batch, inverse_small, 0.0).sum() / count
+        self._on_device.append(torch.stack([mean_small, large, mean_inverse]))
+        return total_loss
+
+    def _micro_batch(
+        self,
+        batch: Batch,
+        weight: float | Tensor,
+        loss: Loss,
+        scale: float | Tensor,
+    ) -> Tensor:
+        """Forward and backward of one micro-batch; its weighted loss, detached."""
+        parallel = self.parallel
+        is_left_out = has_no_weight(weight)
+        with parallel.micro_step(last=True):  # so that workers add up each micro-batch's gradient
+            with parallel.autocast(), recorded_outputs(parallel.inner, is_left_out) as outputs:
+                value = parallel.call(loss, batch)
+            if is_left_out:
+                backward_of_zeros(value, outputs)
+            else:
+                (value * (weight * parallel.layout.dims.dp * scale)).backward()
+        full_value = value.full_tensor() if isinstance(value, DTensor) else value
+        if is_left_out:  # its loss may be nan
+            return torch.zeros_like(full_value.detach())
+        return full_value.detach() * weight
+
+    def _at_least_two(
+        self, batches: Sequence[Batch], weights: Sequence[float | Tensor]
+    ) -> list[tuple[Batch, float | Tensor]]:
+        """The micro-batches with their weights; a single one is cut in two."""
         if len(batches) > 1:
-            return list(zip(batches, weights))
+            return list(zip(batches, weights, strict=True))
         middle = rows(batches[0]) // 2
         halves = [
             map_tensors(lambda x: x[:middle] if x.dim() else x, batches[0]),
             map_tensors(lambda x: x[middle:] if x.dim() else x, batches[0]),
         ]
-        # Of halves that are on a GPU the host waits for a count here: in measured steps, and nowhere else.
-        counts = [float(rows(half)) if self.items is None else self.items(half) for half in halves]
-        return [(half, weights[0] * (count / sum(counts)) if count else 0.0) for half, count in zip(halves, counts)]
+        # Counting the items of a batch on a GPU makes the host wait: in measured steps only.
+        count_items = self.count_items or _count_rows
+        counts = [count_items(half) for half in halves]
+        parts: list[tuple[Batch, float | Tensor]] = []
+        for half, count in zip(halves, counts, strict=True):
+            parts.append((half, weights[0] * (count / sum(counts)) if count else 0.0))
+        return parts
 
     def values(self) -> dict[str, float]:
-        """What to log; {} until enough is known. Waits for the device."""
-        if not self.waiting:
+        """The metrics; {} until enough steps are measured. Waits for the device."""
+        if not self._on_device:
             return {}
-        for small, large, inverse in torch.stack(self.waiting).tolist():
-            self.estimate.add(small, large, inverse, self.batch)
-        self.waiting = []
-        found = self.estimate.value()
-        names = ("train/noise_scale", "train/noise_scale_low", "train/noise_scale_high")
-        return dict(zip(names, found)) if found else {}
+        for small, large, inverse_small in torch.stack(self._on_device).tolist():
+            self.estimate.add(
+                small=small,
+                large=large,
+                inverse_small=inverse_small,
+                batch_size=self.batch_size,
+            )
+        self._on_device = []
+        estimate = self.estimate.value()
+        if estimate is None:
+            return {}
+        return {
+            "train/noise_scale": estimate.value,
+            "train/noise_scale_low": estimate.low,
+            "train/noise_scale_high": estimate.high,
+        }
+
+
+def _count_rows(batch: Batch) -> float:
+    return float(rows(batch))
+
+
+def _move_gradients(parameters: list[nn.Parameter], sums: list[Tensor | None]) -> None:
+    """Add the parameters' gradients to sums, which an empty list begins, and clear them.
+
+    The sums have memory of their own, since DDP uses that of its gradients again.
+    """
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    if not sums:
+        for gradient in gradients:
+            sums.append(None if gradient is None else torch.zeros_like(gradient))
+    for gradient_sum, gradient in zip(sums, gradients, strict=True):
+        if gradient_sum is not None and gradient is not None:
+            gradient_sum.add_(gradient)

@@ -1,269 +1,289 @@
-"""What a training process saves: checkpoints, how to continue from them, and the trained weights."""
+"""What a training saves: checkpoints, from which it continues, and the trained weights."""
 
 import io
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from app import checkpoint
-from app.checkpoint import FROZEN, Checkpointer, CheckpointError
+from app.checkpoint import FROZEN, Checkpointer, CheckpointError, Commit
 from app.checkpoint.commit import Mode
 from app.checkpoint.ranks import Ranks
 from app.errors import NonFiniteError, UserError
 from app.storage.lease import is_current, read_lease
 from app.storage.storage import Storage
 from app.tasks.sources import change_note
+from app.training.average import Average
 from app.training.events import CheckpointSaved, MetricsLogged, WarningIssued
 from app.training.job import Channel, Job, Place
 from app.training.optimizer import LossScale
 from strategies.parallelize import Parallel
 
-if TYPE_CHECKING:
-    from app.training.average import Average
-
-FIRST_SECONDS = 60.0  # until the first save, where the interval is measured
-RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # before the last checkpoint of a start is tried again
-STORAGE_SECONDS = 600.0  # that a start waits for its storage
+FIRST_SECONDS = 60.0  # until the first save, if the interval is measured
+RETRY_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0)  # between attempts to save the last checkpoint
+STORAGE_SECONDS = 600.0  # for which a start waits for its storage
 STORAGE_POLL_SECONDS = 0.5
-EVENTS = 2000  # metric events saved with a checkpoint, so that a killed driver loses none
+EVENTS = 2000  # metric events in a checkpoint, so that a driver that is killed loses none
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Progress:
-    """How far a run is: what a checkpoint holds beside weights and optimizer state."""
+    """How far a run is: what a checkpoint has besides the weights and the optimizer's state."""
 
-    step: int = 0  # optimizer steps taken
-    samples_seen: int = 0  # position in the stream of samples
-    evaluations: list[dict[str, float]] = field(default_factory=list)  # the figures of each, for ending early
-    ended: bool = False  # whether training has ended before its last step
-    stream: str = ""  # where data that is a stream continues (app/data/stream.py)
-    latest: dict[str, float] = field(default_factory=dict)  # the newest value of every metric
-    events: list[str] = field(default_factory=list)  # rank 0: metric events as JSON, newest last
+    step: int = 0
+    """Optimizer steps taken."""
+    samples_seen: int = 0
+    """Position in the run's stream of samples."""
+    stream: str = ""
+    """Where data that is a stream continues; see app/data/stream.py."""
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    """The metrics of each evaluation, for ending early."""
+    ended: bool = False
+    """Whether training has ended before its last step."""
+    latest: dict[str, float] = field(default_factory=dict)
+    """The newest value of every metric."""
+    events: list[str] = field(default_factory=list)
+    """On rank 0: metric events as JSON, the newest last."""
 
     def remember(self, event: MetricsLogged, rank: int) -> None:
+        """Keep the metrics of an event for the next checkpoint."""
         self.latest |= event.values
-        # As text: markers are written and read several times in a save, and objects take ten times as long there.
         if rank == 0:
+            # A save writes and reads markers several times; objects take ten times as long as text.
             self.events.append(event.to_json())
             if len(self.events) > 2 * EVENTS:
                 del self.events[:-EVENTS]
 
 
 class Persistence:
-    """One object per training process; every rank calls each method alike."""
+    """Saves and loads the state of a training. Every rank has one, and calls each method alike.
+
+    Args:
+        job: What is trained, and where its folder is.
+        place: This rank's place.
+        channel: To the driver.
+        parallel: The model under its layout.
+        optimizer: The run's.
+        loss_scale: Of fp16; saved too.
+        average: The moving average of the weights; saved too.
+    """
 
     def __init__(
         self,
+        *,
         job: Job,
         place: Place,
         channel: Channel,
         parallel: Parallel,
         optimizer: torch.optim.Optimizer,
-        scale: LossScale,
+        loss_scale: LossScale,
+        average: Average | None,
     ) -> None:
-        self.job, self.place, self.channel = job, place, channel
-        self.parallel, self.optimizer, self.scale = parallel, optimizer, scale
-        keep = job.config.checkpoint
-        own: dict[str, Any] = {"attempt": job.attempt, "fence": lambda: is_current(job.folder, job.attempt)}
-        mode: Mode = "max" if keep.mode == "max" else "min"
-        kept: dict[str, Any] = {"keep_last": keep.keep_last, "keep_best": keep.keep_best, "mode": mode}
-        self.checkpointer = Checkpointer(job.checkpoints, **kept, **own)
+        self.job = job
+        self.place = place
+        self.channel = channel
+        self.parallel = parallel
+        self.optimizer = optimizer
+        self.loss_scale = loss_scale
+        self.average = average
+        config = job.config.checkpoint
+        mode: Mode = "max" if config.mode == "max" else "min"
+        self.checkpointer = Checkpointer(
+            job.checkpoints,
+            keep_last=config.keep_last,
+            keep_best=config.keep_best,
+            mode=mode,
+            attempt=job.attempt,
+            fence=self._is_current,
+        )
         named = parallel.inner.named_parameters(remove_duplicate=False)
         self.frozen = {name for name, parameter in named if not parameter.requires_grad}
-        some = any(Ranks().all(bool(self.frozen)))  # of a pipeline, on any stage
-        self.frozen_keeper = Checkpointer(f"{job.checkpoints}/{FROZEN}", keep_last=1, **own) if some else None
         self.frozen_saved = False
-        self.average: Average | None = None  # of the weights, saved with them; the loop sets it
-        self.saved, self.saved_at = -1, time.monotonic()
+        self.frozen_checkpointer: Checkpointer | None = None
+        if any(
+            Ranks().all_gather(bool(self.frozen))
+        ):  # every stage of a pipeline makes one, or none does
+            self.frozen_checkpointer = Checkpointer(
+                f"{job.checkpoints}/{FROZEN}",
+                keep_last=1,
+                attempt=job.attempt,
+                fence=self._is_current,
+            )
+        self.saved_step = -1
+        self.saved_at = time.monotonic()
         self.last_warning = ""
-        self.longest_stall: float | None = None  # seconds that a save of this start has held training up at most
+        self.longest_stall: float | None = None
+        """The most seconds that a save of this start has held up training; None without one."""
 
-    def overdue(self) -> bool:
+    def _is_current(self) -> bool:
+        return is_current(self.job.folder, self.job.attempt)
+
+    # --- when to save -----------------------------------------------------------------------------
+
+    def is_overdue(self) -> bool:
         """Whether a checkpoint is due by time."""
         seconds = self.interval()
         return seconds is not None and time.monotonic() - self.saved_at >= seconds
 
     def interval(self) -> float | None:
-        """Seconds from one save to the next; None: none by time."""
-        keep = self.job.config.checkpoint
-        if not keep.auto:
-            return keep.every_seconds
+        """Seconds from one save to the next; None if no save is due by time."""
+        config = self.job.config.checkpoint
+        if not config.auto:
+            return config.every_seconds
         if self.longest_stall is None:
             return FIRST_SECONDS
         self.longest_stall = max(self.longest_stall, self.checkpointer.last_stall_seconds)
-        return checkpoint_interval(self.longest_stall, self.checkpointer.last_total_seconds, self.job.mtbf_seconds)
+        return checkpoint_interval(
+            self.longest_stall, self.checkpointer.last_total_seconds, self.job.mtbf_seconds
+        )
+
+    # --- saving -----------------------------------------------------------------------------------
 
     def save(self, progress: Progress) -> None:
-        """Begins a checkpoint of the step just taken; training continues while it is written.
+        """Begin a checkpoint of the step just taken; training continues while it is written.
+
+        Args:
+            progress: How far the run is.
 
         Raises:
-            NonFiniteError: a weight is not finite; nothing was saved.
-            CheckpointError: another start has taken over, or a rank is gone.
+            NonFiniteError: A weight is not finite. Nothing was saved.
+            CheckpointError: Another start has taken over, or a rank is gone.
         """
-        if self.saved == progress.step:
+        if self.saved_step == progress.step:
             return
         state = self._state()
-        if self.frozen_keeper is not None:
-            state["model"] = self._without_frozen(self.frozen_keeper, state["model"])
-        meta = {
-            "step": progress.step,
-            "samples_seen": progress.samples_seen,
-            "stream": progress.stream,
-            "evaluations": progress.evaluations,
-            "ended": progress.ended,
-            "run_uid": self.job.run_uid,
-            "loss_scale": self.scale.state(),
-            "layout": str(self.job.layout),
-            "latest": progress.latest,
-            "events": progress.events[-EVENTS:],
-            FROZEN: self.frozen_saved,
-            "sources": self.job.sources,
-        }
-        begin = partial(
-            self.checkpointer.save,
-            state,
-            meta=meta,
-            metric=progress.latest.get(f"eval/{self.job.config.checkpoint.metric}"),
-            finite=are_finite(self.parallel.parameters()),
+        if self.frozen_checkpointer is not None:
+            state["model"] = self._without_frozen(self.frozen_checkpointer, state["model"])
+        metric = f"eval/{self.job.config.checkpoint.metric}"
+        self._begin(
+            partial(
+                self.checkpointer.save,
+                state,
+                meta=self._meta(progress),
+                metric=progress.latest.get(metric),
+                finite=are_finite(self.parallel.parameters()),
+            ),
+            progress.step,
         )
-        try:
-            try:
-                begin()
-            except CheckpointError as error:  # the one before failed, on all ranks; nothing was begun
-                self._warn(error)
-                begin()
-        except checkpoint.NotFinite:
-            raise NonFiniteError(
-                f"a weight was not finite after step {progress.step}; the last good checkpoint is intact: try a lower "
-                "optimizer.lr, a longer schedule.warmup_steps or train.clip_norm=1.0"
-            ) from None
-        self.saved, self.saved_at = progress.step, time.monotonic()
+        self.saved_step = progress.step
+        self.saved_at = time.monotonic()
         stall = self.checkpointer.last_stall_seconds
         self.longest_stall = max(stall, self.longest_stall or 0.0)
         self.channel.emit(
             CheckpointSaved(
                 step=progress.step,
                 stall_seconds=stall,
-                # This one goes on in the background, so only the save before has a total.
+                # This save continues in the background, so only the one before has a total.
                 previous_seconds=self.checkpointer.last_total_seconds,
                 interval_seconds=self.interval() if self.job.config.checkpoint.auto else None,
             )
         )
 
-    def _without_frozen(self, keeper: Checkpointer, model: dict[str, Any]) -> dict[str, Any]:
-        """What is left for a checkpoint of the weights when those that are not trained have been saved, which happens
-        once, here; all of them where that fails."""
-        if not self.frozen_saved:
+    def _begin(self, save: Callable[[], None], step: int) -> None:
+        try:
             try:
-                keeper.save({"model": {name: model[name] for name in self.frozen}}, meta={"step": 0})
-                keeper.wait()
-                self.frozen_saved = True
+                save()
+            except CheckpointError as error:  # of the save before, on all ranks: nothing was begun
+                self._warn(error)
+                save()
+        except checkpoint.NotFinite:
+            raise NonFiniteError(
+                f"a weight was not finite after step {step}; the last good checkpoint is intact: "
+                "try a lower optimizer.lr, a longer schedule.warmup_steps or train.clip_norm=1.0"
+            ) from None
+
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "model": self.parallel.model_state(),
+            "optimizer": self.parallel.optimizer_state(self.optimizer),
+        }
+        if self.average is not None:
+            state["ema"] = self.average.values
+        return state
+
+    def _meta(self, progress: Progress) -> dict[str, Any]:
+        return {
+            "step": progress.step,
+            "samples_seen": progress.samples_seen,
+            "stream": progress.stream,
+            "evaluations": progress.evaluations,
+            "ended": progress.ended,
+            "run_uid": self.job.run_uid,
+            "loss_scale": self.loss_scale.state(),
+            "layout": str(self.job.layout),
+            "latest": progress.latest,
+            "events": progress.events[-EVENTS:],
+            FROZEN: self.frozen_saved,
+            "sources": self.job.sources,
+        }
+
+    def _without_frozen(self, checkpointer: Checkpointer, model: dict[str, Any]) -> dict[str, Any]:
+        """The weights that a checkpoint still needs once the frozen ones are saved, which is here.
+
+        If the frozen weights cannot be saved, the checkpoint needs all weights.
+        """
+        if not self.frozen_saved:
+            frozen = {name: model[name] for name in self.frozen}
+            try:
+                checkpointer.save({"model": frozen}, meta={"step": 0})
+                checkpointer.wait()
             except CheckpointError as error:
                 self._warn(error)
                 return model
+            self.frozen_saved = True
         return {name: value for name, value in model.items() if name not in self.frozen}
 
     def check(self) -> None:
-        """Says so if the last checkpoint could not be written (the disk is full, say): training continues, and the next
-        one is tried when it is due. Raises CheckpointError if another start of the run has taken over."""
+        """Warn if the last checkpoint could not be written, because the disk is full for example.
+
+        Training continues, and the next checkpoint is tried when it is due.
+
+        Raises:
+            CheckpointError: Another start of the run has taken over.
+        """
         try:
             self.checkpointer.check()
         except CheckpointError as error:
             self._warn(error)
 
     def finish(self, progress: Progress) -> None:
-        """Waits for the last checkpoint of this start. One that fails is tried again for half a minute, since no other
-        comes after it; then CheckpointError."""
-        for pause in (*RETRY_SECONDS, None):
+        """Wait for the last checkpoint of this start.
+
+        If it fails it is tried again for half a minute, since no other checkpoint follows it.
+
+        Args:
+            progress: How far the run is.
+
+        Raises:
+            CheckpointError: It failed every time, or another start of the run has taken over.
+        """
+        for seconds in RETRY_SECONDS:
             try:
-                return self.checkpointer.wait()
+                self.checkpointer.wait()
+                return
             except CheckpointError as error:
-                if pause is None:
-                    raise
                 self._warn(error)
-            time.sleep(pause)
-            self.saved = -1
+            time.sleep(seconds)
+            self.saved_step = -1
             self.save(progress)
+        self.checkpointer.wait()
 
     def _warn(self, error: CheckpointError) -> None:
         if error.superseded:
             raise error
-        sentence = f"{error}; training continues, and the next one is tried when it is due"
-        if self.place.rank == 0 and sentence != self.last_warning:
-            self.channel.emit(WarningIssued(message=sentence))
-        self.last_warning = sentence
-
-    def resume(self, progress: Progress) -> int | None:
-        """Continues from the newest good checkpoint of this run, if there is one; the step it continues after.
-
-        Raises:
-            UserError: no checkpoint is whole, though there are some; or checkpoint.load is none.
-        """
-        self._wait_for_storage()
-        commit, damaged = checkpoint.latest_good(self.job.checkpoints)
-        if self.place.rank == 0:
-            checkpoint.sweep(self.job.checkpoints)  # what a killed start left half written
-            for sentence in damaged:
-                self.channel.emit(WarningIssued(message=sentence))
-        if commit is None:
-            if damaged:
-                raise UserError(
-                    f"{damaged[0]}; no other checkpoint is whole: remove {self.job.checkpoints} to start anew"
-                )
-            self._load_weights(self.job.config.checkpoint.load)
-            return None
-        state = self._state()
-        checkpoint.load(commit, state)
-        self.parallel.load_model_state(state["model"])
-        self.parallel.load_optimizer_state(self.optimizer, state["optimizer"])
-        meta = commit.meta
-        progress.step, progress.samples_seen = meta["step"], meta["samples_seen"]
-        progress.stream = meta.get("stream", "")
-        progress.evaluations, progress.ended = meta.get("evaluations", []), meta.get("ended", False)
-        changed = change_note(meta.get("sources"), self.job.sources, progress.step)
-        if changed and self.place.rank == 0:
-            self.channel.emit(WarningIssued(message=changed))
-        self.saved, self.frozen_saved = progress.step, bool(meta.get(FROZEN))
-        self.scale.load_state(meta["loss_scale"])
-        progress.latest = dict(meta["latest"])
-        for text in meta["events"]:  # the tracker drops those it has; a killed driver may not have sent them
-            self.channel.emit(MetricsLogged.from_json(text))
-        progress.events = meta["events"] if self.place.rank == 0 else []
-        return progress.step
-
-    def _wait_for_storage(self) -> None:
-        """Otherwise a run whose storage cannot be reached would find no checkpoint, and begin anew.
-
-        Raises:
-            UserError: it has not come back for `STORAGE_SECONDS`.
-        """
-        until, warned = time.monotonic() + STORAGE_SECONDS, False
-        while self.job.leased and read_lease(Storage(self.job.folder)) is None:
-            if time.monotonic() > until:
-                raise UserError(
-                    f"the storage {self.job.folder} cannot be reached: run the same command again when it is back"
-                )
-            if not warned:
-                sentence = f"the storage {self.job.folder} cannot be reached: waiting for it"
-                self.channel.emit(WarningIssued(message=sentence))
-            warned = True
-            time.sleep(STORAGE_POLL_SECONDS)
-
-    def _load_weights(self, path: str | None) -> None:
-        if not path:
-            return
-        state = {"model": self.parallel.model_state()}
-        checkpoint.load(checkpoint.find(path), state)
-        self.parallel.load_model_state(state["model"])
+        message = f"{error}; training continues, and the next one is tried when it is due"
+        if self.place.rank == 0 and message != self.last_warning:
+            self.channel.emit(WarningIssued(message=message))
+        self.last_warning = message
 
     def keep_weights(self) -> None:
-        """Writes the trained weights whole, under plain names, as one file; MLflow's model is made from it."""
+        """Write all trained weights, under plain names, into one file for MLflow's model."""
         if not self.job.config.checkpoint.weights:
             return
         state = self.parallel.full_model_state()
@@ -272,28 +292,134 @@ class Persistence:
             torch.save(state, buffer)
             Storage(self.job.folder).write_bytes("model/weights.pt", buffer.getvalue())
 
-    def _state(self) -> dict[str, Any]:
-        state = {"model": self.parallel.model_state(), "optimizer": self.parallel.optimizer_state(self.optimizer)}
-        return state | ({"ema": self.average.values} if self.average is not None else {})
-
     def close(self) -> None:
-        if self.frozen_keeper is not None:
-            self.frozen_keeper.close()
+        """Wait for the save under way, and free its memory."""
+        if self.frozen_checkpointer is not None:
+            self.frozen_checkpointer.close()
         self.checkpointer.close()
+
+    # --- loading ----------------------------------------------------------------------------------
+
+    def resume(self, progress: Progress) -> int | None:
+        """Continue from the newest good checkpoint of this run.
+
+        Args:
+            progress: Set to that of the checkpoint.
+
+        Returns:
+            The step of the checkpoint; None if the run has none. Then the weights of
+            `checkpoint.load` are loaded, if it is set.
+
+        Raises:
+            UserError: The run has checkpoints, but all are damaged; or `checkpoint.load` is not
+                the path of a checkpoint.
+        """
+        self._wait_for_storage()
+        commit, damaged = checkpoint.latest_good(self.job.checkpoints)
+        if self.place.rank == 0:
+            checkpoint.sweep(self.job.checkpoints)  # what a start that was killed left unfinished
+            for message in damaged:
+                self.channel.emit(WarningIssued(message=message))
+        if commit is not None:
+            self._load(commit, progress)
+            return progress.step
+        if damaged:
+            raise UserError(
+                f"{damaged[0]}; no other checkpoint is whole: "
+                f"remove {self.job.checkpoints} to start anew"
+            )
+        self._load_weights(self.job.config.checkpoint.load)
+        return None
+
+    def _wait_for_storage(self) -> None:
+        """Wait until the run's folder is there, which has the driver's lease.
+
+        A start that does not see the storage would find no checkpoint, and begin anew.
+
+        Raises:
+            UserError: The storage has not come back for `STORAGE_SECONDS`.
+        """
+        deadline = time.monotonic() + STORAGE_SECONDS
+        has_warned = False
+        while self.job.leased and read_lease(Storage(self.job.folder)) is None:
+            problem = f"the storage {self.job.folder} cannot be reached"
+            if time.monotonic() > deadline:
+                raise UserError(f"{problem}: run the same command again when it is back")
+            if not has_warned:
+                self.channel.emit(WarningIssued(message=f"{problem}: waiting for it"))
+                has_warned = True
+            time.sleep(STORAGE_POLL_SECONDS)
+
+    def _load(self, commit: Commit, progress: Progress) -> None:
+        state = self._state()
+        checkpoint.load(commit, state)
+        self.parallel.load_model_state(state["model"])
+        self.parallel.load_optimizer_state(self.optimizer, state["optimizer"])
+        meta = commit.meta
+        self.loss_scale.load_state(meta["loss_scale"])
+        self.frozen_saved = bool(meta.get(FROZEN))
+        self.saved_step = meta["step"]
+        progress.step = meta["step"]
+        progress.samples_seen = meta["samples_seen"]
+        progress.stream = meta.get("stream", "")
+        progress.evaluations = meta.get("evaluations", [])
+        progress.ended = meta.get("ended", False)
+        progress.latest = dict(meta["latest"])
+        progress.events = meta["events"] if self.place.rank == 0 else []
+        changed = change_note(meta.get("sources"), self.job.sources, progress.step)
+        if changed and self.place.rank == 0:
+            self.channel.emit(WarningIssued(message=changed))
+        # A driver that was killed may not have sent these; the tracker drops those that it has.
+        for text in meta["events"]:
+            self.channel.emit(MetricsLogged.from_json(text))
+
+    def _load_weights(self, path: str | None) -> None:
+        if not path:
+            return
+        state = {"model": self.parallel.model_state()}
+        checkpoint.load(checkpoint.find(path), state)
+        self.parallel.load_model_state(state["model"])
+
+
+class NullPersistence(Persistence):
+    """Saves and loads nothing, for measurements and tests; takes the arguments of `Persistence`."""
+
+    def __init__(self, **_: object) -> None:
+        """Needs none of them."""
+
+    def is_overdue(self) -> bool:
+        return False
+
+    def save(self, progress: Progress) -> None: ...
+
+    def check(self) -> None: ...
+
+    def finish(self, progress: Progress) -> None: ...
+
+    def keep_weights(self) -> None: ...
+
+    def resume(self, progress: Progress) -> int | None:
+        return None
+
+    def close(self) -> None: ...
 
 
 def are_finite(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether every parameter is a finite number on this rank."""
+    """Whether every number in the parameters' parts on this rank is finite."""
     local = [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in parameters]
-    greatest = torch.nn.utils.get_total_norm((p for p in local if p.numel()), float("inf"))
-    return bool(torch.isfinite(greatest))
+    largest = torch.nn.utils.get_total_norm((p for p in local if p.numel()), float("inf"))
+    return bool(torch.isfinite(largest))
 
 
 def checkpoint_interval(stall: float, write: float, mtbf: float) -> float:
-    """Seconds between two checkpoints that lose least, by Young's formula (1974) with Daly's next terms (2006).
+    """Seconds between two checkpoints that lose the least time.
 
-    stall: seconds that a save holds up training. write: seconds until it is committed in the background; one begins
-    only when the one before has ended. mtbf: mean seconds between failures.
+    It is Young's formula (1974) with the next terms of Daly's (2006).
+
+    Args:
+        stall: Seconds that a save holds up training.
+        write: Seconds until a save is committed in the background. The next one begins only then.
+        mtbf: Mean seconds between failures.
     """
     if stall >= 2 * mtbf:
         return max(write, mtbf)

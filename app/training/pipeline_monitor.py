@@ -1,57 +1,81 @@
-"""What the loop measures of a pipeline: profiles of single steps, which tell what every stage did with its time.
+"""Profiles of single steps of a pipeline, which show how every stage spends its time.
 
-The clocks of the workers begin at an all-reduce before a profiled step's first instruction.
+The ranks' clocks start together, at an all-reduce before the first instruction of a profiled step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import astuple
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import TYPE_CHECKING, cast
 
 from app.checkpoint.ranks import Ranks
 from app.training.events import PipelineTraced
 from app.training.job import Channel, Job
 from strategies.parallel import Parallel
-from strategies.pipeline.simulate import Span, figures
+from strategies.pipeline.simulate import Span, pipeline_metrics
 
 if TYPE_CHECKING:
     from strategies.pipeline.parallel import PipelineParallel
 
-EARLY_STEP = 5
-"""Profiled as well, so that a short run has a profile."""
+EARLY_STEP = 5  # profiled too, so that a short run has a profile
+
+Log = Callable[[int, Mapping[str, float]], None]
+"""(step, metrics) → logs them."""
 
 
 class PipelineMonitor:
-    """Wraps the steps of a pipeline. Every rank calls each method alike."""
+    """Takes the steps of a pipeline, and profiles some. Every rank calls each method alike.
+
+    Args:
+        job: Says which steps are profiled.
+        parallel: The model under its layout.
+        channel: To the driver.
+    """
 
     def __init__(self, job: Job, parallel: PipelineParallel, channel: Channel) -> None:
-        self.job, self.parallel, self.channel = job, parallel, channel
-        self.profile_every, self.trace_step = job.config.parallel.profile_every, job.config.parallel.trace_step
+        self.job = job
+        self.parallel = parallel
+        self.channel = channel
+        self.profile_every = job.config.parallel.profile_every
+        self.trace_step = job.config.parallel.trace_step
 
     @classmethod
     def of(cls, job: Job, parallel: Parallel, channel: Channel) -> PipelineMonitor | None:
-        """None for any other layout."""
+        """The monitor of a training; None if its layout is not a pipeline."""
         if job.layout.dims.pp == 1:
             return None
         return cls(job, cast("PipelineParallel", parallel), channel)
 
-    def take(self, step: int, function: Callable[[], None], report: Callable[[int, dict[str, float]], None]) -> None:
-        """Takes a step by calling `function`; profiles it if it is due."""
-        every = self.profile_every
-        if step == self.trace_step or (every and (step % every == 0 or step == EARLY_STEP < every)):
-            self._profile(step, function, report)
-        else:
-            function()
+    def take(self, step: int, take_step: Callable[[], None], log: Log) -> None:
+        """Take a step, and profile it if that is due.
 
-    def _profile(
-        self, step: int, function: Callable[[], None], report: Callable[[int, dict[str, float]], None]
-    ) -> None:
-        everyone = Ranks().all([astuple(span) for span in self.parallel.profile(function)])
-        ranks = [[Span(*span) for span in spans] for spans in everyone]
-        wanted = self.job.config.parallel
-        report(step, figures(ranks, wanted.schedule, wanted.chunks))
+        Args:
+            step: The step.
+            take_step: Takes it.
+            log: Logs the metrics of a profile.
+        """
+        if self._is_profiled(step):
+            self._profile(step, take_step, log)
+        else:
+            take_step()
+
+    def _is_profiled(self, step: int) -> bool:
         if step == self.trace_step:
-            replicas = self.job.layout.dims.world_size // self.job.layout.dims.pp
-            first = [span for spans in ranks[::replicas] for span in spans]
-            self.channel.emit(PipelineTraced(step=step, spans=first))
+            return True
+        every = self.profile_every
+        if not every:
+            return False
+        return step % every == 0 or step == EARLY_STEP < every
+
+    def _profile(self, step: int, take_step: Callable[[], None], log: Log) -> None:
+        local_spans = [asdict(span) for span in self.parallel.profile(take_step)]
+        by_rank = [[Span(**span) for span in spans] for spans in Ranks().all_gather(local_spans)]
+        parallel = self.job.config.parallel
+        log(step, pipeline_metrics(by_rank, parallel.schedule, parallel.chunks))
+        if step == self.trace_step:
+            dims = self.job.layout.dims
+            ranks_per_stage = dims.world_size // dims.pp
+            first_of_each_stage = by_rank[::ranks_per_stage]
+            spans = [span for stage_spans in first_of_each_stage for span in stage_spans]
+            self.channel.emit(PipelineTraced(step=step, spans=spans))

@@ -1,4 +1,4 @@
-"""What a training process decides for itself as a whole: torch's settings, and when Python collects garbage."""
+"""Settings of a training process: those of torch, and when Python collects garbage."""
 
 import contextlib
 import gc
@@ -11,14 +11,20 @@ from app.config import TrainConfig
 
 
 def configure_torch(train: TrainConfig, device: torch.device) -> None:
-    """Sets what torch keeps per process; of a CPU only what `train.deterministic` asks for.
+    """Set what torch keeps per process; on a CPU only what `train.deterministic` asks for.
 
-    Without train.deterministic cuDNN tries its convolutions the first time that it sees a shape, and takes the fastest
-    (https://docs.pytorch.org/docs/stable/backends.html#torch.backends.cudnn.benchmark). Products and convolutions of
-    float32 have the same precision: torch's own default is TF32 for convolutions alone.
+    Products and convolutions of float32 get the same precision; torch's default is TF32 for
+    convolutions alone. Without train.deterministic, cuDNN tries its convolutions whenever it sees a
+    new shape, and keeps the fastest
+    (https://docs.pytorch.org/docs/stable/backends.html#torch.backends.cudnn.benchmark).
+
+    Args:
+        train: Has `deterministic` and `matmul_precision`.
+        device: What this process trains on.
     """
     if train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it torch refuses products on a GPU
+        # Without this variable torch refuses deterministic products on a GPU.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if device.type == "cuda":
         torch.set_float32_matmul_precision(train.matmul_precision)
@@ -28,14 +34,16 @@ def configure_torch(train: TrainConfig, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def garbage_waits() -> Iterator[None]:
-    """While this lasts garbage is collected where `collect_garbage` is called and nowhere else.
+    """A context in which only `collect_garbage` collects garbage.
 
-    Python's collector runs whenever enough objects have been made: in another step on each rank, while the others wait
-    for it. In a process that has imported app.training.loop it looks at 300,000 objects, in 0.17 s; what there is when
-    this begins is therefore not looked at again. Where somebody has frozen objects before, as a server does before it
-    forks, all stay frozen: Python cannot thaw a part.
+    Python's collector runs when enough objects have been made, which is in a different step on each
+    rank, while the other ranks wait. After app.training.loop has been imported it would look at
+    300,000 objects, in 0.17 s. So all objects that exist at the start are frozen: the collector no
+    longer looks at them. If objects were frozen before, as a server does before it forks, all stay
+    frozen at the end, because Python cannot unfreeze only some of them.
     """
-    was_enabled, had_frozen = gc.isenabled(), gc.get_freeze_count() > 0
+    was_enabled = gc.isenabled()
+    had_frozen = gc.get_freeze_count() > 0
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -49,6 +57,6 @@ def garbage_waits() -> Iterator[None]:
 
 
 def collect_garbage() -> None:
-    """To be called where every rank waits anyway; does nothing where Python collects by itself."""
+    """Collect garbage, unless Python does so by itself; for a point at which every rank waits."""
     if not gc.isenabled():
         gc.collect()

@@ -1,8 +1,9 @@
-"""What all ranks agree on, in one small collective about every second instead of one per step.
+"""What all ranks agree on, in one small collective about once a second instead of one per step.
 
-Between two synchronisations each rank only keeps references to its step losses: no arithmetic, no wait for the device.
-At one, the logged losses are summed over the ranks, and with them the flags "asked to stop", "save now" and "a value
-was not finite". The distance to the next one follows from the agreed step time, so every rank computes the same.
+Between two agreements each rank only keeps references to the losses of its steps: it computes
+nothing and does not wait for the device. In an agreement the ranks add up the logged losses and the
+flags "asked to stop", "save now" and "a value was not finite". When the next one is due follows
+from the agreed seconds per step, so that every rank computes the same.
 """
 
 import contextlib
@@ -19,175 +20,279 @@ from app.errors import NonFiniteError
 from strategies.torch_internals import failed_groups
 
 PERIOD_SECONDS = 1.0
-MAX_STEPS = 200
-"""Between two synchronisations, so that few references are held."""
+MAX_STEPS = 200  # between two agreements, so that a rank keeps few references
 NEVER = 2**62
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoggedStep:
     """The metrics of one logged step, the same on every rank."""
 
     step: int
     time: float
+    """Unix seconds."""
     learning_rates: dict[str, float]
-    """By name: "lr" is the first parameter group's; others where they differ."""
+    """By name: "lr" is that of the first parameter group; the others are those that differ."""
     loss: float
+    """The mean over the global batch."""
     grad_norm: float | None
-    items: float = 0.0
-    """How many the global batch had; of a step without one the loss is unknown, not 0."""
-    losses: dict[str, float] = field(default_factory=dict)  # further ones, by name
+    """None if it was not computed."""
+    items: float
+    """Items of the global batch; if there are none, the loss is unknown and not 0."""
+    losses: dict[str, float]
+    """What the task's loss has logged, by name."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """What the ranks agreed on after `step`."""
+    """What the ranks agreed on after a step."""
 
     step: int
+    """The newest step."""
     steps: int
-    """Since the agreement before."""
+    """Steps since the agreement before."""
     stop: bool
+    """Whether any rank was asked to stop."""
     save: bool
+    """Whether any rank wants a checkpoint now."""
     seconds: float
-    """Of training since the agreement before: the time in steps, waiting for data included. What happens between one
-    agreement and the next step (evaluation, checkpoints, waiting for the storage) is not in it."""
+    """Seconds in the steps since the agreement before, including waiting for data. What happens
+    between an agreement and the next step (evaluation, checkpoints, waiting) does not count."""
     seconds_per_step: float
     items: float
-    """Of all steps since the agreement before, over all ranks."""
-    logged: list[LoggedStep] = field(default_factory=list)
+    """Items of all steps since the agreement before, over all ranks."""
+    logged: list[LoggedStep]
+    """The logged steps since the agreement before."""
+
+
+@dataclass(kw_only=True)
+class _PendingStep:
+    """A logged step of this rank, whose values may still be on the device."""
+
+    step: int
+    position: int
+    """Its place among the steps since the last agreement."""
+    time: float
+    learning_rates: dict[str, float]
+    grad_norm: torch.Tensor | None
+    losses: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, order=True)
+class _NonFinite:
+    """The first step of a rank with a value that is not finite."""
+
+    step: int
+    """NEVER if all values are finite."""
+    is_gradient: bool
+    """Whether the loss of that step is finite, and only its gradient is not."""
 
 
 class StepSync:
-    """Collects what steps leave behind; `agree` is called by every rank after the same steps.
+    """Collects what steps leave; every rank calls `agree` after the same steps.
 
-    loss_copies: over how many ranks a loss is the mean (tensor-parallel peers, and those of one sequence).
-    data_copies: how many ranks have the same share of the global batch (those, and the stages of a pipeline).
+    Args:
+        loss_copies: The number of ranks whose losses a rank's loss is a mean with: tensor-parallel
+            peers, and those that share a sequence.
+        first_step: The first step of this start. The ranks agree after it, which shows how long a
+            step takes.
+        data_copies: The number of ranks with the same share of the global batch: the above, and
+            the stages of a pipeline.
     """
 
     def __init__(self, loss_copies: int, first_step: int, data_copies: int = 1) -> None:
-        self.ranks, self.loss_copies, self.data_copies = Ranks(), loss_copies, data_copies
-        self.first_step = self.next_step = first_step  # the first step tells how long one takes
-        self.last_step = first_step - 1
-        self.started = time.perf_counter()
-        self.losses: list[torch.Tensor] = []  # one 0-d tensor per step: this rank's part of the global loss
-        self.items: list[float] = []  # of each step, in this rank's share of the global batch
-        self.logged: list[tuple[int, float, dict[str, float], torch.Tensor | None]] = []
-        self.named: list[dict[str, torch.Tensor]] = []  # of the logged steps, this rank's parts of further losses
+        self.loss_copies = loss_copies
+        self.data_copies = data_copies
+        self.first_step = first_step
+        self.next_step = first_step
+        """The step after which the next agreement is due."""
+        self._ranks = Ranks()
+        self._last_step = first_step - 1
+        self._started = time.perf_counter()
+        self._losses: list[torch.Tensor] = []
+        """Of each step this rank's part of the loss over the global batch, 0-dimensional."""
+        self._items: list[float] = []
+        """Of each step the items in this rank's share of the global batch."""
+        self._logged: list[_PendingStep] = []
 
     def add(self, loss: torch.Tensor, items: float = 0.0) -> None:
-        self.losses.append(loss)
-        self.items.append(items)
+        """Add a step.
+
+        Args:
+            loss: This rank's part of the mean loss over the global batch, 0-dimensional.
+            items: Items in this rank's share of the global batch.
+        """
+        self._losses.append(loss)
+        self._items.append(items)
 
     def log(
         self,
         step: int,
         learning_rates: dict[str, float],
         grad_norm: torch.Tensor | None,
-        named: dict[str, torch.Tensor] | None = None,
+        losses: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        self.logged.append((step, time.time(), learning_rates, grad_norm))
-        self.named.append(named or {})
+        """Have the step that was added last logged.
+
+        Args:
+            step: The step.
+            learning_rates: By name.
+            grad_norm: The norm of the gradient, 0-dimensional; None if it was not computed.
+            losses: This rank's parts of what the task's loss has logged, by name.
+        """
+        self._logged.append(
+            _PendingStep(
+                step=step,
+                position=len(self._losses) - 1,
+                time=time.time(),
+                learning_rates=learning_rates,
+                grad_norm=grad_norm,
+                losses=losses or {},
+            )
+        )
 
     def restart_clock(self) -> None:
-        """The next step begins now: what came after the last agreement was no training."""
-        self.started = time.perf_counter()
+        """The next step begins now; the time since the last agreement was not training."""
+        self._started = time.perf_counter()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done meanwhile is not the steps' time."""
-        began = time.perf_counter()
+        """The time inside is not training."""
+        started = time.perf_counter()
         yield
-        self.started += time.perf_counter() - began
+        self._started += time.perf_counter() - started
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
+        """Whether the ranks agree after this step."""
         return step >= self.next_step
 
-    def agree(self, step: int, *, stop: bool, save: bool, may_be_infinite: bool = False) -> Agreement:
-        """Exchanges losses and flags over all ranks, and starts a new window.
+    def agree(
+        self, step: int, *, stop: bool, save: bool, may_be_infinite: bool = False
+    ) -> Agreement:
+        """Exchange losses and flags with all ranks.
+
+        Args:
+            step: The step just taken.
+            stop: Whether this rank was asked to stop.
+            save: Whether this rank wants a checkpoint now.
+            may_be_infinite: Whether values that are not finite are no error, as in fp16.
 
         Raises:
-            NonFiniteError: on every rank, naming the first step and the ranks whose loss or gradient was not finite.
-            DistBackendError: a collective has failed, so that what came of it means nothing.
+            NonFiniteError: On every rank: a loss or gradient was not finite. The message names the
+                first such step and its ranks.
+            DistBackendError: A collective has failed, so that its results mean nothing.
         """
-        losses = torch.stack(self.losses).double().cpu()
-        norms = self._norms()
-        if failed := failed_groups():
-            raise dist.DistBackendError(f"NCCL communicator was aborted: a collective of group {failed[0]} has failed")
-        bad_step = self._first_non_finite(losses, norms)
-        bad = bad_step[0] < NEVER and not may_be_infinite
-        elapsed = time.perf_counter() - self.started
-        at = [entry[0] - self.last_step - 1 for entry in self.logged]
-        logged_losses = [losses[i].item() for i in at]
-        logged_items = [self.items[i] for i in at]
-        flags = [float(flag) for flag in (stop, save, bad, any(self.named))]
-        measured = [elapsed, sum(self.items)]
-        sums = torch.tensor([*flags, *measured, *logged_losses, *logged_items], dtype=torch.float64)
-        if self.ranks.distributed:
-            dist.all_reduce(sums)
-        if sums[2] > 0:
-            self._raise_non_finite(bad_step)
-        seconds = sums[4].item() / self.ranks.size
-        steps = step - self.last_step
-        seconds_per_step = seconds / steps
-        items = sums[5].item() / self.data_copies
-        named = self._named() if sums[3] > 0 else [{} for _ in self.logged]
-        first = 6
-        all_losses = sums[first : first + len(self.logged)]
-        all_items = sums[first + len(self.logged) :]
-        logged = [
-            LoggedStep(number, when, rates, loss / self.loss_copies, norm, count / self.data_copies, more)
-            for (number, when, rates, _), loss, norm, count, more in zip(
-                self.logged, all_losses.tolist(), norms, all_items.tolist(), named
+        losses = torch.stack(self._losses).double().cpu()
+        grad_norms = self._grad_norms()
+        failed = failed_groups()
+        if failed:
+            raise dist.DistBackendError(
+                f"NCCL communicator was aborted: a collective of group {failed[0]} has failed"
             )
+        non_finite = self._first_non_finite(losses, grad_norms)
+        values = {
+            "stop": float(stop),
+            "save": float(save),
+            "non_finite": float(non_finite.step < NEVER and not may_be_infinite),
+            "has_task_losses": float(any(pending.losses for pending in self._logged)),
+            "seconds": time.perf_counter() - self._started,
+            "items": sum(self._items),
+        }
+        logged_losses = [losses[pending.position].item() for pending in self._logged]
+        logged_items = [self._items[pending.position] for pending in self._logged]
+        sums = self._sum_over_ranks([*values.values(), *logged_losses, *logged_items])
+        totals = dict(zip(values, sums))
+        per_step = sums[len(values) :]
+        loss_sums = per_step[: len(self._logged)]
+        item_sums = per_step[len(self._logged) :]
+
+        if totals["non_finite"] > 0:
+            self._raise_non_finite(non_finite)
+        task_losses: list[dict[str, float]] = [{} for _ in self._logged]
+        if totals["has_task_losses"] > 0:
+            task_losses = self._task_losses()
+        logged = [
+            LoggedStep(
+                step=pending.step,
+                time=pending.time,
+                learning_rates=pending.learning_rates,
+                loss=loss_sums[number] / self.loss_copies,
+                grad_norm=grad_norms[number],
+                items=item_sums[number] / self.data_copies,
+                losses=task_losses[number],
+            )
+            for number, pending in enumerate(self._logged)
         ]
-        ahead = round(PERIOD_SECONDS / max(seconds_per_step, 1e-9)) if step > self.first_step else 1
-        self.next_step = step + min(MAX_STEPS, max(1, ahead))
-        self.last_step, self.started = step, time.perf_counter()
-        self.losses, self.items, self.logged, self.named = [], [], [], []
-        return Agreement(
+        seconds = totals["seconds"] / self._ranks.size
+        steps = step - self._last_step
+        agreement = Agreement(
             step=step,
             steps=steps,
-            stop=bool(sums[0] > 0),
-            save=bool(sums[1] > 0),
+            stop=totals["stop"] > 0,
+            save=totals["save"] > 0,
             seconds=seconds,
-            seconds_per_step=seconds_per_step,
-            items=items,
+            seconds_per_step=seconds / steps,
+            items=totals["items"] / self.data_copies,
             logged=logged,
         )
+        self._start_window(step, agreement.seconds_per_step)
+        return agreement
 
-    def _named(self) -> list[dict[str, float]]:
-        """Further losses of the logged steps, over all ranks; a rank may have none."""
-        mine = [{name: float(value) for name, value in each.items()} for each in self.named]
-        found = []
-        for parts in zip(*self.ranks.all(mine), strict=True):
-            total: dict[str, float] = {}
-            for name, value in (pair for part in parts for pair in part.items()):
-                total[name] = total.get(name, 0.0) + value / self.loss_copies
-            found.append(total)
-        return found
+    def _start_window(self, step: int, seconds_per_step: float) -> None:
+        steps = 1
+        if step > self.first_step:  # the first step is not typical: it compiles and allocates
+            steps = round(PERIOD_SECONDS / max(seconds_per_step, 1e-9))
+        self.next_step = step + min(MAX_STEPS, max(1, steps))
+        self._last_step = step
+        self._started = time.perf_counter()
+        self._losses = []
+        self._items = []
+        self._logged = []
 
-    def _norms(self) -> list[float | None]:
-        """Of the logged steps, copied from the device at once."""
-        known = [norm for *_, norm in self.logged if norm is not None]
-        values = iter(torch.stack(known).double().tolist() if known else [])
-        return [None if norm is None else next(values) for *_, norm in self.logged]
+    def _sum_over_ranks(self, values: list[float]) -> list[float]:
+        sums = torch.tensor(values, dtype=torch.float64)
+        if self._ranks.distributed:
+            dist.all_reduce(sums)
+        return sums.tolist()
 
-    def _first_non_finite(self, losses: torch.Tensor, norms: list[float | None]) -> tuple[int, bool]:
-        """The first step with a value that is not finite (else NEVER), and whether only its gradient is that."""
-        finite = torch.isfinite(losses)
-        in_loss = NEVER if finite.all() else self.last_step + 1 + int((~finite).nonzero()[0])
-        bad = [entry[0] for entry, norm in zip(self.logged, norms) if norm is not None and not math.isfinite(norm)]
-        in_gradient = min(bad, default=NEVER)
-        return min(in_loss, in_gradient), in_loss > in_gradient
+    def _task_losses(self) -> list[dict[str, float]]:
+        """What the task's loss has logged, over all ranks, by logged step; a rank may have none."""
+        local = [
+            {name: float(loss) for name, loss in pending.losses.items()} for pending in self._logged
+        ]
+        totals: list[dict[str, float]] = [{} for _ in self._logged]
+        for losses_of_rank in self._ranks.all_gather(local):
+            for total, losses in zip(totals, losses_of_rank, strict=True):
+                for name, loss in losses.items():
+                    total[name] = total.get(name, 0.0) + loss / self.loss_copies
+        return totals
 
-    def _raise_non_finite(self, mine: tuple[int, bool]) -> None:
-        found = self.ranks.all(mine)
-        step, gradient_only = first = min(found)
-        ranks = [rank for rank, theirs in enumerate(found) if theirs == first]
-        where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    def _grad_norms(self) -> list[float | None]:
+        """The norms of the logged steps, copied from the device at once."""
+        norms = [pending.grad_norm for pending in self._logged if pending.grad_norm is not None]
+        values = iter(torch.stack(norms).double().tolist() if norms else [])
+        return [None if pending.grad_norm is None else next(values) for pending in self._logged]
+
+    def _first_non_finite(self, losses: torch.Tensor, grad_norms: list[float | None]) -> _NonFinite:
+        is_bad = ~torch.isfinite(losses)
+        loss_step = NEVER
+        if is_bad.any():
+            loss_step = self._last_step + 1 + int(is_bad.nonzero()[0])
+        gradient_step = NEVER
+        for pending, norm in zip(self._logged, grad_norms, strict=True):
+            if norm is not None and not math.isfinite(norm):
+                gradient_step = min(gradient_step, pending.step)
+        return _NonFinite(min(loss_step, gradient_step), is_gradient=loss_step > gradient_step)
+
+    def _raise_non_finite(self, local: _NonFinite) -> None:
+        by_rank = self._ranks.all_gather(local)
+        first = min(by_rank)
+        ranks = [str(rank) for rank, each in enumerate(by_rank) if each == first]
+        where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
+        value = "gradient" if first.is_gradient else "loss"
         raise NonFiniteError(
-            f"the {'gradient' if gradient_only else 'loss'} was not finite at step {step} on {where}; the last good "
-            "checkpoint is intact: try a lower optimizer.lr, a longer schedule.warmup_steps, train.clip_norm=1.0, "
-            "or look at the data of that step; where targets are masked, a part of a batch may have none: let the "
-            "task's `items` count those that are not"
+            f"the {value} was not finite at step {first.step} on {where}; the last good checkpoint "
+            "is intact: try a lower optimizer.lr, a longer schedule.warmup_steps, "
+            "train.clip_norm=1.0, or look at the data of that step; where targets are masked, a "
+            "part of a batch may have none: let the task's `items` count those that are not"
         )

@@ -1,9 +1,9 @@
-"""`import trireme`: Trireme's Python face.
+"""What `import trireme` gives.
 
-`train`, `plan`, `sweep` and `load_run` are the command line's verbs (app/api.py), `Task` is what a task of your own is
-a subclass of, and `trireme.tasks`, `trireme.data`, … are `app.tasks`, `app.data`, … by names that no package of yours
-hides. From here on Trireme's own packages come before those of the same names (app/names.py). Nothing else is imported
-before it is used.
+`train`, `plan`, `sweep` and `load_run` are verbs of the command line (app/api.py), and `Task` is
+the base of your own tasks. `trireme.tasks`, `trireme.data`, … are `app.tasks`, `app.data`, … under
+names that no package of yours can hide. Once this is imported, Trireme's own packages come before
+others with the same names (app/names.py). Everything else is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -18,26 +18,35 @@ if TYPE_CHECKING:
     from app.errors import Interrupted, RunFailed, TriremeError, UserError
     from app.tasks.base import Task
 
-_HOMES = {
+_MODULES = {
     "app.api": ("Plan", "Run", "Sweep", "load_run", "plan", "sweep", "train"),
     "app.errors": ("Interrupted", "RunFailed", "TriremeError", "UserError"),
     "app.tasks.base": ("Task",),
 }
+"""For each module, the names that this package takes from it."""
 
 
 def claim() -> None:
-    """Makes `app`, `strategies`, `cluster` and `experiments` Trireme's in this process, as importing this has done."""
-    here = Path(__file__).resolve().parent
+    """Make `app`, `strategies`, `cluster` and `experiments` Trireme's in this process.
+
+    Importing this package has done so already. Ray's workers call it before anything else.
+
+    Raises:
+        ImportError: This installation is incomplete, or a user's module that was imported before
+            defines what Trireme needs of its own under that name.
+    """
+    folder = Path(__file__).resolve().parent
     # Installed from a wheel, in a checkout, and among the sources that MLflow keeps with a model.
-    for root in (here / "packages", here.parents[1], here.parent):
+    for root in (folder / "packages", folder.parents[1], folder.parent):
         file = root / "app" / "names.py"
         if file.is_file():
             break
+    # The file is loaded by its path, because `app` may still be a user's package.
     spec = importlib.util.spec_from_file_location("trireme_names", file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{here} is not a whole installation of Trireme: install it again")
+        raise ImportError(f"{folder} is not a whole installation of Trireme: install it again")
     names: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(names)  # by its path, since `app` may be a user's as yet
+    spec.loader.exec_module(names)
     names.claim()
 
 
@@ -45,9 +54,9 @@ claim()
 
 
 def __getattr__(name: str) -> Any:
-    for home, attributes in _HOMES.items():
-        if name in attributes:
-            value = getattr(importlib.import_module(home), name)
+    for module_name, exported in _MODULES.items():
+        if name in exported:
+            value = getattr(importlib.import_module(module_name), name)
             globals()[name] = value
             return value
     raise AttributeError(f"module 'trireme' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m trireme` is `trireme`, also where the current folder has an `app` of its own."""
+"""`python -m trireme` is the command `trireme`, even if the current folder has its own `app`."""
 
 import trireme
 
@@ -6,7 +6,7 @@ import trireme
 def main() -> None:
     """The console script."""
     trireme.claim()
-    from app.cli import main as command_line  # not before Trireme's `app` is the one that is imported
+    from app.cli import main as command_line  # not before `claim` has made `app` Trireme's
 
     command_line()
 

@@ -1,7 +1,7 @@
-"""What `mlflow.pytorch.load_model` reads a model with: MLflow's own way, once `app` is Trireme's.
+"""The pickle module of models in MLflow: MLflow's own, after making `app` Trireme's.
 
-app/tracking/model.py gives it to `mlflow.pytorch.save_model` as pickle_module. MLflow imports it before the model's
-classes, and with it `trireme`.
+app/tracking/model.py passes it to `mlflow.pytorch.save_model` as pickle_module.
+`mlflow.pytorch.load_model` then imports it before the model's classes, and with it `trireme`.
 """
 
 from mlflow.pytorch.pickle_module import *  # noqa: F403

@@ -1,4 +1,7 @@
-"""`python -m experiments.benchmarks NAME [OPTION …]` runs a benchmark; without a name it lists them."""
+"""`python -m experiments.benchmarks NAME [OPTION …]` runs a benchmark.
+
+Without a name it lists them.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,28 @@ from app.errors import nearest
 BENCHMARKS = {
     "step": "a step under each strategy or schedule, beside the same written by hand",
     "gpu first": "the first minutes on a GPU: checks with predictions, as many as fit --budget",
-    "published": "what the plain plan command says of published runs, by kind, size, sequence and GPU",
-    "laws": "laws of scaling, fitted to the two smallest numbers of GPUs of published series, on the others",
+    "published": "what the plain plan command says of published runs, by kind, size and GPU",
+    "laws": "laws of scaling beside published series, fitted to their two smallest numbers of GPUs",
     "chaos": "kills of anything at any moment: what is lost, and seconds to the next step",
 }
-"""A module of this folder (the first 30 minutes: the folder gpu_first), and what it measures."""
+"""By name, what a benchmark measures; each is a module of this folder, or the folder gpu_first."""
 
 
 def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__, end="\n\n")
-        for name, about in BENCHMARKS.items():
-            print(f"  {name:<12}{about}")
+        for name, description in BENCHMARKS.items():
+            print(f"  {name:<12}{description}")
         return
+    # A name has one word or two.
     words = 2 if " ".join(sys.argv[1:3]) in BENCHMARKS else 1
     name = " ".join(sys.argv[1 : 1 + words])
     if name not in BENCHMARKS:
-        sys.exit(f"{name!r} is not a benchmark{nearest(name, BENCHMARKS)}: write one of {', '.join(BENCHMARKS)}")
-    module = "gpu_first.program" if name == "gpu first" else name
-    arguments = sys.argv[1 + words :]
-    importlib.import_module(f"experiments.benchmarks.{module}").main(arguments, prog_name=f"benchmarks {name}")
+        hint = f"{nearest(name, BENCHMARKS)}: write one of {', '.join(BENCHMARKS)}"
+        sys.exit(f"{name!r} is not a benchmark{hint}")
+    module_name = "gpu_first.program" if name == "gpu first" else name
+    module = importlib.import_module(f"experiments.benchmarks.{module_name}")
+    module.main(sys.argv[1 + words :], prog_name=f"benchmarks {name}")
 
 
 if __name__ == "__main__":

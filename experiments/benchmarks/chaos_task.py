@@ -1,8 +1,9 @@
-"""What is trained while things are killed: a perceptron that writes down which samples it has seen.
+"""What is trained while things are killed: a perceptron that records which samples it has seen.
 
-FOLDER/seen/TIME-RANK-PID.jsonl   one line per micro-batch whose loss was computed: [Unix time, positions, samples]
+    FOLDER/seen/TIME-RANK-PID.jsonl   one line per micro-batch whose loss was computed:
+                                      [Unix time, positions, samples]
 
-And that read again: was every sample used once?
+The records are read again to tell whether every sample was used once.
 """
 
 import json
@@ -23,12 +24,16 @@ from app.models.feedforward import MLP
 from app.tasks.base import Task
 
 Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Points, quadrants, and the numbers and positions of the samples."""
 SAMPLES = 250
 """Not a whole number of batches."""
 
 
 class Points(Dataset[tuple[Tensor, Tensor]]):
-    """Points of the plane and their quadrant; a batch also holds the samples' numbers and positions in the stream."""
+    """Points of the plane and their quadrants.
+
+    A batch also has the numbers of its samples, and their positions in the data's order.
+    """
 
     def __init__(self) -> None:
         self.x = torch.randn(SAMPLES, 2, generator=torch.Generator().manual_seed(0))
@@ -41,16 +46,29 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
         return self.x[index], self.y[index]
 
     def batch_at(self, indices: Sequence[int], positions: Sequence[int]) -> Batch:
-        picked = torch.tensor(indices)
-        return self.x[picked], self.y[picked], picked, torch.tensor(positions)
+        samples = torch.tensor(indices)
+        return self.x[samples], self.y[samples], samples, torch.tensor(positions)
 
 
 class Recorded(Task):
-    """folder: where to write down what was seen; "": nowhere. step_seconds: that every micro-batch takes longer.
-    dropout: 0 where other numbers of workers are to compute the same."""
+    """Classifies points, and records which samples were used.
 
-    def __init__(self, *, folder: str = "", step_seconds: float = 0.0, dropout: float = 0.1) -> None:
-        self.folder, self.step_seconds, self.dropout = folder, step_seconds, dropout
+    Args:
+        folder: Where they are recorded; "" for nowhere.
+        step_seconds: How much longer every micro-batch takes.
+        dropout: The model's dropout; 0 if other numbers of workers are to compute the same.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: str = "",
+        step_seconds: float = 0.0,
+        dropout: float = 0.1,
+    ) -> None:
+        self.folder = folder
+        self.step_seconds = step_seconds
+        self.dropout = dropout
         self.record: int | None = None
 
     def build_model(self) -> nn.Module:
@@ -58,28 +76,38 @@ class Recorded(Task):
 
     def train_data(self) -> Points:
         if self.folder and dist.is_initialized() and self.record is None:
-            name = Path(self.folder, "seen", f"{time.time_ns()}-{dist.get_rank()}-{os.getpid()}.jsonl")
-            name.parent.mkdir(exist_ok=True)
-            self.record = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            name = f"{time.time_ns()}-{dist.get_rank()}-{os.getpid()}.jsonl"
+            file = Path(self.folder, "seen", name)
+            file.parent.mkdir(exist_ok=True)
+            self.record = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         return Points()
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         loss = F.cross_entropy(model(batch[0]), batch[1])
-        training = model.training and torch.is_grad_enabled()  # pipelines look at a first batch without numbers
-        if self.record is not None and training and len(batch) == 4 and batch[3].device.type != "meta":
+        is_training = model.training and torch.is_grad_enabled()
+        # A pipeline traces its stages with a batch that has no numbers.
+        has_numbers = len(batch) == 4 and batch[3].device.type != "meta"
+        if self.record is not None and is_training and has_numbers:
             line = json.dumps([time.time(), batch[3].tolist(), batch[2].tolist()])
-            os.write(self.record, f"{line}\n".encode())  # at once, so that it is whole whenever the process is killed
+            # In one call, so that the line is whole whenever the process is killed.
+            os.write(self.record, f"{line}\n".encode())
             time.sleep(self.step_seconds)
         return loss
 
 
-# --- read again -------------------------------------------------------------------------------------------------
+# --- the records, read again ----------------------------------------------------------------------
 
 
 @dataclass
 class Start:
-    """One process's part in one start of the workers. lines: (Unix time, positions in the stream, samples) of each
-    micro-batch, in order."""
+    """One process's part in one start of the workers.
+
+    Attributes:
+        began: The Unix time at which it began.
+        rank: Its rank.
+        pid: Its process id.
+        lines: Unix time, positions and samples of each micro-batch, in order.
+    """
 
     began: float
     rank: int
@@ -88,44 +116,102 @@ class Start:
 
 
 def read(folder: Path, newest: int = 0) -> list[Start]:
-    """All starts, or the newest ones, the first one first."""
-    found = []
-    paths = sorted(folder.glob("seen/*.jsonl"), key=lambda path: int(path.stem.split("-")[0]))
-    for path in paths[-newest:]:
-        began, rank, pid = path.stem.split("-")
-        lines = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
-        # What is tried out before training has the first samples as they lie.
-        found.append(Start(int(began) / 1e9, int(rank), int(pid), [line for line in lines if line[1] != line[2]]))
-    return found
+    """Reads the records of starts, the first start first.
+
+    Args:
+        folder: The task's folder.
+        newest: Only so many of the newest ones are read; 0 for all.
+    """
+    files = sorted(folder.glob("seen/*.jsonl"), key=lambda file: int(file.stem.split("-")[0]))
+    starts = []
+    for file in files[-newest:]:
+        began, rank, pid = file.stem.split("-")
+        complete_lines = file.read_bytes().split(b"\n")[:-1]
+        lines = []
+        for text in complete_lines:
+            line = json.loads(text)
+            # What is tried out before training has the first samples in their own order.
+            if line[1] != line[2]:
+                lines.append(line)
+        starts.append(Start(began=int(began) / 1e9, rank=int(rank), pid=int(pid), lines=lines))
+    return starts
 
 
-def seen(starts: Iterable[Start]) -> tuple[dict[int, tuple[float, int, int]], list[str]]:
-    """Position → (Unix time, rank, sample) of when it was computed last, which is what the final weights come from; and
-    what one start did twice, a sentence each."""
-    last: dict[int, tuple[float, int, int]] = {}
+@dataclass(frozen=True, order=True)
+class Use:
+    """The use of a sample.
+
+    Attributes:
+        time: The Unix time.
+        rank: The rank that used it.
+        sample: The sample's number.
+    """
+
+    time: float
+    rank: int
+    sample: int
+
+
+def last_uses(starts: Iterable[Start]) -> tuple[dict[int, Use], list[str]]:
+    """The last use of each position, which is what the final weights come from.
+
+    Returns:
+        By position its last use, and a sentence for each position that one start used twice.
+    """
+    uses: dict[int, Use] = {}
     problems = []
     for start in starts:
-        own: set[int] = set()
-        for at, positions, samples in start.lines:
-            if twice := own.intersection(positions):
-                problems.append(f"rank {start.rank} used position {min(twice):,} twice in one start")
-            own.update(positions)
+        positions_of_start: set[int] = set()
+        for seconds, positions, samples in start.lines:
+            repeated = positions_of_start.intersection(positions)
+            if repeated:
+                position = min(repeated)
+                problems.append(f"rank {start.rank} used position {position:,} twice in one start")
+            positions_of_start.update(positions)
             for position, sample in zip(positions, samples, strict=True):
-                last[position] = max(last.get(position, (0.0, 0, 0)), (at, start.rank, sample))
-    return last, problems
+                use = Use(time=seconds, rank=start.rank, sample=sample)
+                uses[position] = max(uses.get(position, use), use)
+    return uses, problems
 
 
-def lost_or_repeated(starts: Iterable[Start], total: int, samples: int, seed: int = 0) -> list[str]:
-    """What is wrong with the `total` positions that were trained on, a sentence each; [] if nothing is.
+def lost_or_repeated(
+    starts: Iterable[Start],
+    total: int,
+    samples: int,
+    seed: int = 0,
+) -> list[str]:
+    """What is wrong with the positions that were trained on.
 
-    Each must have been used, with the sample that the order of (seed, position) has there. That what was used came to
-    be in the weights is another question, which their bits answer.
+    Each position must have been used, with the sample that the data's order has there. Whether what
+    was used has come to be in the weights is another question, which their bits answer.
+
+    Args:
+        starts: The records of all starts.
+        total: The number of positions.
+        samples: The number of samples.
+        seed: The seed of the data's order.
+
+    Returns:
+        Sentences; empty if nothing is wrong.
     """
-    last, problems = seen(starts)
+    uses, problems = last_uses(starts)
     expected = Order(samples, seed).indices(0, total).tolist()
-    kinds = {
-        "lost": [p for p in range(total) if p not in last and p != expected[p]],
-        "too many": sorted(p for p in last if p >= total),
-        "other than the order has": [p for p in range(total) if p in last and last[p][2] != expected[p]],
-    }
-    return problems + [f"{len(at)} samples {what}, the first at position {at[0]:,}" for what, at in kinds.items() if at]
+    lost = []
+    wrong = []
+    for position in range(total):
+        if position in uses:
+            if uses[position].sample != expected[position]:
+                wrong.append(position)
+        elif position != expected[position]:  # `read` leaves out what is equal, see there
+            lost.append(position)
+    too_many = sorted(position for position in uses if position >= total)
+    kinds = (
+        ("lost", lost),
+        ("too many", too_many),
+        ("other than the order has", wrong),
+    )
+    for kind, positions in kinds:
+        if positions:
+            count = len(positions)
+            problems.append(f"{count} samples {kind}, the first at position {positions[0]:,}")
+    return problems

@@ -1,8 +1,7 @@
-"""A published run beside what the plain `trireme plan` command says of the same model in the same layout."""
+"""A published run beside what the plain `trireme plan` command says of its model and layout."""
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -22,7 +21,13 @@ from experiments.benchmarks.published_runs import Run
 
 @dataclass(frozen=True)
 class Compared:
-    """A run and what the plan says of it. plan: None where the command refuses, with why in `refusal`."""
+    """A run, and what the plan says of it.
+
+    Attributes:
+        run: The run.
+        plan: The plan; None if the command refuses to make one.
+        refusal: Why it does.
+    """
 
     run: Run
     plan: Estimate | None
@@ -35,7 +40,7 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Of tokens/s: 0.1 is a tenth too fast."""
+        """The relative error of tokens/s: 0.1 is a tenth too fast."""
         assert self.plan is not None
         return self.run.step_seconds / self.plan.step_seconds - 1
 
@@ -43,38 +48,59 @@ class Compared:
     def is_inside(self) -> bool:
         """Whether the published speed is inside the range that the plan shows."""
         assert self.plan is not None
-        return self.plan.speed_range[0] <= 1 / (1 + self.error) <= self.plan.speed_range[1]
+        low, high = self.plan.speed_range
+        return low <= 1 / (1 + self.error) <= high
 
     @property
     def memory_error(self) -> float:
-        """Of what was published, be it what torch has reserved or the whole card; of a run that tells it."""
+        """The relative error of the memory, for a run that tells it.
+
+        What was published is what torch has reserved, or what the whole card has in use.
+        """
         assert self.plan is not None
-        beside = dict(self.run.described).get("beside_gib", 0.0)
-        return (self.plan.memory_bytes / GIB + beside) / self.run.memory_gib - 1
+        outside_torch = dict(self.run.described).get("beside_gib", 0.0)
+        return (self.plan.memory_bytes / GIB + outside_torch) / self.run.memory_gib - 1
 
 
-@functools.cache
-def _reader(key: str) -> list[Reader]:
-    """The reader of a task, kept for all runs that differ in their layout alone; empty until it is first made."""
-    return []
-
+_READERS: dict[str, Reader] = {}
+"""The readers of models, for all runs that differ in their layout alone."""
 
 FLASH_OF_TORCH = {"hopper": 1.4}
-"""By family of GPUs, the speed of the attention that torch takes there, FlashAttention-2 being 1: cuDNN's on H100."""
+"""By family of GPUs, the speed of the attention that torch uses, relative to FlashAttention-2.
+
+On H100 it is cuDNN's.
+"""
 
 
-def _described(device: Device, about: dict[str, Any]) -> Device:
-    """The device as the run's trainer used it."""
-    flash = about.get("flash", 1.0) / FLASH_OF_TORCH.get(family_of(device.gpu), 1.0)
-    device = replace(device, attention=device.attention * flash, again=about.get("again", 0.0))
-    if fragments := about.get("fragments", 0.0):
+def _as_described(device: Device, description: dict[str, Any]) -> Device:
+    """The device as the run's trainer used it.
+
+    Args:
+        device: The device as torch uses it.
+        description: What published_sources.yaml says of the run.
+    """
+    torch_speed = FLASH_OF_TORCH.get(family_of(device.gpu), 1.0)
+    attention_speed = description.get("flash", 1.0) / torch_speed
+    device = replace(
+        device,
+        attention=device.attention * attention_speed,
+        again=description.get("again", 0.0),
+    )
+    fragments = description.get("fragments", 0.0)
+    if fragments:
         device = replace(device, fragmentation=fragments / (1 - fragments))
     return device
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run's plan, to be made again with other constants."""
+    """A run's plan, which can be made again with other constants.
+
+    Attributes:
+        run: The run.
+        plan: The plan; None if the command refuses to make one.
+        refusal: Why it does.
+    """
 
     run: Run
     plan: Plan | None
@@ -86,45 +112,50 @@ class Prepared:
         assert self.plan is not None
         return self.plan.estimator.traits(self.plan.rows[0].candidate)
 
-    def compare(self, change: Callable[[Device], Device] | None = None, *, described: bool = False) -> Compared:
+    def compare(
+        self,
+        change: Callable[[Device], Device] | None = None,
+        *,
+        described: bool = False,
+    ) -> Compared:
         """The run beside its plan.
 
         Args:
-            change: Gives the device with other constants.
-            described: Whether the plan knows what published_sources.yaml says of the run's kernels and memory, which
-                the plain command does not.
+            change: Returns the device with other constants.
+            described: Whether the plan is made with what published_sources.yaml says of the run's
+                kernels and memory, which the plain command does not know.
         """
         if self.plan is None:
             return Compared(self.run, None, self.refusal)
-        estimator, candidates = self.plan.estimator, [row.candidate for row in self.plan.rows]
+        estimator = self.plan.estimator
         device = estimator.machine.device
         if change is not None:
             device = change(device)
         if described:
-            device = _described(device, dict(self.run.described))
+            device = _as_described(device, dict(self.run.described))
         estimator = replace(estimator, machine=replace(estimator.machine, device=device))
-        cuts = {row.candidate: row.stages for row in self.plan.rows}
-        rows = []
-        for candidate in candidates:  # the cut of a pipeline hardly depends on the constants, and takes time to find
-            asked = replace(estimator.options, stages=cuts[candidate])
-            rows.append(replace(estimator, options=asked).estimate(candidate))
-        return Compared(self.run, min(rows, key=lambda row: (not row.fits, row.step_seconds)))
+        estimates = []
+        for row in self.plan.rows:
+            # The stages of a pipeline hardly depend on the constants, and take time to find.
+            options = replace(estimator.options, stages=row.stages)
+            estimates.append(replace(estimator, options=options).estimate(row.candidate))
+        fastest = min(estimates, key=lambda row: (not row.fits, row.step_seconds))
+        return Compared(self.run, fastest)
 
 
 def prepare(run: Run) -> Prepared:
-    """The plan of the run's command; the reading of a model is shared between runs."""
+    """The plan of the run's command; runs of one model share what was read of it."""
     words, options = run.command()
     if not run.sequence:
         return Prepared(run, None, "the sequence's length was not published")
+    is_on_cpu = options["gpu"] == "cpu"
+    key = json.dumps([run.task, run.task_args, is_on_cpu, run.sequence_parallel, run.tp > 1])
+    keys = frozenset(word.partition("=")[0] for word in words)
     try:
         config = load_config([], words)
         machine = find_machine(MachineOptions(**options), config.workers)
-        key = json.dumps([run.task, run.task_args, options["gpu"] == "cpu", run.sequence_parallel, run.tp > 1])
-        kept = _reader(key)
-        given = frozenset(word.partition("=")[0] for word in words)
-        plan = plan_experiment(config, machine, given, reader=kept[0] if kept else None)
-        if not kept:
-            kept.append(plan.reader)
+        plan = plan_experiment(config, machine, keys, reader=_READERS.get(key))
     except USER_ERRORS as error:
         return Prepared(run, None, str(error))
+    _READERS.setdefault(key, plan.reader)
     return Prepared(run, plan)

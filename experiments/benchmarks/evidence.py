@@ -1,15 +1,16 @@
-"""Of published runs and their plans: how well ranges are calibrated, and what a plan's choice of layout loses."""
+"""How well the ranges of plans are calibrated, and what a plan's choice of layout loses."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import click
 import numpy as np
 
-from app.planner.advice import PARTS, settings_text
+from app.planner.advice import PARTS as PARTS_OF_STEP
+from app.planner.advice import settings_text
+from app.planner.estimate import Estimate
 from app.planner.layouts import enumerate_layouts
 from app.planner.plan import ranked
 from app.planner.ranges import spread_of
@@ -18,61 +19,76 @@ from experiments.benchmarks.compared import Compared, Prepared
 from experiments.report import figures
 
 BEST_OF_MANY = "/nanotron/"
-"""The source of runs that are the best of many layouts each, of which the others' figures are not told."""
+"""In the address of runs that are the best of many layouts each; the others are not published."""
+MIN_LAYOUTS = 3
+"""Layouts among which a choice is judged."""
+PARTS_OF_TABLE = ("fit", "choose", "held out")
+FIXED_KEYS = ("train.activation_checkpointing", "train.precision", "parallel.offload")
+"""Settings that a plan does not change when it chooses a layout."""
 
 
-def draw(prepared: Sequence[Prepared], unseen: Sequence[Compared], path: str) -> None:
-    """How many runs are inside ranges of 10 to 90 %.
+def draw_calibration(
+    prepared: Sequence[Prepared],
+    unseen: Sequence[Compared],
+    path: str,
+) -> None:
+    """Draws how many runs are inside ranges of 10 to 90 %.
 
     Args:
         prepared: Runs that are planned.
-        unseen: The same runs, each planned by what other sources' runs have said.
+        unseen: The same runs, each planned by what runs of other sources have said.
         path: Of the picture.
+
+    Raises:
+        UsageError: There are too few runs.
     """
     traits = {one.run: one.traits for one in prepared if one.plan is not None}
-    errors = [(traits[one.run], one.error) for one in unseen if one.has_speed]
-    if len(errors) < fit.ENOUGH:
-        raise click.UsageError(f"--calibration needs {fit.ENOUGH} runs with a speed, and there are {len(errors)}")
+    with_speed = [one for one in unseen if one.has_speed]
+    if len(with_speed) < fit.ENOUGH:
+        problem = f"--calibration needs {fit.ENOUGH} runs with a speed"
+        raise click.UsageError(f"{problem}, and there are {len(with_speed)}")
+    fitted = [one for one in with_speed if one.run.part == "fit"] or with_speed
+    errors = [(traits[one.run], one.error) for one in fitted]
     lines: dict[str, list[tuple[float, float]]] = {"as it should be": [(0, 0), (100, 100)]}
-    lines |= {part: [] for part in ("fit", "choose", "held out")}
     for level in range(10, 100, 10):
-        own = [(traits[one.run], one.error) for one in unseen if one.has_speed and one.run.part == "fit"]
-        ranges = fit.ranges(own or errors, (50 - level / 2, 50 + level / 2))
-        for part in ("fit", "choose", "held out"):
-            members = [one for one in unseen if one.has_speed and one.run.part == part]
-            spreads = [spread_of(traits[one.run], ranges) for one in members]
-            inside = [s.low <= 1 / (1 + one.error) <= s.high for one, s in zip(members, spreads)]
-            if inside:
-                lines[part].append((level, 100 * float(np.mean(inside))))
-    lines = {name: points for name, points in lines.items() if points}
-    figure = figures.lines(lines, x="% of runs that are to be inside the range", y="% that are")
+        ranges = fit.ranges(errors, (50 - level / 2, 50 + level / 2))
+        for part in PARTS_OF_TABLE:
+            are_inside = []
+            for one in with_speed:
+                if one.run.part == part:
+                    spread = spread_of(traits[one.run], ranges)
+                    are_inside.append(spread.low <= 1 / (1 + one.error) <= spread.high)
+            if are_inside:
+                share = 100 * float(np.mean(are_inside))
+                lines.setdefault(part, []).append((level, share))
+    figure = figures.line_plot(lines, x="% of runs that are to be inside the range", y="% that are")
     figure.savefig(path, dpi=90)
 
 
 def among_published(compared: Sequence[Compared]) -> list[dict[str, str]]:
-    """Where one model was run in several layouts on the same GPUs: how much longer the one took that a plan ranks first
-    than the one that was fastest, and whether it ran out of memory. Layouts that ran out of memory are among them."""
-    groups = defaultdict[Any, list[Compared]](list)
-    for one in compared:
-        if one.plan is not None and (one.run.step_seconds or one.run.ran_out):
-            key = (one.run.source, one.run.model, one.run.sequence, one.run.gpus, one.run.global_batch, one.run.kernels)
-            groups[key].append(one)
+    """What a plan's choice among published layouts loses.
+
+    Where one model was run in several layouts on the same GPUs: how much longer the layout took
+    that a plan ranks first than the fastest one, or that it ran out of memory. Layouts that ran out
+    of memory are among them.
+    """
     rows = []
-    for (_, model, sequence, gpus, *_), own in groups.items():
-        plans = {id(one.plan): one for one in own}
-        chosen = plans[id(ranked([one.plan for one in own if one.plan is not None])[0])]
-        ran = [one for one in own if one.run.step_seconds]
-        if len(own) < 3 or not ran:
+    for members in _same_models(compared).values():
+        finished = [one for one in members if one.run.step_seconds]
+        if len(members) < MIN_LAYOUTS or not finished:
             continue
-        best = min(ran, key=lambda one: one.run.step_seconds)
+        chosen = _ranked_first(members)
+        best = min(finished, key=lambda one: one.run.step_seconds)
         assert chosen.plan is not None and best.plan is not None
         loss = "ran out of memory"
         if chosen.run.step_seconds:
-            loss = f"{100 * (chosen.run.step_seconds / best.run.step_seconds - 1):+.1f} %, measured"
+            relative = chosen.run.step_seconds / best.run.step_seconds - 1
+            loss = f"{100 * relative:+.1f} %, measured"
+        run = members[0].run
         rows.append(
             {
-                "run": f"{model}, {sequence:,} tokens, {gpus} GPUs",
-                "layouts": str(len(own)),
+                "run": f"{run.model}, {run.sequence:,} tokens, {run.gpus} GPUs",
+                "layouts": str(len(members)),
                 "chosen": settings_text(chosen.plan),
                 "best known": "the same" if chosen is best else settings_text(best.plan),
                 "chosen takes": loss,
@@ -82,28 +98,55 @@ def among_published(compared: Sequence[Compared]) -> list[dict[str, str]]:
     return rows
 
 
+def _same_models(compared: Sequence[Compared]) -> dict[tuple[Hashable, ...], list[Compared]]:
+    """Runs of one model on the same GPUs, which differ in their layout."""
+    groups = defaultdict[tuple[Hashable, ...], list[Compared]](list)
+    for one in compared:
+        run = one.run
+        if one.plan is not None and (run.step_seconds or run.ran_out):
+            key = (run.source, run.model, run.sequence, run.gpus, run.global_batch, run.kernels)
+            groups[key].append(one)
+    return groups
+
+
+def _ranked_first(members: Sequence[Compared]) -> Compared:
+    """The run whose plan is ranked first."""
+    plans = [one.plan for one in members if one.plan is not None]
+    first = ranked(plans)[0]
+    # Of equal plans the last one counts.
+    return [one for one in members if one.plan is first][-1]
+
+
 def beside_best(prepared: Sequence[Prepared]) -> list[dict[str, str]]:
-    """What a plan would choose of all layouts, beside the best that somebody found; how long it is planned to take."""
+    """What a plan would choose of all layouts, beside the best one that somebody found.
+
+    The times of both are planned.
+    """
     rows = []
     for one in prepared:
-        run, plan = one.run, one.plan
-        if BEST_OF_MANY not in run.source or plan is None:
+        plan = one.plan
+        if plan is None or BEST_OF_MANY not in one.run.source:
             continue
-        fixed = {
-            key: plan.fixed[key] for key in ("train.activation_checkpointing", "train.precision", "parallel.offload")
-        }
-        every = [plan.estimator.estimate(candidate) for candidate in enumerate_layouts(plan.space, fixed)]
-        best, own = ranked(every)[0], plan.rows[0]
-        more = {part: seconds - best.seconds[part] for part, seconds in own.seconds.items()}
-        part = PARTS[max(more, key=lambda name: more[name])]
+        fixed = {key: plan.fixed[key] for key in FIXED_KEYS}
+        candidates = enumerate_layouts(plan.space, fixed)
+        chosen = ranked([plan.estimator.estimate(candidate) for candidate in candidates])[0]
+        known = plan.rows[0]
+        relative = chosen.step_seconds / known.step_seconds - 1
         rows.append(
             {
-                "run": f"{run.model}, {run.gpus} GPUs",
+                "run": f"{one.run.model}, {one.run.gpus} GPUs",
                 "layouts": "all",
-                "chosen": settings_text(best),
-                "best known": settings_text(own),
-                "chosen takes": f"{100 * (best.step_seconds / own.step_seconds - 1):+.1f} %, planned",
-                "mostly": part.partition(" (")[0].partition(",")[0],
+                "chosen": settings_text(chosen),
+                "best known": settings_text(known),
+                "chosen takes": f"{100 * relative:+.1f} %, planned",
+                "mostly": _largest_saving(known, chosen),
             }
         )
     return rows
+
+
+def _largest_saving(known: Estimate, chosen: Estimate) -> str:
+    """The part of a step in which the chosen layout saves most, in one or two words."""
+    savings = {part: seconds - chosen.seconds[part] for part, seconds in known.seconds.items()}
+    part = max(savings, key=lambda name: savings[name])
+    return PARTS_OF_STEP[part].partition(" (")[0].partition(",")[0]

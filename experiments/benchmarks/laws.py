@@ -1,7 +1,8 @@
-"""`laws`: the scaling study's laws beside published series of runs that differ in their number of GPUs alone.
+"""`laws`: the laws of scaling studies beside published series of runs.
 
-Each law is fitted to the two smallest numbers of GPUs of a series and judged on the others. Weak: the batch grows with
-the GPUs; strong: it does not. `spread`: the relative error within which nine in ten points lie for each doubling
+The runs of a series differ in their number of GPUs alone. Each law is fitted to the two smallest
+numbers of GPUs of a series and judged on the others. Weak: the batch grows with the GPUs; strong:
+it does not. `spread`: the relative error within which nine in ten points lie for each doubling
 beyond the second number, which experiments/scale/laws.py has as its intervals.
 """
 
@@ -9,10 +10,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import click
 
@@ -20,17 +20,28 @@ from experiments.benchmarks.compared import Compared, prepare
 from experiments.benchmarks.harness import show
 from experiments.benchmarks.published import percent
 from experiments.benchmarks.published_runs import Run, runs
-from experiments.scale.laws import LAWS, fitted
+from experiments.scale.laws import LAWS, fit_law
 
-LEAST = 3
-"""Numbers of GPUs that a series has."""
-BATCHES = 0.02
-"""Share by which batches of as many samples a GPU may differ."""
+MIN_COUNTS = 3
+"""Different numbers of GPUs that a series has at least."""
+FITTED_COUNTS = 2
+"""The smallest numbers of GPUs, to which a law is fitted."""
+BATCH_TOLERANCE = 0.02
+"""Share by which the samples per GPU may differ in a series."""
+DIFFERING = ("gpus", "global_batch", "step_seconds", "memory_gib")
+"""Fields in which the runs of a series differ."""
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A law's word on one point: relative error of samples per second, and doublings beyond what it was fitted to."""
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """A law's prediction of one point.
+
+    Attributes:
+        group: The kind of its series.
+        law: The law.
+        error: The relative error of samples per second.
+        doublings: Doublings of GPUs beyond what the law was fitted to.
+    """
 
     group: str
     law: str
@@ -39,63 +50,96 @@ class Judged:
 
 
 def series(table: Iterable[Run]) -> dict[str, list[list[Run]]]:
-    """By whether they are weak or strong and how the model is split: runs that differ in their GPUs alone, fewest
-    first. A number of GPUs that is there twice is left out of both."""
-    others = [f.name for f in fields(Run) if f.name not in ("gpus", "global_batch", "step_seconds", "memory_gib")]
-    alike = defaultdict[Any, list[Run]](list)
+    """Series of runs that differ in their number of GPUs alone, fewest GPUs first.
+
+    Runs on a number of GPUs that a series has twice are left out of it.
+
+    Returns:
+        By kind: weak or strong scaling, and how the model is split.
+    """
+    common_fields = [field.name for field in fields(Run) if field.name not in DIFFERING]
+    groups = defaultdict[tuple[Hashable, ...], list[Run]](list)
     for run in table:
-        if run.step_seconds:
-            base = tuple(repr(getattr(run, name)) for name in others)
-            alike["weak", *base, round(math.log(run.global_batch / run.gpus) / BATCHES)].append(run)
-            alike["strong", *base, run.global_batch].append(run)
+        if not run.step_seconds:
+            continue
+        settings = tuple(repr(getattr(run, name)) for name in common_fields)
+        samples_per_gpu = run.global_batch / run.gpus
+        batch_class = round(math.log(samples_per_gpu) / BATCH_TOLERANCE)
+        groups["weak", settings, batch_class].append(run)
+        groups["strong", settings, run.global_batch].append(run)
     found = defaultdict[str, list[list[Run]]](list)
-    for (scaling, *_), members in alike.items():
-        counts = [run.gpus for run in members]
-        own = sorted((run for run in members if counts.count(run.gpus) == 1), key=lambda run: run.gpus)
-        if len(own) >= LEAST:
-            split = "split" if own[0].tp * own[0].pp > 1 else "data parallel"
-            found[f"{scaling}, {split}"].append(own)
+    for (scaling, *_), members in groups.items():
+        counts = Counter(run.gpus for run in members)
+        unique = [run for run in members if counts[run.gpus] == 1]
+        unique.sort(key=lambda run: run.gpus)
+        if len(unique) >= MIN_COUNTS:
+            is_split = unique[0].tp * unique[0].pp > 1
+            found[f"{scaling}, {'split' if is_split else 'data parallel'}"].append(unique)
     return found
 
 
-def judge(group: str, members: list[Compared]) -> list[Judged]:
-    """Every law's errors on one series."""
-    speeds = {one.run.gpus: [one.run.global_batch / one.run.step_seconds] for one in members}
-    curve = {one.run.gpus: one.run.global_batch / one.plan.step_seconds for one in members if one.plan is not None}
-    seen = sorted(speeds)[:2]
-    found = []
+def judge(group: str, members: Sequence[Compared]) -> list[Judgement]:
+    """Judges every law on one series.
+
+    Args:
+        group: The kind of the series.
+        members: Its runs and their plans.
+    """
+    speeds = {}
+    curve = {}
+    for compared in members:
+        run = compared.run
+        speeds[run.gpus] = [run.global_batch / run.step_seconds]
+        if compared.plan is not None:
+            curve[run.gpus] = run.global_batch / compared.plan.step_seconds
+    counts = sorted(speeds)
+    fitted = counts[:FITTED_COUNTS]
+    judgements = []
     for name in LAWS:
-        law = fitted(name, {n: speeds[n] for n in seen}, curve)
+        law = fit_law(name, {count: speeds[count] for count in fitted}, curve)
         if law is None:
             continue
-        for n in sorted(speeds)[2:]:
-            if name != "plan" or n in curve:
-                error = law.speed * law.speedup(n) / speeds[n][0] - 1
-                found.append(Judged(group, name, error, math.log2(n / seen[1])))
-    return found
+        for count in counts[FITTED_COUNTS:]:
+            if name == "plan" and count not in curve:
+                continue
+            predicted = law.speed * law.speedup(count)
+            judgement = Judgement(
+                group=group,
+                law=name,
+                error=predicted / speeds[count][0] - 1,
+                doublings=math.log2(count / fitted[-1]),
+            )
+            judgements.append(judgement)
+    return judgements
 
 
-def table_of(judged: Iterable[Judged]) -> list[dict[str, str]]:
-    """A line for each group and law."""
-    groups = defaultdict[tuple[str, str], list[Judged]](list)
-    for one in judged:
-        groups[one.group, one.law].append(one)
+def table_of(judgements: Iterable[Judgement]) -> list[dict[str, str]]:
+    """A line for each kind of series and each law."""
+    groups = defaultdict[tuple[str, str], list[Judgement]](list)
+    for judgement in judgements:
+        groups[judgement.group, judgement.law].append(judgement)
     rows = []
-    for (group, law), own in sorted(groups.items()):
-        errors = sorted(abs(one.error) for one in own)
-        spreads = sorted(abs(one.error) / one.doublings for one in own)
+    for (group, law), members in sorted(groups.items()):
+        errors = [abs(member.error) for member in members]
+        spreads = [abs(member.error) / member.doublings for member in members]
+        bias = statistics.median(member.error for member in members)
         rows.append(
             {
                 "series": group,
                 "law": law,
-                "points": str(len(own)),
+                "points": str(len(members)),
                 "median": percent(statistics.median(errors)),
-                "90th": percent(errors[int(0.9 * (len(errors) - 1))]),
-                "bias": percent(statistics.median(one.error for one in own), True),
-                "spread": percent(spreads[int(0.9 * (len(spreads) - 1))]),
+                "90th": percent(_ninth_tenth(errors)),
+                "bias": percent(bias, signed=True),
+                "spread": percent(_ninth_tenth(spreads)),
             }
         )
     return rows
+
+
+def _ninth_tenth(values: Sequence[float]) -> float:
+    """The value below which nine in ten lie."""
+    return sorted(values)[int(0.9 * (len(values) - 1))]
 
 
 @click.command(help=__doc__)
@@ -103,13 +147,12 @@ def table_of(judged: Iterable[Judged]) -> list[dict[str, str]]:
 @click.option("--json", "as_json", is_flag=True)
 def main(tables: tuple[str, ...], as_json: bool) -> None:
     found = series(runs(*tables))
-    judged = [
-        one
-        for group, members in found.items()
-        for own in members
-        for one in judge(group, [prepare(run).compare() for run in own])
-    ]
-    show("laws", {"series": sum(map(len, found.values())), "points": len(judged)}, table_of(judged), as_json)
+    judgements = []
+    for group, all_members in found.items():
+        for members in all_members:
+            judgements += judge(group, [prepare(run).compare() for run in members])
+    results = {"series": sum(map(len, found.values())), "points": len(judgements)}
+    show("laws", results, table_of(judgements), as_json=as_json)
 
 
 if __name__ == "__main__":

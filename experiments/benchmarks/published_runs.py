@@ -1,12 +1,14 @@
 """The rows of published runs, and the plain `trireme plan` command that plans each of them.
 
-Three tables: published.csv (from 1.3 to 462 billion parameters under tensor and pipeline parallelism, and FSDP),
-llm_foundry.csv (MPT models under FSDP), and beyond.csv (mixtures, LoRA, fine-tuning, other GPUs). A row is planned as
-the same model of the `transformers` library, or as the language_modelling task where that has the model, with the
-run's degrees, micro-batch, recomputation and precision written as keys.
+There are three tables: published.csv (from 1.3 to 462 billion parameters under tensor and pipeline
+parallelism, and FSDP), llm_foundry.csv (MPT models under FSDP), and beyond.csv (mixtures, LoRA,
+fine-tuning, other GPUs). A row is planned as the same model of the `transformers` library, or as
+the language_modelling task if that has the model, with the run's degrees, micro-batch,
+recomputation and precision written as keys.
 
-A hash of a row's address and settings puts it into one of three parts: `fit` (its constants are fitted to it),
-`choose` (looked at while the planner is written) and `held out` (looked at once, when it is finished).
+A hash of a row's address and settings puts it into one of three parts: `fit` (constants are fitted
+to it), `choose` (looked at while the planner is written) and `held out` (looked at once, when the
+planner is finished).
 """
 
 from __future__ import annotations
@@ -15,36 +17,84 @@ import csv
 import functools
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-TABLES = tuple(Path(__file__).with_name(f"{name}.csv") for name in ("published", "llm_foundry", "beyond"))
-SOURCES = Path(__file__).with_name("published_sources.yaml")
-MODELS = Path(__file__).with_name("models.yaml")
+FOLDER = Path(__file__).parent
+TABLES = tuple(FOLDER / f"{name}.csv" for name in ("published", "llm_foundry", "beyond"))
+SOURCES = FOLDER / "published_sources.yaml"
+MODELS = FOLDER / "models.yaml"
 PARTS = ("fit", "fit", "choose", "held out")
+"""Parts of the rows; half of them are fitted to."""
 GIB = 2**30
 GPUS = {"h100": "h100-80gb", "a100": "a100-80gb"}
 """What tables call a GPU that has several names."""
 FLOPS_PER_PARAMETER = 6
-"""Of a token, forward and backward, as those who publish FLOP/s count them."""
+"""Floating-point operations of a token, forward and backward, as publishers count them."""
 UNITS = {"gib": 1.0, "gb": 1e9 / GIB}
+"""In GiB."""
 FUSED = ("NVIDIA-NeMo/Megatron", "nemo-framework")
 """Sources whose trainers fuse element-wise operations, norms and RoPE, as torch.compile does."""
 ALIGNED = 64
-"""Multiples in which widths of layers are rounded."""
+"""Multiples to which widths of layers are rounded."""
 ADAPTERS = {"r": 16}
+"""The adapters of a run with LoRA."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A row. 0 or "" where a figure is not published."""
+    """A row; a figure that is not published is 0 or "".
 
+    Attributes:
+        source: The address of its page.
+        model: The model's name.
+        d_model: The model's width.
+        n_layers: The number of its blocks.
+        n_heads: The number of its heads.
+        n_kv_heads: The number of its heads for keys and values.
+        d_hidden: The width of its feed-forward layers.
+        gated: Whether these are gated.
+        vocab_size: The size of its vocabulary.
+        tied: Whether embedding and head share their weights.
+        attention: "flash", or "softmax": scores in memory, their softmax one kernel.
+        kernels: "fused" as torch.compile fuses them; "eager", a norm being one kernel; "plain", a
+            norm being several.
+        sequence: The tokens of a sequence.
+        gpu: The GPU.
+        per_node: GPUs of a node.
+        network_gbit: Gigabits per second of a node's network.
+        gpus: The number of GPUs.
+        data: What data-parallel workers do: fsdp, hsdp, zero1, zero2 or ddp.
+        tp: The degree of tensor parallelism.
+        pp: The number of pipeline stages.
+        chunks: The parts of the model on each stage.
+        cp: The degree of context parallelism.
+        sequence_parallel: Whether norms are divided along the sequence under tensor parallelism.
+        micro_batch: The sequences of a micro-batch.
+        global_batch: The sequences of a step.
+        precision: "bf16", "fp16" or "fp8".
+        recompute: "none", "full" or another kind of activation checkpointing.
+        reduce: The type in which gradients add up and are sent.
+        overlap: Whether communication of tensor parallelism overlaps with products (asynchronous
+            tensor parallelism).
+        step_seconds: Seconds of a step.
+        memory_gib: GiB of a GPU's memory.
+        ep: The degree of expert parallelism.
+        method: "pretrain", "sft" or "lora".
+        table: The table that the row is in.
+        ran_out: Whether it ran out of memory.
+        described: What published_sources.yaml says of its kernels and of its memory, which a plain
+            command does not know.
+    """
+
+    # The order of the fields decides the part of a row, see `part`.
     source: str
     model: str
+    _: KW_ONLY
     d_model: int = 0
     n_layers: int = 0
     n_heads: int = 0
@@ -53,14 +103,14 @@ class Run:
     gated: int = 0
     vocab_size: int = 0
     tied: int = 0
-    attention: str = "flash"  # flash, or softmax: scores in memory, their softmax one kernel
-    kernels: str = "eager"  # fused, as torch.compile does; eager, a norm being one kernel; plain, a norm being several
+    attention: str = "flash"
+    kernels: str = "eager"
     sequence: int = 0
     gpu: str = ""
     per_node: int = 8
     network_gbit: float = 0.0
     gpus: int = 1
-    data: str = ""  # what data-parallel workers do: fsdp, hsdp, zero1, zero2 or ddp
+    data: str = ""
     tp: int = 1
     pp: int = 1
     chunks: int = 1
@@ -70,27 +120,27 @@ class Run:
     global_batch: int = 0
     precision: str = "bf16"
     recompute: str = "none"
-    reduce: str = "bf16"  # what gradients add up and are sent in
-    overlap: int = 0  # whether tensor parallelism's communication overlaps products (asynchronous tensor parallelism)
+    reduce: str = "bf16"
+    overlap: int = 0
     step_seconds: float = 0.0
     memory_gib: float = 0.0
     ep: int = 1
-    method: str = "pretrain"  # pretrain, sft or lora
+    method: str = "pretrain"
     table: str = "published"
-    ran_out: int = 0  # whether it ran out of memory
+    ran_out: int = 0
     described: tuple[tuple[str, Any], ...] = ()
-    """What published_sources.yaml says of its kernels and of its memory, which a plain command does not know."""
 
     @property
     def part(self) -> str:
-        """Which part of the rows it is in: fit, choose or held out."""
+        """The part of the rows that it is in; its settings decide it, and not its results."""
         names = [field.name for field in fields(Run)]
-        settings = repr(astuple(self)[: names.index("step_seconds")])
-        return PARTS[hashlib.sha256(settings.encode()).digest()[1] % len(PARTS)]
+        settings = astuple(self)[: names.index("step_seconds")]
+        digest = hashlib.sha256(repr(settings).encode()).digest()
+        return PARTS[digest[1] % len(PARTS)]
 
     @property
     def kind(self) -> str:
-        """Of runs that err alike."""
+        """Its kind; plans of runs of one kind err alike."""
         if self.is_mixture:
             return "mixture"
         if self.method != "pretrain":
@@ -100,32 +150,45 @@ class Run:
 
     @property
     def is_mixture(self) -> bool:
+        """Whether its model is a mixture of experts."""
         config = self.task_args.get("config", {})
-        return any("expert" in key for key in config) or self.model.startswith("deepseek")
+        has_experts = any("expert" in key for key in config)
+        return has_experts or self.model.startswith("deepseek")
 
     @property
     def name(self) -> str:
-        degrees = " ".join(f"{n}={getattr(self, n)}" for n in ("tp", "pp", "cp", "ep") if getattr(self, n) > 1)
+        """The run for a person."""
+        degrees = []
+        for name in ("tp", "pp", "cp", "ep"):
+            degree = getattr(self, name)
+            if degree > 1:
+                degrees.append(f"{name}={degree}")
         size = f"{self.micro_batch}×{self.sequence}" if self.micro_batch else str(self.sequence)
-        again = "" if self.recompute == "none" else f" {self.recompute}"
-        return f"{self.model} {size} on {self.gpus} {self.gpu.partition(':')[0]} {degrees} {self.precision}{again}"
+        gpu = self.gpu.partition(":")[0]
+        recompute = "" if self.recompute == "none" else f" {self.recompute}"
+        gpus = f"{self.gpus} {gpu}"
+        return f"{self.model} {size} on {gpus} {' '.join(degrees)} {self.precision}{recompute}"
 
     @property
     def task(self) -> str:
+        """The task that has its model."""
         return "huggingface" if "model" in self.task_args else "language_modelling"
 
     @functools.cached_property
     def task_args(self) -> dict[str, Any]:
-        """What the command says of the model and its data, which need not be there."""
+        """What the command says of the model, and of the data, which need not exist."""
         args: dict[str, Any] = {"data": "tokens-of-the-run.bin", "sequence_length": self.sequence}
         if not self.d_model:
-            known = _models()[self.model]
-            args |= {"model": known["model"], "config": dict(known["config"])}
-            if known["model"] != "gpt2":
-                args["config"] |= {} if known["model"] == "t5" else {"max_position_embeddings": self.sequence}
-        elif self.n_kv_heads == self.n_heads and self.kernels != "plain" and self.attention == "flash":
-            args |= {"d_model": self.d_model, "n_layers": self.n_layers, "n_heads": self.n_heads}
-            args |= {"d_hidden": self._gated_hidden(), "vocab_size": self.vocab_size, "tie_weights": bool(self.tied)}
+            args |= self._named_model()
+        elif self._is_built_in():
+            args |= {
+                "d_model": self.d_model,
+                "n_layers": self.n_layers,
+                "n_heads": self.n_heads,
+                "d_hidden": self._gated_hidden(),
+                "vocab_size": self.vocab_size,
+                "tie_weights": bool(self.tied),
+            }
         else:
             args |= {"model": "llama" if self.gated else "starcoder2", "config": self._config()}
         if self.attention == "softmax":
@@ -134,12 +197,31 @@ class Run:
             args["lora"] = dict(ADAPTERS)
         return args
 
+    def _named_model(self) -> dict[str, Any]:
+        """The arguments of a model that models.yaml has by its name."""
+        entry = _models()[self.model]
+        config = dict(entry["config"])
+        if entry["model"] not in ("gpt2", "t5"):
+            config["max_position_embeddings"] = self.sequence
+        return {"model": entry["model"], "config": config}
+
+    def _is_built_in(self) -> bool:
+        """Whether the language_modelling task has the model."""
+        has_all_kv_heads = self.n_kv_heads == self.n_heads
+        return has_all_kv_heads and self.kernels != "plain" and self.attention == "flash"
+
     def _gated_hidden(self) -> int:
-        """Width of the gated feed-forward layer with as many parameters as the run's: built-in models are gated."""
-        return self.d_hidden if self.gated else round(2 * self.d_hidden / 3 / ALIGNED) * ALIGNED
+        """The width of a gated feed-forward layer with as many parameters as the run's.
+
+        Those of built-in models are gated.
+        """
+        if self.gated:
+            return self.d_hidden
+        return round(2 * self.d_hidden / 3 / ALIGNED) * ALIGNED
 
     def _config(self) -> dict[str, Any]:
-        return {
+        """The configuration of a model of the `transformers` library."""
+        config: dict[str, Any] = {
             "hidden_size": self.d_model,
             "intermediate_size": self.d_hidden,
             "num_hidden_layers": self.n_layers,
@@ -148,21 +230,31 @@ class Run:
             "vocab_size": self.vocab_size,
             "tie_word_embeddings": bool(self.tied),
             "max_position_embeddings": self.sequence,
-            **({} if self.gated else {"sliding_window": None, "use_bias": False, "embedding_dropout": 0.0}),
         }
+        if not self.gated:
+            config |= {"sliding_window": None, "use_bias": False, "embedding_dropout": 0.0}
+        return config
 
     def command(self) -> tuple[list[str], dict[str, Any]]:
-        """The words of `trireme plan`, and its options."""
-        copies = self.gpus // (self.tp * self.pp * self.cp)
-        shard = {"hsdp": min(copies, self.per_node), "ddp": 1, "": 1}.get(self.data, copies)
+        """The key=value of `trireme plan`, and its options."""
+        replicas = self.gpus // (self.tp * self.pp * self.cp)
+        shards = replicas
+        if self.data == "hsdp":
+            shards = min(replicas, self.per_node)
+        elif self.data in ("ddp", ""):
+            shards = 1
+        has_sequence_parallel = bool(self.sequence_parallel) and self.tp > 1
         values: dict[str, Any] = {
             "task": self.task,
             "task_args": json.dumps(self.task_args),
-            "parallel.dp_replicate": copies // shard,
-            "parallel.dp_shard": shard,
-            **{f"parallel.{name}": getattr(self, name) for name in ("tp", "pp", "cp", "ep")},
-            "parallel.sequence_parallel": bool(self.sequence_parallel) and self.tp > 1,
-            "parallel.async_tp": bool(self.overlap) and bool(self.sequence_parallel) and self.tp > 1,
+            "parallel.dp_replicate": replicas // shards,
+            "parallel.dp_shard": shards,
+            "parallel.tp": self.tp,
+            "parallel.pp": self.pp,
+            "parallel.cp": self.cp,
+            "parallel.ep": self.ep,
+            "parallel.sequence_parallel": has_sequence_parallel,
+            "parallel.async_tp": bool(self.overlap) and has_sequence_parallel,
             "parallel.offload": False,
             "parallel.reduce_dtype": self.reduce,
             "train.global_batch_size": self.global_batch,
@@ -173,14 +265,25 @@ class Run:
         }
         if self.micro_batch:
             values["train.micro_batch_size"] = self.micro_batch
-        if self.data in ("zero1", "zero2") and self.pp == 1 and shard > 1:
-            split = [name for name, degree in (("tensor", self.tp), ("context", self.cp)) if degree > 1]
-            values["strategy"] = "+".join([self.data, *split])
+        if self.data in ("zero1", "zero2") and self.pp == 1 and shards > 1:
+            names = [self.data]
+            if self.tp > 1:
+                names.append("tensor")
+            if self.cp > 1:
+                names.append("context")
+            values["strategy"] = "+".join(names)
         if self.pp > 1 and self.chunks:
             values["parallel.schedule"] = "interleaved_1f1b" if self.chunks > 1 else "1f1b"
             values["parallel.chunks"] = self.chunks
-        words = [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]
-        options: dict[str, Any] = {"gpus": self.gpus, "gpu": self.gpu, "per_node": min(self.per_node, self.gpus)}
+        words = []
+        for key, value in values.items():
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            words.append(f"{key}={text}")
+        options: dict[str, Any] = {
+            "gpus": self.gpus,
+            "gpu": self.gpu,
+            "per_node": min(self.per_node, self.gpus),
+        }
         if self.network_gbit:
             options["interconnect"] = f"{self.network_gbit:g}Gb"
         return words, options
@@ -192,50 +295,74 @@ def _models() -> dict[str, Any]:
 
 
 def runs(*paths: str | Path) -> list[Run]:
-    """The rows of tables, of all three unless some are named.
+    """The rows of tables.
+
+    Args:
+        paths: The tables; without any, all three.
 
     Raises:
-        KeyError, ValueError: a column is missing, or not a number.
+        KeyError: A column is missing.
+        ValueError: A figure is not a number.
     """
-    return [run for path in paths or TABLES for run in _of_table(Path(path))]
+    rows = []
+    for path in paths or TABLES:
+        rows += _read_table(Path(path))
+    return rows
 
 
-def _of_table(path: Path) -> list[Run]:
-    with open(path, newline="") as file:
+def _read_table(path: Path) -> list[Run]:
+    with path.open(newline="") as file:
         entries = list(csv.DictReader(file))
     sources = yaml.safe_load(SOURCES.read_text())
-    found = []
+    rows = []
     for entry in entries:
-        make = _of_beyond if "ran_out" in entry else _of_published if "network_gbit" in entry else _of_llm_foundry
-        found.append(_described(make(entry), sources))
-    return found
+        if "ran_out" in entry:
+            run = _from_beyond(entry)
+        elif "network_gbit" in entry:
+            run = _from_published(entry)
+        else:
+            run = _from_llm_foundry(entry)
+        source = sources.get(run.source, {"address": run.source})
+        described = tuple(source.get("runs", {}).items())
+        rows.append(replace(run, source=source["address"], described=described))
+    return rows
 
 
-def _described(run: Run, sources: dict[str, Any]) -> Run:
-    known = sources.get(run.source, {"address": run.source})
-    return replace(run, source=known["address"], described=tuple(known.get("runs", {}).items()))
-
-
-def _of_published(entry: dict[str, Any]) -> Run:
-    kinds: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str}
-    columns = [field for field in fields(Run) if field.name in entry]
-    run = Run(**{column.name: kinds[str(column.type)](entry[column.name] or 0) for column in columns})
+def _from_published(entry: Mapping[str, str]) -> Run:
+    """A row of published.csv, whose columns are the fields of a run."""
+    parsers: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str}
+    values = {}
+    for field in fields(Run):
+        if field.name in entry:
+            parse = parsers[str(field.type)]
+            values[field.name] = parse(entry[field.name] or 0)
+    run = Run(**values)
+    # It has a speed, or ran out of memory.
     return replace(run, ran_out=int(not run.step_seconds))
 
 
-def _of_llm_foundry(entry: dict[str, str]) -> Run:
-    """MPT models: GPT-2s in all but name, under FSDP. The pages name their networks: InfiniBand and RoCE."""
-    width, gpus, micro_batch = int(entry["d_model"]), int(entry["gpus"]), int(entry["micro_batch_size"])
-    batch, sequence = micro_batch * gpus * int(entry["grad_accum"]), int(entry["seq_len"])
-    rate, gpu = float(entry["tokens_per_s_per_gpu"]), entry["gpu"].replace("_", "-")
+def _from_llm_foundry(entry: Mapping[str, str]) -> Run:
+    """A row of llm_foundry.csv.
+
+    MPT models are GPT-2s in all but name, here under FSDP. The pages name their networks:
+    InfiniBand and RoCE.
+    """
+    width = int(entry["d_model"])
+    heads = int(entry["n_heads"])
+    gpus = int(entry["gpus"])
+    gpu = entry["gpu"].replace("_", "-")
+    sequence = int(entry["seq_len"])
+    micro_batch = int(entry["micro_batch_size"])
+    batch = micro_batch * gpus * int(entry["grad_accum"])
+    tokens_per_second = float(entry["tokens_per_s_per_gpu"]) * gpus
     return Run(
         source="llm-foundry",
         table="llm-foundry",
         model=f"mpt-{entry['model']}",
         d_model=width,
         n_layers=int(entry["n_layers"]),
-        n_heads=int(entry["n_heads"]),
-        n_kv_heads=int(entry["n_heads"]),
+        n_heads=heads,
+        n_kv_heads=heads,
         d_hidden=4 * width,
         vocab_size=int(entry["vocab_size"]),
         tied=1,
@@ -248,32 +375,39 @@ def _of_llm_foundry(entry: dict[str, str]) -> Run:
         global_batch=batch,
         precision="fp8" if entry["precision"].endswith("fp8") else "bf16",
         recompute="full" if entry["activation_checkpointing"] == "True" else "none",
-        step_seconds=batch * sequence / (rate * gpus),
+        step_seconds=batch * sequence / tokens_per_second,
     )
 
 
-def _of_beyond(entry: dict[str, str]) -> Run:
-    gpus, sequence = int(entry["gpus"]), int(entry["seq"] or 0)
-    rate, batch = float(entry["tokens_per_s_per_gpu"] or 0), int(entry["global_batch"])
-    if entry["tflops_per_gpu"] and not rate and sequence:
-        rate = (
-            1e12 * float(entry["tflops_per_gpu"]) / (FLOPS_PER_PARAMETER * 1e9 * _models()[entry["model"]]["billions"])
-        )
+def _from_beyond(entry: Mapping[str, str]) -> Run:
+    """A row of beyond.csv."""
+    address = entry["address"]
+    gpus = int(entry["gpus"])
+    sequence = int(entry["seq"] or 0)
+    batch = int(entry["global_batch"])
+    tp = int(entry["tp"])
+    pp = int(entry["pp"])
+    cp = int(entry["cp"])
+    data = entry["dp"]
+    if not data and gpus > tp * pp * cp:
+        data = "zero1"
+    is_fused = entry["compile"] == "1" or any(word in address for word in FUSED)
     unit = entry["peak_unit"].partition(",")[0].lower()
+    tokens_per_second = _tokens_per_second_per_gpu(entry) * gpus
     return Run(
-        source=entry["address"],
+        source=address,
         table="beyond",
         model=entry["model"],
-        kernels="fused" if entry["compile"] == "1" or any(word in entry["address"] for word in FUSED) else "eager",
+        kernels="fused" if is_fused else "eager",
         sequence=sequence,
         gpu=GPUS.get(entry["gpu"], entry["gpu"]),
         per_node=int(entry["per_node"]),
         network_gbit=float(entry["network_gbit"] or 0),
         gpus=gpus,
-        data=entry["dp"] or ("zero1" if gpus > int(entry["tp"]) * int(entry["pp"]) * int(entry["cp"]) else ""),
-        tp=int(entry["tp"]),
-        pp=int(entry["pp"]),
-        cp=int(entry["cp"]),
+        data=data,
+        tp=tp,
+        pp=pp,
+        cp=cp,
         chunks=int(entry["vp"]),
         ep=int(entry["ep"] or 1),
         micro_batch=int(entry["micro_batch"]),
@@ -281,7 +415,18 @@ def _of_beyond(entry: dict[str, str]) -> Run:
         precision=entry["precision"].removeprefix("mx"),
         recompute=entry["recompute"] or "none",
         method=entry["method"],
-        step_seconds=batch * sequence / (rate * gpus) if rate else 0.0,
+        step_seconds=batch * sequence / tokens_per_second if tokens_per_second else 0.0,
         memory_gib=float(entry["peak_gb"] or 0) * UNITS.get(unit, 1.0),
         ran_out=int(entry["ran_out"] or 0),
     )
+
+
+def _tokens_per_second_per_gpu(entry: Mapping[str, str]) -> float:
+    """The speed of a row of beyond.csv, or what its FLOP/s come to; 0 if neither was published."""
+    if entry["tokens_per_s_per_gpu"]:
+        return float(entry["tokens_per_s_per_gpu"])
+    has_sequence = int(entry["seq"] or 0) > 0
+    if not entry["tflops_per_gpu"] or not has_sequence:
+        return 0.0
+    parameters = 1e9 * _models()[entry["model"]]["billions"]
+    return 1e12 * float(entry["tflops_per_gpu"]) / (FLOPS_PER_PARAMETER * parameters)

@@ -1,15 +1,17 @@
-"""The one law, measured: every strategy trains the same model, and continues any other strategy's checkpoint.
+"""The one law, measured: every strategy trains the same model, and continues every checkpoint.
 
-A `Trial` is a small training run in plain terms: a model, a loss, the global batch of every step. `train` runs it
-under a layout, as the training loop does but with nothing around it, and returns the curve; `difference` compares two
-curves. A checkpoint that one layout leaves (torch.distributed.checkpoint, as the application writes it) another can
-continue. The rows that are tried are in rows.py.
+A `Trial` is a small training run in plain terms: a model, a loss, the global batch of every step.
+`train` runs it under a layout, as the training loop does but with nothing around it, and returns
+its curve; `difference` compares two curves. A checkpoint that one layout leaves
+(torch.distributed.checkpoint, as the application writes it) another one can continue. The layouts
+that are tried are in rows.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -20,44 +22,80 @@ from torch import nn
 from app.config import OptimizerConfig
 from app.training.optimizer import build_optimizer
 from strategies.parallel import Parallel
-from strategies.parallelize import Blocks, Layout, LayoutError, Options, Places, Plan, check, parallelize
+from strategies.parallelize import (
+    Blocks,
+    ContextPlanFor,
+    Layout,
+    LayoutError,
+    Options,
+    TensorPlan,
+    check,
+    parallelize,
+)
 from strategies.tree import tree_leaves, tree_map
 
 Batch = Any
+"""A tree of tensors with samples along dimension 0."""
+TINY = 1e-12
+"""Keeps a relative difference from a division by zero."""
+
+
+def _build_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    # The epsilon is larger than Adam's usual one. A gradient that is zero but for rounding (that of
+    # the bias of attention's keys) would otherwise be scaled up to a step of full size in a random
+    # direction, on one device too.
+    config = OptimizerConfig(lr=1e-2, eps=1e-5, weight_decay=0.01)
+    return build_optimizer(config, parameters)
+
+
+def _count_samples(batch: Batch) -> int:
+    return len(tree_leaves(batch)[0])
 
 
 @dataclass(frozen=True)
 class Trial:
     """What is trained.
 
-    build: the model, the same every time. loss: (model, batch) → mean over the batch's items. batch: step, from 0 →
-    that step's global batch, a pytree of tensors with samples along dimension 0. items: how many a batch has. heads:
-    that tp must divide, if any.
+    Attributes:
+        build: Makes the model, the same one every time.
+        loss: (model, batch) → the mean over the batch's items.
+        batch: Step, from 0 → the global batch of that step.
+        items: Batch → how many items it has.
+        steps: The number of steps.
+        micro_batches: The number of micro-batches of each data-parallel worker.
+        clip: The largest gradient norm; None for no limit.
+        blocks: The names of the model's blocks, as `parallelize` takes them.
+        tensor_plan: How layers are divided, as `parallelize` takes it.
+        context_plan: How sequences are divided, as `parallelize` takes it.
+        heads: The number that tp must divide; None if there is none.
+        optimizer: Parameters → their optimizer.
     """
 
     build: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Batch], torch.Tensor]
     batch: Callable[[int], Batch]
-    items: Callable[[Batch], Any] = lambda batch: len(tree_leaves(batch)[0])
+    _: KW_ONLY
+    items: Callable[[Batch], Any] = _count_samples
     steps: int = 20
     micro_batches: int = 1
     clip: float | None = None
     blocks: Blocks = None
-    tensor_plan: Plan = None
-    context_plan: Places = None
+    tensor_plan: TensorPlan = None
+    context_plan: ContextPlanFor = None
     heads: int | None = None
-    # A larger epsilon than Adam's usual: a gradient that is zero but for rounding (the bias of attention's keys) would
-    # otherwise be scaled up to a step of full size in a random direction, on one device too.
-    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = field(
-        default=lambda parameters: build_optimizer(OptimizerConfig(lr=1e-2, eps=1e-5, weight_decay=0.01), parameters)
-    )
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _build_optimizer
 
 
 @dataclass
 class Curve:
-    """What a run leaves: per step the loss and the gradient norm (before clipping); at the end, rank 0's weights.
+    """What a training has left.
 
-    notes: what the strategy reported about this model."""
+    Attributes:
+        losses: The loss of each step.
+        norms: The gradient norm of each step, before clipping.
+        weights: The weights at the end; on rank 0 only.
+        notes: What the strategy has reported about the model.
+    """
 
     losses: list[float]
     norms: list[float]
@@ -66,28 +104,48 @@ class Curve:
 
 
 AMPLIFIED = 10.0
-"""How much further than the loss a gradient norm and a weight may be off: they are not averages over a batch, and Adam
-divides a gradient by its own size. Measured over all rows, 20 steps in float32: loss 3e-7, norm 7e-6, weights 1e-5."""
+"""How much further than the loss a gradient norm and a weight may be off.
+
+They are not averages over a batch, and Adam divides a gradient by its own size. Measured over all
+rows, 20 steps in float32: loss 3e-7, norm 7e-6, weights 1e-5.
+"""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Relative differences of one curve from another: the largest over steps of the loss and of the gradient norm, and
-    over tensors, at the end, of the root mean square of a - b relative to that of a or of all weights (the larger)."""
+    """The relative differences of one curve from another.
+
+    Attributes:
+        loss: The largest over steps.
+        norm: The largest over steps, of the gradient norm.
+        weights: The largest over tensors at the end: the root mean square of a - b relative to that
+            of a or of all weights, the larger of the two.
+    """
 
     loss: float
     norm: float
     weights: float
 
     def within(self, limit: Difference | float) -> bool:
-        """Whether no figure is larger than that of `limit`, or than `bounds` allows. False for nan."""
+        """Whether no figure is larger than that of a limit; False for nan.
+
+        Args:
+            limit: The limit, or a tolerance of the loss (see `bounds`).
+        """
         bound = limit if isinstance(limit, Difference) else bounds(limit)
         return self.loss <= bound.loss and self.norm <= bound.norm and self.weights <= bound.weights
 
 
+INFINITE = Difference(math.inf, math.inf, math.inf)
+
+
 def bounds(tolerance: float) -> Difference:
-    """What may differ where the loss may by `tolerance`."""
-    return Difference(tolerance, AMPLIFIED * tolerance, AMPLIFIED * tolerance)
+    """What may differ if the loss may differ by a relative tolerance."""
+    amplified = AMPLIFIED * tolerance
+    return Difference(loss=tolerance, norm=amplified, weights=amplified)
+
+
+# --- training -------------------------------------------------------------------------------------
 
 
 def train(
@@ -100,42 +158,77 @@ def train(
     load: str = "",
     save: str = "",
 ) -> Curve:
-    """Runs the trial under the layout; collective over its ranks. Weights are whole, and on rank 0 only.
+    """Runs a trial under a layout; a collective of its ranks.
 
-    steps: only these. load: the folder of the checkpoint to begin with; save: where to leave one at the end.
+    Args:
+        trial: What is trained.
+        layout: The layout.
+        options: How it behaves.
+        device: This rank's device.
+        steps: Which steps are run; None for all.
+        load: The folder of the checkpoint to begin with; "" for none.
+        save: The folder in which a checkpoint is left at the end; "" for none.
+
+    Returns:
+        The curve, with whole weights on rank 0 and none on others.
+
+    Raises:
+        LayoutError: The layout cannot train this.
     """
-    parallel = begin(trial, layout, options, device)
+    parallel = parallelize_trial(trial, layout, options, device)
     optimizer = parallel.prepare_optimizer(trial.optimizer(parallel.parameters()))
-    alone = not dist.is_initialized()
+    is_alone = not dist.is_initialized()
     if load:
         state = _state(parallel, optimizer)
-        dcp.load(state, checkpoint_id=load, no_dist=alone)
+        dcp.load(state, checkpoint_id=load, no_dist=is_alone)
         parallel.load_model_state(state["model"])
         parallel.load_optimizer_state(optimizer, state["optimizer"])
-    losses, norms = run_steps(trial, parallel, optimizer, range(trial.steps) if steps is None else steps)
+    if steps is None:
+        steps = range(trial.steps)
+    losses, norms = run_steps(trial, parallel, optimizer, steps)
     if save:
-        dcp.save(_state(parallel, optimizer), checkpoint_id=save, no_dist=alone)
-    return Curve(losses, norms, parallel.full_model_state(), parallel.notes)
+        dcp.save(_state(parallel, optimizer), checkpoint_id=save, no_dist=is_alone)
+    weights = parallel.full_model_state()
+    return Curve(losses=losses, norms=norms, weights=weights, notes=parallel.notes)
 
 
 def _state(parallel: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a checkpoint holds."""
     return {"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)}
 
 
-def begin(trial: Trial, layout: Layout, options: Options, device: torch.device) -> Parallel:
-    """The trial's model under the layout.
+def parallelize_trial(
+    trial: Trial,
+    layout: Layout,
+    options: Options,
+    device: torch.device,
+) -> Parallel:
+    """The model of a trial under a layout; a collective of its ranks.
+
+    Args:
+        trial: What is trained.
+        layout: The layout.
+        options: How it behaves.
+        device: This rank's device.
 
     Raises:
-        LayoutError: heads that tp does not divide; fewer rows in a batch than there are micro-batches, whose mean
-            would be of nothing.
+        LayoutError: The layout cannot train this: tp does not divide the heads, or a batch has
+            fewer samples than there are micro-batches, so that the mean of one would be of nothing.
     """
     check(layout, options, heads=trial.heads)
-    rows, parts = len(tree_leaves(trial.batch(0))[0]), layout.dims.dp * trial.micro_batches
-    if rows < parts:
+    workers = layout.dims.dp
+    samples = len(tree_leaves(trial.batch(0))[0])
+    least_samples = workers * trial.micro_batches
+    if samples < least_samples:
         raise LayoutError(
-            f"a batch of {rows} is not enough for {layout.dims.dp} data-parallel workers with {trial.micro_batches} "
-            f"micro-batches each: write train.global_batch_size={parts} or more"
+            f"a batch of {samples} is not enough for {workers} data-parallel workers with "
+            f"{trial.micro_batches} micro-batches each: write "
+            f"train.global_batch_size={least_samples} or more"
         )
+    first_batch = trial.batch(0)
+    micro_batches = _micro_batches(
+        first_batch, data_rank=0, workers=workers, count=trial.micro_batches
+    )
     return parallelize(
         trial.build,
         layout,
@@ -144,69 +237,145 @@ def begin(trial: Trial, layout: Layout, options: Options, device: torch.device) 
         blocks=trial.blocks,
         tensor_plan=trial.tensor_plan,
         context_plan=trial.context_plan,
-        example=(trial.loss, _micro_batches(trial.batch(0), 0, layout.dims.dp, trial.micro_batches)[0]),
+        example=(trial.loss, micro_batches[0]),
     )
 
 
 def run_steps(
-    trial: Trial, parallel: Parallel, optimizer: torch.optim.Optimizer, steps: Iterable[int]
+    trial: Trial,
+    parallel: Parallel,
+    optimizer: torch.optim.Optimizer,
+    steps: Iterable[int],
 ) -> tuple[list[float], list[float]]:
-    """Loss and gradient norm of each of these steps."""
-    losses, norms = [], []
+    """Trains; a collective of the layout's ranks.
+
+    Args:
+        trial: What is trained.
+        parallel: Its model under a layout.
+        optimizer: The optimizer, prepared by `parallel`.
+        steps: The numbers of the steps.
+
+    Returns:
+        Loss and gradient norm of each step.
+    """
     dims = parallel.layout.dims
-    rank = dims.data_rank(dist.get_rank()) if dims.world_size > 1 else 0
+    data_rank = dims.data_rank(dist.get_rank()) if dims.world_size > 1 else 0
+    losses = []
+    norms = []
     for step in steps:
         batch = trial.batch(step)
-        micro_batches = _micro_batches(batch, rank, dims.dp, trial.micro_batches)
-        weights = [float(trial.items(part) / trial.items(batch)) for part in micro_batches]
-        parts = [tree_map(lambda t: t.to(parallel.device), part) for part in micro_batches]
-        total = parallel.forward_backward(parts, weights, trial.loss)
+        micro_batches = _micro_batches(
+            batch, data_rank=data_rank, workers=dims.dp, count=trial.micro_batches
+        )
+        items = trial.items(batch)
+        weights = [float(trial.items(micro_batch) / items) for micro_batch in micro_batches]
+        on_device = [_to_device(micro_batch, parallel.device) for micro_batch in micro_batches]
+        loss_of_rank = parallel.forward_backward(on_device, weights, trial.loss)
         norms.append(parallel.grad_norm_(trial.clip))
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        loss = parallel.total(total)
-        if dims.pp > 1:  # the ranks without the loss have 0
+        loss = parallel.total(loss_of_rank)
+        if dims.pp > 1:
+            # Only the ranks of the last stage have the loss; on the others it is 0.
             dist.all_reduce(loss)
             loss = loss * dims.pp / dims.world_size
         losses.append(loss)
     return [float(loss) for loss in losses], [float(norm) for norm in norms]
 
 
-def difference(truth: Curve, curve: Curve) -> Difference:
-    """How far `curve` is from `truth`; nan or another set of names counts as infinitely far."""
-    if truth.weights.keys() != curve.weights.keys():
-        return Difference(float("inf"), float("inf"), float("inf"))
-    filled = {name: tensor for name, tensor in truth.weights.items() if tensor.numel()}
-    usual = _rms([tensor for tensor in filled.values() if tensor.is_floating_point() or tensor.is_complex()])
-    weights = max((_relative(tensor, curve.weights[name], usual) for name, tensor in filled.items()), default=0.0)
-    return Difference(_largest(truth.losses, curve.losses), _largest(truth.norms, curve.norms), weights)
+def _to_device(batch: Batch, device: torch.device) -> Batch:
+    return tree_map(lambda tensor: tensor.to(device), batch)
 
 
-def _relative(a: torch.Tensor, b: torch.Tensor, usual: float) -> float:
-    """rms(a - b) / rms(a), or over the `usual` size of the model's weights where that is more: not element by element
-    nor tensor by tensor, where a bias that has just left zero would be compared with next to nothing."""
-    if a.is_complex():
-        a, b = torch.view_as_real(a), torch.view_as_real(b)
-    if not a.is_floating_point():
-        return 0.0 if torch.equal(a, b) else float("inf")
-    value = _rms([a.double() - b.double()]) / max(_rms([a]), usual, 1e-12)
-    return value if value == value else float("inf")
+def _micro_batches(batch: Batch, *, data_rank: int, workers: int, count: int) -> list[Batch]:
+    """The micro-batches of one data-parallel worker.
+
+    Args:
+        batch: The global batch, of which each worker has a contiguous share.
+        data_rank: The worker's number.
+        workers: The number of data-parallel workers.
+        count: The number of its micro-batches.
+    """
+    share = _part(batch, index=data_rank, parts=workers)
+    return [_part(share, index=index, parts=count) for index in range(count)]
 
 
-def _rms(tensors: list[torch.Tensor]) -> float:
-    """The root of the mean square over all elements."""
-    count = sum(tensor.numel() for tensor in tensors)
-    return (sum(float(tensor.abs().double().square().sum()) for tensor in tensors) / max(1, count)) ** 0.5
+def _part(batch: Batch, *, index: int, parts: int) -> Batch:
+    return tree_map(lambda tensor: tensor.tensor_split(parts)[index], batch)
 
 
-def _largest(a: list[float], b: list[float]) -> float:
-    if len(a) != len(b):
-        return float("inf")
-    values = [abs(x - y) / max(abs(x), 1e-12) for x, y in zip(a, b)]
-    return max((value if value == value else float("inf") for value in values), default=0.0)
+# --- comparing ------------------------------------------------------------------------------------
 
 
-def _micro_batches(batch: Batch, rank: int, ways: int, count: int) -> list[Batch]:
-    """This rank's contiguous share of the batch, in `count` parts."""
-    share = tree_map(lambda tensor: tensor.tensor_split(ways)[rank], batch)
-    return [tree_map(lambda tensor, i=i: tensor.tensor_split(count)[i], share) for i in range(count)]  # type: ignore[misc]
+def difference(reference: Curve, curve: Curve) -> Difference:
+    """How far a curve is from a reference.
+
+    nan, and weights of other names, count as infinitely far.
+    """
+    if reference.weights.keys() != curve.weights.keys():
+        return INFINITE
+    tensors = {name: tensor for name, tensor in reference.weights.items() if tensor.numel()}
+    numbers = [
+        tensor for tensor in tensors.values() if tensor.is_floating_point() or tensor.is_complex()
+    ]
+    size_of_model = _root_mean_square(numbers)
+    weights = 0.0
+    for name, tensor in tensors.items():
+        distance = _relative_distance(tensor, curve.weights[name], least_size=size_of_model)
+        weights = max(weights, distance)
+    return Difference(
+        loss=_largest_relative(reference.losses, curve.losses),
+        norm=_largest_relative(reference.norms, curve.norms),
+        weights=weights,
+    )
+
+
+def _relative_distance(
+    reference: torch.Tensor,
+    tensor: torch.Tensor,
+    *,
+    least_size: float,
+) -> float:
+    """rms(reference - tensor) / rms(reference), or over `least_size` where that is more.
+
+    It is not measured element by element, nor relative to the tensor alone: a bias that has just
+    left zero would be compared with next to nothing.
+
+    Args:
+        reference: The reference; not empty.
+        tensor: The tensor that is compared with it.
+        least_size: The root mean square of the whole model's weights.
+    """
+    if reference.is_complex():
+        reference = torch.view_as_real(reference)
+        tensor = torch.view_as_real(tensor)
+    if not reference.is_floating_point():
+        return 0.0 if torch.equal(reference, tensor) else math.inf
+    distance = _root_mean_square([reference.double() - tensor.double()])
+    size = max(_root_mean_square([reference]), least_size, TINY)
+    return _infinite_if_nan(distance / size)
+
+
+def _root_mean_square(tensors: Iterable[torch.Tensor]) -> float:
+    """The root of the mean square over all elements of all tensors."""
+    squares = 0.0
+    count = 0
+    for tensor in tensors:
+        squares += float(tensor.abs().double().square().sum())
+        count += tensor.numel()
+    return (squares / max(1, count)) ** 0.5
+
+
+def _largest_relative(reference: Sequence[float], values: Sequence[float]) -> float:
+    """The largest relative difference of two series; infinite if their lengths differ."""
+    if len(reference) != len(values):
+        return math.inf
+    largest = 0.0
+    for expected, value in zip(reference, values):
+        relative = abs(expected - value) / max(abs(expected), TINY)
+        largest = max(largest, _infinite_if_nan(relative))
+    return largest
+
+
+def _infinite_if_nan(value: float) -> float:
+    return math.inf if math.isnan(value) else value

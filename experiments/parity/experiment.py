@@ -1,7 +1,7 @@
-"""`trireme parity`: an experiment's own model, loss and data through the parity matrix, and the table."""
+"""`trireme parity`: an experiment's own model, loss and data through the parity matrix."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from typing import Any
@@ -20,34 +20,56 @@ from app.tasks.build import build_model
 from app.training.job import strategy_options
 from app.training.optimizer import build_optimizer
 from experiments.parity.curves import Trial
-from experiments.parity.matrix import Result, run
-from experiments.parity.rows import ALL_FIVE, DEEPSPEED, MIXTURES, ROWS, THREE, Row
+from experiments.parity.matrix import Result, run_matrix
+from experiments.parity.rows import (
+    DEEPSPEED,
+    MIXTURES,
+    MIXTURES_OF_MORE_DIMENSIONS,
+    ROWS,
+    THREE_DIMENSIONS,
+    Row,
+)
 from strategies.mixtures import find_mixtures
 
-LEAST_EPS = 1e-5
-"""Adam's epsilon is raised to this: a gradient that is zero but for rounding would otherwise be scaled up to a step of
-full size in a random direction, on one device too."""
+MIN_EPS = 1e-5
+"""The optimizer's epsilon is at least this.
+
+With Adam's usual one, a gradient that is zero but for rounding would be scaled up to a step of full
+size in a random direction, on one device too.
+"""
 
 
 def make_trial(values: dict[str, Any], steps: int) -> Trial:
-    """The trial that an experiment's configuration (as `to_dict` gives it) describes; called in every worker."""
+    """The trial of an experiment; called in every worker.
+
+    Args:
+        values: The experiment's configuration, as `to_dict` returns it.
+        steps: How many steps are trained.
+
+    Raises:
+        UserError: The data are a stream.
+    """
     config = from_dict(values)
-    seed_everything(config.train.seed)
+    seed = config.train.seed
+    batch_size = config.train.global_batch_size
+    seed_everything(seed)
     task = load_task(config.task, config.task_args)
     data = task.train_data()
     if is_stream(data):
-        raise UserError("parity takes the same samples again and again: give data that is asked by number, no stream")
-    order = order_of(data, config.train.seed)
-    size = config.train.global_batch_size
-    optimizer = replace(config.optimizer, eps=max(config.optimizer.eps, LEAST_EPS))
+        problem = "parity takes the same samples again and again"
+        raise UserError(f"{problem}: give data that is asked by number, no stream")
+    order = order_of(data, seed)
+    optimizer = replace(config.optimizer, eps=max(config.optimizer.eps, MIN_EPS))
 
     def build() -> torch.nn.Module:
-        seed_everything(config.train.seed)
+        seed_everything(seed)
         return build_model(task)
 
     def batch(step: int) -> Any:
-        start = step * size
-        return fetch(data, list(zip(order.indices(start, size).tolist(), range(start, start + size), strict=True)))
+        start = step * batch_size
+        indices = order.indices(start, batch_size).tolist()
+        positions = range(start, start + batch_size)
+        return fetch(data, list(zip(indices, positions, strict=True)))
 
     return Trial(
         build=build,
@@ -64,90 +86,156 @@ def make_trial(values: dict[str, Any], steps: int) -> Trial:
     )
 
 
-def measure(config: Config, *, steps: int, rows: Iterable[Row], checkpoints: bool) -> list[Result]:
-    """Every row beside one device; with `checkpoints` also every ordered pair of rows.
+def measure(
+    config: Config,
+    *,
+    steps: int,
+    rows: Iterable[Row],
+    checkpoints: bool,
+) -> list[Result]:
+    """Compares rows with one device.
 
-    Precision, clipping, recomputation and what train.* and parallel.* say of how layouts behave are the experiment's,
-    but for what is lossy by design (reduce_dtype) and what a row decides itself (schedule, stages).
+    Precision, clipping, recomputation, and what train.* and parallel.* say of how layouts behave,
+    are the experiment's. The exceptions are what is lossy by design (reduce_dtype), and what a row
+    decides itself (schedule, stages).
+
+    Args:
+        config: The experiment.
+        steps: The steps of each training.
+        rows: The rows.
+        checkpoints: Whether every row also continues the checkpoint of every row.
+
+    Raises:
+        UserError: There are too few steps.
+        LayoutError: One device cannot train this.
     """
-    least = 2 if checkpoints else 1
-    if steps < least:
-        raise UserError(f"--steps is {steps}: write at least {least}")
+    min_steps = 2 if checkpoints else 1
+    if steps < min_steps:
+        raise UserError(f"--steps is {steps}: write at least {min_steps}")
     task = load_task(config.task, config.task_args)
-    own = replace(strategy_options(config), reduce_dtype="fp32", stages=None, float_output=task.float_output)
-    return run(functools.partial(make_trial, to_dict(config), steps), rows, options=own, checkpoints=checkpoints)
+    options = replace(
+        strategy_options(config),
+        reduce_dtype="fp32",
+        stages=None,
+        float_output=task.float_output,
+    )
+    trial = functools.partial(make_trial, to_dict(config), steps)
+    return run_matrix(trial, rows, options=options, checkpoints=checkpoints)
 
 
 def has_experts(config: Config) -> bool:
     """Whether the experiment's model is a mixture of experts."""
     with torch.device("meta"):
-        return bool(find_mixtures(load_task(config.task, config.task_args).build_model()))
+        model = load_task(config.task, config.task_args).build_model()
+    return bool(find_mixtures(model))
 
 
-def chosen(names: str | None, workers: str | None, mixture: bool = False) -> list[Row]:
-    """The matrix rows of these comma-separated names and numbers of workers; all by default. mixture: those of experts
-    too.
+def choose_rows(names: str | None, workers: str | None, *, has_experts: bool = False) -> list[Row]:
+    """Chooses rows of the matrix.
+
+    Args:
+        names: Strategies, separated by commas; None for all.
+        workers: Numbers of workers, separated by commas; None for all.
+        has_experts: Whether rows for mixtures of experts are among all.
 
     Raises:
-        UserError: there is no such row.
+        UserError: There is no such row.
     """
-    wanted, counts = (set(filter(None, (text or "").split(","))) for text in (names, workers))
-    experts = [row for row in (*MIXTURES, *ALL_FIVE) if mixture or row.name in wanted]
-    rows = (*ROWS, *THREE, *experts, *((DEEPSPEED,) if find_spec("deepspeed") or DEEPSPEED.name in wanted else ()))
-    known = {row.name for row in (*rows, *MIXTURES, *ALL_FIVE, DEEPSPEED)}
-    if wanted - known:
-        raise UserError(f"there is no row {min(wanted - known)!r}: write some of {', '.join(sorted(known))}")
-    named = [row for row in rows if not wanted or row.name in wanted]
-    found = [row for row in named if not counts or str(row.workers) in counts]
-    if not found:
-        choice = ", ".join(sorted({str(row.workers) for row in named}))
-        raise UserError(f"these strategies have no row with {workers} workers: write some of {choice}")
-    return found
+    chosen_names = _split(names)
+    chosen_counts = _split(workers)
+    rows = [*ROWS, *THREE_DIMENSIONS]
+    for row in (*MIXTURES, *MIXTURES_OF_MORE_DIMENSIONS):
+        if has_experts or row.name in chosen_names:
+            rows.append(row)
+    if find_spec("deepspeed") or DEEPSPEED.name in chosen_names:
+        rows.append(DEEPSPEED)
+    all_rows = (*rows, *MIXTURES, *MIXTURES_OF_MORE_DIMENSIONS, DEEPSPEED)
+    known_names = {row.name for row in all_rows}
+    unknown_names = chosen_names - known_names
+    if unknown_names:
+        known = ", ".join(sorted(known_names))
+        raise UserError(f"there is no row {min(unknown_names)!r}: write some of {known}")
+    named = [row for row in rows if not chosen_names or row.name in chosen_names]
+    chosen = [row for row in named if not chosen_counts or str(row.workers) in chosen_counts]
+    if not chosen:
+        counts = ", ".join(sorted({str(row.workers) for row in named}))
+        problem = f"these strategies have no row with {workers} workers"
+        raise UserError(f"{problem}: write some of {counts}")
+    return chosen
 
 
-# --- what was found ---------------------------------------------------------------------------------------------
+def _split(text: str | None) -> set[str]:
+    """The words of a comma-separated list."""
+    return {word for word in (text or "").split(",") if word}
 
 
-def table(results: list[Result]) -> str:
-    """One line per row and variant: the largest relative differences, and what is allowed where it is not met; of the
-    checkpoints that a row continued, the one after which it was furthest off and all that differ. Then what strategies
-    reported."""
+# --- the table ------------------------------------------------------------------------------------
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results for a person.
+
+    One line per row and variant: the largest relative differences, and what is allowed if it is
+    exceeded. Of the checkpoints that a row has continued, the one after which it was furthest off,
+    and all that differ. Then what strategies have reported.
+    """
     width = max((len(str(result.row)) for result in results), default=3)
     lines = [f"{'row':<{width}} {'variant':<32} {'loss':>8} {'norm':>8} {'weights':>8} {'s':>6}"]
-    lines += [_line(result, result.variant, width) for result in results if result.after is None]
-    resumed = [result for result in results if result.after is not None]
-    for row in dict.fromkeys(str(result.row) for result in resumed):
-        pairs = [result for result in resumed if str(result.row) == row]
-        worst = max(pairs, key=lambda r: float("inf") if r.found is None else r.found.loss / r.bound.loss)
+    continued: dict[str, list[Result]] = {}
+    notes: dict[tuple[str, str], None] = {}
+    for result in results:
+        if result.after is None:
+            lines.append(_line(result, result.variant, width))
+        else:
+            continued.setdefault(str(result.row), []).append(result)
+        if result.curve is not None:
+            notes.update(dict.fromkeys((note, str(result.row)) for note in result.curve.notes))
+    for pairs in continued.values():
+        worst = max(pairs, key=_share_of_bound)
         lines.append(_line(worst, f"after {len(pairs)} others, worst: {worst.after}", width))
-        lines += [_line(r, f"after {r.after}", width) for r in pairs if not r.passed and r is not worst]
-    said = dict.fromkeys((note, str(r.row)) for r in results if r.curve for note in r.curve.notes)
-    return "\n".join([*lines, *(f"{note} ({row})" for note, row in said)])
+        for result in pairs:
+            if not result.passed and result is not worst:
+                lines.append(_line(result, f"after {result.after}", width))
+    lines += [f"{note} ({row})" for note, row in notes]
+    return "\n".join(lines)
+
+
+def _share_of_bound(result: Result) -> float:
+    """How much of what is allowed the loss differs by; infinite without a curve."""
+    if result.difference is None:
+        return float("inf")
+    return result.difference.loss / result.bound.loss
 
 
 def _line(result: Result, variant: str, width: int) -> str:
-    start, found, bound = f"{result.row!s:<{width}} {variant:<32}", result.found, result.bound
-    if found is None:
+    start = f"{result.row!s:<{width}} {variant:<32}"
+    difference = result.difference
+    if difference is None:
         return f"{start} {result.verdict}: {result.refused or result.error}"
-    line = f"{start} {found.loss:8.1e} {found.norm:8.1e} {found.weights:8.1e} {result.seconds:6.1f}"
+    figures = f"{difference.loss:8.1e} {difference.norm:8.1e} {difference.weights:8.1e}"
+    line = f"{start} {figures} {result.seconds:6.1f}"
+    if result.passed:
+        return line
+    bound = result.bound
     allowed = f"(allowed {bound.loss:.0e} {bound.norm:.0e} {bound.weights:.0e})"
-    return line if result.passed else f"{line}  {result.verdict} {allowed}"
+    return f"{line}  {result.verdict} {allowed}"
 
 
-def as_dicts(results: list[Result]) -> list[dict[str, Any]]:
-    """What `--json` prints."""
-    return [
-        {
-            "row": str(r.row),
-            "workers": r.row.workers,
-            "variant": r.variant,
-            "after": str(r.after) if r.after else None,
-            "verdict": r.verdict,
-            "why": r.refused or r.error,
-            "notes": list(r.curve.notes) if r.curve else [],
-            "allowed": asdict(r.bound),
-            "seconds": r.seconds,
-            "difference": asdict(r.found) if r.found else None,
-        }
-        for r in results
-    ]
+def as_dicts(results: Sequence[Result]) -> list[dict[str, object]]:
+    """The results as `--json` prints them."""
+    return [_as_dict(result) for result in results]
+
+
+def _as_dict(result: Result) -> dict[str, object]:
+    return {
+        "row": str(result.row),
+        "workers": result.row.workers,
+        "variant": result.variant,
+        "after": str(result.after) if result.after else None,
+        "verdict": result.verdict,
+        "why": result.refused or result.error,
+        "notes": list(result.curve.notes) if result.curve else [],
+        "allowed": asdict(result.bound),
+        "seconds": result.seconds,
+        "difference": asdict(result.difference) if result.difference else None,
+    }

@@ -1,14 +1,18 @@
-"""The parity matrix on this machine: every row against one device, and every row's checkpoint under every row.
+"""The parity matrix on this machine: every row is compared with one device.
 
-All rows run on GPUs or all on the CPU. Each row has processes of its own, forked from one that has imported torch. A
-row that its layout refuses answers with that sentence; one that raises anything else has failed, and the matrix goes
-on.
+With checkpoints, every row also continues the checkpoint of every row.
 
-In float32 the bound is `Row.tolerance`. In 16 bits one device differs from itself when the samples of its batches are
-in another order, which rounds at other places, and a row is one more sample of that noise: it may differ by `MARGIN`
-times the most that one device did in `ORDERS`, or by the rounding of one number. The differences grow from step to step
-until two trainings have nothing in common, so only the first `NARROW_STEPS` are compared. Sharded rows compute
-everything in 16 bits, which is noisier (strategies/precision.py): they are compared with one device that does the same.
+All rows run on GPUs, or all on the CPU. Each row has processes of its own, forked from one that has
+imported torch. A row that its layout refuses has that sentence as its result; one that raises
+anything else has failed, and the matrix continues with the next one.
+
+In float32 the bound is `Row.tolerance`. In 16 bits one device differs from itself when the samples
+of its batches are in another order, because it then rounds at other places. A row is one more
+sample of that noise: it may differ by `MARGIN` times the most that one device did in `ORDERS`, or
+by the rounding of one number. The differences grow from step to step until two trainings have
+nothing in common, so that only the first `LOW_PRECISION_STEPS` are compared. Sharded rows compute
+everything in 16 bits, which is noisier (strategies/precision.py): they are compared with one device
+that does the same.
 """
 
 from __future__ import annotations
@@ -20,8 +24,8 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import KW_ONLY, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +54,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     EVERYTHING: ({"micro_batches": 2, "clip": 0.5}, {"activation_checkpointing": "full"}),
     "bf16": ({"micro_batches": 2, "clip": 0.5}, {"precision": "bf16"}),
 }
-"""Name → changes to the trial, and to the options."""
+"""By name, the changes to the trial and those to the options."""
 
-NARROW_STEPS = 8
+LOW_PRECISION_STEPS = 8
+"""Steps that are compared in 16 bits."""
 ORDERS = range(12)
 """Seeds of the other orders of a batch's samples."""
 MARGIN = 2.0
@@ -62,29 +67,47 @@ PEER_TIMEOUT = datetime.timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
-class Call:
-    """One training of a row. order: one of ORDERS. by_parameters: of one device, all of it in 16 bits, as sharded rows
-    compute. load, save: the second or the first half only, from or to this checkpoint."""
+class RowRun:
+    """One training of a row.
+
+    Attributes:
+        row: The row.
+        variant: A name of `VARIANTS`.
+        order: The seed of another order of each batch's samples; None for the trial's own order.
+        all_low_precision: Whether one device computes everything in 16 bits, as sharded rows do.
+        load: The folder of a checkpoint: only the second half of the steps is trained, from it.
+        save: The folder for a checkpoint: only the first half of the steps is trained, up to it.
+    """
 
     row: Row
     variant: str
+    _: KW_ONLY
     order: int | None = None
-    by_parameters: bool = False
+    all_low_precision: bool = False
     load: str = ""
     save: str = ""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a training came to, and how far it was from one device's.
+    """What became of a training, and how far it is from one device's.
 
-    found: None where there is no curve: refused holds the sentence of a layout that cannot do this, error whatever else
-    was raised. after: the row whose checkpoint was continued. limit: what is allowed, if not the row's own tolerance.
+    Attributes:
+        row: The row.
+        variant: A name of `VARIANTS`.
+        difference: How far it is from one device; None if it has no curve.
+        seconds: How long it took.
+        after: The row whose checkpoint was continued; None if none was.
+        refused: Why the layout cannot train this; "" if it can.
+        error: What else was raised.
+        curve: Its curve, if it has one.
+        limit: What may differ, if it is not the row's own tolerance.
     """
 
     row: Row
     variant: str
-    found: Difference | None = None
+    _: KW_ONLY
+    difference: Difference | None = None
     seconds: float = 0.0
     after: Row | None = None
     refused: str = ""
@@ -94,222 +117,397 @@ class Result:
 
     @property
     def bound(self) -> Difference:
+        """What may differ."""
         return self.limit or bounds(self.row.tolerance)
 
     @property
     def passed(self) -> bool:
-        return self.found is not None and self.found.within(self.bound)
+        return self.difference is not None and self.difference.within(self.bound)
 
     @property
     def verdict(self) -> str:
         """ok, REFUSED, FAILED or DIFFERS."""
-        if self.found is None:
+        if self.difference is None:
             return "REFUSED" if self.refused else "FAILED"
         return "ok" if self.passed else "DIFFERS"
 
 
-def run(
-    make: MakeTrial,
+def run_matrix(
+    make_trial: MakeTrial,
     rows: Iterable[Row] = ROWS,
     *,
     options: Options | None = None,
     variants: Iterable[str] | None = None,
     checkpoints: bool = False,
 ) -> list[Result]:
-    """Trains every row in every variant and compares; then, with `checkpoints`, every ordered pair of rows.
+    """Trains every row in every variant, and compares it with one device.
 
-    make: gives the trial; picklable (at the top level of a module), as it is called in the workers. options: of every
-    row. variants: names of VARIANTS; None: all, but for bf16 where the options have a precision already.
+    Args:
+        make_trial: Makes what is trained. It is called in the workers, and so must be a function at
+            the top level of a module, or a partial of one.
+        rows: The rows.
+        options: How all layouts behave.
+        variants: Names of `VARIANTS`; None for all, without bf16 if the options have a precision of
+            16 bits already.
+        checkpoints: Whether every row also continues the checkpoint of every row, and of one
+            device.
+
     Raises:
-        LayoutError: one device cannot train this, so there is nothing to compare with.
+        LayoutError: One device cannot train this, so that there is nothing to compare with.
+        RuntimeError: Likewise, for another reason.
     """
-    rows, options = list(rows), options or Options()
-    names = list(variants or (name for name in VARIANTS if name != "bf16" or options.precision == "fp32"))
-    most = max((row.workers for row in rows), default=1)
-    trials = Trials(make, options, "cuda" if torch.cuda.device_count() >= most else "cpu")
-    truth = OneDevice(trials, dict.fromkeys([*names, *([EVERYTHING] if checkpoints else [])]))
-    calls = [Call(row, variant) for row in rows for variant in names]
+    rows = list(rows)
+    options = options or Options()
+    if variants is None:
+        has_float32 = options.precision == "fp32"
+        variants = [name for name in VARIANTS if name != "bf16" or has_float32]
+    variants = list(variants)
+    most_workers = max((row.workers for row in rows), default=1)
+    has_gpus = torch.cuda.device_count() >= most_workers
+    runner = Runner(make_trial, options, device_type="cuda" if has_gpus else "cpu")
+    needed_variants = [*variants, EVERYTHING] if checkpoints else variants
+    reference = Reference(runner, dict.fromkeys(needed_variants))
+    runs = [RowRun(row, variant) for row in rows for variant in variants]
+    if not checkpoints:
+        return [reference.compare(run, result) for run, result in runner.run(runs)]
     with tempfile.TemporaryDirectory(prefix="trireme-parity-") as folder:
-        halves = [Call(row, EVERYTHING, save=f"{folder}/{i}") for i, row in enumerate([SINGLE, *rows])]
-        ended = trials.run(calls + (halves if checkpoints else []))
-        good = {call.save: call.row for call, result in ended if call.save and result.curve}
-        pairs = trials.run([Call(row, EVERYTHING, load=place) for row in good.values() for place in good])
-    results = [truth.compared(call, result) for call, result in ended if not call.save]
-    results += [replace(result, after=call.row) for call, result in ended if call.save and not result.curve]
-    return results + [replace(truth.compared(call, result), after=good[call.load]) for call, result in pairs]
+        # The first halves run beside the other trainings of their row, in the same processes.
+        for number, row in enumerate([SINGLE, *rows]):
+            runs.append(RowRun(row, EVERYTHING, save=f"{folder}/{number}"))
+        ended = runner.run(runs)
+        results = []
+        saved_by = {}
+        for run, result in ended:
+            if not run.save:
+                results.append(reference.compare(run, result))
+            elif result.curve is not None:
+                saved_by[run.save] = run.row
+        for run, result in ended:
+            if run.save and result.curve is None:
+                results.append(replace(result, after=run.row))
+        second_halves = []
+        for row in saved_by.values():
+            second_halves += [RowRun(row, EVERYTHING, load=path) for path in saved_by]
+        for run, result in runner.run(second_halves):
+            compared = reference.compare(run, result)
+            results.append(replace(compared, after=saved_by[run.load]))
+    return results
 
 
-class OneDevice:
-    """The curves of one device that rows are compared with, and in 16 bits by how much they may differ."""
+class Reference:
+    """The curves of one device with which rows are compared.
 
-    def __init__(self, trials: Trials, variants: Iterable[str]) -> None:
-        self.precision = {name: trials.variant(name)[1].precision for name in variants}
-        calls = [Call(SINGLE, name) for name in self.precision]
-        narrow = [name for name, bits in self.precision.items() if bits != "fp32"]
-        calls += [Call(SINGLE, name, by_parameters=True) for name in narrow]
-        orders = [replace(call, order=order) for call in calls if call.variant in narrow for order in ORDERS]
-        self.runs: list[tuple[Call, Curve]] = []
-        self.without: dict[str, str] = {}  # variants in 16 bits that one device does not train, and why
-        for call, result in trials.run(calls + orders):
+    In 16 bits there are several, which show by how much one device differs from itself.
+
+    Args:
+        runner: Trains one device.
+        variants: Names of `VARIANTS`.
+
+    Raises:
+        LayoutError: One device cannot train this.
+        RuntimeError: Likewise, for another reason.
+    """
+
+    def __init__(self, runner: Runner, variants: Iterable[str]) -> None:
+        self.precision = {name: runner.variant(name)[1].precision for name in variants}
+        self.curves: list[tuple[RowRun, Curve]] = []
+        # Why one device does not train a variant in 16 bits.
+        self.failures: dict[str, str] = {}
+        for run, result in runner.run(self._runs()):
             if result.refused:
                 raise LayoutError(result.refused)
             if result.curve is not None:
-                self.runs.append((call, result.curve))
-            elif call.variant in narrow:
-                self.without[call.variant] = f"one device does not train this in 16 bits: {result.error}"
+                self.curves.append((run, result.curve))
+            elif self._is_low_precision(run.variant):
+                problem = "one device does not train this in 16 bits"
+                self.failures[run.variant] = f"{problem}: {result.error}"
             else:
                 raise RuntimeError(f"one device does not train this: {result.error}")
 
-    def compared(self, call: Call, result: Result) -> Result:
+    def _is_low_precision(self, variant: str) -> bool:
+        return self.precision[variant] != "fp32"
+
+    def _runs(self) -> list[RowRun]:
+        """The trainings of one device; of each kind, the first has the trial's own order."""
+        runs = [RowRun(SINGLE, variant) for variant in self.precision]
+        for variant in self.precision:
+            if self._is_low_precision(variant):
+                runs.append(RowRun(SINGLE, variant, all_low_precision=True))
+        reordered = []
+        for run in runs:
+            if self._is_low_precision(run.variant):
+                reordered += [replace(run, order=order) for order in ORDERS]
+        return runs + reordered
+
+    def compare(self, run: RowRun, result: Result) -> Result:
+        """The result with its difference from one device, and the limit of that."""
         if result.curve is None:
             return result
-        if call.variant in self.without:
-            return replace(result, error=self.without[call.variant])
-        dims, precision = call.row.layout.dims, self.precision[call.variant]
-        whole = precision != "fp32" and dims.dp_shard > 1 and dims.pp == 1
-        truth, *others = [c for own, c in self.runs if (own.variant, own.by_parameters) == (call.variant, whole)]
-        steps = len(result.curve.losses)  # the last of them, after a checkpoint
-        found = difference(Curve(truth.losses[-steps:], truth.norms[-steps:], truth.weights), result.curve)
-        return replace(result, found=found, limit=_limit(precision, truth, others) if others else None)
+        if run.variant in self.failures:
+            return replace(result, error=self.failures[run.variant])
+        dims = run.row.layout.dims
+        precision = self.precision[run.variant]
+        is_sharded = dims.dp_shard > 1 and dims.pp == 1
+        all_low_precision = is_sharded and self._is_low_precision(run.variant)
+        reference, *reordered = [
+            curve
+            for reference_run, curve in self.curves
+            if reference_run.variant == run.variant
+            and reference_run.all_low_precision == all_low_precision
+        ]
+        steps = len(result.curve.losses)  # after a checkpoint these are the last steps
+        last_steps = replace(
+            reference, losses=reference.losses[-steps:], norms=reference.norms[-steps:]
+        )
+        limit = _limit(precision, reference, reordered) if reordered else None
+        return replace(result, difference=difference(last_steps, result.curve), limit=limit)
 
 
-def drift(truth: Curve, others: list[Curve]) -> Difference:
-    """How far one device is from itself: `MARGIN` times the most that the others, of other orders, are from `truth`."""
-    drifts = zip(*(astuple(difference(truth, other)) for other in others))
-    return Difference(*(MARGIN * max(each) for each in drifts))
+def drift(reference: Curve, reordered: Sequence[Curve]) -> Difference:
+    """How far a row may be from one device in 16 bits.
+
+    Args:
+        reference: The curve of one device.
+        reordered: Its curves with the samples of each batch in other orders.
+    """
+    differences = [difference(reference, curve) for curve in reordered]
+    return Difference(
+        loss=MARGIN * max(each.loss for each in differences),
+        norm=MARGIN * max(each.norm for each in differences),
+        weights=MARGIN * max(each.weights for each in differences),
+    )
 
 
-def _limit(precision: str, truth: Curve, others: list[Curve]) -> Difference:
-    least = bounds(torch.finfo(DTYPES[precision]).eps / 2)
-    return Difference(*map(max, astuple(least), astuple(drift(truth, others))))
+def _limit(precision: str, reference: Curve, reordered: Sequence[Curve]) -> Difference:
+    """The drift of one device, but at least the rounding of one number."""
+    rounding = bounds(torch.finfo(DTYPES[precision]).eps / 2)
+    return Difference(*map(max, astuple(rounding), astuple(drift(reference, reordered))))
 
 
-# --- in processes -----------------------------------------------------------------------------------------------
+# --- in processes ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Trials:
-    """What all calls share. make: gives the trial. options: that the variants change. device_type: of all rows."""
+class Runner:
+    """Trains rows in processes of their own.
 
-    make: MakeTrial
+    Attributes:
+        make_trial: Makes what is trained.
+        options: How layouts behave, before a variant changes them.
+        device_type: The device of all rows: "cuda" or "cpu".
+    """
+
+    make_trial: MakeTrial
     options: Options
     device_type: str
 
     def variant(self, name: str) -> tuple[Trial, Options]:
-        changes, changed = VARIANTS[name]
-        trial, options = replace(self.make(), **changes), replace(self.options, **changed)
-        steps = trial.steps if options.precision == "fp32" else min(trial.steps, NARROW_STEPS)
-        return replace(trial, steps=steps), options
+        """The trial and the options of a variant."""
+        trial_changes, option_changes = VARIANTS[name]
+        trial = replace(self.make_trial(), **trial_changes)
+        options = replace(self.options, **option_changes)
+        if options.precision != "fp32":
+            trial = replace(trial, steps=min(trial.steps, LOW_PRECISION_STEPS))
+        return trial, options
 
-    def run(self, calls: list[Call]) -> list[tuple[Call, Result]]:
-        """The calls of each row in processes of its own; with the first that raises, those of the row after it fail."""
+    def run(self, runs: Sequence[RowRun]) -> list[tuple[RowRun, Result]]:
+        """Trains; the runs of each row share processes.
+
+        Once a run of a row raises an error, the later ones of that row fail too.
+        """
         multiprocessing.set_forkserver_preload(["experiments.parity.matrix"])
-        ended: list[tuple[Call, Result]] = []
-        for name in dict.fromkeys(str(call.row) for call in calls):
-            own = [call for call in calls if str(call.row) == name]
-            ended += zip(own, self._together(own))
+        runs_of_rows: dict[str, list[RowRun]] = {}
+        for run in runs:
+            runs_of_rows.setdefault(str(run.row), []).append(run)
+        ended: list[tuple[RowRun, Result]] = []
+        for runs_of_row in runs_of_rows.values():
+            ended += zip(runs_of_row, self._run_row(runs_of_row))
         return ended
 
-    def _together(self, calls: list[Call]) -> list[Result]:
-        raised, workers = "its processes ended", calls[0].row.workers
+    def _run_row(self, runs: Sequence[RowRun]) -> list[Result]:
+        """The results of the runs of one row."""
+        error = "its processes ended"
         with tempfile.TemporaryDirectory(prefix="trireme-parity-") as folder:
             try:
-                given = {"nprocs": workers, "daemon": True, "start_method": "forkserver"}
-                processes.start_processes(_worker, (self, calls, folder), **given)
-            except (processes.ProcessRaisedException, processes.ProcessExitedException) as error:
-                raised = str(error).strip().splitlines()[-1]
-            paths = [(call, Path(folder, str(number))) for number, call in enumerate(calls)]
-            return [
-                torch.load(path, weights_only=False) if path.exists() else Result(call.row, call.variant, error=raised)
-                for call, path in paths
-            ]
+                processes.start_processes(
+                    _worker,
+                    (self, runs, folder),
+                    nprocs=runs[0].row.workers,
+                    daemon=True,
+                    start_method="forkserver",
+                )
+            except (
+                processes.ProcessRaisedException,
+                processes.ProcessExitedException,
+            ) as process_error:
+                error = str(process_error).strip().splitlines()[-1]
+            results = []
+            for number, run in enumerate(runs):
+                file = Path(folder, str(number))
+                if file.exists():
+                    results.append(torch.load(file, weights_only=False))
+                else:
+                    results.append(Result(run.row, run.variant, error=error))
+        return results
 
 
 def _end_with_parent() -> None:
-    """One that was killed while it started ranks ends none of them."""
+    """Ends this rank when the process that started it has ended.
+
+    torch.multiprocessing ends no ranks if it is killed while it starts them.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
     abort(1)
 
 
-def _worker(rank: int, trials: Trials, calls: list[Call], folder: str) -> None:
+def _worker(rank: int, runner: Runner, runs: Sequence[RowRun], folder: str) -> None:
+    """One rank of a row: trains, and on rank 0 writes each result into the folder."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    workers, device = calls[0].row.workers, torch.device("cpu")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
-    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(workers)}
-    if trials.device_type == "cuda":
-        torch.backends.cudnn.allow_tf32 = False
-        several = any(record.several_devices for record in registry.written(calls[0].row.name))
-        device = torch.device("cuda", one_process.home(several, rank, workers, torch.cuda.device_count()))
-        torch.cuda.set_device(device)
-    if workers > 1:
-        store = dist.FileStore(f"{folder}/store", workers)
-        backend = "cpu:gloo,cuda:nccl" if trials.device_type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=workers, timeout=PEER_TIMEOUT)
-    for number, call in enumerate(calls):
-        result = _trained(trials, call, device)
-        if workers > 1:
-            dist.barrier()  # a result counts once every rank has come through
+    row = runs[0].row
+    device = _set_up_rank(rank, row, device_type=runner.device_type)
+    if row.workers > 1:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if runner.device_type == "cuda" else "gloo",
+            store=dist.FileStore(f"{folder}/store", row.workers),
+            rank=rank,
+            world_size=row.workers,
+            timeout=PEER_TIMEOUT,
+        )
+    for number, run in enumerate(runs):
+        result = train_row(runner, run, device)
+        if row.workers > 1:
+            dist.barrier()  # a result counts only if every rank has come through
         if rank == 0:
-            torch.save(result, Path(folder, "part"))
-            os.replace(Path(folder, "part"), Path(folder, str(number)))
-    if workers > 1:
+            part = Path(folder, "part")
+            torch.save(result, part)
+            part.replace(Path(folder, str(number)))
+    if row.workers > 1:
         dist.barrier()
-    abort(0)  # gloo's threads sometimes abort an interpreter that shuts down around them
+    abort(0)  # gloo's threads sometimes crash an interpreter that shuts down around them
 
 
-def _trained(trials: Trials, call: Call, device: torch.device) -> Result:
-    began, curve, refused, error = time.monotonic(), None, "", ""
-    trial, options = call.row.applied(*trials.variant(call.variant))
-    steps = range(trial.steps // 2 if call.load else 0, trial.steps // 2 if call.save else trial.steps)
-    if call.order is not None:
-        trial = _reordered(trial, call.order)
-    if call.by_parameters:
+def _set_up_rank(rank: int, row: Row, *, device_type: str) -> torch.device:
+    """Sets the environment and the threads of a rank.
+
+    Returns:
+        Its device.
+    """
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // row.workers))
+    os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["LOCAL_WORLD_SIZE"] = str(row.workers)
+    if device_type == "cpu":
+        return torch.device("cpu")
+    torch.backends.cudnn.allow_tf32 = False
+    records = registry.known_records(row.name)
+    has_several_devices = any(record.several_devices for record in records)
+    index = one_process.first_gpu_of_worker(
+        has_several_devices, rank, row.workers, torch.cuda.device_count()
+    )
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
+
+
+def train_row(runner: Runner, run: RowRun, device: torch.device) -> Result:
+    """Trains one run of a row in this process; a collective of its ranks.
+
+    Returns:
+        The result, without its difference from one device.
+
+    Raises:
+        Exception: Whatever was raised on several workers, so that the ranks that may wait for this
+            one are ended too.
+    """
+    started = time.monotonic()
+    trial, options = run.row.adapt(*runner.variant(run.variant))
+    first_step = trial.steps // 2 if run.load else 0
+    end_step = trial.steps // 2 if run.save else trial.steps
+    if run.order is not None:
+        trial = _reordered(trial, run.order)
+    if run.all_low_precision:
         trial = computed_in(options.precision, trial, float_output=options.float_output)
-        options = replace(options, precision="fp32", activation_checkpointing="none")  # no number depends on the latter
+        # Recomputation changes no number.
+        options = replace(options, precision="fp32", activation_checkpointing="none")
+    curve = None
+    refused = ""
+    error = ""
     try:
-        curve = train(trial, call.row.layout, options, device, steps=steps, load=call.load, save=call.save)
+        curve = train(
+            trial,
+            run.row.layout,
+            options,
+            device,
+            steps=range(first_step, end_step),
+            load=run.load,
+            save=run.save,
+        )
     except LayoutError as refusal:
         refused = str(refusal)
     except Exception:
-        if call.row.workers > 1:  # the other ranks may be waiting for this one: end them all
+        if run.row.workers > 1:
             raise
         error = traceback.format_exc(limit=-1).strip().splitlines()[-1]
-    seconds = time.monotonic() - began
-    return Result(call.row, call.variant, None, seconds, None, refused, error, curve)
+    return Result(
+        run.row,
+        run.variant,
+        seconds=time.monotonic() - started,
+        refused=refused,
+        error=error,
+        curve=curve,
+    )
 
 
 def _reordered(trial: Trial, seed: int) -> Trial:
+    """The trial with the samples of each batch in another order."""
+
     def batch(step: int) -> Batch:
         samples = trial.batch(step)
-        order = torch.randperm(len(tree_leaves(samples)[0]), generator=torch.Generator().manual_seed(seed))
+        count = len(tree_leaves(samples)[0])
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
         return tree_map(lambda tensor: tensor[order], samples)
 
     return replace(trial, batch=batch)
 
 
 def computed_in(precision: str, trial: Trial, *, float_output: bool) -> Trial:
-    """The trial on one device as sharded rows compute it: parameters in 16 bits, and so the floating-point tensors that
-    the model, the units of its sharding and its layers are called with."""
+    """The trial on one device, computed as sharded rows compute it.
 
-    def lower(value: Any) -> Any:
-        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(DTYPES[precision]) if is_float else value
+    Parameters are in 16 bits, and so are the floating-point tensors that the model, the units of
+    its sharding and its layers are called with.
 
-    def narrow(tree: Any) -> Any:
+    Args:
+        precision: "bf16" or "fp16".
+        trial: The trial.
+        float_output: Whether the model's output is cast to float32 again.
+    """
+
+    def lower(leaf: object) -> object:
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            return leaf.to(DTYPES[precision])
+        return leaf
+
+    def lower_all(tree: Any) -> Any:
         return tree_map(lower, tree)
+
+    def lower_arguments(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return lower_all(args), lower_all(kwargs)
 
     def build() -> nn.Module:
         module = trial.build()
-        blocks = find_blocks(module, trial.blocks(module) if callable(trial.blocks) else trial.blocks)
-        for unit in map(module.get_submodule, separable(module, blocks)):
-            unit.register_forward_pre_hook(lambda _, args, named: (narrow(args), narrow(named)), with_kwargs=True)
+        names = trial.blocks(module) if callable(trial.blocks) else trial.blocks
+        blocks = find_blocks(module, names)
+        for name in separable(module, blocks):
+            unit = module.get_submodule(name)
+            unit.register_forward_pre_hook(lower_arguments, with_kwargs=True)
         cast_calls(module, precision, float_output)
         return module
 
     def loss(module: nn.Module, batch: Batch) -> torch.Tensor:
-        weights = {f"module.{name}": narrow(parameter) for name, parameter in module.named_parameters()}
-        return functional_call(WholeStep(module), weights, (trial.loss, batch))
+        parameters = {}
+        for name, parameter in module.named_parameters():
+            parameters[f"module.{name}"] = lower_all(parameter)
+        return functional_call(WholeStep(module), parameters, (trial.loss, batch))
 
     return replace(trial, build=build, loss=loss)

@@ -1,4 +1,4 @@
-"""Figures by matplotlib, drawn so that they read on paper and on a phone, and put into the page as SVG text."""
+"""Figures by matplotlib that read on paper and on a phone; a page has them as SVG text."""
 
 from __future__ import annotations
 
@@ -6,25 +6,34 @@ import io
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLOURS = ("#2563a8", "#d1651c", "#2f8f5b", "#b0344a", "#7a4fb5", "#8a6d1f", "#3a8fa8", "#6b6b6b")
-"""Told apart by people who see colours differently, and in print by the lines' own marks."""
+"""Distinct for people who see colours differently; in print the marks tell lines apart."""
+GREY = "#8793a1"
+LIGHT_GREY = "#b8c0ca"
+FRAME = "#d1651c"
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
-INK, FAINT = "#1d2733", "#d9dee5"
+INK = "#1d2733"
+FAINT = "#d9dee5"
 WIDTH = 5.4
-"""Inches. Of text of 10.5 points that leaves on a phone 10 pixels, and 14 where two figures stand side by side."""
-_NAMES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
+"""Inches.
+
+Text of 10.5 points is then 10 pixels high on a phone, and 14 where two figures are side by side.
+"""
+MAX_NAMED = 8
+"""Lines of a plot that have a colour of their own and an entry in the legend."""
+_SVG_NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
 _STYLE: Any = {
     "font.size": 10.5,
     "font.family": "sans-serif",
     "text.color": INK,
     "axes.labelcolor": INK,
-    "axes.edgecolor": "#8793a1",
+    "axes.edgecolor": GREY,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -40,126 +49,201 @@ _STYLE: Any = {
     "figure.constrained_layout.use": True,
 }
 
+Points = Sequence[tuple[float, float]]
+
 
 def new(height: float = 3.4) -> tuple[Figure, Axes]:
-    """An empty figure and its axes; inches."""
+    """An empty figure and its axes.
+
+    Args:
+        height: In inches.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    pyplot.rcParams.update(_STYLE)  # read again when legends and the file are drawn
+    # Not a context: the style is read again when legends and the file are drawn.
+    pyplot.rcParams.update(_STYLE)
     figure, axes = pyplot.subplots(figsize=(WIDTH, height))
     return figure, axes
 
 
-def svg(figure: Figure) -> str:
-    """The figure as an <svg> element that fits its surroundings."""
+def to_svg(figure: Figure) -> str:
+    """The figure as an <svg> element that takes the width of its surroundings; closes it."""
     from matplotlib import pyplot
 
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
+    output = io.StringIO()
+    figure.savefig(output, format="svg", metadata={"Date": None, "Creator": None})
     pyplot.close(figure)
-    text = out.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(
-        r'<svg [^>]*?viewBox="([^"]+)"[^>]*>', rf'<svg {_NAMES} class="plot" viewBox="\1" role="img">', text, count=1
+    document = output.getvalue()
+    element = document[document.index("<svg") :]
+    element = re.sub(
+        r'<svg [^>]*?viewBox="([^"]+)"[^>]*>',
+        rf'<svg {_SVG_NAMESPACES} class="plot" viewBox="\1" role="img">',
+        element,
+        count=1,
     )
-    return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+    return re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.S)
 
 
-def colour(i: int) -> str:
-    return COLOURS[i % len(COLOURS)]
+def colour(index: int) -> str:
+    """The colour of a series."""
+    return COLOURS[index % len(COLOURS)]
 
 
-def lines(
-    series: Mapping[str, Sequence[tuple[float, float]]],
+def line_plot(
+    series: Mapping[str, Points],
     *,
     x: str,
     y: str,
     log_y: bool = False,
 ) -> Figure:
-    """One line per series; a legend where there are several, at most eight named."""
+    """One line per series; several have a legend with the first eight.
+
+    Args:
+        series: Points by the series' name; those that are not finite are left out.
+        x: The label of the x axis.
+        y: The label of the y axis.
+        log_y: Whether the y axis is logarithmic; values must be positive.
+    """
     figure, axes = new()
-    finite = {name: [(a, b) for a, b in points if math.isfinite(b)] for name, points in series.items()}
-    for i, (name, points) in enumerate(finite.items()):
+    values = []
+    for i, (name, points) in enumerate(series.items()):
+        finite = [(position, value) for position, value in points if math.isfinite(value)]
+        values += [value for _, value in finite]
         axes.plot(
-            [a for a, _ in points],
-            [b for _, b in points],
-            color=colour(i) if i < 8 else "#b8c0ca",
+            [position for position, _ in finite],
+            [value for _, value in finite],
+            color=colour(i) if i < MAX_NAMED else LIGHT_GREY,
             linewidth=1.6 if len(series) < 12 else 1.0,
-            marker=MARKS[i % 8] if len(points) < 3 else None,
+            # A line through fewer than three points is hardly seen.
+            marker=MARKS[i % len(MARKS)] if len(finite) < 3 else None,
             markersize=4,
-            label=name if i < 8 else None,
+            label=name if i < MAX_NAMED else None,
         )
-    values = [b for points in finite.values() for _, b in points]
-    if log_y and values and max(values) > 3 * min(values):  # over less there would be one tick, or none
+    # Over a smaller range a logarithmic axis would have one tick, or none.
+    if log_y and values and max(values) > 3 * min(values):
         axes.set_yscale("log")
-        plain_ticks(axes, "y", one_two_five(values))
+        set_ticks(axes, "y", log_ticks(values))
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     if len(series) > 4:
-        axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))  # over the lines, not on them
+        legend_above(axes)
     elif len(series) > 1:
         axes.legend()
     return figure
 
 
-def plain_ticks(axes: Axes, which: str, values: Sequence[float]) -> None:
-    """Ticks at these values, written out (0.4 rather than 4 × 10⁻¹); for logarithmic axes."""
+def legend_above(axes: Axes) -> None:
+    """Puts the legend above the plot, so that it does not cover it."""
+    axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+
+
+def set_ticks(axes: Axes, axis_name: Literal["x", "y"], values: Sequence[float]) -> None:
+    """Sets the ticks of a logarithmic axis, written as 0.4 rather than 4 × 10⁻¹."""
     from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis = axes.xaxis if axis_name == "x" else axes.yaxis
     axis.set_major_locator(FixedLocator(list(values)))
     axis.set_major_formatter(FixedFormatter([f"{value:g}" for value in values]))
     axis.set_minor_locator(NullLocator())
 
 
-def one_two_five(values: Sequence[float]) -> list[float]:
-    """1, 2 and 5 of every decade that the values touch; of many decades the powers of ten."""
-    low, high = min(values) / 2, max(values) * 2
+def log_ticks(values: Sequence[float]) -> list[float]:
+    """Ticks for a logarithmic axis: 1, 2 and 5 of every decade; of many decades powers of ten.
+
+    Args:
+        values: The positive values that the axis shows.
+    """
+    low = min(values) / 2
+    high = max(values) * 2
     digits = (1, 2, 5) if high < 1e4 * low else (1,)
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
     return [tick for tick in ticks if low <= tick <= high]
 
 
+Cell = tuple[float, float]
+"""The batch size and the learning rate of a heat map's cell."""
+
+
 def heat_map(
-    columns: Sequence[float],
-    rows: Sequence[float],
-    values: Mapping[tuple[float, float], float],
+    batches: Sequence[float],
+    rates: Sequence[float],
+    values: Mapping[Cell, float],
     *,
-    best_low: bool,
-    unfinished: Collection[tuple[float, float]],
+    lower_is_better: bool,
+    unfinished: Collection[Cell],
 ) -> Figure:
-    """A cell per (batch size, learning rate) with its value written in it, with … where it is unfinished; the best cell
-    framed; empty where nothing was tried. Values may be infinite (diverged) or nan (failed)."""
+    """A cell per batch size and learning rate, with its value in it; the best one is framed.
+
+    Args:
+        batches: The batch sizes, one a column.
+        rates: The learning rates, one a row from the bottom.
+        values: The value of each cell that was tried: infinite if training diverged, nan if it
+            failed. At least one is finite.
+        lower_is_better: Whether lower values are better.
+        unfinished: Cells whose value is followed by "…".
+    """
     from matplotlib import pyplot
 
-    finite = sorted((v for v in values.values() if math.isfinite(v)), reverse=not best_low)
-    best, spread = finite[0], 4 * abs(finite[len(finite) // 2] - finite[0])
-    worst = finite[-1]
-    if len(finite) > 4 and spread:  # diverged corners would take up the whole range of colours
-        worst = min(worst, best + spread) if best_low else max(worst, best - spread)
-    figure, axes = new(max(2.4, 0.42 * len(rows) + 1.2))
+    best, worst = _colour_range(values.values(), lower_is_better=lower_is_better)
+    figure, axes = new(max(2.4, 0.42 * len(rates) + 1.2))
     axes.grid(False)
-    table = [[values.get((c, r), math.nan) for c in columns] for r in rows]
-    shown = [[value if math.isfinite(value) else math.nan for value in row] for row in table]
-    scheme = pyplot.get_cmap("viridis_r" if best_low else "viridis").with_extremes(bad="#f1f3f6")
-    axes.imshow(shown, cmap=scheme, vmin=min(best, worst), vmax=max(best, worst), aspect="auto", origin="lower")
-    axes.set_xticks(range(len(columns)), [f"{c:g}" for c in columns])
-    axes.set_yticks(range(len(rows)), [f"{r:.3g}" for r in rows])
-    for (column, row), value in values.items():
-        at = (columns.index(column), rows.index(row))
-        known = math.isfinite(value)
-        dark = known and worst != best and (value - best) / (worst - best) > 0.45
-        text = f"{value:.3g}{' …' if (column, row) in unfinished else ''}"
-        if not known:
-            text = "failed" if math.isnan(value) else "diverged"
-        axes.annotate(text, at, ha="center", va="center", fontsize=9, color="white" if dark else INK)
+    table = []
+    for rate in rates:
+        row = [values.get((batch, rate), math.nan) for batch in batches]
+        table.append([value if math.isfinite(value) else math.nan for value in row])
+    scheme = pyplot.get_cmap("viridis_r" if lower_is_better else "viridis")
+    axes.imshow(
+        table,
+        cmap=scheme.with_extremes(bad="#f1f3f6"),
+        vmin=min(best, worst),
+        vmax=max(best, worst),
+        aspect="auto",
+        origin="lower",
+    )
+    axes.set_xticks(range(len(batches)), [f"{batch:g}" for batch in batches])
+    axes.set_yticks(range(len(rates)), [f"{rate:.3g}" for rate in rates])
+    for (batch, rate), value in values.items():
+        position = batches.index(batch), rates.index(rate)
+        is_dark = False
+        if math.isfinite(value) and worst != best:
+            is_dark = (value - best) / (worst - best) > 0.45
+        axes.annotate(
+            _cell_text(value, is_unfinished=(batch, rate) in unfinished),
+            position,
+            ha="center",
+            va="center",
+            fontsize=9,
+            color="white" if is_dark else INK,
+        )
         if value == best:
-            frame = pyplot.Rectangle((at[0] - 0.5, at[1] - 0.5), 1, 1, fill=False, edgecolor="#d1651c", linewidth=2.5)
+            corner = position[0] - 0.5, position[1] - 0.5
+            frame = pyplot.Rectangle(corner, 1, 1, fill=False, edgecolor=FRAME, linewidth=2.5)
             axes.add_patch(frame)
     axes.set_xlabel("global batch size")
     axes.set_ylabel("learning rate")
     return figure
+
+
+def _colour_range(values: Collection[float], *, lower_is_better: bool) -> tuple[float, float]:
+    """The values at both ends of the colours: the best one, and the worst one that still counts."""
+    finite = [value for value in values if math.isfinite(value)]
+    finite.sort(reverse=not lower_is_better)
+    best = finite[0]
+    worst = finite[-1]
+    spread = 4 * abs(finite[len(finite) // 2] - best)
+    # Cells that nearly diverged would take up the whole range of colours.
+    if len(finite) > 4 and spread:
+        worst = min(worst, best + spread) if lower_is_better else max(worst, best - spread)
+    return best, worst
+
+
+def _cell_text(value: float, *, is_unfinished: bool) -> str:
+    if math.isnan(value):
+        return "failed"
+    if math.isinf(value):
+        return "diverged"
+    return f"{value:.3g} …" if is_unfinished else f"{value:.3g}"

@@ -1,17 +1,19 @@
-"""What more workers would bring: laws through a series of measured points, and how far to trust them. Pure functions.
+"""What more workers would bring: laws through measured points, and how far to trust them. Pure.
 
-Every law says what a sample costs on n workers, in worker-seconds, relative to the smallest number n₀ that was
-measured; throughput relative to n₀'s is n / n₀ / cost(n).
+Every law says what a sample costs on n workers, in worker-seconds, relative to the smallest number
+n₀ that was measured; throughput relative to n₀'s is n / n₀ / cost(n).
 
-    logarithm      cost = 1 + a · log₂(n / n₀)                        rings and trees grow by a hop or a level
-    plan           cost = plan(n) · measured(n₁) / plan(n₁)           n₁: the largest number that was measured
-    universal      cost = 1 + σ (m − 1) + κ m (m − 1), m = n / n₀     Gunther 1993
+    logarithm   cost = 1 + a · log₂(n / n₀)                     rings and trees grow by a hop
+    plan        cost = plan(n) · measured(n₁) / plan(n₁)        n₁: the largest number measured
+    universal   cost = 1 + σ (m − 1) + κ m (m − 1), m = n / n₀  Gunther 1993
 
-σ: contention, the share of the work that is not divided; κ: coherence, what every worker exchanges with every other.
+σ is contention, the share of the work that is not divided; κ is coherence, what every worker
+exchanges with every other one.
 
-Where the batch grows with the workers (weak scaling) the logarithm is taken. Where it does not (strong scaling) each
-worker's products shrink, which a plan knows and a law does not: the plan's curve is taken, and the universal law where
-there is no plan. `python -m experiments.benchmarks laws` holds them beside published series.
+Where the batch grows with the workers (weak scaling) the logarithm is used. Where it does not
+(strong scaling) the matrix products of each worker shrink, which a plan knows and a law does not:
+the plan's curve is used, and the universal law where there is no plan. `python -m
+experiments.benchmarks laws` compares the laws with published series.
 """
 
 import math
@@ -21,31 +23,38 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 Speeds = Mapping[int, Sequence[float]]
-"""Workers → samples per second, repeated."""
+"""By number of workers, the measured samples per second of each repeat."""
 Curve = Mapping[int, float]
-"""Workers → samples per second, as planned."""
+"""By number of workers, the planned samples per second."""
 LAWS = ("logarithm", "plan", "universal")
 SPREADS = {"logarithm": 0.015, "plan": 0.05, "universal": 0.06}
-"""By law, the relative error that nine in ten published points stay within for each doubling beyond the largest number
-of workers that the law was fitted to (`python -m experiments.benchmarks laws`). The plan's is 0.015 where the batch
-grows; where it does not there are two published points only, so that it is taken to be three times as much."""
-LEAST_COUNTS, LEAST_REPEATS = 3, 2
-"""Numbers of workers, and repeats of each, from which on there is an interval."""
+"""By law, the relative error that nine of ten published points stay within.
+
+It is for each doubling beyond the largest number of workers to which the law was fitted (`python -m
+experiments.benchmarks laws`). The plan's is 0.015 where the batch grows; where it does not, there
+are only two published points, so that it is taken to be three times as much.
+"""
+MIN_COUNTS = 3
+"""Different numbers of workers that an interval needs."""
+MIN_REPEATS = 2
+"""Repeats of each number of workers that an interval needs."""
+QUANTILE = 1.645
+"""Nine of ten values of a normal distribution are within this many standard deviations."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Law:
-    """One series' law.
+    """The law of one series of points.
 
-    Args:
-        name: One of LAWS.
+    Attributes:
+        name: One of `LAWS`.
         base: The smallest number of workers measured.
         largest: The largest one.
-        speed: Samples per second of the smallest.
-        values: The law's own constants.
-        noise: Relative standard error of a point, from its repeats; None with one repeat.
+        speed: Samples per second on the smallest.
+        values: The law's constants by name.
+        noise: The relative standard error of a point, from its repeats; None with one repeat.
         counts: How many numbers of workers were measured.
-        costs: Of the plan's curve, the cost by number of workers, scaled to what was measured.
+        costs: For the plan's curve, the cost by number of workers, scaled to what was measured.
     """
 
     name: str
@@ -57,95 +66,151 @@ class Law:
     counts: int
     costs: dict[int, float] = field(default_factory=dict)
 
-    def cost(self, n: int) -> float:
-        """Worker-seconds of a sample relative to the smallest number's.
+    def cost(self, workers: float) -> float:
+        """Worker-seconds of a sample, relative to the smallest number of workers.
 
         Raises:
-            KeyError: the plan's curve has no such number.
+            KeyError: The plan's curve does not have that number of workers.
         """
         if self.name == "plan":
-            return self.costs[n]
+            return self.costs[int(workers)]
         if self.name == "logarithm":
-            return 1 + self.values["a"] * math.log2(n / self.base)
-        m = n / self.base
+            return 1 + self.values["a"] * math.log2(workers / self.base)
+        m = workers / self.base
         return 1 + self.values["sigma"] * (m - 1) + self.values["kappa"] * m * (m - 1)
 
-    def speedup(self, n: int) -> float:
-        """Throughput relative to the smallest number's."""
-        return n / self.base / self.cost(n)
+    def speedup(self, workers: float) -> float:
+        """Throughput relative to that of the smallest number of workers."""
+        return workers / self.base / self.cost(workers)
 
-    def spread(self, n: int) -> float | None:
-        """Relative half-width of the interval in which nine of ten lie; None where too little was measured."""
-        if self.counts < LEAST_COUNTS or self.noise is None:
+    def spread(self, workers: int) -> float | None:
+        """The relative half-width of the interval in which nine of ten measurements lie.
+
+        Returns:
+            None if too little was measured.
+        """
+        if self.counts < MIN_COUNTS or self.noise is None:
             return None
-        ahead = max(0.0, math.log2(n / self.largest))
-        return math.hypot(SPREADS[self.name] * ahead, 1.645 * self.noise)
+        doublings = max(0.0, math.log2(workers / self.largest))
+        return math.hypot(SPREADS[self.name] * doublings, QUANTILE * self.noise)
 
-    def data(self) -> dict[str, Any]:
-        """Itself as JSON can hold it."""
+    def to_json(self) -> dict[str, Any]:
+        """The law as JSON can hold it."""
         return asdict(self)
 
     @classmethod
-    def of_data(cls, data: Mapping[str, Any]) -> "Law":
-        return cls(**{**data, "costs": {int(n): cost for n, cost in data["costs"].items()}})
+    def from_json(cls, data: Mapping[str, Any]) -> "Law":
+        """The law that `to_json` returned, after JSON has made texts of numbers that are keys."""
+        costs = {int(workers): cost for workers, cost in data["costs"].items()}
+        return cls(**{**data, "costs": costs})
 
 
-def fit(speeds: Speeds, *, is_weak: bool, curve: Curve | None = None) -> Law | None:
-    """The law of a series; None for less than two numbers of workers.
+def choose_law(speeds: Speeds, *, is_weak: bool, curve: Curve | None = None) -> Law | None:
+    """The law of a series, of the kind that suits it.
 
     Args:
         speeds: What was measured.
         is_weak: Whether the batch grows with the workers.
-        curve: What a plan says of these numbers of workers and of those that are asked about.
+        curve: What a plan says of these numbers of workers, and of those that are asked about.
+
+    Returns:
+        None with fewer than two numbers of workers.
     """
-    name = "logarithm" if is_weak else "plan" if curve else "universal"
-    return fitted(name, speeds, curve)
+    if is_weak:
+        return fit_law("logarithm", speeds)
+    if curve:
+        return fit_law("plan", speeds, curve)
+    return fit_law("universal", speeds)
 
 
-def fitted(name: str, speeds: Speeds, curve: Curve | None = None) -> Law | None:
-    """The law of that name; None for less than two numbers of workers, or a plan without them."""
+def fit_law(name: str, speeds: Speeds, curve: Curve | None = None) -> Law | None:
+    """The law of one kind.
+
+    Args:
+        name: One of `LAWS`.
+        speeds: What was measured.
+        curve: What a plan says; needed for the law "plan".
+
+    Returns:
+        None with fewer than two numbers of workers, or if the plan does not have the smallest and
+        the largest.
+    """
     counts = sorted(speeds)
-    if len(counts) < 2 or (name == "plan" and not (curve and {counts[0], counts[-1]} <= set(curve))):
+    if len(counts) < 2:
         return None
-    base, largest = counts[0], counts[-1]
+    base = counts[0]
+    largest = counts[-1]
     medians = {n: statistics.median(speeds[n]) for n in counts}
     costs = {n: n / base * medians[base] / medians[n] for n in counts}
-    planned: dict[int, float] = {}
+    larger_costs = {n: cost for n, cost in costs.items() if n > base}
     values: dict[str, float] = {}
-    if name == "plan" and curve:
-        planned = {n: n / base * curve[base] / speed for n, speed in curve.items()}
-        scale = costs[largest] / planned[largest]
-        planned = {n: cost * scale for n, cost in planned.items()}
+    planned_costs: dict[int, float] = {}
+    if name == "plan":
+        if not curve or not {base, largest} <= curve.keys():
+            return None
+        unscaled = {n: n / base * curve[base] / speed for n, speed in curve.items()}
+        scale = costs[largest] / unscaled[largest]
+        planned_costs = {n: cost * scale for n, cost in unscaled.items()}
     elif name == "logarithm":
-        values = {"a": _slope({math.log2(n / base): cost for n, cost in costs.items() if n > base})}
+        doublings = {math.log2(n / base): cost for n, cost in larger_costs.items()}
+        values = {"a": _slope(doublings)}
     else:
-        values = _universal({n / base: cost for n, cost in costs.items() if n > base})
-    return Law(name, base, largest, medians[base], values, _noise(speeds), len(counts), planned)
+        values = _universal_constants({n / base: cost for n, cost in larger_costs.items()})
+    return Law(
+        name=name,
+        base=base,
+        largest=largest,
+        speed=medians[base],
+        values=values,
+        noise=_noise(speeds),
+        counts=len(counts),
+        costs=planned_costs,
+    )
 
 
 def _slope(costs: Mapping[float, float]) -> float:
-    """a of cost = 1 + a·x, by relative least squares; not negative, as more workers never cost less a sample."""
-    above = sum(x * (cost - 1) / cost**2 for x, cost in costs.items())
-    return max(0.0, above / sum((x / cost) ** 2 for x, cost in costs.items()))
+    """a of cost = 1 + a·x, by relative least squares.
+
+    It is not negative, since more workers never make a sample cheaper.
+
+    Args:
+        costs: Costs by x.
+    """
+    product = sum(x * (cost - 1) / cost**2 for x, cost in costs.items())
+    square = sum((x / cost) ** 2 for x, cost in costs.items())
+    return max(0.0, product / square)
 
 
-def _universal(costs: Mapping[float, float]) -> dict[str, float]:
-    """σ and κ, neither negative, by relative least squares; two numbers of workers tell σ only."""
+def _universal_constants(costs: Mapping[float, float]) -> dict[str, float]:
+    """σ and κ of the universal law, by relative least squares; neither is negative.
+
+    Args:
+        costs: Costs by m, of which one value tells σ only.
+    """
     import numpy as np
     from scipy import optimize
 
     m = np.array(list(costs), dtype=float)
     cost = np.array(list(costs.values()))
-    columns = [m - 1, m * (m - 1)] if len(m) > 1 else [m - 1]
+    columns = [m - 1]
+    if len(m) > 1:
+        columns.append(m * (m - 1))
     solution, _ = optimize.nnls((np.stack(columns) / cost).T, (cost - 1) / cost)
-    return {"sigma": float(solution[0]), "kappa": float(solution[1]) if len(m) > 1 else 0.0}
+    return {
+        "sigma": float(solution[0]),
+        "kappa": float(solution[1]) if len(m) > 1 else 0.0,
+    }
 
 
 def _noise(speeds: Speeds) -> float | None:
-    """Relative standard error of a point's median, pooled over points that were repeated; None if none was."""
-    errors = [
-        statistics.stdev(repeats) / statistics.mean(repeats) / math.sqrt(len(repeats))
-        for repeats in speeds.values()
-        if len(repeats) >= LEAST_REPEATS
-    ]
-    return math.sqrt(statistics.mean(error**2 for error in errors)) if errors else None
+    """The relative standard error of a point's median, pooled over the points with repeats.
+
+    Returns:
+        None if no point was repeated.
+    """
+    variances = []
+    for repeats in speeds.values():
+        if len(repeats) >= MIN_REPEATS:
+            deviation = statistics.stdev(repeats) / statistics.mean(repeats)
+            variances.append(deviation**2 / len(repeats))
+    return math.sqrt(statistics.mean(variances)) if variances else None

@@ -1,7 +1,8 @@
-"""`trireme scale`: measures an experiment at several numbers of workers and says what more of them would bring."""
+"""`trireme scale`: measures an experiment on numbers of workers; says what more would bring."""
 
 import os
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,196 +14,406 @@ from app.console.terminal import Console
 from app.errors import UserError
 from app.run.cost import rate_here
 from app.run.prepare import Prepared, prepare, read_task
+from app.tasks.base import Task
 from app.tracking.tracker import Tracker
 from app.training.job import Job
 from cluster.connect import connect, disconnect
 from cluster.pending import check_feasible
-from experiments.report.page import write
+from experiments.report.page import write_page
 from experiments.scale import answer, laws
-from experiments.study import open_head, own_folder, save_head, tracked
+from experiments.scale.manifest import Point, ScalingManifest
+from experiments.scale.page import AHEAD, content
+from experiments.study import load_manifest, locked_folder, save_manifest, tracked_study
+
+KIND = "study"
+"""The name of the manifest and of the log in a study's folder."""
+NOT_OF_IDENTITY = ("run", "tracking", "fault", "checkpoint")
+"""Sections of an experiment that may change from one start of a study to the next."""
+WARM_UP_AND_PROFILE = 2
+"""Blocks of steps besides those that are timed."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is to be measured."""
+@dataclass(frozen=True, kw_only=True)
+class StudyPlan:
+    """What is to be measured.
+
+    Attributes:
+        workers: Numbers of workers.
+        strategies: Names of strategies.
+        weak: Whether the batch grows with the workers.
+        repeats: How often each point is measured.
+        blocks: How many blocks of steps are timed in each measurement.
+        steps: The number of steps in a block.
+    """
 
     workers: tuple[int, ...]
     strategies: tuple[str, ...]
     weak: bool
     repeats: int
     blocks: int
-    steps: int  # in each block
+    steps: int
 
     @property
     def keys(self) -> list[tuple[str, int]]:
         """Strategy and number of workers of each point."""
-        return [(strategy, n) for strategy in self.strategies for n in sorted(set(self.workers))]
+        counts = sorted(set(self.workers))
+        return [(strategy, count) for strategy in self.strategies for count in counts]
 
     def check(self, batch: int) -> None:
-        """Raises UserError for a plan that no cluster could carry out. batch: the experiment's."""
-        if not self.workers or any(n < 1 for n in self.workers):
-            raise UserError("--workers needs numbers greater than 0: write for instance --workers 1,2,4")
+        """Checks that the points can be measured on some cluster.
+
+        Args:
+            batch: The experiment's global batch size.
+
+        Raises:
+            UserError: They cannot.
+        """
+        if not self.workers or any(count < 1 for count in self.workers):
+            example = "write for instance --workers 1,2,4"
+            raise UserError(f"--workers needs numbers greater than 0: {example}")
         if len(set(self.workers)) < 2:
-            raise UserError(f"--workers {self.workers[0]} is one point, which shows no scaling: write for instance 1,2")
-        odd = [n for n in self.workers if batch % n]
-        if odd and not self.weak:
-            reason = f"which {odd[0]} workers cannot share evenly: write a multiple of {odd[0]}, or --weak"
-            raise UserError(f"train.global_batch_size is {batch}, {reason}")
+            problem = f"--workers {self.workers[0]} is one point, which shows no scaling"
+            raise UserError(f"{problem}: write for instance 1,2")
+        unfit = [count for count in self.workers if batch % count]
+        if unfit and not self.weak:
+            count = unfit[0]
+            problem = f"train.global_batch_size is {batch}, which {count} workers cannot share"
+            raise UserError(f"{problem} evenly: write a multiple of {count}, or --weak")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Outcome:
-    """What became of `trireme scale`; `--json` prints it."""
+    """What became of `trireme scale`; `--json` prints it.
+
+    Attributes:
+        status: "finished".
+        study: The study's name.
+        folder: Its folder.
+        points: All measurements.
+        laws: The law of each strategy.
+        verdicts: For each strategy, whether twice the workers pay.
+        recommended: Which strategy to use on how many workers.
+        page: The path of the page.
+    """
 
     status: str
     study: str
     folder: str
-    points: list[dict[str, Any]]
-    laws: dict[str, Any]
+    points: list[Point]
+    laws: dict[str, dict[str, Any]]
     verdicts: dict[str, str]
     recommended: str
     page: str
 
 
-def scale(config: Config, plan: Plan, console: Console, *, verbose: bool = False) -> Outcome:
-    """Measures what is not measured yet, fits, writes the page.
+def scale(config: Config, plan: StudyPlan, console: Console, *, verbose: bool = False) -> Outcome:
+    """Measures what is not measured yet, fits the laws, and writes the page.
+
+    Args:
+        config: The experiment.
+        plan: What is to be measured.
+        console: Writes to the terminal.
+        verbose: Whether Ray's and the workers' output goes to the terminal too.
 
     Raises:
-        UserError, LayoutError, ClusterError: before anything starts.
-        RunFailed: a point could not be measured.
-        Interrupted: stopped by Ctrl-C; what was measured is kept.
+        UserError: Nothing was started.
+        LayoutError: Nothing was started.
+        ClusterError: Nothing was started.
+        RunFailed: A point could not be measured.
+        Interrupted: Stopped by Ctrl-C; what was measured is kept.
     """
     plan.check(config.train.global_batch_size)
     console.status("reading the data")
     task = read_task(config)
-    prepared = {key: _prepared(config, plan, task, *key) for key in plan.keys}
+    prepared = {
+        (strategy, workers): _prepare_point(config, plan, task, strategy=strategy, workers=workers)
+        for strategy, workers in plan.keys
+    }
     name = f"{config.run.name}-{'weak' if plan.weak else 'strong'}-scaling"
-    about = {k: v for k, v in to_dict(config).items() if k not in ("run", "tracking", "fault", "checkpoint")}
-    with own_folder(config, name, "study", console, verbose=verbose) as folder:
-        head = {"points": []} | open_head(folder, "study", name, {"experiment": about, "weak": plan.weak})
-        with tracked(config, folder, head, "study", console) as tracker:
+    with locked_folder(config, name, kind=KIND, console=console, verbose=verbose) as folder:
+        manifest = _load_manifest(config, plan, folder, name)
+        with tracked_study(config, folder, manifest, kind=KIND, console=console) as tracker:
             tracker.params(flatten(to_dict(config)))
-            _measure(config, plan, task, prepared, head, folder, console, tracker)
-            _conclude(head, console)
-            save_head(folder, "study", head)
-            written = write(folder, answer.content(head, folder))
-            for strategy, law in head["laws"].items():
-                tracker.metrics(0, {f"scale/{strategy}/{name}": value for name, value in law["values"].items()})
-            tracker.tags({f"trireme.verdict.{strategy}": text for strategy, text in head["verdicts"].items()})
-            tracker.tags({"trireme.recommended": head["recommended"]})
-            tracker.artifact(written)
-            tracker.artifact(folder / "study.json")
-    found = (head["points"], head["laws"], head["verdicts"], head["recommended"])
-    return Outcome("finished", name, str(folder), *found, str(written))
+            study = Study(
+                config=config,
+                plan=plan,
+                task=task,
+                prepared=prepared,
+                manifest=manifest,
+                folder=folder,
+                console=console,
+                tracker=tracker,
+            )
+            study.measure()
+            _conclude(manifest, console)
+            save_manifest(folder, KIND, manifest)
+            page = write_page(folder, content(manifest, folder))
+            _track(manifest, tracker)
+            tracker.artifact(page)
+            tracker.artifact(folder / f"{KIND}.json")
+    return Outcome(
+        status="finished",
+        study=name,
+        folder=str(folder),
+        points=manifest["points"],
+        laws=manifest["laws"],
+        verdicts=manifest["verdicts"],
+        recommended=manifest["recommended"],
+        page=str(page),
+    )
 
 
-def _prepared(config: Config, plan: Plan, task: Any, strategy: str, workers: int) -> Prepared:
-    """What a point trains. Raises UserError, LayoutError: it cannot be trained so."""
-    batch = config.train.global_batch_size * (workers if plan.weak else 1)
-    values: dict[str, Any] = {"workers": str(workers), "strategy": strategy, "train.global_batch_size": batch}
+def _load_manifest(config: Config, plan: StudyPlan, folder: Path, name: str) -> ScalingManifest:
+    """The study's manifest, with the points of earlier starts.
+
+    Raises:
+        UserError: The folder holds another study.
+    """
+    experiment = to_dict(config)
+    for section in NOT_OF_IDENTITY:
+        del experiment[section]
+    about = {"experiment": experiment, "weak": plan.weak}
+    stored = load_manifest(folder, kind=KIND, name=name, about=about)
+    return {"points": [], **stored}
+
+
+def _prepare_point(
+    config: Config,
+    plan: StudyPlan,
+    task: Task,
+    *,
+    strategy: str,
+    workers: int,
+) -> Prepared:
+    """What a point trains.
+
+    Raises:
+        UserError: It cannot be trained on so many workers.
+        LayoutError: Likewise.
+    """
+    batch = config.train.global_batch_size
+    values: dict[str, Any] = {
+        "workers": str(workers),
+        "strategy": strategy,
+        "train.global_batch_size": batch * workers if plan.weak else batch,
+    }
     if workers == 1:
-        values |= {"strategy": "single", "parallel": type(config.parallel)()}
+        values["strategy"] = "single"
+        values["parallel"] = type(config.parallel)()
     return prepare(with_values(config, values), task, workers, devices_per_node=None)
 
 
-def _measure(
-    config: Config,
-    plan: Plan,
-    task: Any,
-    prepared: Any,
-    head: dict[str, Any],
-    folder: Path,
-    console: Console,
-    tracker: Tracker,
-) -> None:
-    """Measures what is missing, the repeats in alternating order, so that drift cancels."""
-    console.status("starting Ray")
-    save_head(folder, "study", head)
-    cluster = connect(worker_setup=names.worker_setup())
-    try:
-        most = max(plan.workers)
-        each = dict(config.resources_per_worker) or ({"GPU": 1.0} if cluster.gpus >= most else {"CPU": 1.0})
-        check_feasible(cluster.shape, most, each)
-        head["price"] = rate_here(config, 1, each)
-        for number in range(plan.repeats):
-            for key in plan.keys if number % 2 == 0 else plan.keys[::-1]:
-                if (*key, number) in ((p["strategy"], p["workers"], p["repeat"]) for p in head["points"]):
-                    continue
-                point = _point(key, number, plan, prepared[key], each, folder, console)
-                head["points"].append(point)
-                save_head(folder, "study", head)
-                known = {name: value for name, value in point.items() if isinstance(value, float)}
-                tracker.metrics(number, {f"scale/{key[0]}/{key[1]}/{name}": value for name, value in known.items()})
-        head["curves"] = _curves(config, plan, task, on_gpu="GPU" in each)  # while it is known what the cluster has
-    finally:
-        disconnect()
+# --- measuring ------------------------------------------------------------------------------------
 
 
-def _point(
-    key: tuple[str, int], number: int, plan: Plan, prepared: Prepared, each: Any, folder: Path, console: Console
-) -> dict[str, Any]:
-    from experiments.scale import point
+@dataclass(kw_only=True)
+class Study:
+    """A study that is under way.
 
-    (strategy, workers), config = key, prepared.config
-    console.status(f"measuring {strategy} on {workers} workers, {number + 1} of {plan.repeats}")
-    steps, batch = (plan.blocks + 2) * plan.steps, config.train.global_batch_size
-    job = Job(config, prepared.layout, str(folder), "", "scale", steps, os.getcwd())
-    found = point.measured(point.run(job, workers, each, plan.blocks, plan.steps), config)
-    rate = f"{1e3 * found.step:.1f} ms per step, {batch / found.step:,.0f} samples/s"
-    console.say(f"{strategy}, {workers} worker{'s' if workers > 1 else ''}, {number + 1}: {rate}")
-    for note in found.notes:
-        console.say(f"  note: {note}")
-    known = {"strategy": strategy, "workers": workers, "repeat": number, "batch": batch}
-    return known | asdict(found) | {"layout": str(prepared.layout), "samples": prepared.steps * batch}
+    Attributes:
+        config: The experiment.
+        plan: What is to be measured.
+        task: The experiment's task.
+        prepared: What each point trains.
+        manifest: Keeps what was measured.
+        folder: The study's folder.
+        console: Writes to the terminal.
+        tracker: Logs what was measured.
+    """
+
+    config: Config
+    plan: StudyPlan
+    task: Task
+    prepared: Mapping[tuple[str, int], Prepared]
+    manifest: ScalingManifest
+    folder: Path
+    console: Console
+    tracker: Tracker
+
+    def measure(self) -> None:
+        """Measures the points that are missing, and plans what the laws need.
+
+        Repeats are measured in alternating order, so that drift of the machines cancels.
+
+        Raises:
+            ClusterError: The cluster has no room for the workers.
+            RunFailed: A point could not be measured.
+        """
+        self.console.status("starting Ray")
+        self._save()
+        cluster = connect(worker_setup=names.worker_setup())
+        try:
+            most_workers = max(self.plan.workers)
+            per_worker = dict(self.config.resources_per_worker)
+            if not per_worker:
+                per_worker = {"GPU": 1.0} if cluster.gpus >= most_workers else {"CPU": 1.0}
+            check_feasible(cluster.shape, most_workers, per_worker)
+            self.manifest["price"] = rate_here(self.config, 1, per_worker)
+            for repeat in range(self.plan.repeats):
+                is_even = repeat % 2 == 0
+                for strategy, workers in self.plan.keys if is_even else reversed(self.plan.keys):
+                    if not self._has_point(strategy, workers, repeat):
+                        point = self._measure_point(
+                            strategy, workers, repeat, per_worker=per_worker
+                        )
+                        self._keep(point)
+            # While Ray is connected it is known what the cluster has.
+            self.manifest["curves"] = self._planned_curves(on_gpu="GPU" in per_worker)
+        finally:
+            disconnect()
+
+    def _save(self) -> None:
+        save_manifest(self.folder, KIND, self.manifest)
+
+    def _has_point(self, strategy: str, workers: int, repeat: int) -> bool:
+        wanted = (strategy, workers, repeat)
+        points = self.manifest["points"]
+        return wanted in [(p["strategy"], p["workers"], p["repeat"]) for p in points]
+
+    def _measure_point(
+        self,
+        strategy: str,
+        workers: int,
+        repeat: int,
+        *,
+        per_worker: Mapping[str, float],
+    ) -> Point:
+        from experiments.scale import point  # it imports Ray, which must be connected first
+
+        plan = self.plan
+        prepared = self.prepared[strategy, workers]
+        config = prepared.config
+        batch = config.train.global_batch_size
+        progress = f"{repeat + 1} of {plan.repeats}"
+        self.console.status(f"measuring {strategy} on {workers} workers, {progress}")
+        job = Job(
+            config=config,
+            layout=prepared.layout,
+            folder=str(self.folder),
+            attempt="",
+            run_uid="scale",
+            steps=(plan.blocks + WARM_UP_AND_PROFILE) * plan.steps,
+            cwd=os.getcwd(),
+        )
+        worker_times = point.measure_point(
+            job, workers, per_worker, blocks=plan.blocks, steps=plan.steps
+        )
+        measurement = point.combine(worker_times, config)
+        seconds = measurement.step
+        plural = "s" if workers > 1 else ""
+        speed = f"{1e3 * seconds:.1f} ms per step, {batch / seconds:,.0f} samples/s"
+        self.console.say(f"{strategy}, {workers} worker{plural}, {repeat + 1}: {speed}")
+        for note in measurement.notes:
+            self.console.say(f"  note: {note}")
+        return {
+            "strategy": strategy,
+            "workers": workers,
+            "repeat": repeat,
+            "batch": batch,
+            **asdict(measurement),  # type: ignore[typeddict-item]
+            "layout": str(prepared.layout),
+            "samples": prepared.steps * batch,
+        }
+
+    def _keep(self, point: Point) -> None:
+        """Stores and logs a measurement."""
+        self.manifest["points"].append(point)
+        self._save()
+        prefix = f"scale/{point['strategy']}/{point['workers']}"
+        metrics = {}
+        for name, value in point.items():
+            if isinstance(value, float):
+                metrics[f"{prefix}/{name}"] = value
+        self.tracker.metrics(point["repeat"], metrics)
+
+    def _planned_curves(self, *, on_gpu: bool) -> dict[str, dict[int, float]]:
+        """By strategy, the planned samples per second by number of workers, for strong scaling.
+
+        A strategy that cannot be planned has none.
+        """
+        if self.plan.weak:
+            return {}
+        curves = {}
+        try:
+            for strategy in self.plan.strategies:
+                curve = self._planned_curve(strategy, on_gpu=on_gpu)
+                if curve:
+                    curves[strategy] = curve
+        except Exception:  # whatever is wrong with a plan, what was measured is right
+            return {}
+        return curves
+
+    def _planned_curve(self, strategy: str, *, on_gpu: bool) -> dict[int, float]:
+        """Planned samples per second, on the numbers of workers measured and on those of the page.
+
+        Empty if the batch cannot be divided by one of them.
+        """
+        from app.planner.advice import predict
+        from app.planner.machine import cpus, machine_of_run
+        from app.planner.plan import reader_of
+
+        largest = max(self.plan.workers)
+        counts = {*self.plan.workers, *(factor * largest for factor in AHEAD)}
+        batch = self.config.train.global_batch_size
+        if any(batch % count for count in counts):
+            return {}
+        machine = machine_of_run(largest) if on_gpu else cpus(largest)
+        reader = reader_of(self.config, self.task, machine)
+        curve = {}
+        for count in sorted(counts):
+            prepared = _prepare_point(
+                self.config, self.plan, self.task, strategy=strategy, workers=count
+            )
+            machine_of_count = replace(machine, world=count, per_node=min(count, machine.per_node))
+            prediction = predict(
+                prepared.config, self.task, prepared.layout, machine_of_count, reader
+            )
+            curve[count] = batch / prediction.step_seconds
+        return curve
 
 
-def _curves(config: Config, plan: Plan, task: Any, *, on_gpu: bool) -> dict[str, dict[int, float]]:
-    """Of strong scaling, what a plan says of each strategy: samples per second by number of workers, those that were
-    measured and those that the page asks about. A strategy that cannot be planned has none."""
-    if plan.weak:
-        return {}
-    try:
-        curves = {strategy: _curve(config, plan, task, strategy, on_gpu) for strategy in plan.strategies}
-    except Exception:  # whatever is wrong with a plan, what was measured is right
-        return {}
-    return {strategy: curve for strategy, curve in curves.items() if curve}
+# --- concluding -----------------------------------------------------------------------------------
 
 
-def _curve(config: Config, plan: Plan, task: Any, strategy: str, on_gpu: bool) -> dict[int, float]:
-    from app.planner.advice import predict
-    from app.planner.machine import cpus, machine_of_run
-    from app.planner.plan import reader_of
-
-    largest, batch = max(plan.workers), config.train.global_batch_size
-    wanted = {*plan.workers, *(factor * largest for factor in answer.AHEAD)}
-    if any(batch % n for n in wanted):
-        return {}
-    machine = machine_of_run(largest) if on_gpu else cpus(largest)
-    reader, curve = reader_of(config, task, machine), dict[int, float]()
-    for n in sorted(wanted):
-        prepared = _prepared(config, plan, task, strategy, n)
-        there = replace(machine, world=n, per_node=min(n, machine.per_node))
-        curve[n] = batch / predict(prepared.config, task, prepared.layout, there, reader).step_seconds
-    return curve
-
-
-def _conclude(head: dict[str, Any], console: Console) -> None:
-    """Fits, and says what that means."""
+def _conclude(manifest: ScalingManifest, console: Console) -> None:
+    """Fits the laws, and puts them, the verdicts and the recommendation into the manifest."""
     speeds: dict[str, dict[int, list[float]]] = {}
-    for p in sorted(head["points"], key=lambda p: p["workers"]):
-        speeds.setdefault(p["strategy"], {}).setdefault(p["workers"], []).append(p["batch"] / p["step"])
-    curves = {s: {int(n): speed for n, speed in curve.items()} for s, curve in head.get("curves", {}).items()}
-    found = {
-        strategy: laws.fit(own, is_weak=head["about"]["weak"], curve=curves.get(strategy))
-        for strategy, own in speeds.items()
-    }
-    verdicts = {strategy: answer.verdict(law) for strategy, law in found.items() if law is not None}
-    head |= {"speeds": speeds, "laws": {strategy: law.data() for strategy, law in found.items() if law is not None}}
-    head |= {"verdicts": verdicts, "recommended": answer.recommend(speeds)}
-    for strategy, own in speeds.items():
-        base = statistics.median(own[min(own)]) / min(own)
-        for n, repeats in own.items():
-            rate = statistics.median(repeats)
-            console.say(f"  {strategy} on {n}: {rate:,.0f} samples/s, efficiency {rate / base / n:.0%}")
-        console.say(f"  {strategy}: {verdicts.get(strategy, 'one number of workers shows no scaling')}")
-    console.say(f"  {head['recommended']}")
+    for point in sorted(manifest["points"], key=lambda point: point["workers"]):
+        by_workers = speeds.setdefault(point["strategy"], {})
+        by_workers.setdefault(point["workers"], []).append(point["batch"] / point["step"])
+    fitted: dict[str, laws.Law] = {}
+    for strategy, measured in speeds.items():
+        curve = manifest["curves"].get(strategy)
+        law = laws.choose_law(measured, is_weak=manifest["about"]["weak"], curve=curve)
+        if law is not None:
+            fitted[strategy] = law
+    manifest["speeds"] = speeds
+    manifest["laws"] = {strategy: law.to_json() for strategy, law in fitted.items()}
+    manifest["verdicts"] = {strategy: answer.verdict(law) for strategy, law in fitted.items()}
+    manifest["recommended"] = answer.recommend(speeds)
+    _say(manifest, console)
+
+
+def _say(manifest: ScalingManifest, console: Console) -> None:
+    """Says what was concluded."""
+    for strategy, measured in manifest["speeds"].items():
+        base = min(measured)
+        speed_of_one = statistics.median(measured[base]) / base
+        for workers, repeats in measured.items():
+            speed = statistics.median(repeats)
+            efficiency = speed / speed_of_one / workers
+            rate = f"{speed:,.0f} samples/s, efficiency {efficiency:.0%}"
+            console.say(f"  {strategy} on {workers}: {rate}")
+        default = "one number of workers shows no scaling"
+        console.say(f"  {strategy}: {manifest['verdicts'].get(strategy, default)}")
+    console.say(f"  {manifest['recommended']}")
+
+
+def _track(manifest: ScalingManifest, tracker: Tracker) -> None:
+    """Logs what was concluded."""
+    for strategy, law in manifest["laws"].items():
+        metrics = {f"scale/{strategy}/{name}": value for name, value in law["values"].items()}
+        tracker.metrics(0, metrics)
+    for strategy, verdict in manifest["verdicts"].items():
+        tracker.tags({f"trireme.verdict.{strategy}": verdict})
+    tracker.tags({"trireme.recommended": manifest["recommended"]})

@@ -1,169 +1,282 @@
-"""A sweep's page and its plots, from what was learnt; experiments/report draws and lays out."""
+"""A sweep's page and its plots; experiments/report draws and lays out."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from app.console.terminal import duration
 from experiments.report import figures
+from experiments.report.page import MISSING, PageContent, Table
 from experiments.sweep import analysis
-from experiments.sweep.analysis import Answer
+from experiments.sweep.analysis import CriticalBatch, ScalingRule
+from experiments.sweep.answer import Answer
 from experiments.sweep.spec import Sweep
 from experiments.sweep.trials import BATCH, FAILURES, RATE, Trial, TrialStore
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
-BY_WORKERS = (
-    "The batch size, of those tried and between them, that is soonest at the target: steps, by the critical batch size "
-    "(else by the gradient noise scale), times seconds per step, by the trials' speed; the learning rate by the rule. "
-    "Communication among more workers than trials had is not in it: `trireme scale` measures that."
+BY_WORKERS_NOTE = (
+    "The batch size, of those tried and between them, that is soonest at the target: steps, by the "
+    "critical batch size (else by the gradient noise scale), times seconds per step, by the "
+    "trials' speed; the learning rate by the rule. Communication among more workers than trials "
+    "had is not in it: `trireme scale` measures that."
 )
+HEAT_MAP_CAPTION = (
+    "The best value of each trial over batch size and learning rate; the best of all is framed. A "
+    "value with … is of a trial that was stopped early."
+)
+LEARNING_RATE_CAPTION = (
+    "The best learning rate at each batch size, and the power law through them. Hollow: the best "
+    "was the last that was tried, so it may lie beyond."
+)
+STEPS_CAPTION = (
+    "Optimizer steps until the target was reached, over batch size: below the critical batch size "
+    "a larger batch saves steps, above it it does not."
+)
+SPEED_CAPTION = (
+    "Samples per second and worker over the samples of a worker in a step: small shares do not "
+    "fill a device."
+)
+MAX_RATES = 12
+"""Learning rates that a heat map shows one by one; more are gathered by half decade."""
+DOTTED = (0, (1, 1.5))
+DASHED = (0, (4, 2))
 
 
-def content(sweep: Sweep, store: TrialStore, answer: Answer) -> dict[str, Any]:
-    """What is on the page (experiments/report/page.py)."""
-    best, trials = answer.best, list(store.trials.values())
-    facts = [(f"best {sweep.metric}", f"{best['value']:.4g}", f"{best['trial']}, at step {best['step']:,}")]
-    facts += [("training time", duration(answer.spent["worker_seconds"]), f"worker-time, {len(trials)} trials")]
-    if answer.rule:
-        facts.append(("learning rate ∝", f"batch^{answer.rule.exponent:.2f}", answer.rule.name))
-    if answer.critical:
-        facts.append(("critical batch size", f"{answer.critical.batch:.0f}", answer.critical.interval))
-    if answer.noise:
-        facts.append(("gradient noise scale", f"{answer.noise:.0f}", "samples, measured in training"))
-    scored = [(analysis.best_value(trial, sweep), trial) for trial in trials]
-    scored.sort(key=lambda pair: math.inf if pair[0] is None else sweep.sign * pair[0])
-    rows = [
-        {"trial": t.name, **{key.rsplit(".", 1)[-1]: value for key, value in t.values.items()}}
-        | _values(t, sweep)
-        | {"seconds": round(t.last.get("seconds", 0.0), 1), "end": t.message or t.status}
-        for value, t in scored
-    ]
-    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(store.head["created"]))
-    how = f"sweep of {', '.join(sweep.space)} by {sweep.searcher}, scheduler {sweep.scheduler}"
-    learnt = [line for line in answer.sentences if not line.startswith("on ")]  # a table has those
-    at = [row["trial"] for row in rows].index(best["trial"])
+def content(sweep: Sweep, store: TrialStore, answer: Answer) -> PageContent:
+    """What is on a sweep's page.
+
+    Args:
+        sweep: The sweep.
+        store: Its trials.
+        answer: What they say.
+    """
+    trials = list(store.trials.values())
+    search = f"sweep of {', '.join(sweep.space)} by {sweep.searcher}, scheduler {sweep.scheduler}"
+    created = time.localtime(store.manifest["created"])
+    begun = time.strftime("%Y-%m-%d %H:%M", created)
+    # The page has a table of what to use on numbers of workers.
+    lines = [line for line in answer.sentences if not line.startswith("on ")]
+    findings = [": ".join(line.split(maxsplit=1)) for line in lines]
+    failures = [f"{trial.name}: {trial.message}" for trial in trials if trial.status in FAILURES]
+    about = json.dumps(store.manifest["about"], indent=1)
     return {
         "title": sweep.name,
-        "about": f"{how}; begun {began}; {store.folder}",
-        "facts": facts,
+        "about": f"{search}; begun {begun}; {store.folder}",
+        "facts": _facts(sweep, answer, trials=len(trials)),
         "sections": [
-            {"title": "What was learnt", "sentences": [": ".join(line.split(maxsplit=1)) for line in learnt]},
-            {"title": "What to use, by workers", "tables": [{"rows": answer.by_workers}], "note": BY_WORKERS},
+            {"title": "What was learnt", "sentences": findings},
+            {
+                "title": "What to use, by workers",
+                "tables": [{"rows": answer.by_workers}],
+                "note": BY_WORKERS_NOTE,
+            },
             {"title": "Plots", "plots": _plots(sweep, store, answer)},
-            {"title": "Trials", "tables": [{"rows": rows, "best": at}]},
-            {"title": "Failures", "sentences": [f"{t.name}: {t.message}" for t in trials if t.status in FAILURES]},
-            {"title": "The sweep", "folded": {"search and experiment": json.dumps(store.head["about"], indent=1)}},
+            {"title": "Trials", "tables": [_trials_table(sweep, trials, answer)]},
+            {"title": "Failures", "sentences": failures},
+            {"title": "The sweep", "folded": {"search and experiment": about}},
         ],
     }
 
 
-def _values(trial: Trial, sweep: Sweep) -> dict[str, Any]:
-    """The columns of a trial's value: the best of its evaluations, by which trials are compared, and the last one."""
-    best, last = analysis.best_report(trial, sweep), analysis.last_value(trial, sweep)
-    return {
-        f"best {sweep.metric}": "–" if best is None else best[1],
-        "at step": "–" if best is None else best[0],
-        f"last {sweep.metric}": "–" if last is None else last,
-        "steps": trial.last.get("step", 0),
-    }
+def _facts(sweep: Sweep, answer: Answer, *, trials: int) -> list[tuple[str, str, str]]:
+    best = answer.best
+    remark = f"{best['trial']}, at step {best['step']:,}"
+    training_time = duration(answer.spent["worker_seconds"])
+    facts = [
+        (f"best {sweep.metric}", f"{best['value']:.4g}", remark),
+        ("training time", training_time, f"worker-time, {trials} trials"),
+    ]
+    if answer.rule:
+        facts.append(("learning rate ∝", f"batch^{answer.rule.exponent:.2f}", answer.rule.name))
+    if answer.critical:
+        critical = answer.critical
+        facts.append(("critical batch size", f"{critical.batch:.0f}", critical.interval))
+    if answer.noise:
+        remark = "samples, measured in training"
+        facts.append(("gradient noise scale", f"{answer.noise:.0f}", remark))
+    return facts
+
+
+def _trials_table(sweep: Sweep, trials: Sequence[Trial], answer: Answer) -> Table:
+    """All trials, the best ones first."""
+
+    def cost(trial: Trial) -> float:
+        value = analysis.best_value(trial, sweep)
+        return math.inf if value is None else sweep.sign * value
+
+    rows = [_trial_row(trial, sweep) for trial in sorted(trials, key=cost)]
+    names = [row["trial"] for row in rows]
+    return {"rows": rows, "best": names.index(answer.best["trial"])}
+
+
+def _trial_row(trial: Trial, sweep: Sweep) -> Mapping[str, object]:
+    """A trial's row: its values, the evaluation by which trials are compared, and the last one."""
+    row: dict[str, object] = {"trial": trial.name}
+    for key, value in trial.values.items():
+        row[key.rsplit(".", 1)[-1]] = value
+    best = analysis.best_report(trial, sweep)
+    last = analysis.last_value(trial, sweep)
+    row[f"best {sweep.metric}"] = MISSING if best is None else best[1]
+    row["at step"] = MISSING if best is None else best[0]
+    row[f"last {sweep.metric}"] = MISSING if last is None else last
+    row["steps"] = trial.last.get("step", 0)
+    row["seconds"] = round(trial.last.get("seconds", 0.0), 1)
+    row["end"] = trial.message or trial.status
+    return row
+
+
+# --- plots ----------------------------------------------------------------------------------------
 
 
 def _plots(sweep: Sweep, store: TrialStore, answer: Answer) -> list[tuple[str, str]]:
-    """What there is data for; the docstring of what draws it is the caption."""
-    drawn = [(draw(sweep, store, answer), draw) for draw in (_heat_map, _learning_rate, _steps_to_target, _speed)]
-    return [(figures.svg(figure), " ".join((draw.__doc__ or "").split())) for figure, draw in drawn if figure]
+    """SVG and caption of the plots for which there are data."""
+    trials = list(store.trials.values())
+    drawn = [
+        (_heat_map(sweep, trials), HEAT_MAP_CAPTION),
+        (_learning_rate(answer), LEARNING_RATE_CAPTION),
+        (_steps_to_target(sweep, answer), STEPS_CAPTION),
+        (_speed(trials, answer), SPEED_CAPTION),
+    ]
+    return [(figures.to_svg(figure), caption) for figure, caption in drawn if figure is not None]
 
 
-def _heat_map(sweep: Sweep, store: TrialStore, answer: Answer) -> Figure | None:
-    """The best value of each trial over batch size and learning rate; the best of all is framed. A value with … is of a
-    trial that was stopped early."""
-    cells: dict[tuple[float, float], float] = {}
-    early: set[tuple[float, float]] = set()
-    trials = [trial for trial in store.trials.values() if {BATCH, RATE} <= trial.values.keys()]
-    few = len({trial.values[RATE] for trial in trials}) <= 12
+def _heat_map(sweep: Sweep, trials: Sequence[Trial]) -> Figure | None:
+    """The best value over batch size and learning rate; None with fewer than two cells."""
+    values: dict[figures.Cell, float] = {}
+    stopped_early: set[figures.Cell] = set()
+    trials = [trial for trial in trials if {BATCH, RATE} <= trial.values.keys()]
+    has_few_rates = len({trial.values[RATE] for trial in trials}) <= MAX_RATES
     for trial in trials:
-        value, rate = analysis.best_value(trial, sweep), float(trial.values[RATE])
+        value = analysis.best_value(trial, sweep)
         if value is None:
             value = math.nan if trial.status == "failed" else sweep.sign * math.inf
-        # Where rates are drawn at random, cells gather them by half decade.
-        place = (float(trial.values[BATCH]), rate if few else float(f"{10 ** (round(math.log10(rate) * 2) / 2):.2g}"))
-        if math.isnan(cells.get(place, math.nan)) or sweep.sign * value < sweep.sign * cells[place]:
-            cells[place] = value
-            (early.add if trial.status == "pruned" else early.discard)(place)
-    if len(cells) < 2 or not any(math.isfinite(v) for v in cells.values()):
+        rate = float(trial.values[RATE])
+        if not has_few_rates:
+            half_decade = round(math.log10(rate) * 2) / 2
+            rate = float(f"{10**half_decade:.2g}")
+        cell = float(trial.values[BATCH]), rate
+        previous = values.get(cell, math.nan)
+        if math.isnan(previous) or sweep.sign * value < sweep.sign * previous:
+            values[cell] = value
+            if trial.status == "pruned":
+                stopped_early.add(cell)
+            else:
+                stopped_early.discard(cell)
+    if len(values) < 2 or not any(map(math.isfinite, values.values())):
         return None
-    columns, rows = sorted({c for c, _ in cells}), sorted({r for _, r in cells})
-    return figures.heat_map(columns, rows, cells, best_low=sweep.mode == "min", unfinished=early)
+    return figures.heat_map(
+        sorted({batch for batch, _ in values}),
+        sorted({rate for _, rate in values}),
+        values,
+        lower_is_better=sweep.mode == "min",
+        unfinished=stopped_early,
+    )
 
 
-def _learning_rate(sweep: Sweep, store: TrialStore, answer: Answer) -> Figure | None:
-    """The best learning rate at each batch size, and the power law through them. Hollow: the best was the last that was
-    tried, so it may lie beyond."""
+def _learning_rate(answer: Answer) -> Figure | None:
+    """The best learning rates over batch size; None if there are none."""
     if not answer.rates:
         return None
     figure, axes = figures.new()
     for rate in answer.rates:
-        face = "white" if rate.edge else figures.colour(0)
-        axes.plot(rate.batch, rate.rate, "o", markersize=8, markerfacecolor=face, markeredgecolor=figures.colour(0))
+        axes.plot(
+            rate.batch,
+            rate.rate,
+            "o",
+            markersize=8,
+            markerfacecolor="white" if rate.edge else figures.colour(0),
+            markeredgecolor=figures.colour(0),
+        )
     batches = [rate.batch for rate in answer.rates]
     if answer.rule and len(batches) > 1:
-        ends, middle = [min(batches), max(batches)], math.sqrt(min(batches) * max(batches))
-        label = f"measured: batch^{answer.rule.exponent:.2f}"
-        axes.plot(ends, [answer.rule.rate(b) for b in ends], color=figures.colour(1), label=label)
-        for name, power, dash in (("linear", 1.0, (0, (1, 1.5))), ("square root", 0.5, (0, (4, 2)))):
-            line = [answer.rule.rate(middle) * (b / middle) ** power for b in ends]
-            axes.plot(ends, line, color="#8793a1", linewidth=1.2, linestyle=dash, label=name)
-        axes.legend()
-    _logarithmic(axes, batches, [rate.rate for rate in answer.rates], "best learning rate")
+        _draw_rules(axes, answer.rule, min(batches), max(batches))
+    _set_logarithmic(axes, batches, [rate.rate for rate in answer.rates], "best learning rate")
     return figure
 
 
-def _steps_to_target(sweep: Sweep, store: TrialStore, answer: Answer) -> Figure | None:
-    """Optimizer steps until the target was reached, over batch size: below the critical batch size a larger batch saves
-    steps, above it it does not."""
+def _draw_rules(axes: Axes, rule: ScalingRule, smallest: float, largest: float) -> None:
+    """Draws the measured power law, and two rules of thumb through its middle."""
+    ends = [smallest, largest]
+    middle = math.sqrt(smallest * largest)
+    label = f"measured: batch^{rule.exponent:.2f}"
+    axes.plot(ends, [rule.rate(batch) for batch in ends], color=figures.colour(1), label=label)
+    for name, exponent, dashes in (("linear", 1.0, DOTTED), ("square root", 0.5, DASHED)):
+        rates = [rule.rate(middle) * (batch / middle) ** exponent for batch in ends]
+        axes.plot(ends, rates, color=figures.GREY, linewidth=1.2, linestyle=dashes, label=name)
+    axes.legend()
+
+
+def _steps_to_target(sweep: Sweep, answer: Answer) -> Figure | None:
+    """Steps to the target over batch size; None with fewer than two batch sizes."""
     if len(answer.steps) < 2:
         return None
     figure, axes = figures.new()
-    batches, steps = list(answer.steps), list(answer.steps.values())
+    batches = list(answer.steps)
+    steps = list(answer.steps.values())
+    smallest = batches[0]
+    largest = batches[-1]
     axes.plot(batches, steps, "o", color=figures.colour(0), label="measured")
-    if c := answer.critical:
-        grid = [batches[0] * (batches[-1] / batches[0]) ** (i / 60) for i in range(61)]
-        axes.plot(grid, [c.steps(b) for b in grid], color=figures.colour(1), label="S = S_min (1 + B_crit / B)")
-    marks = {"B_crit": c.batch if c else None, "noise scale": answer.noise}
-    for i, (name, at) in enumerate(marks.items()):
-        if at and batches[0] / 2 <= at <= batches[-1] * 2:
-            axes.axvline(at, color=figures.colour(2 + i), linewidth=1, label=f"{name} = {at:.0f}")
-    _logarithmic(axes, batches, steps, f"steps to {sweep.metric} {answer.target:.3g}")
+    if answer.critical:
+        _draw_critical_batch(axes, answer.critical, smallest, largest)
+    critical = answer.critical.batch if answer.critical else None
+    marks = (("B_crit", critical, 2), ("noise scale", answer.noise, 3))
+    for name, batch, colour in marks:
+        if batch and smallest / 2 <= batch <= largest * 2:
+            label = f"{name} = {batch:.0f}"
+            axes.axvline(batch, color=figures.colour(colour), linewidth=1, label=label)
+    _set_logarithmic(axes, batches, steps, f"steps to {sweep.metric} {answer.target:.3g}")
     axes.set_ylim(min(steps) / 2, max(steps) * 2)
     axes.legend()
     return figure
 
 
-def _speed(sweep: Sweep, store: TrialStore, answer: Answer) -> Figure | None:
-    """Samples per second and worker over the samples of a worker in a step: small shares do not fill a device."""
-    points = analysis.speeds(store.trials.values())
-    if len({samples for samples, _ in points}) < 2 or answer.time is None:
+def _draw_critical_batch(
+    axes: Axes,
+    law: CriticalBatch,
+    smallest: float,
+    largest: float,
+) -> None:
+    batches = [smallest * (largest / smallest) ** (i / 60) for i in range(61)]
+    steps = [law.steps(batch) for batch in batches]
+    axes.plot(batches, steps, color=figures.colour(1), label="S = S_min (1 + B_crit / B)")
+
+
+def _speed(trials: Sequence[Trial], answer: Answer) -> Figure | None:
+    """The speed of a worker over its samples per step; None with fewer than two numbers of them."""
+    speeds = analysis.step_speeds(trials)
+    samples = [samples_of_step for samples_of_step, _ in speeds]
+    rates = [samples_of_step / seconds for samples_of_step, seconds in speeds]
+    different_samples = sorted(set(samples))
+    if len(different_samples) < 2 or answer.time is None:
         return None
     figure, axes = figures.new()
-    axes.plot([b for b, _ in points], [b / seconds for b, seconds in points], "o", color=figures.colour(0), alpha=0.6)
-    grid = sorted({b for b, _ in points})
-    axes.plot(grid, [b / answer.time.seconds(b, 1) for b in grid], color=figures.colour(1), label="t = a + b · samples")
-    _logarithmic(axes, [round(b) for b in grid], [b / seconds for b, seconds in points], "samples/s per worker")
+    axes.plot(samples, rates, "o", color=figures.colour(0), alpha=0.6)
+    fitted = [count / answer.time.seconds(count, workers=1) for count in different_samples]
+    axes.plot(different_samples, fitted, color=figures.colour(1), label="t = a + b · samples")
+    ticks = [round(count) for count in different_samples]
+    _set_logarithmic(axes, ticks, rates, "samples/s per worker")
     axes.set_xlabel("samples of one worker per step")
     axes.legend()
     return figure
 
 
-def _logarithmic(axes: Any, batches: list[int], values: list[float], label: str) -> None:
+def _set_logarithmic(
+    axes: Axes,
+    batches: Sequence[float],
+    values: Sequence[float],
+    label: str,
+) -> None:
+    """Makes both axes logarithmic, with a tick for each batch size."""
     axes.set_xscale("log")
     axes.set_yscale("log")
-    figures.plain_ticks(axes, "x", batches)
-    figures.plain_ticks(axes, "y", figures.one_two_five(values))
+    figures.set_ticks(axes, "x", batches)
+    figures.set_ticks(axes, "y", figures.log_ticks(values))
     axes.set_xlabel("global batch size")
     axes.set_ylabel(label)

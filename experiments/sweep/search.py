@@ -1,19 +1,25 @@
-"""How a sweep searches: the space, and Ray Tune's searchers and schedulers.
+"""How a sweep searches: the search space, and Ray Tune's searchers and schedulers.
 
-train.global_batch_size: [32, 64, 128]        a list: every one under searcher grid, else drawn from
-optimizer.lr: {loguniform: [1e-4, 1e-1]}      a distribution; DISTRIBUTIONS names them
+train.global_batch_size: [32, 64, 128]        a list: searcher grid tries all, others draw
+optimizer.lr: {loguniform: [1e-4, 1e-1]}      a distribution, one of DISTRIBUTIONS
 """
+
+from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.errors import UserError, nearest
 
+if TYPE_CHECKING:
+    from ray.tune.schedulers import TrialScheduler
+    from ray.tune.search import SearchAlgorithm, Searcher
+
 Values = dict[str, Any]
-"""A point of the space: key → value."""
+"""A point of the search space: values by key."""
 
 SEARCHERS = ("grid", "random", "optuna")
 SCHEDULERS = ("none", "asha")
@@ -26,29 +32,46 @@ DISTRIBUTIONS = {
     "linspace": "[low, high, number of values]",
     "logspace": "[low, high, number of values]",
 }
+"""The arguments of each distribution."""
+DEFAULT_TRIALS = 16
 
 
 @dataclass(frozen=True)
 class Domain:
-    """What one key may be: a `choice` among `values`, or the distribution `kind` with those numbers."""
+    """The values that one key may have.
+
+    Attributes:
+        kind: "choice", or another distribution.
+        values: The values of a choice, or the distribution's arguments.
+    """
 
     kind: str
     values: tuple[Any, ...]
 
     @property
-    def finite(self) -> bool:
+    def is_choice(self) -> bool:
         return self.kind == "choice"
 
     def for_tune(self) -> Any:
+        """The domain as Tune's search spaces have it.
+
+        https://docs.ray.io/en/latest/tune/api/search_space.html
+        """
         from ray import tune
 
-        return tune.choice(list(self.values)) if self.finite else getattr(tune, self.kind)(*self.values)
+        if self.is_choice:
+            return tune.choice(list(self.values))
+        distribution = getattr(tune, self.kind)
+        return distribution(*self.values)
 
     def ends(self) -> tuple[Any, Any]:
-        """The smallest and the largest value; of values without an order the first."""
+        """The smallest and the largest value; of values without an order the first one twice."""
         if any(number(value) is None for value in self.values):
             return self.values[0], self.values[0]
-        return (min(self.values), max(self.values)) if self.finite else (self.values[0], self.values[1])
+        if self.is_choice:
+            return min(self.values), max(self.values)
+        low, high = self.values
+        return low, high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +89,8 @@ class Search:
     """What is compared, as trials log it: eval/loss, eval/accuracy, train/loss."""
     mode: str = "min"
     time: str = "step"
-    """What schedulers compare trials at: step or samples, which is fairer where batch sizes differ."""
+    """Where schedulers compare trials: at the same step, or the same number of samples, which is
+    fairer where batch sizes differ."""
     trials: int | None = None
     """How many; a grid has its own number. Default: 16."""
     concurrent: int | None = None
@@ -76,110 +100,195 @@ class Search:
 
     @property
     def points(self) -> list[Values] | None:
-        """Every point of a grid, the first key of the space changing fastest; None: Tune suggests them."""
+        """All points of a grid, the first key changing fastest; None if Tune suggests points."""
         if self.searcher != "grid":
             return None
-        keys = list(self.space)[::-1]
-        products = itertools.product(*(self.space[key].values for key in keys))
-        return [dict(list(zip(keys, values))[::-1]) for values in products]
+        keys = list(self.space)
+        slowest_first = [self.space[key].values for key in reversed(keys)]
+        points = []
+        for values in itertools.product(*slowest_first):
+            points.append(dict(zip(keys, reversed(values))))
+        return points
 
     @property
     def count(self) -> int:
-        """Trials in all."""
-        return len(self.points) if self.points is not None else self.trials or 16
+        """The number of trials."""
+        points = self.points
+        if points is not None:
+            return len(points)
+        return self.trials or DEFAULT_TRIALS
 
     @property
     def sign(self) -> int:
-        """1 where less is better, else -1: sign · value is what is minimised."""
+        """1 if a lower value is better, else -1: a lower sign · value is always better."""
         return 1 if self.mode == "min" else -1
 
 
-def searcher_of(search: Search, first: Sequence[Values]) -> Any:
-    """Tune's searcher of that name. first: points that are tried before all others. Raises UserError: an argument that
-    it does not take."""
+def make_searcher(search: Search, first_points: Sequence[Values]) -> Searcher | SearchAlgorithm:
+    """Makes Tune's searcher.
+
+    https://docs.ray.io/en/latest/tune/api/suggestion.html
+
+    Args:
+        search: Names it and has its arguments.
+        first_points: Points that are tried before all others.
+
+    Raises:
+        UserError: It does not take one of the arguments.
+    """
     from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter
 
-    points, seed = [dict(values) for values in first], search.seed + len(first)  # else a second start would repeat
-    own = {"points_to_evaluate": points or None, "metric": search.metric, "mode": search.mode, "seed": seed}
+    points = [dict(values) for values in first_points]
+    # A second start, which has points of the first one, must not draw the same points again.
+    seed = search.seed + len(points)
     try:
         if search.searcher != "optuna":
-            return BasicVariantGenerator(points, search.concurrent or 0, random_state=seed, **search.searcher_args)
+            return BasicVariantGenerator(
+                points_to_evaluate=points,
+                max_concurrent=search.concurrent or 0,
+                random_state=seed,
+                **search.searcher_args,
+            )
         import optuna
         from ray.tune.search.optuna import OptunaSearch
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        found = OptunaSearch(**(own | search.searcher_args))
-        return ConcurrencyLimiter(found, search.concurrent) if search.concurrent else found
+        arguments: dict[str, Any] = {
+            "points_to_evaluate": points or None,
+            "metric": search.metric,
+            "mode": search.mode,
+            "seed": seed,
+        }
+        searcher = OptunaSearch(**(arguments | search.searcher_args))
     except (TypeError, ValueError) as error:
-        raise UserError(f"searcher {search.searcher} does not take these arguments: {error}") from error
+        problem = f"searcher {search.searcher} does not take these arguments"
+        raise UserError(f"{problem}: {error}") from error
+    if search.concurrent:
+        return ConcurrencyLimiter(searcher, search.concurrent)
+    return searcher
 
 
-def scheduler_of(search: Search, longest: int, every: int) -> Any:
-    """Tune's scheduler of that name. longest: steps (or samples) of the longest trial. every: between two reports of
-    it. Raises UserError: an argument that it does not take."""
+def make_scheduler(search: Search, *, longest: int, report_every: int) -> TrialScheduler:
+    """Makes Tune's scheduler.
+
+    https://docs.ray.io/en/latest/tune/api/schedulers.html
+
+    Args:
+        search: Names it and has its arguments.
+        longest: The steps of the longest trial, or its samples, as `search.time` says.
+        report_every: Steps or samples between two reports of that trial.
+
+    Raises:
+        UserError: It does not take one of the arguments.
+    """
     from ray.tune import TuneError, schedulers
 
-    grace = min(max(every, longest // 16), longest)
-    own: dict[str, Any] = {"max_t": longest + 1, "grace_period": grace, "reduction_factor": 4}
-    own |= {"time_attr": search.time, "metric": search.metric, "mode": search.mode}
+    arguments: dict[str, Any] = {
+        "time_attr": search.time,
+        "metric": search.metric,
+        "mode": search.mode,
+        "max_t": longest + 1,
+        "grace_period": max(report_every, longest // 16),
+        "reduction_factor": 4,
+    }
     try:
         if search.scheduler == "none":
             return schedulers.FIFOScheduler(**search.scheduler_args)
-        given = own | search.scheduler_args
-        return schedulers.ASHAScheduler(**(given | {"grace_period": min(given["grace_period"], longest)}))
+        arguments |= search.scheduler_args
+        arguments["grace_period"] = min(arguments["grace_period"], longest)
+        return schedulers.ASHAScheduler(**arguments)
     except (TypeError, ValueError, AssertionError, TuneError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"scheduler {search.scheduler} does not take these arguments: {reason}") from error
+        problem = f"scheduler {search.scheduler} does not take these arguments"
+        raise UserError(f"{problem}: {reason}") from error
 
 
-def read_space(given: Any) -> dict[str, Domain]:
-    """The space that a sweep file holds. Raises UserError: it is empty, or a domain is not valid."""
-    if not isinstance(given, Mapping) or not given:
-        raise UserError("the search space is empty: write for instance space: {optimizer.lr: [1.0e-3, 1.0e-2]}")
-    return {str(key): _domain(str(key), value) for key, value in given.items()}
+def read_space(space: object) -> dict[str, Domain]:
+    """Reads the search space of a sweep file.
+
+    Args:
+        space: What the file has under `space`.
+
+    Returns:
+        The domains by key.
+
+    Raises:
+        UserError: It is empty, or a domain is not valid.
+    """
+    if not isinstance(space, Mapping) or not space:
+        example = "write for instance space: {optimizer.lr: [1.0e-3, 1.0e-2]}"
+        raise UserError(f"the search space is empty: {example}")
+    return {str(key): _read_domain(str(key), domain) for key, domain in space.items()}
 
 
-def _domain(key: str, given: Any) -> Domain:
-    if isinstance(given, list):
-        given = {"choice": given}
-    if not isinstance(given, Mapping) or len(given) != 1:
+def _read_domain(key: str, domain: Any) -> Domain:
+    """Reads one key's domain in a sweep file: a list, or {distribution: arguments}."""
+    if isinstance(domain, list):
+        domain = {"choice": domain}
+    if not isinstance(domain, Mapping) or len(domain) != 1:
         raise UserError(
-            f"space.{key} is {given!r}, which is one value, not a choice: write a list such as [{given!r}, …], a "
-            "distribution such as {loguniform: [1e-4, 1e-1]}, or put it under `set`"
+            f"space.{key} is {domain!r}, which is one value, not a choice: write a list such as "
+            f"[{domain!r}, …], a distribution such as {{loguniform: [1e-4, 1e-1]}}, or put it "
+            "under `set`"
         )
-    ((kind, values),) = given.items()
+    ((kind, arguments),) = domain.items()
     if kind not in DISTRIBUTIONS:
-        choice = f"{nearest(str(kind), DISTRIBUTIONS)}: write one of {', '.join(DISTRIBUTIONS)}"
-        raise UserError(f"space.{key} has the unknown distribution {kind!r}{choice}")
-    if kind == "choice" and values == []:
-        raise UserError(f"space.{key} is an empty list, so there is nothing to try: give at least one value")
-    if kind == "choice" and isinstance(values, list):
-        return Domain(kind, tuple(value for i, value in enumerate(values) if value not in values[:i]))
-    numbers = [n for value in values if (n := number(value)) is not None] if isinstance(values, list) else []
-    if len(numbers) != (3 if kind.endswith("space") else 2) or len(numbers) != len(values):
-        raise UserError(f"space.{key}: {kind} takes {DISTRIBUTIONS[kind]}, but it is {values!r}")
-    low, high, *rest = numbers
+        problem = f"space.{key} has the unknown distribution {kind!r}"
+        hint = nearest(str(kind), DISTRIBUTIONS)
+        raise UserError(f"{problem}{hint}: write one of {', '.join(DISTRIBUTIONS)}")
+    if kind == "choice" and isinstance(arguments, list):
+        return _read_choice(key, arguments)
+    return _read_distribution(key, kind, arguments)
+
+
+def _read_choice(key: str, values: list[Any]) -> Domain:
+    if not values:
+        problem = f"space.{key} is an empty list, so there is nothing to try"
+        raise UserError(f"{problem}: give at least one value")
+    different = [value for i, value in enumerate(values) if value not in values[:i]]
+    return Domain("choice", tuple(different))
+
+
+def _read_distribution(key: str, kind: str, arguments: object) -> Domain:
+    numbers = []
+    if isinstance(arguments, list):
+        numbers = [number(argument) for argument in arguments]
+    low, high, count = [*numbers, None, None, None][:3]
+    is_spaced = kind.endswith("space")
+    expected = 3 if is_spaced else 2
+    if len(numbers) != expected or low is None or high is None or (is_spaced and count is None):
+        raise UserError(f"space.{key}: {kind} takes {DISTRIBUTIONS[kind]}, but it is {arguments!r}")
     if low >= high:
-        raise UserError(f"space.{key}: {kind} goes from {low:g} to {high:g}, which is empty: write the smaller first")
+        problem = f"{kind} goes from {low:g} to {high:g}, which is empty"
+        raise UserError(f"space.{key}: {problem}: write the smaller first")
     if "log" in kind and low <= 0:
-        raise UserError(f"space.{key}: {kind} begins at {low:g}, but a logarithmic range begins above 0")
-    if not rest:
-        return Domain(kind, tuple(int(n) for n in numbers) if kind.endswith("randint") else tuple(numbers))
-    count = int(rest[0])
+        problem = f"{kind} begins at {low:g}, but a logarithmic range begins above 0"
+        raise UserError(f"space.{key}: {problem}")
+    if count is not None:
+        return _spaced_values(key, kind, low=low, high=high, count=int(count))
+    if kind.endswith("randint"):
+        return Domain(kind, (int(low), int(high)))
+    return Domain(kind, (low, high))
+
+
+def _spaced_values(key: str, kind: str, *, low: float, high: float, count: int) -> Domain:
+    """The values of linspace or logspace, both ends included."""
     if count < 2:
         raise UserError(f"space.{key}: {kind} has {count} values: write at least 2")
     shares = [i / (count - 1) for i in range(count)]
     if kind == "linspace":
-        return Domain("choice", tuple(low + (high - low) * share for share in shares))
-    return Domain("choice", tuple(float(f"{low * (high / low) ** share:.6g}") for share in shares))
+        values = [low + (high - low) * share for share in shares]
+    else:
+        values = [float(f"{low * (high / low) ** share:.6g}") for share in shares]
+    return Domain("choice", tuple(values))
 
 
 def number(value: Any) -> float | int | None:
-    """None where it is not a finite number. YAML reads 1e-4 as text."""
+    """A finite number, also from a text, as YAML reads 1e-4; None if the value is none."""
     if isinstance(value, bool):
         return None
     try:
-        found = value if isinstance(value, int) else float(value)
+        parsed = value if isinstance(value, int) else float(value)
     except (TypeError, ValueError):
         return None
-    return found if math.isfinite(found) else None
+    return parsed if math.isfinite(parsed) else None

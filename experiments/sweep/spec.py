@@ -1,12 +1,13 @@
-"""Reads a sweep file: an experiment, a search space and how to search it; each mistake is one sentence.
+"""Reads a sweep file: an experiment, a search space, and how to search it.
 
     trireme sweep experiments/sweep_mnist.yaml searcher=random trials=8 train.steps=100
 
-Keys of the sweep itself are the fields of `Sweep` and `Search`; every other key=value is one of the experiment's.
+The keys of the sweep itself are the fields of `Sweep` and `Search`; every other key=value is one of
+the experiment's.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,15 @@ from app.config.check import RUN_NAME
 from app.config.io import flatten, from_dict, load_config, read_yaml, to_dict
 from app.errors import UserError, nearest
 from app.run.prepare import prepare, read_task
-from experiments.sweep.search import SCHEDULERS, SEARCHERS, Search, number, read_space
+from experiments.sweep.search import (
+    SCHEDULERS,
+    SEARCHERS,
+    Search,
+    Values,
+    number,
+    read_space,
+)
+from experiments.sweep.trials import Report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,161 +39,305 @@ class Sweep(Search):
     name: str
     """The sweep's folder in run.storage, and its MLflow run. Default: the file's name."""
     experiment: Config
-    """In the file: an experiment's path, relative to the file, or its keys; `set` and key=value are merged into it."""
+    """In the file: an experiment's path, relative to the file, or its keys; `set` and key=value are
+    merged into it."""
     target: float | None = None
     """The value of the metric to reach; trials that have reached it stop."""
     reports: int | None = 10
     """Evaluations of each trial, evenly spread; null: as train.eval_every says."""
 
-    def ends_at(self, report: Mapping[str, Any]) -> bool:
+    def is_reached(self, report: Report) -> bool:
         """Whether a trial has reached the target with this report."""
-        value = report["metrics"].get(self.metric) if report else None
-        return self.target is not None and value is not None and self.sign * value <= self.sign * self.target
+        if self.target is None or not report:
+            return False
+        value = report["metrics"].get(self.metric)
+        return value is not None and self.sign * value <= self.sign * self.target
 
-    def config(self, values: Mapping[str, Any], name: str, storage: str) -> Config:
-        """A trial's configuration. Raises UserError: a value is not valid."""
+    def config(self, values: Values, *, name: str, storage: str) -> Config:
+        """The configuration of a trial's run.
+
+        Args:
+            values: The point of the search space.
+            name: The run's name.
+            storage: The folder with all runs of the sweep.
+
+        Raises:
+            UserError: A value is not valid.
+        """
         tree = to_dict(self.experiment)
         for key, value in values.items():
-            *path, last = key.split(".")
-            place = tree
-            for part in path:
-                place = place.setdefault(part, {})
-            place[last] = str(value) if key in ("workers", "strategy") else value
+            *sections, last = key.split(".")
+            section = tree
+            for part in sections:
+                section = section.setdefault(part, {})
+            section[last] = str(value) if key in ("workers", "strategy") else value
+        # A space has one of them, and the experiment may have the other.
         if "train.steps" in values:
             tree["train"]["epochs"] = None
         elif "train.epochs" in values:
             tree["train"]["steps"] = None
-        tree["tracking"]["log_model"] = False  # of the next run, not of each trial
+        tree["tracking"]["log_model"] = False  # the run that follows the sweep logs its model
         tree["run"] |= {"name": name, "storage": storage}
-        # One trial takes one device unless told otherwise; a sweep uses the others for other trials.
-        tree["workers"] = "1" if tree["workers"] == "auto" else tree["workers"]
+        # By default a trial takes one device, and the sweep uses the others for other trials.
+        if tree["workers"] == "auto":
+            tree["workers"] = "1"
         return from_dict(tree, source="a trial")
 
     @cached_property
     def configs(self) -> list[Config]:
-        """Those of all points of a grid, else of two that hold the extremes of every key: what is wrong with a
-        suggested point is mostly wrong there."""
+        """Configurations by which the space is checked.
+
+        Those of all points of a grid; otherwise of two points with the extremes of every key, since
+        what is wrong with a suggested point is mostly wrong with one of these.
+
+        Raises:
+            UserError: A value is not valid.
+        """
         points = self.points
         if points is None:
-            low, high = ({key: domain.ends()[i] for key, domain in self.space.items()} for i in (0, 1))
-            points = [low | ({"workers": high["workers"]} if "workers" in high else {}), high]
-        return [self.config(values, "trial", "runs") for values in points]
+            lowest = {key: domain.ends()[0] for key, domain in self.space.items()}
+            highest = {key: domain.ends()[1] for key, domain in self.space.items()}
+            if "workers" in highest:
+                # The smallest batch on the most workers is the point that may not be divisible.
+                lowest["workers"] = highest["workers"]
+            points = [lowest, highest]
+        return [self.config(values, name="trial", storage="runs") for values in points]
 
     def longest(self) -> int:
-        """Steps (or samples, as `time` says) of the longest trial. Raises UserError, LayoutError: a trial could not be
-        trained."""
+        """The length of the longest trial, in steps or samples, as `time` says.
+
+        Raises:
+            UserError: A trial could not be trained.
+            LayoutError: Likewise.
+        """
         tasks: dict[str, Any] = {}
-        alike = {str((c.task, c.task_args, c.train, c.workers, c.strategy)): c for c in self.configs}
-        found = 1
-        for config in alike.values():
+        lengths = [1]
+        for config in self._different_configs():
             key = str((config.task, config.task_args))
             if key not in tasks:
                 tasks[key] = read_task(config)
-            steps = prepare(config, tasks[key], int(config.workers), devices_per_node=None).steps
-            found = max(found, steps * (config.train.global_batch_size if self.time == "samples" else 1))
-        return found
+            prepared = prepare(config, tasks[key], int(config.workers), devices_per_node=None)
+            per_step = config.train.global_batch_size if self.time == "samples" else 1
+            lengths.append(prepared.steps * per_step)
+        return max(lengths)
+
+    def _different_configs(self) -> Collection[Config]:
+        """Of `configs`, one of each that have the same length and layout."""
+        different = {}
+        for config in self.configs:
+            what_counts = (
+                config.task,
+                config.task_args,
+                config.train,
+                config.workers,
+                config.strategy,
+            )
+            different[str(what_counts)] = config
+        return different.values()
 
     def identity(self) -> dict[str, Any]:
-        """What makes this sweep itself: another value of any of these is another sweep."""
-        tree = {k: v for k, v in to_dict(self.experiment).items() if k not in ("run", "tracking", "fault")}
+        """What makes this sweep itself: with another value of any of these it is another one."""
+        experiment = to_dict(self.experiment)
+        for section in ("run", "tracking", "fault"):
+            del experiment[section]
         space = {key: [domain.kind, *domain.values] for key, domain in self.space.items()}
-        own = {key: getattr(self, key) for key in ("searcher", "scheduler", "metric", "mode", "seed")}
-        return {**own, "space": space, "experiment": tree}
+        return {
+            "searcher": self.searcher,
+            "scheduler": self.scheduler,
+            "metric": self.metric,
+            "mode": self.mode,
+            "seed": self.seed,
+            "space": space,
+            "experiment": experiment,
+        }
+
+
+FILE_KEYS = {field.name for field in dataclasses.fields(Sweep)} - {
+    "searcher_args",
+    "scheduler_args",
+}
+"""The keys of a sweep file, besides `set`."""
 
 
 def read_sweep(file: str, overrides: list[str]) -> Sweep:
-    """The sweep in a YAML file, with key=value on top. Raises UserError: something in it cannot be used."""
+    """Reads a sweep file.
+
+    Args:
+        file: Its path.
+        overrides: key=value of the command line, which take precedence.
+
+    Raises:
+        UserError: Something in them cannot be used.
+    """
     path = Path(file)
-    given, inner = _read(path), []
-    known = {f.name for f in dataclasses.fields(Sweep)} - {"searcher_args", "scheduler_args"}
+    keys = _read_keys(path)
+    experiment_overrides = []
     for override in overrides:
         key, _, value = override.partition("=")
         if key.startswith("space."):
-            given.setdefault("space", {})[key.removeprefix("space.")] = yaml.safe_load(value)
-        elif key in known - {"experiment", "space"}:
-            given[key] = yaml.safe_load(value)
+            space = keys.setdefault("space", {})
+            space[key.removeprefix("space.")] = yaml.safe_load(value)
+        elif key in FILE_KEYS - {"experiment", "space"}:
+            keys[key] = yaml.safe_load(value)
         else:
-            inner.append(override)
-    for unknown in given.keys() - known - {"set"}:
-        raise UserError(
-            f"{file} has the unknown key {unknown!r}{nearest(unknown, known)}: its keys are {', '.join(sorted(known))}"
-        )
-    searcher, searcher_args = _named("searcher", given.pop("searcher", "grid"), SEARCHERS)
-    scheduler, scheduler_args = _named("scheduler", given.pop("scheduler", None) or "none", SCHEDULERS)
-    space = read_space(given.pop("space", None))
-    experiment = _experiment(path, given.pop("experiment", None), given.pop("set", None) or {}, inner)
-    own = {key: _checked(key, value) for key, value in given.items()}
-    own["name"] = str(own.get("name") or path.stem)
-    how: dict[str, Any] = {"searcher": searcher, "searcher_args": searcher_args}
-    how |= {"scheduler": scheduler, "scheduler_args": scheduler_args}
-    sweep = Sweep(experiment=experiment, space=space, **how, **own)
+            experiment_overrides.append(override)
+    for key in keys.keys() - FILE_KEYS - {"set"}:
+        hint = f"{nearest(key, FILE_KEYS)}: its keys are {', '.join(sorted(FILE_KEYS))}"
+        raise UserError(f"{file} has the unknown key {key!r}{hint}")
+    searcher, searcher_args = _name_and_arguments("searcher", keys.pop("searcher", "grid"))
+    scheduler, scheduler_args = _name_and_arguments("scheduler", keys.pop("scheduler", "none"))
+    space = read_space(keys.pop("space", None))
+    experiment = _read_experiment(
+        path,
+        keys.pop("experiment", None),
+        extra=keys.pop("set", None) or {},
+        overrides=experiment_overrides,
+    )
+    name = str(keys.pop("name", None) or path.stem)
+    sweep = Sweep(
+        name=name,
+        experiment=experiment,
+        space=space,
+        searcher=searcher,
+        searcher_args=searcher_args,
+        scheduler=scheduler,
+        scheduler_args=scheduler_args,
+        **{key: _checked(key, value) for key, value in keys.items()},
+    )
     _check(sweep)
     return sweep
 
 
-def _read(path: Path) -> dict[str, Any]:
-    given: Any = OmegaConf.to_container(read_yaml(path))
-    if "space" not in given and "task" in given:
-        raise UserError(f"{path} is an experiment, which `trireme train` runs; a sweep file has experiment and space")
-    return dict(given)
+def _read_keys(path: Path) -> dict[str, Any]:
+    """The keys of a sweep file and their values.
+
+    Raises:
+        UserError: It cannot be read, or it is an experiment.
+    """
+    keys: Any = OmegaConf.to_container(read_yaml(path))
+    if "space" not in keys and "task" in keys:
+        problem = f"{path} is an experiment, which `trireme train` runs"
+        raise UserError(f"{problem}; a sweep file has experiment and space")
+    return dict(keys)
 
 
-def _experiment(path: Path, experiment: Any, extra: Any, overrides: list[str]) -> Config:
+def _read_experiment(
+    path: Path,
+    experiment: Any,
+    *,
+    extra: Any,
+    overrides: list[str],
+) -> Config:
+    """The experiment of a sweep file.
+
+    Args:
+        path: The sweep file.
+        experiment: What it has under `experiment`: a path, or the experiment's keys.
+        extra: What it has under `set`.
+        overrides: key=value of the command line.
+
+    Raises:
+        UserError: There is none, or something in it cannot be used.
+    """
     if not experiment:
         raise UserError(f"{path} names no experiment: write experiment: mnist.yaml, or its keys")
     if not isinstance(extra, Mapping):
-        raise UserError(f"{path}: set is {extra!r}, but it must be a mapping of the experiment's keys to values")
-    files, inline = [], experiment
-    if not isinstance(experiment, Mapping):
-        file, inline = Path(str(experiment)).expanduser(), {}
-        beside = path.parent / file
-        files = [beside if beside.exists() or not file.exists() else file]
-    keys = {**flatten(inline), **extra}
-    lines = [f"{key}={yaml.safe_dump(value, default_flow_style=True, width=10_000)}" for key, value in keys.items()]
-    return load_config(files, [*(line.strip().removesuffix("...").strip() for line in lines), *overrides])
+        problem = f"{path}: set is {extra!r}"
+        raise UserError(f"{problem}, but it must be a mapping of the experiment's keys to values")
+    files: list[Path] = []
+    keys: dict[str, Any] = {}
+    if isinstance(experiment, Mapping):
+        keys = flatten(experiment)
+    else:
+        file = Path(str(experiment)).expanduser()
+        beside_sweep = path.parent / file
+        files = [beside_sweep if beside_sweep.exists() or not file.exists() else file]
+    keys = {**keys, **extra}
+    settings = [f"{key}={_as_yaml(value)}" for key, value in keys.items()]
+    return load_config(files, [*settings, *overrides])
 
 
-def _named(what: str, given: Any, known: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
-    arguments = dict(given) if isinstance(given, Mapping) else {"name": given}
+def _as_yaml(value: Any) -> str:
+    """A value as the command line has it."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
+    return text.strip().removesuffix("...").strip()  # YAML ends a document of one word with `...`
+
+
+def _name_and_arguments(key: str, value: Any) -> tuple[str, dict[str, Any]]:
+    """The name and the arguments of the searcher or the scheduler.
+
+    Args:
+        key: "searcher" or "scheduler".
+        value: A name, or {name: NAME, ARGUMENT: …}.
+
+    Raises:
+        UserError: There is none of that name.
+    """
+    names = {"searcher": SEARCHERS, "scheduler": SCHEDULERS}[key]
+    arguments = dict(value) if isinstance(value, Mapping) else {"name": value or "none"}
     name = str(arguments.pop("name", "")).lower()
-    if name not in known:
-        raise UserError(f"there is no {what} {name!r}{nearest(name, known)}: write one of {', '.join(known)}")
+    if name not in names:
+        hint = f"{nearest(name, names)}: write one of {', '.join(names)}"
+        raise UserError(f"there is no {key} {name!r}{hint}")
     return name, arguments
 
 
-_COUNT = (lambda value: value is None or (type(value) is int and value > 0), "a whole number greater than 0")
-_MUST_BE: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "trials": _COUNT,
-    "reports": _COUNT,
-    "concurrent": _COUNT,
-    "seed": (lambda value: type(value) is int, "a whole number"),
-    "mode": (lambda value: value in ("min", "max"), "min or max"),
-    "time": (lambda value: value in ("step", "samples"), "step or samples"),
-    "metric": (lambda value: str(value).startswith(("eval/", "train/")), "eval/NAME or train/NAME, as trials log it"),
-    "target": (lambda value: value is None or number(value) is not None, "a number"),
-}
-
-
 def _checked(key: str, value: Any) -> Any:
-    """The value of one of the sweep's own keys."""
-    fits, kind = _MUST_BE.get(key, (lambda value: True, ""))
-    if not fits(value):
-        raise UserError(f"{key} is {value!r}, but it must be {kind}")
+    """The value of one of the sweep's own keys.
+
+    Raises:
+        UserError: It is not valid.
+    """
+    is_integer = type(value) is int  # a truth value is none
+    match key:
+        case "trials" | "reports" | "concurrent":
+            is_valid = value is None or (is_integer and value > 0)
+            expected = "a whole number greater than 0"
+        case "seed":
+            is_valid = is_integer
+            expected = "a whole number"
+        case "mode":
+            is_valid = value in ("min", "max")
+            expected = "min or max"
+        case "time":
+            is_valid = value in ("step", "samples")
+            expected = "step or samples"
+        case "metric":
+            is_valid = str(value).startswith(("eval/", "train/"))
+            expected = "eval/NAME or train/NAME, as trials log it"
+        case "target":
+            is_valid = value is None or number(value) is not None
+            expected = "a number"
+        case _:
+            is_valid = True
+            expected = ""
+    if not is_valid:
+        raise UserError(f"{key} is {value!r}, but it must be {expected}")
     return number(value) if key == "target" else value
 
 
 def _check(sweep: Sweep) -> None:
-    """What is wrong with several keys together."""
-    space, grid = sweep.space, sweep.searcher == "grid"
+    """Checks the keys together.
+
+    Raises:
+        UserError: They contradict each other, or a value of the space is not valid.
+    """
+    space = sweep.space
+    is_grid = sweep.searcher == "grid"
     if not RUN_NAME.fullmatch(sweep.name):
-        raise UserError(f"name is {sweep.name!r}: use letters, digits, '.', '_' and '-' (at most 128)")
+        rule = "use letters, digits, '.', '_' and '-' (at most 128)"
+        raise UserError(f"name is {sweep.name!r}: {rule}")
     if {"train.steps", "train.epochs"} <= space.keys():
-        raise UserError("the space has train.steps and train.epochs, which contradict each other: leave one out")
+        problem = "the space has train.steps and train.epochs, which contradict each other"
+        raise UserError(f"{problem}: leave one out")
     for key, domain in space.items():
         if key.split(".")[0] in ("run", "tracking"):
-            raise UserError(f"the space has {key}, which the sweep sets itself for every trial: put it under `set`")
-        if grid and not domain.finite:
-            raise UserError(f"searcher grid cannot try all of space.{key}: write a list, or searcher: random")
-    if grid and sweep.trials not in (None, sweep.count):
-        raise UserError(f"trials is {sweep.trials}, but the grid has {sweep.count} points: leave trials out")
-    _ = sweep.configs  # says which value is not valid
+            problem = f"the space has {key}, which the sweep sets itself for every trial"
+            raise UserError(f"{problem}: put it under `set`")
+        if is_grid and not domain.is_choice:
+            problem = f"searcher grid cannot try all of space.{key}"
+            raise UserError(f"{problem}: write a list, or searcher: random")
+    if is_grid and sweep.trials not in (None, sweep.count):
+        problem = f"trials is {sweep.trials}, but the grid has {sweep.count} points"
+        raise UserError(f"{problem}: leave trials out")
+    _ = sweep.configs  # raises if a value is not valid

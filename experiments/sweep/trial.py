@@ -1,7 +1,8 @@
 """One trial: a whole Trireme run, in the process in which Ray Tune keeps it.
 
-With one worker that process is the worker. With more it drives actors in the trial's own placement group, which Tune
-has made for all of it at once. Training goes on in a thread; `step` waits for its next report.
+With one worker that process is the worker. With more it drives actors in the trial's own placement
+group, which Tune has made for the whole trial at once. Training runs in a thread; `TrialActor.step`
+waits for its next report.
 """
 
 from __future__ import annotations
@@ -42,64 +43,108 @@ from app.tracking.settings import Settings
 from app.tracking.tracker import Delivery, Tracker
 from app.training.events import MetricsLogged, TrainingStarted
 from cluster.connect import describe
+from experiments.sweep.search import Values
 from experiments.sweep.spec import Sweep
-from experiments.sweep.trials import Trial
+from experiments.sweep.trials import Report, Trial
 
 Resources = dict[str, float]
-Result = dict[str, Any]
-"""What Tune is given: the metric, "step", "samples", "report" (of a `Trial`); the last one also "done", "status" and
-"message"."""
+TuneResult = dict[str, Any]
+"""What Tune is given for a report.
+
+It has the metric, "step", "samples" and "report" (a `Report`); that of a trial's end also has
+"done", "status" and "message".
+"""
 REACHED = "target reached"
-"""Why a trial is stopped that has done what it was for: its run counts as finished."""
+"""Why a trial is stopped that has reached the target: its run counts as finished."""
 STOP_FILE = "stop"
 """In the sweep's folder: running trials are to save and stop."""
+SWEEP_STOPPED = "the sweep was stopped"
 LEASE_SECONDS = 90.0
-"""For an earlier start of the same trial to end: Ray takes a moment to end the processes of a killed sweep."""
+"""How long an earlier start of the trial may take to end.
+
+Ray takes a while to end the processes of a killed sweep.
+"""
 WORST = 1e30
-"""Stands for a value that is not finite: schedulers compare numbers."""
+"""Stands for a value that is not finite, since schedulers compare numbers."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What all trials of a sweep share."""
+@dataclass(frozen=True, kw_only=True)
+class TrialContext:
+    """What all trials of a sweep share.
+
+    Attributes:
+        sweep: The sweep.
+        folder: The sweep's folder.
+        tracking: Where to track; the URI is without a password, since only the sweep's own writer
+            connects to MLflow.
+        uses_gpus: Whether trials use GPUs.
+        cwd: The folder in which the sweep was started.
+        command: The sweep's command line, which a trial's MLflow run shows as its own.
+    """
 
     sweep: Sweep
-    folder: Path  # the sweep's
-    settings: Settings  # of tracking; its URI without a password, since only the sweep's own writer speaks with MLflow
-    gpus: bool
+    folder: Path
+    tracking: Settings
+    uses_gpus: bool
     cwd: str
-    command: tuple[str, ...]  # the sweep's, which a trial's MLflow run names as its own
+    command: tuple[str, ...]
 
 
 class WrongMetric(UserError):
     """Trials do not report the metric that the sweep compares."""
 
 
-def resources(config: Config, gpus: bool) -> list[Resources]:
-    """A trial's bundles: of one worker its process's; else nothing for the driver, and one for each worker."""
-    each = dict(config.resources_per_worker) or ({"GPU": 1.0} if gpus else {"CPU": 1.0})
-    for stage in config.parallel.stage_resources or ():  # any bundle may be any stage's
-        each |= {name: max(amount, each.get(name, 0.0)) for name, amount in stage.items()}
-    return [each] if _in_process(config) else [{}, *[each] * int(config.workers)]
+def trial_bundles(config: Config, *, uses_gpus: bool) -> list[Resources]:
+    """The bundles of a trial's placement group.
+
+    Args:
+        config: The trial's configuration.
+        uses_gpus: Whether a worker takes a GPU by default.
+
+    Returns:
+        One for the process of a trial with one worker. Otherwise an empty one for the driver, and
+        one for each worker.
+    """
+    per_worker: Resources = dict(config.resources_per_worker)
+    if not per_worker:
+        per_worker = {"GPU": 1.0} if uses_gpus else {"CPU": 1.0}
+    # Any bundle may become that of any stage, so each has the most that a stage needs.
+    for stage in config.parallel.stage_resources or ():
+        for name, amount in stage.items():
+            per_worker[name] = max(amount, per_worker.get(name, 0.0))
+    if _trains_in_process(config):
+        return [per_worker]
+    return [{}, *[per_worker] * int(config.workers)]
 
 
-def _in_process(config: Config) -> bool:
+def _trains_in_process(config: Config) -> bool:
+    """Whether Tune's process is the worker itself."""
     return config.launcher == "local" or int(config.workers) == 1
 
 
 class TrialTracker(Tracker):
-    """Ends a run whose target is reached as finished, and says why others were stopped."""
+    """Marks a run that reached the target as finished, and says why others were stopped.
 
-    why = ""
+    Attributes:
+        stop_reason: Why the trial was stopped; "" if it was not.
+    """
+
+    stop_reason = ""
 
     def finish(self, status: str, *, message: str = "", timeout: float = 15.0) -> Delivery:
-        if self.why and status == "KILLED":
-            status, message = "FINISHED" if self.why == REACHED else status, f"{self.why}: {message}"
+        if self.stop_reason and status == "KILLED":
+            message = f"{self.stop_reason}: {message}"
+            if self.stop_reason == REACHED:
+                status = "FINISHED"
         return super().finish(status, message=message, timeout=timeout)
 
 
 class LogConsole(Console):
-    """What a trial's driver says goes to its run's log."""
+    """Writes what a trial's driver says into the run's log.
+
+    Args:
+        log: The log.
+    """
 
     def __init__(self, log: Path) -> None:
         super().__init__()
@@ -108,53 +153,60 @@ class LogConsole(Console):
 
 
 class TrialDriver(Driver):
-    """The driver of a run whose evaluations are a trial's reports; the sweep's writer delivers what it tracks."""
+    """The driver of a trial's run: its evaluations are the trial's reports.
+
+    The sweep's writer delivers what it tracks.
+    """
 
     def __init__(self, run: Run, config: Config, trial: TrialRun, *, meter: Meter | None) -> None:
         self.trial = trial
-        self.loop_began = 0.0
+        self.loop_started = 0.0
         self.latest: dict[str, float] = {}
+        context = trial.context
         self.trial_tracker = TrialTracker(
             run.local_folder / "tracking",
-            trial.setting.settings,
+            context.tracking,
             run_name=run.manifest.name,
             run_uid=run.manifest.uid,
             enabled=config.tracking.enabled,
-            tags={**config.tracking.tags, "trireme.sweep": trial.sweep.name},
-            parent=trial.setting.folder / "tracking",
+            tags={**config.tracking.tags, "trireme.sweep": context.sweep.name},
+            parent=context.folder / "tracking",
             warn=self.note,
         )
         super().__init__(
             run,
             config,
             trial.console,
-            trial.setting.settings,
+            context.tracking,
             meter=meter,
             tracker=self.trial_tracker,
         )
 
     def stop_requested(self) -> bool:
-        if not self.trial.stopping and (self.trial.setting.folder / STOP_FILE).exists():
-            self.trial.stopping = "the sweep was stopped"
-        if self.trial.stopping:
-            self.trial_tracker.why = self.trial.stopping
+        trial = self.trial
+        if not trial.stop_reason and trial.is_sweep_stopped():
+            trial.stop_reason = SWEEP_STOPPED
+        if trial.stop_reason:
+            self.trial_tracker.stop_reason = trial.stop_reason
             self.stopping = True
         return super().stop_requested()
 
     def signals(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # they are the sweep's: this is not the main thread
+        # Signals are the sweep's business: this is not the main thread.
+        return contextlib.nullcontext()
 
     def training_started(self, event: TrainingStarted) -> None:
         super().training_started(event)
-        self.loop_began = event.time
+        self.loop_started = event.time
 
     def metrics_logged(self, event: MetricsLogged) -> None:
         super().metrics_logged(event)
         values = event.values
         self.latest |= values
-        if self.trial.sweep.metric in values or any(name.startswith("eval/") for name in values):
-            # A checkpoint brings events of the start before, whose seconds are counted already.
-            is_of_this_start = 0.0 < self.loop_began <= event.time
+        is_evaluation = any(name.startswith("eval/") for name in values)
+        if is_evaluation or self.trial.sweep.metric in values:
+            # A checkpoint brings events of earlier starts, whose seconds are counted already.
+            is_of_this_start = 0.0 < self.loop_started <= event.time
             seconds = event.training_seconds if is_of_this_start else 0.0
             self.trial.report(event.step, seconds, self.latest)
 
@@ -162,81 +214,140 @@ class TrialDriver(Driver):
 class TrialRun:
     """One start of one trial.
 
-    known: what the sweep remembers of it. Its reports are repeated first, so that Tune's scheduler and searcher know
-    what they knew; of a trial that has ended, that is all.
+    The reports of earlier starts are repeated first, so that Tune's scheduler and searcher learn
+    again what they had learnt; of a trial that has ended nothing else follows.
+
+    Args:
+        context: What all trials of the sweep share.
+        name: The trial's name.
+        values: Its point of the search space.
+        record: What the sweep remembers of it; None at its first start.
+
+    Attributes:
+        last: The last report.
+        last_taken: The last report that Tune has, by which it stops a trial; training may be
+            further.
+        steps: The steps of the whole trial.
+        stop_reason: Why the trial is to stop; "" until then.
     """
 
-    def __init__(self, setting: Setting, name: str, values: dict[str, Any], known: Trial | None) -> None:
-        self.setting, self.sweep, self.name, self.folder = setting, setting.sweep, name, setting.folder / name
-        self.config = setting.sweep.config(values, name, str(setting.folder))
-        self.last: dict[str, Any] = known.last if known else {}  # report
+    def __init__(
+        self,
+        context: TrialContext,
+        name: str,
+        *,
+        values: Values,
+        record: Trial | None,
+    ) -> None:
+        self.context = context
+        self.sweep = context.sweep
+        self.name = name
+        self.folder = context.folder / name
+        self.config = self.sweep.config(values, name=name, storage=str(context.folder))
+        self.last: Report = record.last if record else {}
+        self.last_taken = self.last
         self.seconds_before: float = self.last.get("seconds", 0.0)
-        self.repeated: deque[Result] = deque(self._result(report) for report in known.reports) if known else deque()
-        if known and known.ended:
-            self.repeated.append(self._end(known.status, known.message))
-        self.results: queue.Queue[Result] = queue.Queue()
+        self.repeated: deque[TuneResult] = deque()
+        if record:
+            self.repeated.extend(self._result(report) for report in record.reports)
+            if record.ended:
+                self.repeated.append(self._final_result(record.status, record.message))
+        self.results: queue.Queue[TuneResult] = queue.Queue()
         self.console = LogConsole(self.folder / "logs" / "driver.log")
         self.steps = 0
-        self.stopping = ""  # why, once something has asked for it
-        self.judged = self.last  # the last one that Tune has, by which it stops a trial; training continues meanwhile
+        self.stop_reason = ""
         self.thread: threading.Thread | None = None
 
-    def next(self) -> Result:
-        """The next result; training begins when it is needed."""
+    def is_sweep_stopped(self) -> bool:
+        """Whether a person has stopped the sweep."""
+        return (self.context.folder / STOP_FILE).exists()
+
+    def next_result(self) -> TuneResult:
+        """Waits for the next result; starts the training when it is needed."""
         if self.repeated:
             return self.repeated.popleft()
         if self.thread is None:
-            if (self.setting.folder / STOP_FILE).exists():
-                return self._end("stopped", "the sweep was stopped")
+            if self.is_sweep_stopped():
+                return self._final_result("stopped", SWEEP_STOPPED)
             self.thread = threading.Thread(target=self._run, daemon=True, name=self.name)
             self.thread.start()
         result = self.results.get()
-        self.judged = result["report"]
+        self.last_taken = result["report"]
         return result
 
-    def stop(self, why: str) -> None:
-        """Saves and stops; returns when the workers are gone."""
-        self.stopping = self.stopping or why
+    def stop(self, reason: str) -> None:
+        """Saves and stops; returns when the workers are gone.
+
+        Args:
+            reason: Why.
+        """
+        self.stop_reason = self.stop_reason or reason
         if self.thread is not None:
             self.thread.join()
 
     def report(self, step: int, seconds: float, metrics: dict[str, float]) -> None:
-        """An evaluation after `seconds` of training. Raises WrongMetric."""
+        """Reports an evaluation.
+
+        Args:
+            step: The optimizer steps so far.
+            seconds: The seconds of training of this start.
+            metrics: The newest value of each metric.
+
+        Raises:
+            WrongMetric: The metric that the sweep compares is not among them.
+        """
         if step <= self.last.get("step", 0):
-            return  # a checkpoint brings those that were made before it
-        metric, samples = self.sweep.metric, step * self.config.train.global_batch_size
+            return  # a checkpoint brings evaluations that were made before it
+        metric = self.sweep.metric
         if metric not in metrics:
-            raise WrongMetric(f"metric is {metric!r}, which trials do not report; they report {', '.join(metrics)}")
-        self.last = {"step": step, "samples": samples, "seconds": self.seconds_before + seconds}
-        self.last |= {"metrics": dict(metrics), "steps": self.steps, "workers": int(self.config.workers)}
+            problem = f"metric is {metric!r}, which trials do not report"
+            raise WrongMetric(f"{problem}; they report {', '.join(metrics)}")
+        self.last = {
+            "step": step,
+            "samples": step * self.config.train.global_batch_size,
+            "seconds": self.seconds_before + seconds,
+            "metrics": dict(metrics),
+            "steps": self.steps,
+            "workers": int(self.config.workers),
+        }
         self.results.put(self._result(self.last))
 
-    def _result(self, report: dict[str, Any]) -> Result:
-        value = report["metrics"].get(self.sweep.metric, math.nan) if report else math.nan
-        value = value if math.isfinite(value) else self.sweep.sign * WORST
-        return {self.sweep.metric: value, **{key: report.get(key, 0) for key in ("step", "samples")}, "report": report}
+    def _result(self, report: Report) -> TuneResult:
+        """What Tune is given for a report."""
+        metric = self.sweep.metric
+        value = report.get("metrics", {}).get(metric, math.nan)
+        if not math.isfinite(value):
+            value = self.sweep.sign * WORST
+        return {
+            metric: value,
+            "step": report.get("step", 0),
+            "samples": report.get("samples", 0),
+            "report": report,
+        }
 
-    def _end(self, status: str, message: str) -> Result:
+    def _final_result(self, status: str, message: str) -> TuneResult:
+        """What Tune is given at the trial's end."""
         return {**self._result(self.last), "done": True, "status": status, "message": message}
 
     def _run(self) -> None:
+        """Trains, and reports how that ended."""
+        status = "finished"
+        message = ""
         try:
             self._train()
-            status, message = "finished", ""
         except Interrupted as error:
-            status, message = "stopped", self.stopping or str(error)
+            status = "stopped"
+            message = self.stop_reason or str(error)
         except Exception as error:
-            first = (str(error).strip().splitlines() or [""])[0]
-            known = isinstance(error, (*USER_ERRORS, RunFailed))
-            message = first if known else f"{type(error).__name__}: {first}"
-            kinds = {WrongMetric: "wrong metric", NonFiniteError: "diverged"}
-            status = next((name for kind, name in kinds.items() if isinstance(error, kind)), "failed")
+            status = _status_of(error)
+            message = _message_of(error)
             self.console.say(traceback.format_exc())
-            if _in_process(self.config) and device_failure(error):
-                # Tune would give it the next trial; it starts this one again in another process, once.
-                why = "the device of this process can compute no more: ending it"
-                abort(1, why, say=self.console.say)
-        self.results.put(self._end(status, message))
+            if _trains_in_process(self.config) and device_failure(error):
+                # Tune would give this process the next trial. When it ends, Tune starts this trial
+                # again in another process, once.
+                problem = "the device of this process can compute no more"
+                abort(1, f"{problem}: ending it", say=self.console.say)
+        self.results.put(self._final_result(status, message))
 
     def _train(self) -> None:
         workers = int(self.config.workers)
@@ -250,25 +361,54 @@ class TrialRun:
         config = prepared.config
         run = Run(config)
         _wait_for_lease(run)
-        each = resources(config, self.setting.gpus)[-1]
-        meter = meter_for(config, run.storage, workers, each) if ray.is_initialized() else None
+        per_worker = trial_bundles(config, uses_gpus=self.context.uses_gpus)[-1]
+        meter = None
+        if ray.is_initialized():
+            meter = meter_for(config, run.storage, workers, per_worker)
         driver = TrialDriver(run, config, self, meter=meter)
-        with _workers(config, each) as made:
-            train = Supervisor(made, driver, nodes=ray_nodes()).run
-            outcome = train_run(driver, prepared, "Ray Tune", train)
-        if outcome.status == "already_finished":  # it was killed after that
-            summary, self.seconds_before = outcome.summary, 0.0
+        with _make_workers(config, per_worker) as trial_workers:
+            supervisor = Supervisor(trial_workers, driver, nodes=ray_nodes())
+            outcome = train_run(driver, prepared, "Ray Tune", supervisor.run)
+        if outcome.status == "already_finished":
+            # The sweep was killed after the run had finished, and before it was reported.
+            summary = outcome.summary
+            self.seconds_before = 0.0
             self.report(summary["step"], summary["seconds"], summary["metrics"])
         if not self.last:
-            raise WrongMetric(f"metric is {self.sweep.metric!r}, but trials report nothing: the task evaluates nothing")
+            problem = f"metric is {self.sweep.metric!r}, but trials report nothing"
+            raise WrongMetric(f"{problem}: the task evaluates nothing")
+
+
+def _status_of(error: Exception) -> str:
+    """How a trial has ended that raised an error."""
+    match error:
+        case WrongMetric():
+            return "wrong metric"
+        case NonFiniteError():
+            return "diverged"
+        case _:
+            return "failed"
+
+
+def _message_of(error: Exception) -> str:
+    """The first line of an error's message, with the error's type unless it is one of ours."""
+    lines = str(error).strip().splitlines()
+    first_line = lines[0] if lines else ""
+    if isinstance(error, (*USER_ERRORS, RunFailed)):
+        return first_line
+    return f"{type(error).__name__}: {first_line}"
 
 
 @contextlib.contextmanager
-def _workers(config: Config, each: Resources) -> Iterator[Any]:
-    if _in_process(config):
+def _make_workers(
+    config: Config,
+    per_worker: Resources,
+) -> Iterator[LocalWorkers | ActorWorkers]:
+    """The trial's workers: this process, or actors in the trial's placement group."""
+    if _trains_in_process(config):
         yield LocalWorkers()
         return
-    workers = ActorWorkers(each, describe(), ray.util.get_current_placement_group())
+    workers = ActorWorkers(per_worker, describe(), ray.util.get_current_placement_group())
     try:
         yield workers
     finally:
@@ -276,13 +416,17 @@ def _workers(config: Config, each: Resources) -> Iterator[Any]:
 
 
 def _wait_for_lease(run: Run) -> None:
-    """Raises UserError: an earlier start of this trial still runs."""
-    until = time.monotonic() + LEASE_SECONDS
+    """Waits until an earlier start of this trial has ended.
+
+    Raises:
+        UserError: It still runs.
+    """
+    deadline = time.monotonic() + LEASE_SECONDS
     while read_lease(run.storage) is not None:
         try:
             run.lease.refuse_if_held()
             return
         except UserError:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise
         time.sleep(0.2)

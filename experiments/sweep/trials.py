@@ -1,56 +1,116 @@
 """What a sweep remembers, in its folder.
 
-FOLDER/sweep.json         what the sweep is, and its MLflow run
-FOLDER/TRIAL/             each trial's run: see app/run/manifest.py
-FOLDER/TRIAL/trial.json   its values, what it has reported, how it ended
+    FOLDER/sweep.json         what the sweep is, and its MLflow run
+    FOLDER/TRIAL/             the run of each trial: see app/run/manifest.py
+    FOLDER/TRIAL/trial.json   the trial's values, its reports, and how it ended
 
-One process writes these, the sweep's driver, each file in one step. When the same command is run again, they say which
-trials have ended, which are to continue, and what Tune's searcher and scheduler knew.
+One process writes these files, the sweep's driver, each in one step. When the same command is run
+again, they say which trials have ended, which are to be continued, and what Tune's searcher and
+scheduler knew.
 """
 
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from app.storage.storage import Storage
-from experiments.study import open_head
+from experiments.study import load_manifest
 
 FILE = "trial.json"
 ENDED = ("finished", "reached", "pruned", "diverged", "failed")
-"""How a trial may end: its steps are done; the target is reached; the scheduler stopped it; its numbers were no longer
-finite; something broke, and the next start tries it again."""
+"""How a trial may end.
+
+Its steps are done; the target is reached; the scheduler stopped it; its numbers were no longer
+finite; something broke, and the next start tries it again.
+"""
 FAILURES = ("diverged", "failed")
-BATCH, RATE, WORKERS, SEED = "train.global_batch_size", "optimizer.lr", "workers", "train.seed"
+BATCH = "train.global_batch_size"
+RATE = "optimizer.lr"
+WORKERS = "workers"
+SEED = "train.seed"
+
+
+class Report(TypedDict, total=False):
+    """An evaluation of a trial; empty before the first one.
+
+    Attributes:
+        step: The optimizer steps so far.
+        samples: The samples so far.
+        seconds: The seconds of training so far, of all starts together.
+        metrics: The metrics by name.
+        workers: The number of workers.
+        steps: The steps of the whole trial.
+    """
+
+    step: int
+    samples: int
+    seconds: float
+    metrics: dict[str, float]
+    workers: int
+    steps: int
 
 
 @dataclass
 class Trial:
-    """One point of the space and what became of it."""
+    """One point of the search space, and what became of it.
+
+    Attributes:
+        index: Its number in the sweep.
+        name: The name of its folder and its run.
+        values: The point: values by key.
+        status: "running", or one of `ENDED`.
+        message: Why it ended so.
+        reports: Its evaluations.
+    """
 
     index: int
     name: str
     values: dict[str, Any]
-    status: str = "running"  # or one of ENDED
+    status: str = "running"
     message: str = ""
-    reports: list[dict[str, Any]] = field(default_factory=list)
-    """{"step", "samples", "seconds" (of training, all starts together), "metrics": {…}, "workers", "steps" (of all)}"""
+    reports: list[Report] = field(default_factory=list)
 
     @property
     def ended(self) -> bool:
         return self.status in ENDED
 
     @property
-    def last(self) -> dict[str, Any]:
-        return self.reports[-1] if self.reports else {}
+    def last(self) -> Report:
+        """The last report; empty before the first one."""
+        return self.reports[-1] if self.reports else Report()
 
     def curve(self, metric: str, over: str = "step") -> list[tuple[float, float]]:
-        """(step, value) of every report that has the metric."""
-        return [(r[over], r["metrics"][metric]) for r in self.reports if metric in r["metrics"]]
+        """The course of a metric.
+
+        Args:
+            metric: Its name.
+            over: Over what: "step", "samples" or "seconds".
+
+        Returns:
+            (position, value) of every report that has the metric.
+        """
+        points = []
+        for report in self.reports:
+            metrics = report["metrics"]
+            if metric in metrics:
+                points.append((_position(report, over), metrics[metric]))
+        return points
+
+
+def _position(report: Report, over: str) -> float:
+    match over:
+        case "step":
+            return report["step"]
+        case "samples":
+            return report["samples"]
+        case "seconds":
+            return report["seconds"]
+    raise ValueError(f"a curve is over step, samples or seconds, not {over!r}")
 
 
 def load_trial(folder: Path) -> Trial | None:
-    """None where there is none yet."""
+    """The trial in a folder; None if there is none yet."""
     try:
         return Trial(**json.loads((folder / FILE).read_text()))
     except FileNotFoundError:
@@ -58,19 +118,31 @@ def load_trial(folder: Path) -> Trial | None:
 
 
 class TrialStore:
-    """A sweep's folder.
+    """A sweep's folder with its trials.
 
-    about: what makes this sweep itself (`Sweep.identity`).
+    Args:
+        folder: The folder.
+        name: The sweep's name.
+        about: What makes it this sweep (`Sweep.identity`).
+
+    Attributes:
+        manifest: What sweep.json holds.
+        trials: All trials by name, in the order of their indices.
+
     Raises:
-        UserError: the folder holds another sweep.
+        UserError: The folder holds another sweep.
     """
 
     def __init__(self, folder: Path, name: str, about: dict[str, Any]) -> None:
-        self.folder, self.head = folder, open_head(folder, "sweep", name, about)
-        found = [load_trial(file.parent) for file in sorted(folder.glob(f"*/{FILE}"))]
-        self.trials = {trial.name: trial for trial in sorted(filter(None, found), key=lambda trial: trial.index)}
+        self.folder = folder
+        self.manifest = load_manifest(folder, kind="sweep", name=name, about=about)
+        loaded = [load_trial(file.parent) for file in folder.glob(f"*/{FILE}")]
+        trials = [trial for trial in loaded if trial is not None]
+        trials.sort(key=lambda trial: trial.index)
+        self.trials = {trial.name: trial for trial in trials}
 
     def save(self, trial: Trial) -> None:
+        """Writes a trial into its folder."""
         self.trials[trial.name] = trial
         text = json.dumps(asdict(trial), indent=1, default=float)
         Storage(self.folder / trial.name).write_bytes(FILE, text.encode())
@@ -80,15 +152,16 @@ class TrialStore:
         return [trial for trial in self.trials.values() if trial.ended]
 
     def retry_failed(self) -> None:
-        """From now on failed trials are under way: Tune starts them again, and each continues from its checkpoint."""
+        """Marks failed trials as running: Tune starts them again, each from its checkpoint."""
         for trial in self.ended:
             if trial.status == "failed":
-                trial.status, trial.message = "running", ""
+                trial.status = "running"
+                trial.message = ""
                 self.save(trial)
 
 
 def trial_name(index: int, values: dict[str, Any]) -> str:
-    """`t003-b64-lr0.003`: what is searched first of all is in the name."""
+    """A trial's name with its batch size and learning rate, such as `t003-b64-lr0.003`."""
     name = f"t{index:03d}"
     if BATCH in values:
         name += f"-b{values[BATCH]}"

@@ -1,4 +1,7 @@
-"""Between a sweep and Ray Tune: what it is given, what it keeps and what it reports. Imported once Ray is connected."""
+"""Between a sweep and Ray Tune: runs the trials and keeps their reports.
+
+This file imports Ray, and is itself imported once Ray is connected.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray import tune
+from ray.tune.experiment import Trial as TuneTrial
+from ray.tune.schedulers import TrialScheduler
+from ray.tune.search import SearchAlgorithm, Searcher
 
 from app.console.masking import mask_uri
 from app.console.terminal import Console, duration
@@ -20,209 +26,355 @@ from app.run.stopping import stop_signals
 from app.tracking.settings import resolve_tracking
 from cluster.connect import Cluster
 from cluster.pending import check_feasible
-from experiments.sweep.search import scheduler_of, searcher_of
+from experiments.sweep.search import make_scheduler, make_searcher
 from experiments.sweep.spec import Sweep
-from experiments.sweep.trial import REACHED, STOP_FILE, Result, Setting, TrialRun, resources
+from experiments.sweep.trial import (
+    REACHED,
+    STOP_FILE,
+    TrialContext,
+    TrialRun,
+    TuneResult,
+    trial_bundles,
+)
 from experiments.sweep.trials import Trial, TrialStore, load_trial, trial_name
 
 ENVIRONMENT = {
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",  # the trials' folders and MLflow have what they would write
+    # The trials' folders and MLflow have what Tune's loggers would write.
+    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    "TUNE_MAX_PENDING_TRIALS_PG": "16",  # by default 200 placement groups wait, also for what others use
+    # By default 200 placement groups wait, also for resources that others use.
+    "TUNE_MAX_PENDING_TRIALS_PG": "16",
     "RAY_AIR_NEW_OUTPUT": "0",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",  # relative paths mean the folder that the sweep was started in, in every trial
+    # In every trial relative paths mean the folder in which the sweep was started.
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
 }
-"""Settings of Tune (docs.ray.io, tune/api/env.html)."""
+"""Settings of Tune (https://docs.ray.io/en/latest/tune/api/env.html)."""
+TUNE_FOLDER = ".tune"
+"""Where Tune keeps its own files while it runs, in the sweep's folder."""
 
 
-def prepare(found: Sweep, store: TrialStore, cluster: Cluster, longest: int) -> tuple[Any, Any, bool]:
-    """Searcher, scheduler, and whether trials use GPUs. longest: as `Sweep.longest`.
+@dataclass(frozen=True)
+class Tuning:
+    """What Tune is given.
+
+    Attributes:
+        searcher: Suggests points.
+        scheduler: Stops trials early.
+        uses_gpus: Whether trials use GPUs.
+    """
+
+    searcher: Searcher | SearchAlgorithm
+    scheduler: TrialScheduler
+    uses_gpus: bool
+
+
+def prepare(sweep: Sweep, store: TrialStore, cluster: Cluster, *, longest: int) -> Tuning:
+    """Makes searcher and scheduler, and checks that trials fit on the cluster and in the budget.
+
+    Args:
+        sweep: The sweep.
+        store: Has the trials of earlier starts.
+        cluster: The cluster that this process is connected to.
+        longest: The length of the longest trial (`Sweep.longest`).
 
     Raises:
-        UserError, ClusterError: they cannot be had, or trials do not fit on the cluster.
+        UserError: Searcher or scheduler do not take their arguments, or the budget is too small.
+        ClusterError: Trials do not fit on the cluster.
     """
     os.environ.update(ENVIRONMENT)
-    experiment = found.experiment
-    every = max(1, longest // found.reports) if found.reports else experiment.train.eval_every or longest
-    known = [trial.values for trial in store.trials.values()]  # first those of earlier starts, in their order
-    searcher = searcher_of(found, known + [values for values in found.points or () if values not in known])
-    gpus, shape = cluster.gpus > 0, cluster.shape
-    for config in found.configs:
-        each = resources(config, gpus)[-1]
-        check_feasible(shape, int(config.workers), each)
-    check_budget(experiment.budget, rate_here(experiment, int(config.workers), each))
-    return searcher, scheduler_of(found, longest, every), gpus
+    experiment = sweep.experiment
+    report_every = experiment.train.eval_every or longest
+    if sweep.reports:
+        report_every = max(1, longest // sweep.reports)
+    # The trials of earlier starts come first, in their order.
+    points = [trial.values for trial in store.trials.values()]
+    points += [values for values in sweep.points or () if values not in points]
+    searcher = make_searcher(sweep, points)
+    scheduler = make_scheduler(sweep, longest=longest, report_every=report_every)
+    uses_gpus = cluster.gpus > 0
+    for config in sweep.configs:
+        per_worker = trial_bundles(config, uses_gpus=uses_gpus)[-1]
+        check_feasible(cluster.shape, int(config.workers), per_worker)
+    check_budget(experiment.budget, rate_here(experiment, int(config.workers), per_worker))
+    return Tuning(searcher, scheduler, uses_gpus)
 
 
-def run_trials(found: Sweep, store: TrialStore, console: Console, searcher: Any, scheduler: Any, gpus: bool) -> None:
-    """Runs trials to their ends.
+def run_trials(sweep: Sweep, store: TrialStore, console: Console, *, tuning: Tuning) -> None:
+    """Runs trials until all have ended.
+
+    Args:
+        sweep: The sweep.
+        store: Keeps what trials report.
+        console: Writes to the terminal.
+        tuning: What Tune is given.
 
     Raises:
-        UserError: no trial reports what the sweep compares.
-        Interrupted: a person stopped it, and running trials have saved.
+        UserError: No trial reports what the sweep compares.
+        RunFailed: Tune gave up.
+        Interrupted: A person stopped the sweep, and running trials have saved.
     """
-    folder, done = store.folder, len(store.ended)
-    console.say(f"sweeping {found.name}: {found.count} trials{f', of which {done} have ended' if done else ''}")
-    observer = Observer(found, store, console)
-    settings = resolve_tracking(found.experiment.tracking, str(folder.parent))
-    shown = replace(settings, uri=mask_uri(settings.uri))
-    setting = Setting(found, folder, shown, gpus, os.getcwd(), tuple(sys.argv))
+    ended = len(store.ended)
+    of_which = f", of which {ended} have ended" if ended else ""
+    console.say(f"sweeping {sweep.name}: {sweep.count} trials{of_which}")
+    observer = Observer(sweep, store, console)
+    tuner = _make_tuner(sweep, store, observer, tuning=tuning)
+    stop_file = store.folder / STOP_FILE
 
-    def bundles(values: dict[str, Any]) -> tune.PlacementGroupFactory:
-        return tune.PlacementGroupFactory(resources(found.config(values, "trial", "runs"), gpus))
+    def stop_trials() -> None:
+        observer.ending = set(observer.running)
+        advice = "running trials save a checkpoint first (once more to stop at once)"
+        console.say(f"stopping: {advice}")
+        stop_file.touch()
 
-    tuner = tune.Tuner(
-        tune.with_resources(tune.with_parameters(TrialActor, setting=setting), bundles),
-        param_space={key: domain.for_tune() for key, domain in found.space.items()},
+    stop_file.unlink(missing_ok=True)
+    with stop_signals(stop_trials):
+        try:
+            tuner.fit()
+        except tune.TuneError as error:
+            if observer.problem is None and not observer.is_stopping:
+                reason = str(error).strip().splitlines()[-1]
+                raise RunFailed(f"Ray Tune gave up: {reason}") from error
+    # trial.json and the folders of the runs are what is kept.
+    shutil.rmtree(store.folder / TUNE_FOLDER, ignore_errors=True)
+    if observer.problem is not None:
+        raise observer.problem
+    if observer.is_stopping:
+        raise Interrupted(f"stopped with {len(store.ended)} of {sweep.count} trials ended")
+
+
+def _make_tuner(
+    sweep: Sweep,
+    store: TrialStore,
+    observer: Observer,
+    *,
+    tuning: Tuning,
+) -> tune.Tuner:
+    """Tune's Tuner, whose trials are Trireme runs."""
+    experiment = sweep.experiment
+    tracking = resolve_tracking(experiment.tracking, str(store.folder.parent))
+    context = TrialContext(
+        sweep=sweep,
+        folder=store.folder,
+        tracking=replace(tracking, uri=mask_uri(tracking.uri)),
+        uses_gpus=tuning.uses_gpus,
+        cwd=os.getcwd(),
+        command=tuple(sys.argv),
+    )
+
+    def placement_group(values: dict[str, Any]) -> tune.PlacementGroupFactory:
+        config = sweep.config(values, name="trial", storage="runs")
+        return tune.PlacementGroupFactory(trial_bundles(config, uses_gpus=tuning.uses_gpus))
+
+    trainable = tune.with_parameters(TrialActor, context=context)
+    # A trial whose process died starts once more, unless the experiment allows no restart.
+    max_failures = min(1, experiment.fault.max_restarts)
+    return tune.Tuner(
+        tune.with_resources(trainable, placement_group),
+        param_space={key: domain.for_tune() for key, domain in sweep.space.items()},
         tune_config=tune.TuneConfig(
-            search_alg=searcher,
-            scheduler=scheduler,
-            num_samples=found.count,
+            search_alg=tuning.searcher,
+            scheduler=tuning.scheduler,
+            num_samples=sweep.count,
             reuse_actors=True,
             trial_name_creator=observer.name,
             trial_dirname_creator=str,
         ),
         run_config=tune.RunConfig(
-            name=".tune",
-            storage_path=str(folder),
+            name=TUNE_FOLDER,
+            storage_path=str(store.folder),
             verbose=0,
             stop=observer,
             callbacks=[observer],
-            failure_config=tune.FailureConfig(max_failures=min(1, found.experiment.fault.max_restarts)),
+            failure_config=tune.FailureConfig(max_failures=max_failures),
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
         ),
     )
 
-    def ask() -> None:
-        observer.ending = set(observer.running)
-        console.say("stopping: running trials save a checkpoint first (once more to stop at once)")
-        (folder / STOP_FILE).touch()  # trials look for it
-
-    (folder / STOP_FILE).unlink(missing_ok=True)
-    with stop_signals(ask):
-        try:
-            tuner.fit()
-        except tune.TuneError as error:
-            if observer.problem is None and not observer.stopping:
-                raise RunFailed(f"Ray Tune gave up: {str(error).strip().splitlines()[-1]}") from error
-    shutil.rmtree(folder / ".tune", ignore_errors=True)  # trial.json and each run's folder are what is kept
-    if observer.problem is not None:
-        raise observer.problem
-    if observer.stopping:
-        raise Interrupted(f"stopped with {len(store.ended)} of {found.count} trials ended")
-
 
 class Observer(tune.Callback, tune.Stopper):
-    """Tune's callback, which keeps what trials report; its stopper, once a person has stopped the sweep or no trial
-    reports what it compares; and the trials' names."""
+    """Names Tune's trials, keeps their reports, and ends trials and the whole sweep.
+
+    As Tune's callback it stores what trials report. As its stopper it ends a trial at the target,
+    and the sweep when a person has stopped it or no trial reports what the sweep compares.
+
+    Args:
+        sweep: The sweep.
+        store: Keeps what trials report.
+        console: Writes to the terminal.
+
+    Attributes:
+        running: Tune's ids of the running trials.
+        ending: Those that ran when a person stopped the sweep, and still save; None until then.
+        problem: Why the whole sweep ends.
+    """
 
     def __init__(self, sweep: Sweep, store: TrialStore, console: Console) -> None:
-        self.sweep, self.store, self.console = sweep, store, console
-        self.began = time.monotonic()
-        self.known = list(store.trials.values())  # of earlier starts, which Tune is given first
+        self.sweep = sweep
+        self.store = store
+        self.console = console
+        self.started = time.monotonic()
+        self.earlier_trials = list(store.trials.values())
         self.named = 0
-        self.running: set[str] = set()  # Tune's ids
-        self.ending: set[str] | None = None  # those that ran when a person stopped the sweep, and still save
-        self.problem: UserError | None = None  # why the whole sweep ends
+        self.running: set[str] = set()
+        self.ending: set[str] | None = None
+        self.problem: UserError | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # Tune keeps a copy for Tuner.restore, which nothing here uses: the store remembers
+        return {}  # Tune keeps a copy for Tuner.restore, which is not used: the store remembers
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Observer:
-        return self  # wherever Tune asks, it asks this one
+        return self  # Tune copies its callbacks, and all must be this one
 
-    # --- what Tune asks -------------------------------------------------------------------------------------------
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a person has stopped the sweep."""
+        return self.ending is not None
 
-    def name(self, trial: Any) -> str:
-        """A new trial's name; called once for each, in order."""
+    # --- what Tune asks ---------------------------------------------------------------------------
+
+    def name(self, trial: TuneTrial) -> str:
+        """The name of a new trial; Tune calls this once for each, in order."""
+        number = self.named
         self.named += 1
-        if self.named <= len(self.known):
-            return self.known[self.named - 1].name
-        index = self.named - 1 + (self.known[-1].index + 1 - len(self.known) if self.known else 0)
+        if number < len(self.earlier_trials):  # Tune is given their points first
+            return self.earlier_trials[number].name
+        index = number
+        if self.earlier_trials:
+            new_trials = number - len(self.earlier_trials)
+            index = self.earlier_trials[-1].index + 1 + new_trials
         return trial_name(index, trial.config)
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        return self.sweep.ends_at(result["report"])
+        """Whether a trial ends with this result (`tune.Stopper`)."""
+        return self.sweep.is_reached(result["report"])
 
     def stop_all(self) -> bool:
-        return self.problem is not None or (self.ending is not None and not self.ending & self.running)
+        """Whether the whole sweep ends (`tune.Stopper`)."""
+        if self.problem is not None:
+            return True
+        return self.ending is not None and not self.ending & self.running
 
-    @property
-    def stopping(self) -> bool:
-        return self.ending is not None
+    # --- what Tune reports (`tune.Callback`) ------------------------------------------------------
 
-    # --- what Tune tells ------------------------------------------------------------------------------------------
-
-    def on_trial_start(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
+    def on_trial_start(
+        self,
+        iteration: int,
+        trials: list[TuneTrial],
+        trial: TuneTrial,
+        **info: Any,
+    ) -> None:
         self.running.add(trial.trial_id)
-        if str(trial) not in self.store.trials:
-            self.store.save(Trial(int(str(trial)[1:].split("-")[0]), str(trial), dict(trial.config)))
+        name = str(trial)
+        if name not in self.store.trials:
+            index = int(name[1:].split("-")[0])
+            self.store.save(Trial(index, name, dict(trial.config)))
 
-    def on_trial_result(self, iteration: int, trials: Any, trial: Any, result: dict[str, Any], **info: Any) -> None:
-        record, report = self.store.trials[str(trial)], result["report"]
-        if record.ended or not report or report["step"] <= record.last.get("step", 0):
-            return  # what an earlier start has reported
+    def on_trial_result(
+        self,
+        iteration: int,
+        trials: list[TuneTrial],
+        trial: TuneTrial,
+        result: dict[str, Any],
+        **info: Any,
+    ) -> None:
+        record = self.store.trials[str(trial)]
+        report = result["report"]
+        if record.ended or not report:
+            return
+        if report["step"] <= record.last.get("step", 0):
+            return  # a repeated report of an earlier start
         record.reports.append(report)
         self.store.save(record)
 
-    def on_trial_complete(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        record, result = self.store.trials[str(trial)], trial.last_result or {}
+    def on_trial_complete(
+        self,
+        iteration: int,
+        trials: list[TuneTrial],
+        trial: TuneTrial,
+        **info: Any,
+    ) -> None:
         self.running.discard(trial.trial_id)
-        status, message = result.get("status", ""), result.get("message", "")
+        record = self.store.trials[str(trial)]
+        result = trial.last_result or {}
+        status = result.get("status", "")
+        message = result.get("message", "")
         if status == "wrong metric":
             self.problem = UserError(message)
-        elif not record.ended and status != "stopped" and not (self.stopping and not status):
-            self._end(record, *(status, message) if status else self._stopped(record))
+            return
+        if record.ended or status == "stopped":
+            return
+        if status:
+            self._end(record, status, message)
+        elif not self.is_stopping:
+            self._end(record, *self._stopped(record))
+
+    def on_trial_error(
+        self,
+        iteration: int,
+        trials: list[TuneTrial],
+        trial: TuneTrial,
+        **info: Any,
+    ) -> None:
+        """The trial's process has died, and again when it was started once more."""
+        record = self.store.trials[str(trial)]
+        self.running.discard(trial.trial_id)
+        if not record.ended and not self.is_stopping:
+            log = "logs/sweep.log of the sweep's folder has its last output"
+            self._end(record, "failed", f"its process died: {log}")
 
     def _stopped(self, record: Trial) -> tuple[str, str]:
-        """How a trial ended that the scheduler stopped."""
+        """Status and message of a trial that Tune has stopped."""
         last = record.last
-        if self.sweep.ends_at(last):
+        if self.sweep.is_reached(last):
             return "reached", ""
         if last["step"] >= last["steps"]:
             return "finished", ""
         return "pruned", f"stopped early by {self.sweep.scheduler} after step {last['step']:,}"
 
-    def on_trial_error(self, iteration: int, trials: Any, trial: Any, **info: Any) -> None:
-        """The trial's process died, and again when it was started once more."""
-        record = self.store.trials[str(trial)]
-        self.running.discard(trial.trial_id)
-        if not record.ended and not self.stopping:
-            self._end(record, "failed", "its process died: logs/sweep.log of the sweep's folder has its last output")
-
     def _end(self, record: Trial, status: str, message: str) -> None:
-        record.status, record.message = status, message
+        """Stores how a trial has ended, and says so."""
+        record.status = status
+        record.message = message
         self.store.save(record)
         value = record.last.get("metrics", {}).get(self.sweep.metric)
         shown = f"{self.sweep.metric} {value:.4g}" if value is not None else "no report"
-        how = "" if status == "finished" else f" ({message or status})"
-        counted = f"{len(self.store.ended)}/{self.sweep.count}"
-        self.console.say(f"{counted}  {record.name}: {shown}{how}  {duration(time.monotonic() - self.began)}")
+        ending = "" if status == "finished" else f" ({message or status})"
+        count = f"{len(self.store.ended)}/{self.sweep.count}"
+        elapsed = duration(time.monotonic() - self.started)
+        self.console.say(f"{count}  {record.name}: {shown}{ending}  {elapsed}")
 
 
 class TrialActor(tune.Trainable):
-    """What Tune keeps: it is given one trial after another."""
+    """A process of Tune, which runs one trial after another.
 
-    def setup(self, config: dict[str, Any], setting: Setting | None = None) -> None:
-        assert setting is not None
-        self.setting = setting
-        sys.argv = list(setting.command)
-        work_in(setting.cwd)
-        self._take(config)
+    https://docs.ray.io/en/latest/tune/api/trainable.html
+    """
 
-    def _take(self, values: dict[str, Any]) -> None:
-        known = load_trial(self.setting.folder / self.trial_name)
-        self.current = TrialRun(self.setting, self.trial_name, values, known)
+    def setup(self, config: dict[str, Any], context: TrialContext | None = None) -> None:
+        assert context is not None
+        self.context = context
+        sys.argv = list(context.command)
+        work_in(context.cwd)
+        self._begin_trial(config)
+
+    def _begin_trial(self, values: dict[str, Any]) -> None:
+        record = load_trial(self.context.folder / self.trial_name)
+        self.current = TrialRun(self.context, self.trial_name, values=values, record=record)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """The next trial."""
+        """Begins the next trial."""
         self.cleanup()
-        self._take(new_config)
+        self._begin_trial(new_config)
         return True
 
-    def step(self) -> Result:
-        return self.current.next()
+    def step(self) -> TuneResult:
+        """Waits for the trial's next report."""
+        return self.current.next_result()
 
     def cleanup(self) -> None:
-        sweep = self.setting.sweep
-        self.current.stop(REACHED if sweep.ends_at(self.current.judged) else f"stopped early by {sweep.scheduler}")
+        """Ends the trial, which Tune may have stopped."""
+        sweep = self.context.sweep
+        reason = f"stopped early by {sweep.scheduler}"
+        if sweep.is_reached(self.current.last_taken):
+            reason = REACHED
+        self.current.stop(reason)

@@ -1,22 +1,26 @@
 """Context parallelism: one sequence over several workers.
 
-Everything in a transformer but attention looks at one token at a time. So a worker of C takes T/C tokens of every
-sequence, the model's own code runs on them unchanged, and only `F.scaled_dot_product_attention` is another function:
-one in which tokens meet across workers (ring.py, allgather.py, ulysses.py). Activations fall as 1/C, arithmetic too.
+Everything in a transformer but attention looks at one token at a time. So each of C workers takes
+T/C tokens of every sequence. The model's own code runs on them unchanged, and only
+`F.scaled_dot_product_attention` is replaced, by a function in which tokens of different workers
+meet (ring.py, allgather.py, ulysses.py). Activations fall as 1/C, and so does arithmetic.
 
-What has to know its place in the sequence is told it:
+Three things depend on the place of a token in its sequence:
 
-- *batches*: every tensor along the sequence is cut, inputs, labels and masks alike, into the parts of `order`;
-- *positions*: the model is called with the places of its tokens as `position_ids`, from which it makes its rotary
-  tables or looks up embeddings. A model that has another way says so in a `ContextPlan`;
-- *the loss* is a mean over the worker's own labels. Of n labels in the micro-batch it has nᵣ, and averaging over C
-  workers what each multiplies by C·nᵣ/n gives the mean over all n, labels that do not count (-100) included.
+- *Batches.* Every tensor along the sequence is cut: inputs, labels and masks alike.
+- *Positions.* The model is called with the places of its tokens as `position_ids`, from which it
+  makes rotary tables or looks up embeddings. A model that takes them in another way says so in a
+  `ContextPlan`.
+- *The loss* is a mean over the worker's own labels. If the micro-batch has n labels, of which this
+  worker has nᵣ, each worker multiplies its mean by C·nᵣ/n. The average over the C workers is then
+  the mean over all n. Labels that do not count (-100) are not among them.
 
-For parameters the C workers are further data-parallel ones: replicas, or shards (dims.py). Dropout in attention cannot
-be the same on any number of workers and is refused, and so is a mask that the model has made of its own part.
+For parameters the C workers are further data-parallel ones: replicas, or shards (dims.py). Dropout
+in attention is refused, because it cannot be the same on any number of workers. So is a mask, which
+the model has made of its own part.
 
-Choose it when the activations of one sequence do not fit on a device, before tensor parallelism across nodes: it sends
-keys and values instead of all activations.
+Choose it if the activations of one sequence do not fit on a device, and before tensor parallelism
+across nodes: it sends keys and values instead of all activations.
 """
 
 import functools
@@ -25,8 +29,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -34,36 +37,43 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from strategies.context import allgather, ring, ulysses
-from strategies.context.attention import ATTENTION, number_of
-from strategies.dims import LayoutError, ParallelDims, own_group
+from strategies.context.attention import ATTENTION, ContextMethod, register_group
+from strategies.dims import LayoutError, ParallelDims, group_of_this_rank
 from strategies.options import Options
 from strategies.strategy import Strategy
 from strategies.traits import Trait
 from strategies.tree import tree_leaves, tree_map
 from strategies.zero_weight import has_no_weight
 
-METHODS: dict[str, ModuleType] = {"ring": ring, "allgather": allgather, "ulysses": ulysses}
-IGNORED = -100
+T = TypeVar("T")
+METHODS: dict[str, ContextMethod] = {
+    "ring": ring.METHOD,
+    "allgather": allgather.METHOD,
+    "ulysses": ulysses.METHOD,
+}
+"""The values of `parallel.context`."""
+IGNORED_LABEL = -100
 """A label that does not count, as in torch's cross entropy."""
-_LOSSES: list[dist.ProcessGroup] = []
-"""The workers of the sequence of which this process computes the loss, if it is split."""
+_groups_of_losses: list[dist.ProcessGroup] = []
+"""The workers of the split sequence whose loss this process computes at the moment, if any."""
 
 
 def _check(options: Options) -> None:
-    if options.compile and options.activation_checkpointing == "selective":  # torch 2.13 fails while it compiles them
+    # torch 2.13 fails while it compiles both.
+    if options.compile and options.activation_checkpointing == "selective":
         raise LayoutError(
-            "train.compile with parallel.cp cannot recompute blocks in part: write train.activation_checkpointing=full "
-            "or none, or train.compile=false"
+            "train.compile with parallel.cp cannot recompute blocks in part: write "
+            "train.activation_checkpointing=full or none, or train.compile=false"
         )
 
 
 STRATEGY = Strategy(
-    "context",
-    "each sequence split over workers",
+    name="context",
+    summary="each sequence split over workers",
     degrees=("cp",),
-    also=("dp_replicate", "dp_shard", "tp", "pp", "ep"),
-    check=_check,
-    # Workers of one sequence have other tokens, and meet in every attention.
+    combines_with=("dp_replicate", "dp_shard", "tp", "pp", "ep"),
+    check_options=_check,
+    # The workers of one sequence have different tokens, and meet in every attention.
     cannot_keep=frozenset(
         {
             Trait.CHANGES_PARAMETERS_BY_DATA,
@@ -77,292 +87,449 @@ STRATEGY = Strategy(
     ),
 )
 
+TakePart = Callable[[Tensor, int], Tensor]
+"""(tensor, dimension) → this worker's part of the tensor along that dimension."""
+
+
+def _as_position_ids(places: Tensor) -> dict[str, Any]:
+    return {"position_ids": places}
+
 
 @dataclass(frozen=True)
 class ContextPlan:
     """Where a model and its batches have their sequence.
 
-    keywords: places of this worker's tokens, int64 (1, T/C) → keyword arguments of the model's forward. cut: (batch,
-    part) → this worker's batch, where part(tensor, dim) is its part of a tensor; None: dimension 1 of every tensor
-    that has one as long as the first. labels: batch → how many labels its loss is the mean of, 0-d; None: as many as
-    the last tensor that is cut has entries other than -100.
+    Args:
+        keywords: The places of this worker's tokens, int64 (1, T/C) → the keyword arguments with
+            which the model is told.
+        cut: (batch, a function that takes this worker's part of a tensor along a dimension) → this
+            worker's batch. None: dimension 1 of every tensor that has one as long as the first.
+        labels: Batch → how many labels its loss is the mean of, 0-dimensional. None: the number of
+            entries of the last tensor along the sequence that are not -100.
     """
 
-    keywords: Callable[[Tensor], dict[str, Any]] = lambda places: {"position_ids": places}
-    cut: Callable[[Any, Callable[[Tensor, int], Tensor]], Any] | None = None
+    keywords: Callable[[Tensor], dict[str, Any]] = _as_position_ids
+    cut: Callable[[Any, TakePart], Any] | None = None
     labels: Callable[[Any], Tensor] | None = None
 
 
-def choose_method(asked: str, heads: int | None, dims: ParallelDims, per_node: int | None) -> str:
-    """What parallel.context=auto is: ulysses within a node where cp · tp divides the heads, else ring.
+# --- checks and choices before a process starts ---------------------------------------------------
+
+
+def choose_method(
+    method: str, *, heads: int | None, dims: ParallelDims, workers_per_node: int | None
+) -> str:
+    """The method that `parallel.context` means.
+
+    auto is ulysses within a node if cp · tp divides the heads, and ring otherwise.
 
     Args:
-        asked: parallel.context, which stays as it is unless it is auto.
-        heads: The model's. None: they are not known, so that it is ring.
+        method: `parallel.context`.
+        heads: The model's; None if they are not known, which makes it ring.
         dims: The degrees.
-        per_node: Workers on a node. None: it is not known, so that it is ring.
+        workers_per_node: None if the number is not known, which makes it ring.
     """
-    if asked != "auto":
-        return asked
-    near = per_node is not None and dims.cp * dims.tp <= per_node
-    return "ulysses" if near and heads and heads % (dims.cp * dims.tp) == 0 else "ring"
+    if method != "auto":
+        return method
+    workers = dims.cp * dims.tp
+    is_within_node = workers_per_node is not None and workers <= workers_per_node
+    divides_heads = heads is not None and heads > 0 and heads % workers == 0
+    return "ulysses" if is_within_node and divides_heads else "ring"
 
 
-def check_length(length: int, ways: int, method: str) -> None:
-    """Raises LayoutError unless a sequence of this many tokens can be cut."""
-    pieces = ways * (2 if METHODS[method].ZIGZAG else 1)
+def check_length(length: int, cp: int, method: str) -> None:
+    """Check that a sequence can be cut.
+
+    Args:
+        length: Number of tokens.
+        cp: Number of workers.
+        method: A key of METHODS.
+
+    Raises:
+        LayoutError: It cannot be; the sentence names the nearest lengths that can.
+    """
+    pieces = 2 * cp if METHODS[method].is_zigzag else cp
     if length % pieces:
-        below, above = length - length % pieces, length - length % pieces + pieces
-        near = f"{below} or {above}" if below else f"{above}"
+        below = length - length % pieces
+        above = below + pieces
+        nearest = f"{below} or {above}" if below else f"{above}"
         raise LayoutError(
-            f"a sequence of {length} tokens cannot be split over parallel.cp={ways}, for which {method} cuts it into "
-            f"{pieces} equal pieces: write a sequence length of {near}"
+            f"a sequence of {length} tokens cannot be split over parallel.cp={cp}, for which "
+            f"{method} cuts it into {pieces} equal pieces: write a sequence length of {nearest}"
+        )
+
+
+def require_positions(module: nn.Module, plan: ContextPlan | None) -> None:
+    """Check that the model can be told the places of its tokens.
+
+    Raises:
+        LayoutError: It has no `position_ids` and there is no plan.
+    """
+    arguments = inspect.signature(module.forward).parameters
+    if plan is None and "position_ids" not in arguments:
+        raise LayoutError(
+            f"the model {type(module).__name__} cannot be told where in the sequence its tokens "
+            "are, so parallel.cp cannot split it: give its forward a parameter position_ids, or "
+            "the task a context_plan (strategies/context/apply.py)"
         )
 
 
 @torch.no_grad()
 def mean_over_sequence(part: Tensor) -> Tensor:
-    """For a loss that is no mean over tokens: of what each worker of a sequence finds for its equal part of the tokens
-    the mean, without a gradient; as given where sequences are whole."""
-    if not _LOSSES:
+    """The mean over the workers of a sequence, without a gradient.
+
+    It is for a loss that is not a mean over tokens. If sequences are not split, it returns the
+    tensor detached.
+
+    Args:
+        part: What each worker has computed for its equal part of the tokens.
+    """
+    if not _groups_of_losses:
         return part.detach()
-    mean = part.detach().clone()
-    dist.all_reduce(mean, group=_LOSSES[-1])
-    return mean / _LOSSES[-1].size()
+    group = _groups_of_losses[-1]
+    total = part.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total / group.size()
 
 
-def require_positions(module: nn.Module, plan: ContextPlan | None) -> None:
-    """Raises LayoutError if nothing says where the model takes the places of its tokens."""
-    known = inspect.signature(module.forward).parameters
-    if plan is None and "position_ids" not in known:
-        raise LayoutError(
-            f"the model {type(module).__name__} cannot be told where in the sequence its tokens are, so parallel.cp "
-            "cannot split it: give its forward a parameter position_ids, or the task a context_plan "
-            "(strategies/context/apply.py)"
-        )
+# --- splitting sequences --------------------------------------------------------------------------
 
 
 @runtime_checkable
 class SplitTensor(Protocol):
-    """Of a model that is split as well: a tensor of which this worker has a part and nothing else has memory."""
+    """A tensor that tensor parallelism has split, and whose memory is all in `local`."""
 
     local: Tensor
 
-    def with_local(self, local: Tensor) -> Any: ...
+    def with_local(self, local: Tensor) -> Any:
+        """The same tensor with another part of this worker."""
 
 
 class Context:
-    """This worker's part of every sequence. Collective over all workers."""
+    """Splits every sequence over workers, of which this is one."""
 
     def __init__(self, dims: ParallelDims, options: Options, plan: ContextPlan | None) -> None:
-        group = own_group(dims.peers("cp"))
-        assert group is not None
-        self.group, self.ways, self.plan = group, dims.cp, plan or ContextPlan()
-        self.number = number_of(group)
-        self.name = choose_method(options.context, heads=None, dims=dims, per_node=None)
-        self.method = METHODS[self.name]
-        self.length = 0
-        self.seen = self.told = False
-        """Whether the model has attended; whether it has been told the places of its tokens."""
-        self.active = False
-        self.counts: Tensor | None = None
-        """Whether the batch whose loss is computed has a label that counts, 0-d; None outside of a loss."""
-        self.attend = self._attend  # one object, by which compiled code knows it again
-        self.names: list[tuple[dict[str, Any], str]] = []
+        """Make the groups; collective over all workers.
+
+        Args:
+            dims: The degrees.
+            options: `context` is the method.
+            plan: Where the sequence is; None: where most models have it.
+        """
+        group = group_of_this_rank(dims.peers("cp"))
+        assert group is not None, "every worker has a part of a sequence"
+        self.group = group
+        self._workers = dims.cp
+        self._plan = plan or ContextPlan()
+        self._group_number = register_group(group)
+        self._method_name = choose_method(
+            options.context, heads=None, dims=dims, workers_per_node=None
+        )
+        self._method = METHODS[self._method_name]
+        self._length = 0
+        """Number of tokens of a whole sequence of the current batch."""
+        self._has_attended = False
+        self._has_told_places = False
+        self._is_active = False
+        """Whether torch's attention is replaced at the moment."""
+        self._has_labels: Tensor | None = None
+        """Whether any label counts of the batch whose loss is computed, 0-dimensional; None outside
+        of a loss."""
+        # One object, by which compiled code recognises it.
+        self._attention = self._attend
+        self._references: list[tuple[dict[str, Any], str]] = []
 
     def install(self, module: nn.Module, blocks: list[str]) -> None:
-        """Tells the model the places of its tokens, and lets its blocks attend across workers; in place.
+        """Tell a model the places of its tokens and let it attend across workers, in place.
 
-        Blocks by themselves, because one that is recomputed runs in backward, where the loss function is over (and on a
-        GPU in another thread)."""
-        self.names = _names()
+        Each block is changed by itself, because one that is recomputed runs in backward: the loss
+        function is over by then, and on a GPU it is in another thread.
+        """
+        self._references = _references_to_attention()
         for name in blocks or [""]:
-            part = module.get_submodule(name)
-            part.forward = self._attending(part.forward)
-        module.register_forward_pre_hook(self._with_places, with_kwargs=True)
-        module.register_forward_hook(self._gated)
+            block = module.get_submodule(name)
+            block.forward = self._attending(block.forward)
+        module.register_forward_pre_hook(self._add_places, with_kwargs=True)
+        module.register_forward_hook(self._gate_output)
 
-    def _attending(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def attending(*args: Any, **kwargs: Any) -> Any:
-            if self.active:
-                return forward(*args, **kwargs)
-            self.active = True
-            _LOSSES.append(self.group)
-            self._name(self.attend)
+    def _attending(self, function: Callable[..., T]) -> Callable[..., T]:
+        """A function in which torch's attention is attention across workers."""
+
+        @functools.wraps(function)
+        def attending_function(*args: Any, **kwargs: Any) -> T:
+            if self._is_active:
+                return function(*args, **kwargs)
+            self._is_active = True
+            _groups_of_losses.append(self.group)
+            self._refer_to(self._attention)
             try:
-                return forward(*args, **kwargs)
+                return function(*args, **kwargs)
             finally:
-                self._name(ATTENTION)
-                self.active = False
-                _LOSSES.pop()
+                self._refer_to(ATTENTION)
+                self._is_active = False
+                _groups_of_losses.pop()
 
-        return attending
+        return attending_function
 
-    def _name(self, function: Callable[..., Tensor]) -> None:
-        for names, name in self.names:
-            names[name] = function
+    def _refer_to(self, attention: Callable[..., Tensor]) -> None:
+        """Put a function where torch's attention was.
 
-    def _attend(self, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """In place of `F.scaled_dot_product_attention`, as torch's own `context_parallel` has it: a TorchFunctionMode
-        would see every other function too, hundreds in a step."""
+        torch's own `context_parallel` does so too. A TorchFunctionMode would see every other
+        function as well, hundreds in a step.
+        """
+        for namespace, name in self._references:
+            namespace[name] = attention
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """`F.scaled_dot_product_attention` of this worker's part, with its arguments.
+
+        Raises:
+            LayoutError: It is not attention of a sequence to itself that can be split.
+        """
         if getattr(query, "is_placeholder", False):
-            return ATTENTION(query, *args, **kwargs)
-        self.seen = True
-        return _attend(self.method, self.number, query, *args, **kwargs)
+            # A pipeline runs the model without numbers.
+            return ATTENTION(
+                query,
+                key,
+                value,
+                attn_mask=attn_mask,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+        self._has_attended = True
+        _require_splittable(query, key, attn_mask=attn_mask, dropout_p=dropout_p)
+        device_type = query.device.type
+        if torch.is_autocast_enabled(device_type):
+            # Autocast casts the arguments of torch's own attention.
+            dtype = torch.get_autocast_dtype(device_type)
+            query = query.to(dtype)
+            key = key.to(dtype)
+            value = value.to(dtype)
+        return self._method.attention(
+            query,
+            key,
+            value,
+            is_causal=is_causal,
+            scale=scale or 1 / math.sqrt(query.size(-1)),
+            group=self._group_number,
+        )
 
-    def _with_places(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        self.told = True
-        device = next(leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        return args, {**self.plan.keywords(self.places(device)), **kwargs}
+    def _add_places(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._has_told_places = True
+        leaves = tree_leaves((args, kwargs))
+        device = next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))
+        whole = torch.arange(self._length, device=device).unsqueeze(0)
+        return args, {**self._plan.keywords(self._take_part(whole, 1)), **kwargs}
 
-    def _gated(self, _: nn.Module, __: Any, output: Any) -> Any:
-        """The model's output, whose gradient is zero where no label counts, even if the loss makes it nan."""
-        counts = self.counts
-        if counts is None:
+    def _gate_output(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Make the gradient of the model's output zero if no label counts.
+
+        The mean over no labels is nan, and so may be its gradient.
+        """
+        has_labels = self._has_labels
+        if has_labels is None:
             return None
 
         def gate(leaf: Any) -> Any:
             if isinstance(leaf, SplitTensor):
                 return leaf.with_local(gate(leaf.local))
             is_output = isinstance(leaf, Tensor) and leaf.requires_grad and leaf.dim() > 0
-            return _GradientGate.apply(leaf, counts) if is_output else leaf
+            return _GradientGate.apply(leaf, has_labels) if is_output else leaf
 
         return tree_map(gate, output)
 
-    def places(self, device: torch.device) -> Tensor:
-        """Where in the sequence this worker's tokens are: (1, T/C)."""
-        return self._part(torch.arange(self.length, device=device).unsqueeze(0), 1)
+    # --- batches and losses -----------------------------------------------------------------------
 
-    # --- batches and losses -----------------------------------------------------------------------------------------
+    def split(
+        self, batches: Sequence[Any], weights: Sequence[float | Tensor]
+    ) -> tuple[list[Any], list[float | Tensor]]:
+        """Cut micro-batches to this worker's tokens.
 
-    def split(self, batches: Sequence[Any], weights: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Micro-batches cut to this worker's tokens; weights so that their mean over the C workers is right."""
-        found = [self.cut(batch) for batch in batches]
-        shares = [w if has_no_weight(w) else w * share for w, (_, share) in zip(weights, found)]
-        return [batch for batch, _ in found], shares
+        Args:
+            batches: The micro-batches.
+            weights: The weight of each.
 
-    def cut(self, batch: Any) -> tuple[Any, Tensor]:
-        """(this worker's tokens, C·nᵣ/n).
+        Returns:
+            This worker's parts, and weights with which the average over the C workers is right.
 
         Raises:
-            LayoutError: a length that cannot be cut."""
-        lengths = [leaf.size(1) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1]
-        if not lengths:
-            raise LayoutError("parallel.cp splits sequences, but the batch has no tensor with a second dimension")
-        if self.plan.cut is not None:
-            own = self.plan.cut(batch, self._part)
+            LayoutError: A sequence cannot be cut.
+        """
+        parts: list[Any] = []
+        part_weights: list[float | Tensor] = []
+        for batch, weight in zip(batches, weights):
+            part, share = self._cut(batch)
+            parts.append(part)
+            part_weights.append(weight if has_no_weight(weight) else weight * share)
+        return parts, part_weights
+
+    def _cut(self, batch: Any) -> tuple[Any, Tensor]:
+        """(this worker's tokens, C·nᵣ/n)."""
+        tensors = _tensors_with_sequence(batch)
+        if not tensors:
+            raise LayoutError(
+                "parallel.cp splits sequences, but the batch has no tensor with a second dimension"
+            )
+        if self._plan.cut is not None:
+            part = self._plan.cut(batch, self._take_part)
         else:
-            self._long(lengths[0])
-            own = tree_map(lambda leaf: self._part(leaf, 1) if self._is_along(leaf, lengths[0]) else leaf, batch)
-        return own, self.ways * self.labels(own) / self.labels(batch).clamp(min=1)
+            length = tensors[0].size(1)
+            self._set_length(length)
 
-    def labels(self, batch: Any) -> Tensor:
-        """How many labels count."""
-        if self.plan.labels is not None:
-            return self.plan.labels(batch)
-        along = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 1]
-        return (along[-1] != IGNORED).sum()
+            def take(leaf: Any) -> Any:
+                is_along = isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.size(1) == length
+                return self._take_part(leaf, 1) if is_along else leaf
 
-    def counted(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """The loss of a cut batch; 0 where none of its labels counts, whose mean is nan, and so may its gradient be."""
+            part = tree_map(take, batch)
+        share = self._workers * self._count_labels(part) / self._count_labels(batch).clamp(min=1)
+        return part, share
 
-        def of_own(module: nn.Module, batch: Any) -> Any:
-            self.counts = self.labels(batch) > 0
+    def _count_labels(self, batch: Any) -> Tensor:
+        """The number of labels that count, 0-dimensional."""
+        if self._plan.labels is not None:
+            return self._plan.labels(batch)
+        labels = _tensors_with_sequence(batch)[-1]
+        return (labels != IGNORED_LABEL).sum()
+
+    def loss_of_part(self, loss: Callable[[nn.Module, Any], Tensor]) -> Callable[..., Tensor]:
+        """The loss of a batch that has been cut; 0 if none of its labels counts."""
+
+        def part_loss(module: nn.Module, batch: Any) -> Tensor:
+            has_labels = self._count_labels(batch) > 0
+            self._has_labels = has_labels
             try:
                 value = self._attending(loss)(module, batch)
             finally:
-                counts, self.counts = self.counts, None
+                self._has_labels = None
             self._require_attention()
-            return torch.where(counts, value, 0.0)
+            return torch.where(has_labels, value, 0.0)
 
-        return of_own
+        return part_loss
 
-    def averaged(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Of an evaluation's means over a whole batch, this worker's terms: their mean over the C workers is right."""
+    def averaged(self, function: Callable[[nn.Module, Any], T]) -> Callable[..., T]:
+        """A function for evaluation whose average over the C workers is that of the whole batch.
 
-        def of_own(module: nn.Module, batch: Any) -> Any:
-            own, share = self.cut(batch)
-            found = self._attending(function)(module, own)
-            return tree_map(lambda v: torch.where(share > 0, v * share, 0.0) if isinstance(v, Tensor) else v, found)
+        Args:
+            function: (model, batch) → means over the batch.
+        """
 
-        return of_own
+        def part_function(module: nn.Module, batch: Any) -> T:
+            part, share = self._cut(batch)
+            means = self._attending(function)(module, part)
 
-    def _is_along(self, leaf: Any, length: int) -> bool:
-        return isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.size(1) == length
+            def term(mean: Any) -> Any:
+                if not isinstance(mean, Tensor):
+                    return mean
+                return torch.where(share > 0, mean * share, 0.0)
 
-    def _long(self, length: int) -> None:
-        check_length(length, self.ways, self.name)
-        self.length = length
+            return tree_map(term, means)
 
-    def _part(self, tensor: Tensor, dim: int) -> Tensor:
-        self._long(tensor.size(dim))
+        return part_function
+
+    def _set_length(self, length: int) -> None:
+        check_length(length, self._workers, self._method_name)
+        self._length = length
+
+    def _take_part(self, tensor: Tensor, dim: int) -> Tensor:
+        """This worker's part of a tensor whose dimension `dim` is the sequence."""
+        self._set_length(tensor.size(dim))
         rank = self.group.rank()
-        if not self.method.ZIGZAG:
-            return tensor.chunk(self.ways, dim)[rank].contiguous()
-        pieces = tensor.chunk(2 * self.ways, dim)
+        if not self._method.is_zigzag:
+            return tensor.chunk(self._workers, dim)[rank].contiguous()
+        pieces = tensor.chunk(2 * self._workers, dim)
         return torch.cat([pieces[rank], pieces[-1 - rank]], dim)
 
     def _require_attention(self) -> None:
-        if not self.told:
+        """Raises LayoutError if the loss did not use the model in a way that was split."""
+        if not self._has_told_places:
             raise LayoutError(
-                "the loss calls parts of the model and not the model itself, so parallel.cp cannot tell it where its "
-                "tokens are: call the model, or leave parallel.cp out"
+                "the loss calls parts of the model and not the model itself, so parallel.cp cannot "
+                "tell it where its tokens are: call the model, or leave parallel.cp out"
             )
-        if not self.seen:
+        if not self._has_attended:
             raise LayoutError(
-                "the model's attention is not F.scaled_dot_product_attention, so parallel.cp cannot split it: use "
-                "that, or leave parallel.cp out"
+                "the model's attention is not F.scaled_dot_product_attention, so parallel.cp "
+                "cannot split it: use that, or leave parallel.cp out"
             )
+
+
+def _tensors_with_sequence(batch: Any) -> list[Tensor]:
+    """The tensors of a batch that have a second dimension."""
+    leaves = tree_leaves(batch)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 1]
 
 
 class _GradientGate(torch.autograd.Function):
-    """The identity; its gradient is zero unless `counts`, a device's boolean for which no host waits."""
+    """The identity, whose gradient is zero unless `is_open`.
+
+    That is a boolean on the device, for which no host waits.
+    """
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(counts)
+    def forward(ctx: Any, value: Tensor, is_open: Tensor) -> Tensor:
+        ctx.save_for_backward(is_open)
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (counts,) = ctx.saved_tensors
-        return torch.where(counts, gradient, torch.zeros((), dtype=gradient.dtype, device=gradient.device)), None
+        (is_open,) = ctx.saved_tensors
+        zero = torch.zeros((), dtype=gradient.dtype, device=gradient.device)
+        return torch.where(is_open, gradient, zero), None
 
 
-def _names() -> list[tuple[dict[str, Any], str]]:
-    """Where loaded modules have torch's attention, and as what: `F`, and whoever imported it from there."""
-    own = ("torch.", __package__ or "")
-    loaded = (module for name, module in list(sys.modules.items()) if not name.startswith(own))
-    spaces = [getattr(module, "__dict__", {}) for module in (F, *loaded)]
-    return [(space, name) for space in spaces for name, value in list(space.items()) if value is ATTENTION]
+def _references_to_attention() -> list[tuple[dict[str, Any], str]]:
+    """Where loaded modules refer to torch's attention: (namespace, name).
+
+    These are `F` and whatever has imported the function from there, but not torch itself nor this
+    package.
+    """
+    excluded = ("torch.", __package__ or "")
+    modules = [F]
+    modules += [
+        module for name, module in list(sys.modules.items()) if not name.startswith(excluded)
+    ]
+    references: list[tuple[dict[str, Any], str]] = []
+    for module in modules:
+        namespace: dict[str, Any] = getattr(module, "__dict__", {})
+        for name, value in list(namespace.items()):
+            if value is ATTENTION:
+                references.append((namespace, name))
+    return references
 
 
-def _attend(
-    method: ModuleType,
-    group: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """`F.scaled_dot_product_attention` of this worker's part."""
-    wrong = ""
+def _require_splittable(
+    query: Tensor, key: Tensor, *, attn_mask: Tensor | None, dropout_p: float
+) -> None:
+    """Raises LayoutError unless this is attention that can be split."""
+    reason = ""
     if attn_mask is not None:
-        wrong = "gives attention a mask, which it has made of its own part of the sequence alone"
+        reason = "gives attention a mask, which it has made of its own part of the sequence alone"
     elif dropout_p:
-        wrong = f"drops attention with probability {dropout_p:g}, which no split of a sequence can repeat"
-    elif query.dim() != 4 or query.size(2) != key.size(2):
-        wrong = "attends from one sequence to another, or to tensors that are not (batch, heads, tokens, numbers)"
-    if wrong:
-        raise LayoutError(
-            f"the model {wrong}: parallel.cp cannot split it; leave parallel.cp out, or write parallel.tp"
+        reason = (
+            f"drops attention with probability {dropout_p:g}, which no split of a sequence can "
+            "repeat"
         )
-    if torch.is_autocast_enabled(query.device.type):  # which would cast for the function itself
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    return method.attention(query, key, value, is_causal, scale or 1 / math.sqrt(query.size(-1)), group)
+    elif query.dim() != 4 or query.size(2) != key.size(2):
+        reason = (
+            "attends from one sequence to another, or to tensors that are not (batch, heads, "
+            "tokens, numbers)"
+        )
+    if reason:
+        raise LayoutError(
+            f"the model {reason}: parallel.cp cannot split it; leave parallel.cp out, or write "
+            "parallel.tp"
+        )

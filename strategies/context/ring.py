@@ -1,94 +1,160 @@
-"""Ring attention: queries stay, keys and values pass round.
+"""Ring attention: queries stay where they are, keys and values pass round.
 
-Worker r of C holds T/C tokens of every sequence. In C steps each holds every worker's keys and values once, attends to
-them, and joins the results by their log-sum-exp (attention.py): the softmax over all T keys, exactly.
+Worker r of C holds T/C tokens of every sequence. In C steps each worker holds the keys and values
+of every worker once, attends to them, and joins the results by their log-sum-exp (attention.py).
+This is the softmax over all T keys, exactly.
 
-    for i in 0 … C-1:   send (k, v) to r+1, receive from r-1      while attending to those of worker (r - i) mod C
+    for step in 0 … C-1:   attend to (k, v) of worker (r - step) mod C,
+                           while sending it to r+1 and receiving the next from r-1
 
-Backward passes keys and values round once more, and their gradients with them, each worker adding its queries' part;
-after C steps the gradients are back with their owner. Liu et al. 2023, https://arxiv.org/abs/2310.01889.
+In backward keys and values pass round once more, and their gradients follow them: each worker adds
+its queries' part, and after C steps the gradients are back with their owner. Liu et al. 2023, arXiv
+2310.01889.
 
-*Causal work is even in zig-zag order.* Cut into 2C pieces, worker r holds pieces r and 2C-1-r: an early and a late one.
-Then of another worker s's keys
+*Causal work is even in zig-zag order.* The sequence is cut into 2C pieces, of which worker r holds
+pieces r and 2C-1-r, an early one and a late one. Of the keys of another worker s,
 
-    s < r   all queries see the first half (piece s), none the second       (2 pieces × 1)
-    s > r   the second half of the queries sees both, the first none        (1 piece × 2)
+    if s < r:   all queries see the first half (piece s) and none the second       (2 pieces × 1)
+    if s > r:   the second half of the queries sees both, and the first none       (1 piece × 2)
 
-and every step after the first is the same work on every worker: half of what it would be without the mask. In plain
-order worker 0 would be idle while worker C-1 computes every step. Brandon et al. 2023,
-https://arxiv.org/abs/2311.09431.
+so every step after the first is the same work on every worker, half of what it would be without the
+mask. In plain order worker 0 would be idle while worker C-1 computes in every step. Brandon et al.
+2023, arXiv 2311.09431.
 
-Choose it when a sequence's activations do not fit, on any number of workers and heads. Sending hides behind attending
-from some thousand tokens per worker on; it sends most where key heads are many.
+Choose it if the activations of a sequence do not fit, with any number of workers and heads. Sending
+is hidden behind attending from some thousand tokens per worker on. It sends most if key heads are
+many.
 """
 
 import torch
 from torch import Tensor
 
-from strategies.context.attention import Answered, How, attend, attend_backward, join_, operator
+from strategies.context.attention import (
+    Attended,
+    AttentionOptions,
+    ContextMethod,
+    attend,
+    attend_backward,
+    join_,
+    operator,
+)
 from strategies.costs import Number
 from strategies.passing import Passing
 
-ZIGZAG = True
 _ALL = slice(None)
+_KEYS_TAG = 0
+"""Keys and values travel with tags 0 and 1."""
+_GRADIENTS_TAG = 2
+"""Their gradients, which are under way at the same time, with 2 and 3."""
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor]:
-    causal, scale, group = how
-    rank, size, held = group.rank(), group.size(), [k.contiguous(), v.contiguous()]
-    for i in range(size):
-        passing = Passing(held, group, 0) if i < size - 1 else None
-        rows, keys, diagonal = _seen(rank, (rank - i) % size, q.size(2), causal)
-        part, part_lse = attend(q[:, :, rows], held[0][:, :, keys], held[1][:, :, keys], diagonal, scale)
-        if i == 0:
-            out, lse = part.to(torch.float32, copy=True), part_lse.clone(memory_format=torch.contiguous_format)
+def _forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    rank = options.group.rank()
+    size = options.group.size()
+    keys_and_values = [k.contiguous(), v.contiguous()]
+    joined: tuple[Tensor, Tensor] | None = None
+    for step in range(size):
+        is_last = step == size - 1
+        passing = None if is_last else Passing(keys_and_values, options.group, _KEYS_TAG)
+        source = (rank - step) % size
+        rows, columns, is_diagonal = _visible(
+            rank, source, tokens=q.size(2), is_causal=options.is_causal
+        )
+        step_k, step_v = keys_and_values
+        step_out, step_lse = attend(
+            q[:, :, rows],
+            step_k[:, :, columns],
+            step_v[:, :, columns],
+            is_causal=is_diagonal,
+            scale=options.scale,
+        )
+        if joined is None:
+            # The first keys are this worker's own, which all its queries see.
+            first_lse = step_lse.clone(memory_format=torch.contiguous_format)
+            joined = step_out.to(torch.float32, copy=True), first_lse
         else:
-            join_(out[:, :, rows], lse[:, :, rows], part, part_lse)
-        held = passing.arrived() if passing is not None else held
+            out, lse = joined
+            join_(out[:, :, rows], lse[:, :, rows], step_out, step_lse)
+        if passing is not None:
+            keys_and_values = passing.arrived()
+    assert joined is not None, "a group has a worker"
+    out, lse = joined
     return out.to(q.dtype), lse
 
 
-def _backward(of: Answered, k: Tensor, v: Tensor, how: How) -> tuple[Tensor, Tensor, Tensor]:
-    (causal, scale, group), q = how, of.q
-    rank, size, held = group.rank(), group.size(), [k.contiguous(), v.contiguous()]
-    dq, returning = torch.zeros_like(q, dtype=torch.float32), None
-    for i in range(size):
-        passing = Passing(held, group, 0) if i < size - 1 else None
-        rows, keys, diagonal = _seen(rank, (rank - i) % size, q.size(2), causal)
-        mine, (their_k, their_v) = Answered(*(x[:, :, rows].contiguous() for x in of)), held
-        found = attend_backward(mine, their_k[:, :, keys], their_v[:, :, keys], diagonal, scale)
-        dq[:, :, rows] += found[0]
-        if returning is None:
-            gradients = [x.float().contiguous() for x in found[1:]]
+def _backward(
+    attended: Attended, k: Tensor, v: Tensor, options: AttentionOptions
+) -> tuple[Tensor, Tensor, Tensor]:
+    q = attended.q
+    rank = options.group.rank()
+    size = options.group.size()
+    keys_and_values = [k.contiguous(), v.contiguous()]
+    dq = torch.zeros_like(q, dtype=torch.float32)
+    gradients: list[Tensor] = []  # of the keys and values that are here
+    passing_gradients: Passing | None = None
+    for step in range(size):
+        is_last = step == size - 1
+        passing = None if is_last else Passing(keys_and_values, options.group, _KEYS_TAG)
+        source = (rank - step) % size
+        rows, columns, is_diagonal = _visible(
+            rank, source, tokens=q.size(2), is_causal=options.is_causal
+        )
+        step_k, step_v = keys_and_values
+        step_dq, step_dk, step_dv = attend_backward(
+            attended.of_rows(rows),
+            step_k[:, :, columns],
+            step_v[:, :, columns],
+            is_causal=is_diagonal,
+            scale=options.scale,
+        )
+        dq[:, :, rows] += step_dq
+        if passing_gradients is None:
+            gradients = [step_dk.float().contiguous(), step_dv.float().contiguous()]
         else:
-            gradients = returning.arrived()
-            for total, part in zip(gradients, found[1:]):
-                total[:, :, keys] += part
-        returning = Passing(gradients, group, 2) if size > 1 else None
-        held = passing.arrived() if passing is not None else held
-    dk, dv = returning.arrived() if returning is not None else gradients
+            gradients = passing_gradients.arrived()
+            gradients[0][:, :, columns] += step_dk
+            gradients[1][:, :, columns] += step_dv
+        if size > 1:
+            passing_gradients = Passing(gradients, options.group, _GRADIENTS_TAG)
+        if passing is not None:
+            keys_and_values = passing.arrived()
+    if passing_gradients is not None:
+        gradients = passing_gradients.arrived()
+    dk, dv = gradients
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-attention = operator("ring_attention", _forward, _backward)
+def _visible(rank: int, source: int, *, tokens: int, is_causal: bool) -> tuple[slice, slice, bool]:
+    """What the queries of a worker see of the keys of another.
 
+    Args:
+        rank: The worker of the queries.
+        source: The worker of the keys.
+        tokens: Number of tokens of a worker.
+        is_causal: Whether a query sees only keys up to its own place.
 
-def _seen(rank: int, source: int, tokens: int, causal: bool) -> tuple[slice, slice, bool]:
-    """Of worker `source`'s keys: which queries see which of them, and whether each query those up to its own place."""
+    Returns:
+        Which queries see which keys, and whether query i sees only the first i + 1 of them.
+    """
     half = tokens // 2
-    if not causal or source == rank:
-        return _ALL, _ALL, causal
-    return (_ALL, slice(half), False) if source < rank else (slice(half, None), _ALL, False)
+    if not is_causal or source == rank:
+        return _ALL, _ALL, is_causal
+    if source < rank:
+        return _ALL, slice(half), False
+    return slice(half, None), _ALL, False
 
 
-# --- what it costs ----------------------------------------------------------------------------------------------------
+def _sent_bytes(
+    *, queries: Number, keys: Number, cp: Number, itemsize: Number
+) -> tuple[Number, Number]:
+    # Gradients travel in float32, and once more than the keys: back to their owner.
+    forward = (cp - 1) * keys * itemsize
+    return forward, forward + (cp > 1) * cp * keys * 4
 
 
-def sent_bytes(query: Number, keys: Number, cp: Number, itemsize: Number) -> tuple[Number, Number]:
-    """Bytes that a rank sends in forward and in backward of one attention. query, keys: numbers of its part of q, and
-    of k and v together. Gradients travel in float32."""
-    return (cp - 1) * keys * itemsize, (cp - 1) * keys * itemsize + (cp > 1) * cp * keys * 4
-
-
-HIDDEN = True
-"""Whether sending goes on while attention is computed."""
+METHOD = ContextMethod(
+    attention=operator("ring_attention", _forward, _backward),
+    sent_bytes=_sent_bytes,
+    is_zigzag=True,
+    hides_sending=True,
+)

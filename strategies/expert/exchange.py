@@ -1,18 +1,19 @@
 """Sending tokens to the workers that have their experts, and the results back.
 
-Of E experts worker j of R has E/R: those from j·E/R on. A worker's N tokens chose k experts each, so it has N·k rows:
+Worker j of R has the E/R experts from number j·E/R on. Each of a worker's N tokens chose k experts,
+so that the worker has N·k rows to compute:
 
-    sort rows by expert                          so that what goes to one worker lies together
-    all-to-all of counts      E numbers          how many rows each worker sends for each of one's experts
-    all-to-all of rows        N·k·D numbers      uneven: as many as were chosen
-    the model's own experts, over what arrived   as if each row were a token with one choice, of weight 1
-    all-to-all of results     back the same way, to the rows' own places; y = Σₖ weightₖ · resultₖ
+    sort the rows by expert                    what goes to one worker then lies together all-to-all
+    of counts      E numbers        how many rows each worker sends for each expert all-to-all of
+    rows        N·k·D numbers    of uneven sizes: as many as were chosen the model's own experts
+    as if each row were a token with one choice of weight 1 all-to-all of results     N·k·D numbers
+    back to the rows' own places; y = Σₖ weightₖ · resultₖ
 
-No expert has a capacity: nothing is padded, nothing dropped. Backward is the same two exchanges the other way round.
-Weights stay at home, so the router's gradient does too. Lepikhin et al. 2020, https://arxiv.org/abs/2006.16668; without
-capacities: Gale et al. 2022, https://arxiv.org/abs/2211.15841.
+Experts have no capacity: no row is padded or dropped. Backward is the same two exchanges in the
+other direction. Weights stay at home, and with them the router's gradient. Lepikhin et al. 2020,
+arXiv 2006.16668; without capacities: Gale et al. 2022, arXiv 2211.15841.
 
-The sizes have to be known to the host, which waits for the counts once per layer and forward.
+The host has to know the sizes, so it waits for the counts once in each layer and forward.
 """
 
 from collections.abc import Callable
@@ -25,57 +26,98 @@ from torch import Tensor
 from strategies.collectives import all_to_all
 from strategies.mixtures import computed, sorted_by_expert, spread
 
-Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Experts: rows, indices, weights → rows."""
+ComputeExperts = Callable[..., Tensor]
+"""(rows (M, D), expert of each row (M, 1), weights (M, 1), which may be left out) → (M, D)."""
 
 
 class Exchange:
-    """Computes with experts that are split over the workers of `group`, `count` in all; collective in every call.
-    unweighted: their code can be called without weights."""
+    """Computes tokens by experts that are split over workers."""
 
-    def __init__(self, group: dist.ProcessGroup, count: int, unweighted: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
+        """Describe the workers.
+
+        Args:
+            group: The workers.
+            experts: Number of experts of all of them.
+        """
         self.group = group
         self.size = group.size()
-        self.own = count // self.size
-        self.unweighted = unweighted
+        self.own_experts = experts // self.size
+        self.passes_weights = True
+        """Whether the experts' code has to be given weights."""
 
-    def __call__(self, compute: Compute, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """(…, D), (…, k), (…, k) → (…, D). compute: this worker's experts, by indices from 0."""
-        chosen, rows = index.flatten(), x.flatten(0, -2)
-        if torch.is_autocast_enabled(x.device.type):  # before it is sent, so that 16 bits are sent
-            rows = rows.to(torch.get_autocast_dtype(x.device.type))
-        order, place, counts = sorted_by_expert(chosen, self.size * self.own)
-        arriving = all_to_all(counts, self.group)
-        sizes = torch.stack([counts, arriving]).view(2, self.size, self.own).sum(2).tolist()
-        arrived = _AllToAll.apply(spread(rows, order, place, index.size(-1)), *sizes, self.group)
-        results = _AllToAll.apply(self._computed(compute, arrived, arriving), *reversed(sizes), self.group)
-        y = spread(results, place, order).view(*index.shape, -1)
+    def __call__(
+        self, compute: ComputeExperts, x: Tensor, index: Tensor, weights: Tensor
+    ) -> Tensor:
+        """What the chosen experts make of this worker's tokens. Collective over the workers.
+
+        Args:
+            compute: Computes rows by this worker's experts, whose numbers start at 0.
+            x: (…, D), the tokens.
+            index: (…, k), the experts that each token chose.
+            weights: (…, k).
+
+        Returns:
+            (…, D).
+        """
+        tokens = x.flatten(0, -2)
+        if torch.is_autocast_enabled(x.device.type):
+            # Cast before they are sent, so that 16 bits are sent.
+            tokens = tokens.to(torch.get_autocast_dtype(x.device.type))
+        experts = self.size * self.own_experts
+        order, place, counts = sorted_by_expert(index.flatten(), experts)
+        arriving_counts = all_to_all(counts, self.group)
+        by_worker = torch.stack([counts, arriving_counts]).view(2, self.size, self.own_experts)
+        sent, received = by_worker.sum(2).tolist()  # the host waits
+        rows = spread(tokens, order, place, index.size(-1))
+        arrived = _AllToAll.apply(rows, sent, received, self.group)
+        results = self._compute_arrived(compute, arrived, arriving_counts)
+        returned = _AllToAll.apply(results, received, sent, self.group)
+        y = spread(returned, place, order).view(*index.shape, -1)
         return (y * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
 
-    def _computed(self, compute: Compute, rows: Tensor, counts: Tensor) -> Tensor:
-        """counts: (workers · own experts,), how many rows came from each worker for each expert."""
-        experts, arrived = torch.arange(self.own, device=rows.device).repeat(self.size), len(rows)
-        index = experts.repeat_interleave(counts, output_size=arrived)
-        return computed(compute, rows, index, None if self.unweighted else rows.new_ones(arrived))
+    def _compute_arrived(self, compute: ComputeExperts, rows: Tensor, counts: Tensor) -> Tensor:
+        """What this worker's experts make of the rows that have arrived.
+
+        Args:
+            compute: As in `__call__`.
+            rows: Sorted by the worker that they come from, and then by expert.
+            counts: (workers · own experts,), how many rows each worker sent for each expert.
+        """
+        experts = torch.arange(self.own_experts, device=rows.device).repeat(self.size)
+        index = experts.repeat_interleave(counts, output_size=len(rows))
+        weights = rows.new_ones(len(rows)) if self.passes_weights else None
+        return computed(compute, rows, index, weights)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Sends `gives[j]` consecutive rows to worker j, and gets `takes[j]` from it."""
+    """Sends `sent[j]` consecutive rows to worker j, and receives `received[j]` rows from it."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, gives: list[int], takes: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.gives = gives
-        ctx.takes = takes
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.sent = sent
+        ctx.received = received
         ctx.group = group
-        return all_to_all(rows, group, gives=gives, takes=takes)
+        return all_to_all(rows, group, gives=sent, takes=received)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return all_to_all(gradient, ctx.group, gives=ctx.takes, takes=ctx.gives), None, None, None
+        of_rows = all_to_all(gradient, ctx.group, gives=ctx.received, takes=ctx.sent)
+        return of_rows, None, None, None
 
 
 def exchanged_bytes(tokens: int, top_k: int, width: int, itemsize: int) -> int:
-    """Bytes that a worker's tokens are in one layer's four exchanges of one micro-batch: there and back, in forward and
-    backward; a block that is recomputed has half as many more. With even use (R - 1)/R of them go to other workers;
-    what a worker gets for its experts is as much on average."""
+    """The bytes of a layer's four exchanges of a micro-batch: two in forward, two in backward.
+
+    A recomputed block has half as many more. If experts are chosen equally often, (R - 1)/R of the
+    bytes go to other workers, and a worker's experts get as many.
+
+    Args:
+        tokens: Number of a worker's tokens.
+        top_k: Number of experts that each token chooses.
+        width: D.
+        itemsize: Bytes of an element.
+    """
     return 4 * tokens * top_k * width * itemsize

@@ -1,15 +1,20 @@
-"""How evenly experts are used: counted where tokens choose, told to routers after each step, and reported.
+"""How evenly experts are used: counted where tokens choose, told to routers, and reported.
 
-Every mixture's experts are called with the choices (…, k), so counting needs nothing of the model. In a global batch
+The experts of every mixture are called with the choices (…, k), so counting needs nothing of the
+model. Over a global batch,
 
-    load fₑ = choices of expert e / all choices        summed over micro-batches and data-parallel workers, once a step
+    load fₑ = choices of expert e / all choices
 
-A router that balances by it has `update(load)`, called after each optimizer step: the bias of DeepSeek-V3 and the
-weights of the balance loss (app/models/mixture.py). All workers sum the same whole numbers, so they stay alike whatever
-the layout. Recomputing a block counts its tokens twice, all of them, which leaves their shares as they are.
+is summed over micro-batches and data-parallel workers, once per step. A router that balances by it
+has a method `update(load)`, which is called after each step of the optimizer: with it the bias of
+DeepSeek-V3 and the weights of the balance loss change (app/models/mixture.py). All workers sum the
+same whole numbers, so they stay alike under any layout. A block that is recomputed counts all its
+tokens twice, which leaves their shares as they are.
 """
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -18,69 +23,125 @@ from torch import Tensor, nn
 from strategies.mixtures import Mixture
 
 
+@runtime_checkable
+class BalancingRouter(Protocol):
+    """A router that balances by the load of its experts."""
+
+    def update(self, load: Tensor) -> None:
+        """Take (experts,) shares of all choices, which sum to 1."""
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """What was counted of one mixture, in one tensor for one all-reduce.
+
+    Args:
+        values: (experts + 2,) float64: the choices of each expert, the number of tokens, and the
+            sum over tokens of the entropy of the router's probabilities.
+    """
+
+    values: Tensor
+
+    @classmethod
+    def of(cls, chosen: Tensor, logits: Tensor, experts: int) -> "_Counts":
+        """Count one call of a mixture.
+
+        Args:
+            chosen: (choices,), the expert of each.
+            logits: (…, experts) of the router.
+            experts: Number of experts.
+        """
+        choices = torch.zeros(experts, dtype=torch.float64, device=chosen.device)
+        choices.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=choices.dtype))
+        log_probabilities = logits.float().log_softmax(-1)
+        entropy = -(log_probabilities.exp() * log_probabilities).sum()
+        tokens = choices.new_full((1,), log_probabilities.numel() // experts)
+        return cls(torch.cat([choices, tokens, entropy.to(choices.dtype).view(1)]))
+
+    @property
+    def choices(self) -> Tensor:
+        """The choices of each expert."""
+        return self.values[:-2]
+
+
 class RouterLoad:
-    """The mixtures of this worker. group: over whose workers a batch is spread; None: this one alone."""
+    """Counts how often each expert of this worker's mixtures is chosen."""
 
     def __init__(self, mixtures: list[Mixture], group: dist.ProcessGroup | None) -> None:
-        self.mixtures, self.group = mixtures, group
-        self.counted: list[Tensor | None] = [None] * len(mixtures)
-        """Of each mixture, choices by expert since the last update, and at the end tokens and their summed entropy."""
-        self.last: list[Tensor] = []
-        """The same of the last step, over all workers."""
-        self.logits: dict[int, Tensor] = {}
-        for place, found in enumerate(mixtures):
-            if found.router is not None:
-                found.router.register_forward_hook(self._routed(place))
-            found.experts.register_forward_pre_hook(self._chosen(place))
+        """Count in the forwards of the mixtures.
 
-    def _routed(self, place: int) -> Any:
+        Args:
+            mixtures: The mixtures.
+            group: The workers that a batch is spread over; None if this is the only one.
+        """
+        self._mixtures = mixtures
+        self._group = group
+        self._counts: list[_Counts | None] = [None] * len(mixtures)
+        """Of each mixture, since the last update."""
+        self._last_step: list[_Counts] = []
+        """The same of the last step, over all workers."""
+        self._logits: dict[int, Tensor] = {}
+        """What the router of a mixture has returned, until its experts are called."""
+        for number, mixture in enumerate(mixtures):
+            if mixture.router is not None:
+                mixture.router.register_forward_hook(self._note_logits(number))
+            mixture.experts.register_forward_pre_hook(self._count_choices(number))
+
+    def _note_logits(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
         def hook(router: nn.Module, args: Any, output: Any) -> None:
             if router.training and torch.is_grad_enabled():
-                self.logits[place] = output[0].detach()
+                self._logits[number] = output[0].detach()
 
         return hook
 
-    def _chosen(self, place: int) -> Any:
-        count = self.mixtures[place].count
-
+    def _count_choices(self, number: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         @torch.no_grad()
-        def hook(experts: nn.Module, args: Any) -> None:
-            logits = self.logits.pop(place, None)
-            if logits is None or not isinstance(args[1], Tensor):
+        def hook(experts: nn.Module, args: tuple[Any, ...]) -> None:
+            logits = self._logits.pop(number, None)
+            index = args[1]
+            if logits is None or not isinstance(index, Tensor):
                 return
-            chosen = args[1].flatten()
-            choices = torch.zeros(count, dtype=torch.float64, device=chosen.device)
-            choices.scatter_add_(0, chosen, torch.ones_like(chosen, dtype=choices.dtype))
-            logarithms = logits.float().log_softmax(-1)
-            tokens, entropy = logarithms.numel() // count, -(logarithms.exp() * logarithms).sum()
-            found = torch.cat([choices, choices.new_full((1,), tokens), entropy.to(choices.dtype).view(1)])
-            before = self.counted[place]
-            self.counted[place] = found if before is None else before + found
+            counts = _Counts.of(index.flatten(), logits, self._mixtures[number].count)
+            before = self._counts[number]
+            if before is not None:
+                counts = _Counts(before.values + counts.values)
+            self._counts[number] = counts
 
         return hook
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step; collective over `group`."""
-        counted = [found for found in self.counted if found is not None]
-        if len(counted) < len(self.mixtures):
+        """Tell routers the load of the step that has ended. Collective over the workers."""
+        counts = [each for each in self._counts if each is not None]
+        if len(counts) < len(self._mixtures):
             return
-        flat = torch.cat([found.to(counted[0].device) for found in counted])
-        if self.group is not None:
-            dist.all_reduce(flat, group=self.group)
-        self.last, self.counted = list(flat.split([len(found) for found in counted])), [None] * len(counted)
-        for found, sums in zip(self.mixtures, self.last):
-            if found.router is not None and hasattr(found.router, "update"):
-                choices = sums[: found.count]
-                found.router.update((choices / choices.sum()).float())  # type: ignore[operator]
+        device = counts[0].values.device
+        flat = torch.cat([each.values.to(device) for each in counts])
+        if self._group is not None:
+            dist.all_reduce(flat, group=self._group)
+        sizes = [len(each.values) for each in counts]
+        self._last_step = [_Counts(values) for values in flat.split(sizes)]
+        self._counts = [None] * len(self._mixtures)
+        for mixture, totals in zip(self._mixtures, self._last_step):
+            if isinstance(mixture.router, BalancingRouter):
+                load = totals.choices / totals.choices.sum()
+                mixture.router.update(load.float())
 
     def metrics(self) -> dict[str, list[float]]:
-        """Of the last step, by mixture: each expert's load times their number (1 where all have as much); at the end
-        the router's entropy as a share of the largest, and the share of choices that no expert computed."""
-        found = {}
-        for mixture, sums in zip(self.mixtures, self.last):
-            *choices, tokens, entropy = sums.tolist()
-            most = torch.tensor(float(mixture.count)).log().item()
-            load = [mixture.count * each / sum(choices) for each in choices]
-            found[mixture.name] = [*load, entropy / tokens / most, 1 - sum(choices) / (tokens * mixture.top_k)]
-        return found
+        """Figures of the last step, by mixture.
+
+        Returns:
+            For each mixture, each expert's load times their number, which is 1 if all are chosen
+            equally often; then the router's entropy as a share of the largest possible; then the
+            share of choices that no expert has computed.
+        """
+        metrics: dict[str, list[float]] = {}
+        for mixture, totals in zip(self._mixtures, self._last_step):
+            *choices, tokens, entropy = totals.values.tolist()
+            all_choices = sum(choices)
+            load = [mixture.count * number / all_choices for number in choices]
+            largest_entropy = torch.tensor(float(mixture.count)).log().item()
+            entropy_share = entropy / tokens / largest_entropy
+            dropped_share = 1 - all_choices / (tokens * mixture.top_k)
+            metrics[mixture.name] = [*load, entropy_share, dropped_share]
+        return metrics

@@ -1,28 +1,32 @@
-"""Putting a model on a pipeline: trace it, divide it, keep one's own blocks; then shard them and connect the stages.
+"""Putting a model on a pipeline.
 
-What comes between, and why there, is in parallelize.py.
+The model is traced and divided into stages; each worker keeps its own stage's parameters, shards
+them over its data-parallel workers, and connects to the stages before and after it. What happens
+between these steps, and why it happens there, is in strategies/parallelize.py.
 """
 
 import copy
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from strategies import fsdp, precision
 from strategies.blocks import separable
 from strategies.context.apply import Context
-from strategies.dims import Layout, LayoutError, ParallelDims, own_group, submesh
+from strategies.dims import Layout, LayoutError, ParallelDims, group_of_this_rank, submesh
 from strategies.grad_sync import (
     GradientBuckets,
     GradSync,
     Named,
     ShardedGradients,
     Together,
-    experts_apart,
     shard_without_hooks,
+    split_off_experts,
 )
 from strategies.options import Options
 from strategies.parallel import Loss
@@ -30,7 +34,13 @@ from strategies.pipeline import partition, schedules, weight_grad
 from strategies.pipeline.p2p import P2PComm
 from strategies.pipeline.parallel import PipelineParallel
 from strategies.pipeline.runtime import Runtime
-from strategies.pipeline.stage import Stage, StageAssignment, assign, keep_own, require_chain
+from strategies.pipeline.stage import (
+    Stage,
+    StageAssignment,
+    assign_stages,
+    remove_other_parts,
+    require_chain,
+)
 from strategies.pipeline.trace import Trace, Tracer, traced_modules
 from strategies.state import tensor_attributes
 from strategies.strategy import Setup, Strategy
@@ -40,210 +50,390 @@ from strategies.traits import CHANGING_OR_HOOKED, Trait
 from strategies.tree import tree_map
 
 Example = tuple[Loss, Any]
-"""The loss function, and a micro-batch: a model is understood by running them."""
+"""A loss function and a micro-batch: running them shows what the model does."""
 
 
 class Division:
-    """A model divided into stages, of which this worker has one. Collective over all workers."""
+    """A model divided into stages, of which this worker has one."""
 
     def __init__(
         self,
         module: nn.Module,
         blocks: list[str],
+        *,
         layout: Layout,
         options: Options,
         device: torch.device,
         example: Example | None,
     ) -> None:
-        if example is None:
-            raise LayoutError("a pipeline needs an example: give parallelize the loss function and a micro-batch")
-        dims = layout.dims
-        self.tracer, self.trace, self.assignment = plan_stages(module, blocks, options, dims.pp, example, device)
-        self.blocks = [call.path for call in self.trace.blocks]  # in the order of their calls
-        self.placement = schedules.Placement.of(options.schedule, dims.pp, options.chunks)
-        self.stage = dims.coordinates(dist.get_rank())["pp"]
-        self.parts = self.placement.own(self.stage)
-        self.deferred = weight_grad.DeferredWeightGrad()
+        """Trace and divide the model.
 
-    def keep_own(self, module: nn.Module, options: Options) -> list[str]:
-        """Takes what other stages own out of the module, in place; this stage's blocks."""
-        keep_own(module, self.blocks, self.assignment, self.tracer, frozenset(self.parts))
-        # What is compiled has its backward in one piece.
+        Args:
+            module: The model; it is not changed.
+            blocks: The names of its blocks.
+            layout: The degrees of parallelism.
+            options: The schedule, and the sizes of stages if they are given.
+            device: This worker's.
+            example: Shows what the model does.
+
+        Raises:
+            LayoutError: There is no example, or the model cannot be divided.
+        """
+        if example is None:
+            raise LayoutError(
+                "a pipeline needs an example: give parallelize the loss function and a micro-batch"
+            )
+        stages = layout.dims.pp
+        plan = plan_stages(module, blocks, options, stages=stages, example=example, device=device)
+        self._plan = plan
+        self._blocks = [call.path for call in plan.trace.blocks]  # in the order of their calls
+        self._placement = schedules.Placement.of(options.schedule, stages, options.chunks)
+        self._stage = layout.dims.coordinates(dist.get_rank())["pp"]
+        self._parts = self._placement.parts_of(self._stage)
+        self._deferred = weight_grad.DeferredWeightGrad()
+
+    def keep_own_parts(self, module: nn.Module, options: Options) -> list[str]:
+        """Take what other stages hold out of the model, in place.
+
+        Returns:
+            The names of this stage's blocks.
+        """
+        assignment = self._plan.assignment
+        remove_other_parts(
+            module,
+            self._blocks,
+            assignment=assignment,
+            tracer=self._plan.tracer,
+            parts=frozenset(self._parts),
+        )
+        # Compiled code has its backward in one piece.
         if options.schedule in schedules.SPLIT and not options.compile:
-            for path in traced_modules(module, self.blocks):
-                self.deferred.wrap(module.get_submodule(path))
-        return [call.path for call in self.trace.blocks if self.assignment.part_of[call.name] in self.parts]
+            for path in traced_modules(module, self._blocks):
+                self._deferred.wrap(module.get_submodule(path))
+        return [
+            call.path
+            for call in self._plan.trace.blocks
+            if assignment.part_of[call.name] in self._parts
+        ]
 
     def connect(
         self,
         setup: Setup,
         mesh: DeviceMesh,
+        *,
         split: SplitLayers | None,
         notes: tuple[str, ...],
         context: Context | None = None,
     ) -> PipelineParallel:
-        """Shards this stage over its data-parallel workers, and connects it with the others."""
-        module, options, device, dims = setup.module, setup.options, setup.device, setup.layout.dims
+        """Shard this stage over its data-parallel workers, and connect it with the other stages.
+
+        Collective over all workers.
+
+        Args:
+            setup: The model and how it is to run.
+            mesh: All workers.
+            split: The layers that tensor parallelism has split.
+            notes: Remarks for the user.
+            context: The workers that share a sequence.
+        """
+        module = setup.module
+        options = setup.options
+        dims = setup.layout.dims
         sync = self._gradient_sync(setup)
         named = list(module.named_parameters())
         stage_group = submesh(mesh, "pp").get_group()
-        runtime = Runtime(
-            Stage(module, self.blocks, self.assignment, self.tracer, self.parts),
-            P2PComm(self.placement, self.stage, stage_group, device, _pipelines(dims)),
-            self.placement,
-            autocast=precision.autocast(options.precision, device.type),
-            wire=None if options.precision == "fp32" else precision.DTYPES[options.precision],
-            sync=sync,
-            deferred=self.deferred,
-            clear=split.forget if split is not None else lambda: None,
+        stage = Stage(
+            module,
+            self._blocks,
+            assignment=self._plan.assignment,
+            tracer=self._plan.tracer,
+            parts=self._parts,
         )
-        shared, counted = _shared(named, self.assignment, dims, self.placement, self.stage)
+        comm = P2PComm(
+            self._placement,
+            self._stage,
+            group=stage_group,
+            device=setup.device,
+            pipelines=_pipelines(dims),
+        )
+        runtime = Runtime(
+            stage,
+            comm,
+            self._placement,
+            autocast=precision.autocast(options.precision, setup.device.type),
+            wire=_narrow_dtype(options),
+            sync=sync,
+            deferred=self._deferred,
+            after_forward=split.forget_inputs if split is not None else _nothing,
+        )
+        stages_of = self._stages_of_parameters()
+        shared = _shared_parameters(named, stages_of, dims)
+        # A parameter on several stages counts in the gradient's norm on the first of them.
+        counted = [p for name, p in named if stages_of[name][0] == self._stage]
+        sums = tensor_parallel.GradientSums(module, split) if split is not None else None
         return PipelineParallel(
             module,
-            setup.layout,
-            device,
-            runtime,
-            shared,
-            options,
+            layout=setup.layout,
+            device=setup.device,
+            options=options,
+            runtime=runtime,
             stage_group=stage_group,
+            shared=shared,
             counted=counted,
-            after_step=tensor_parallel.GradientSums(module, split).finish if split is not None else lambda: None,
+            after_step=sums.finish if sums is not None else _nothing,
             group=setup.group,
-            notes=(*notes, *_whole_backward(options)),
+            notes=(*notes, *_unsplit_backward_notes(options)),
             context=context,
         )
 
+    def _stages_of_parameters(self) -> dict[str, tuple[int, ...]]:
+        """The name of each parameter → the stages that use it, in order."""
+        stages_of: dict[str, tuple[int, ...]] = {}
+        for name, parts in self._plan.assignment.owners.items():
+            stages = {self._placement.stage_of(part) for part in parts}
+            stages_of[name] = tuple(sorted(stages))
+        return stages_of
+
     def _gradient_sync(self, setup: Setup) -> GradSync | None:
-        """Shards what is sharded, and loads. Experts that are split have fewer workers to share them with."""
-        module, options, experts = setup.module, setup.options, setup.experts
-        split: list[Any] = []
-        units: list[Any] = []
-        whole: set[str] = set()
-        compute = None if options.precision == "fp32" else precision.DTYPES[options.precision]
-        if setup.mesh is not None and setup.strategy.is_sharded:
-            if experts is not None and experts.mesh is not None:
-                split = shard_without_hooks(
-                    [found.experts for found in experts.mixtures],
-                    experts.mesh,
-                    placement=experts.placement,
-                    compute=compute,
-                )
-            owners = [module.get_submodule(name) for name in separable(module, setup.blocks)]
-            kept = dict(fsdp.kept_whole(module, setup.mesh))
-            whole, done = set(kept), set(kept.values()).union(*(unit.parameters() for unit in split))
-            units = shard_without_hooks(
-                [*owners, module],
-                setup.mesh,
-                placement=fsdp.placement(setup.mesh),
-                but=done,
-                compute=compute,
-            )
+        """Shard the model where the strategy says so, load it, and make what reduces its gradients.
+
+        There are up to three kinds of parameters, which different workers share: experts that are
+        split over workers, parameters that cannot be sharded, and all others.
+        """
+        experts = setup.experts
+        shards = _shard(setup)
         setup.load()
+        of_experts, others = split_off_experts(list(setup.module.named_parameters()), experts)
+        of_whole = [(name, p) for name, p in others if name in shards.whole]
+        of_others = [(name, p) for name, p in others if name not in shards.whole]
+
         syncs: list[GradientBuckets | ShardedGradients] = []
-        own, others = experts_apart(list(module.named_parameters()), experts)
-        of_experts = (own, split, experts.mesh, experts.group) if experts is not None else ([], [], None, None)
-        of_whole: Any = ([(n, p) for n, p in others if n in whole], [], None, setup.group)
-        of_others = ([(n, p) for n, p in others if n not in whole], units, setup.mesh, setup.group)
-        for named, sharded, mesh, group in (of_experts, of_whole, of_others):
-            by_chunk = _by_chunk(named, self.assignment, self.parts)
-            if sharded and mesh is not None:
-                syncs.append(ShardedGradients(module, sharded, by_chunk, mesh, options))
-            elif group is not None and named:
-                syncs.append(GradientBuckets(by_chunk, group, options))
-        return Together(syncs) if len(syncs) > 1 else syncs[0] if syncs else None
+        if shards.experts and experts is not None and experts.mesh is not None:
+            syncs.append(
+                self._reduce_scatter(setup, of_experts, units=shards.experts, mesh=experts.mesh)
+            )
+        elif experts is not None and experts.group is not None and of_experts:
+            syncs.append(self._all_reduce(setup, of_experts, experts.group))
+        if setup.group is not None and of_whole:
+            syncs.append(self._all_reduce(setup, of_whole, setup.group))
+        if shards.others and setup.mesh is not None:
+            syncs.append(
+                self._reduce_scatter(setup, of_others, units=shards.others, mesh=setup.mesh)
+            )
+        elif setup.group is not None and of_others:
+            syncs.append(self._all_reduce(setup, of_others, setup.group))
+        if len(syncs) > 1:
+            return Together(syncs)
+        return syncs[0] if syncs else None
+
+    def _all_reduce(self, setup: Setup, named: Named, group: dist.ProcessGroup) -> GradientBuckets:
+        return GradientBuckets(self._by_chunk(named), group, setup.options)
+
+    def _reduce_scatter(
+        self, setup: Setup, named: Named, *, units: list[FSDPModule], mesh: DeviceMesh
+    ) -> ShardedGradients:
+        by_chunk = self._by_chunk(named)
+        return ShardedGradients(setup.module, units, by_chunk, mesh=mesh, options=setup.options)
+
+    def _by_chunk(self, named: Named) -> dict[int, Named]:
+        """For each chunk the parameters whose gradients are complete when the chunk is done.
+
+        Backward passes the chunks of a stage from the last to the first, so these are the
+        parameters that no earlier chunk of the stage uses.
+        """
+        by_chunk: dict[int, Named] = {}
+        for name, parameter in named:
+            users = self._plan.assignment.owners[name]
+            chunks = [chunk for chunk, part in enumerate(self._parts) if part in users]
+            by_chunk.setdefault(min(chunks, default=0), []).append((name, parameter))
+        return by_chunk
+
+
+# --- dividing a model -----------------------------------------------------------------------------
+
+
+class StagePlan(NamedTuple):
+    """How a model is divided: what it does, and which part of the pipeline does it."""
+
+    tracer: Tracer
+    trace: Trace
+    assignment: StageAssignment
 
 
 def plan_stages(
-    module: nn.Module, blocks: list[str], options: Options, stages: int, example: Example, device: torch.device
-) -> tuple[Tracer, Trace, StageAssignment]:
-    """Looks at the model (on meta or for real, untouched) and divides it; needs no process group.
+    module: nn.Module,
+    blocks: list[str],
+    options: Options,
+    *,
+    stages: int,
+    example: Example,
+    device: torch.device,
+) -> StagePlan:
+    """Trace a model and divide it; needs no process group.
+
+    Args:
+        module: The model, on meta or with numbers; it is not changed.
+        blocks: The names of its blocks.
+        options: The schedule, its chunks, and the sizes of stages if they are given.
+        stages: Number of stages.
+        example: Shows what the model does.
+        device: The device that its tensors say they are on.
 
     Raises:
-        LayoutError: too few blocks, no chain, parallel.stages that do not fit.
+        LayoutError: There are too few blocks, they do not form a chain, or `parallel.stages` does
+            not fit them.
     """
-    chunks = schedules.chunks_of(options.schedule, options.chunks)
-    partition.require_blocks(len(blocks), stages, chunks)
+    chunks = schedules.chunks_per_stage(options.schedule, options.chunks)
     parts = stages * chunks
-    tracer = Tracer(without_numbers(module), blocks, device)
+    partition.require_blocks(len(blocks), stages, chunks)
     loss, batch = example
-    trace = tracer.trace(loss, tree_map(lambda v: v.to(device) if isinstance(v, torch.Tensor) else v, batch))
+    tracer = Tracer(without_numbers(module), blocks, device)
+    trace = tracer.trace(loss, _on_device(batch, device))
     require_chain(trace, blocks)
     if options.stages is not None:
-        return tracer, trace, assign(tracer, trace, partition.require_sizes(options.stages, len(blocks), parts))
-    calls = ((call.cost, call.is_block) for call in trace.calls)
-    first, costs, last = partition.costs_around_blocks(calls, trace.last_cost)
-    sizes = partition.balanced_partition(costs, parts, first, last)
-    return tracer, trace, assign(tracer, trace, sizes)
+        sizes = partition.require_sizes(options.stages, len(blocks), parts)
+    else:
+        calls = [(call.cost, call.is_block) for call in trace.calls]
+        first, costs, last = partition.costs_around_blocks(calls, trace.last_cost)
+        sizes = partition.balanced_partition(costs, parts, first=first, last=last)
+    return StagePlan(tracer, trace, assign_stages(tracer, trace, sizes))
+
+
+def _on_device(batch: Any, device: torch.device) -> Any:
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
 def without_numbers(module: nn.Module) -> nn.Module:
-    """A copy whose parameters are on meta; tied ones stay tied. So are tensors that modules have computed from them
-    (the weight of torch.nn.utils.weight_norm), which Python cannot copy with their graph."""
-    kept: dict[int, torch.Tensor] = {
+    """A copy of a model with its parameters on meta; tied parameters stay tied.
+
+    Tensors that modules have computed from parameters go to meta too, such as the weight of
+    torch.nn.utils.weight_norm: Python cannot copy them with their graph.
+    """
+    replacements: dict[int, torch.Tensor] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in module.parameters()
     }
     for owner in module.modules():
         for _, value in tensor_attributes(owner):
             if not value.is_leaf:
-                kept[id(value)] = torch.empty_like(value, device="meta", requires_grad=False)
-    return copy.deepcopy(module, kept)
+                replacements[id(value)] = torch.empty_like(
+                    value, device="meta", requires_grad=False
+                )
+    return copy.deepcopy(module, replacements)
 
 
-def _by_chunk(named: Named, assignment: StageAssignment, own: tuple[int, ...]) -> dict[int, Named]:
-    """Per chunk the parameters whose gradients are complete when it is: those no later chunk of the stage uses.
+# --- sharding and sharing -------------------------------------------------------------------------
 
-    Backward passes the chunks of a stage from the last to the first."""
-    ready: dict[int, Named] = {}
-    for name, parameter in named:
-        using = [chunk for chunk, part in enumerate(own) if part in assignment.owners[name]]
-        ready.setdefault(min(using, default=0), []).append((name, parameter))
-    return ready
+
+@dataclass(frozen=True)
+class _Shards:
+    """What `_shard` has done.
+
+    Args:
+        experts: The units that experts are gathered in.
+        others: The units that other parameters are gathered in.
+        whole: The names of parameters that cannot be sharded.
+    """
+
+    experts: list[FSDPModule]
+    others: list[FSDPModule]
+    whole: frozenset[str]
+
+
+def _shard(setup: Setup) -> _Shards:
+    """Shard a stage's parameters over its data-parallel workers, if the strategy says so."""
+    module = setup.module
+    experts = setup.experts
+    if setup.mesh is None or not setup.strategy.is_sharded:
+        return _Shards([], [], frozenset())
+    compute = _narrow_dtype(setup.options)
+    expert_units: list[FSDPModule] = []
+    if experts is not None and experts.mesh is not None:
+        expert_units = shard_without_hooks(
+            [mixture.experts for mixture in experts.mixtures],
+            experts.mesh,
+            placement=experts.placement,
+            compute=compute,
+        )
+    whole = dict(fsdp.unshardable_parameters(module, setup.mesh))
+    done = set(whole.values())
+    if expert_units and experts is not None:
+        for mixture in experts.mixtures:
+            done.update(mixture.experts.parameters())
+    blocks = [module.get_submodule(name) for name in separable(module, setup.blocks)]
+    units = shard_without_hooks(
+        [*blocks, module],
+        setup.mesh,
+        placement=fsdp.placement(setup.mesh),
+        but=done,
+        compute=compute,
+    )
+    return _Shards(expert_units, units, frozenset(whole))
+
+
+def _narrow_dtype(options: Options) -> torch.dtype | None:
+    """The type of 16-bit arithmetic; None if all arithmetic is in float32."""
+    return None if options.precision == "fp32" else precision.DTYPES[options.precision]
 
 
 def _pipelines(dims: ParallelDims) -> list[list[int]]:
     """The ranks of every pipeline, first stage first."""
-    width = dims.world_size // dims.pp
-    return [[stage * width + offset for stage in range(dims.pp)] for offset in range(width)]
+    ranks_per_stage = dims.world_size // dims.pp
+    return [
+        [stage * ranks_per_stage + offset for stage in range(dims.pp)]
+        for offset in range(ranks_per_stage)
+    ]
 
 
-def _shared(
-    named: Named, assignment: StageAssignment, dims: ParallelDims, placement: schedules.Placement, stage: int
-) -> tuple[dict[dist.ProcessGroup, Named], list[nn.Parameter]]:
-    """The sums over stages that share a parameter, and the parameters that this stage counts in the norm.
+def _shared_parameters(
+    named: Named, stages_of: dict[str, tuple[int, ...]], dims: ParallelDims
+) -> dict[dist.ProcessGroup, Named]:
+    """The parameters that this stage shares with others, by the group that shares them.
 
-    Collective: every worker makes every group."""
-    users = {
-        name: tuple(sorted({placement.stage(part) for part in parts})) for name, parts in assignment.owners.items()
-    }
-    found: dict[dist.ProcessGroup, Named] = {}
-    own = dict(named)
-    for stages in sorted({stages for stages in users.values() if len(stages) > 1}):
-        group = own_group([[ranks[s] for s in stages] for ranks in _pipelines(dims)])
+    Collective over all workers, because every worker takes part in making every group.
+    """
+    own_parameters = dict(named)
+    shared: dict[dist.ProcessGroup, Named] = {}
+    sharing = {stages for stages in stages_of.values() if len(stages) > 1}
+    for stages in sorted(sharing):
+        ranks = [[pipeline[stage] for stage in stages] for pipeline in _pipelines(dims)]
+        group = group_of_this_rank(ranks)
         if group is not None:
-            found[group] = [(name, own[name]) for name, several in users.items() if several == stages]
-    return found, [p for name, p in named if users[name][0] == stage]
+            names = [name for name, users in stages_of.items() if users == stages]
+            shared[group] = [(name, own_parameters[name]) for name in names]
+    return shared
 
 
-def _whole_backward(options: Options) -> tuple[str, ...]:
-    if options.schedule not in schedules.SPLIT or not (options.compile or options.precision == "fp8"):
+def _unsplit_backward_notes(options: Options) -> tuple[str, ...]:
+    """Remarks for the user if the schedule would split backward and cannot."""
+    if options.schedule not in schedules.SPLIT:
         return ()
-    what, instead = (
-        ("what is compiled", "train.compile=false") if options.compile else ("float8", "train.precision=bf16")
-    )
+    if options.compile:
+        reason = "what is compiled"
+        remedy = "train.compile=false"
+    elif options.precision == "fp8":
+        reason = "float8"
+        remedy = "train.precision=bf16"
+    else:
+        return ()
     return (
-        f"{what} has its backward in one piece, so {options.schedule} defers no weights' gradients and has 1f1b's "
-        f"bubble: {instead} lets it split them",
+        f"{reason} has its backward in one piece, so {options.schedule} defers no weights' "
+        f"gradients and has 1f1b's bubble: {remedy} lets it split them",
     )
+
+
+def _nothing() -> None:
+    """Has nothing to do."""
 
 
 STRATEGY = Strategy(
-    "pipeline",
-    "blocks split into stages",
+    name="pipeline",
+    summary="blocks split into stages",
     degrees=("pp",),
-    also=("dp_replicate", "dp_shard", "cp", "tp", "ep"),
-    # The loss is computed where the last block is, without the parameters of the other stages; forward of a stage
-    # begins at tensors that were sent to it, and gradients come back for all of them in every micro-batch.
+    combines_with=("dp_replicate", "dp_shard", "cp", "tp", "ep"),
+    # The loss is computed where the last block is, without the parameters of the other stages.
+    # Forward of a stage begins at tensors that were sent to it, and gradients come back for all of
+    # them in every micro-batch.
     cannot_keep=CHANGING_OR_HOOKED
     | {
         Trait.ACTIVATION_HOOK,

@@ -1,12 +1,16 @@
-"""What goes between stages: activations one way, gradients back, straight from process to process.
+"""Point-to-point communication between stages: activations one way, their gradients back.
 
-A sender sends as soon as it has something and does not wait. A receiver asks for what will come when the schedule says
-so (postings.py), so that it travels while the stage computes. Shapes are sent once per kind of batch, in a message of
-fixed size before the first tensors of that kind: after that nothing but tensors is sent.
+A sender sends as soon as it has something, and does not wait. A receiver posts its receives when
+postings.py says so, so that messages travel while the stage computes.
 
-With 16-bit arithmetic (autocast) float32 activations travel as 16 bits, and their gradients too: half the bytes. On
-arrival they are float32 again, so that a stage computes as one device would, but for the rounding of what crossed.
-What carries no gradient (masks, positions) travels as it is, as does everything in evaluation.
+The receiver must know the shapes before it can post a receive. They are sent once for each kind of
+batch, in a *header* of fixed size before the first tensors of that kind; after that, nothing but
+tensors is sent.
+
+With 16-bit arithmetic (autocast), float32 activations and their gradients travel as 16 bits, which
+halves the bytes. They are float32 again on arrival, so that a stage computes as one device would,
+up to the rounding of what crossed. Tensors without a gradient, such as masks and positions, travel
+as they are; so does everything in evaluation.
 """
 
 from __future__ import annotations
@@ -17,38 +21,58 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from strategies.dims import LayoutError, own_group
-from strategies.pipeline.postings import Arrival, Key, connections
+from strategies.dims import LayoutError, group_of_this_rank
+from strategies.pipeline.interface import Signature
+from strategies.pipeline.postings import Connection, Message, PostedReceive, connections
 from strategies.pipeline.schedules import Placement
 
 HEADER_BYTES = 8192
-"""Of a message that says shapes."""
+"""Size of the message that says shapes."""
 TIMEOUT = timedelta(minutes=30)
-"""Of an operation: torch's of every group that is not NCCL's alone, which has 10. The first step may compile."""
-CTAS = 4
-"""Most of a GPU's multiprocessors that one connection may occupy. A receive or send occupies them while it waits, and a
-stage has up to four at once; NCCL alone may take 32 for each."""
+"""Time limit of an operation. It is torch's default for all groups but those of NCCL alone, which
+have 10 minutes; the first step may have to compile."""
+MAX_CTAS = 4
+"""How many of a GPU's multiprocessors a connection may occupy. A send or receive occupies them
+while it waits, and a stage has up to four at once; NCCL's default allows 32 for each."""
+_TAGS = {"F": 0, "B": 1}
+"""gloo tells messages of one group apart by tag."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TensorMeta:
-    """A tensor's shape and type, whether a gradient of it is sent back, and the type that both travel as."""
+    """What a receiver has to know of a tensor.
+
+    Args:
+        shape: Its shape.
+        dtype: Its type in the sender and the receiver.
+        requires_grad: Whether a gradient of it is sent back.
+        sent_dtype: The type in which it and its gradient travel.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    grad: bool
-    sent: torch.dtype
+    requires_grad: bool
+    sent_dtype: torch.dtype
 
     @staticmethod
-    def of(tensor: Tensor, wire: torch.dtype | None) -> TensorMeta:
-        """wire: see sent_dtype."""
-        return TensorMeta(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, sent_dtype(tensor, wire))
+    def of(tensor: Tensor, narrow: torch.dtype | None) -> TensorMeta:
+        """Describe a tensor.
+
+        Args:
+            tensor: What is to be sent.
+            narrow: See `sent_dtype`.
+        """
+        return TensorMeta(
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            requires_grad=tensor.requires_grad,
+            sent_dtype=sent_dtype(tensor, narrow),
+        )
 
     def __str__(self) -> str:
         return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
@@ -57,132 +81,236 @@ class TensorMeta:
 TensorMetas = tuple[TensorMeta, ...]
 
 
-def sent_dtype(tensor: Tensor, wire: torch.dtype | None) -> torch.dtype:
-    """What the tensor travels as. wire: the type of 16-bit arithmetic; None: all is float32."""
-    return wire if wire is not None and tensor.requires_grad and tensor.dtype == torch.float32 else tensor.dtype
+def sent_dtype(tensor: Tensor, narrow: torch.dtype | None) -> torch.dtype:
+    """The type in which a tensor travels.
+
+    Args:
+        tensor: What is to be sent.
+        narrow: The type of 16-bit arithmetic; None if all arithmetic is in float32.
+    """
+    is_narrowed = tensor.requires_grad and tensor.dtype == torch.float32
+    return narrow if narrow is not None and is_narrowed else tensor.dtype
 
 
 def encode(metas: TensorMetas) -> Tensor:
-    """(HEADER_BYTES,) uint8."""
+    """Put shapes into a header: (HEADER_BYTES,) uint8.
+
+    Raises:
+        LayoutError: There are more tensors than fit.
+    """
     data = pickle.dumps(metas)
     if len(data) > HEADER_BYTES:
         raise LayoutError(
-            f"{len(metas)} tensors go from one stage of the pipeline to the next, which are too many: divide the model "
-            "elsewhere with parallel.stages, or write strategy=fsdp"
+            f"{len(metas)} tensors go from one stage of the pipeline to the next, which are too "
+            "many: divide the model elsewhere with parallel.stages, or write strategy=fsdp"
         )
     return torch.frombuffer(bytearray(data.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
 
 
 def decode(header: Tensor) -> TensorMetas:
-    """What `encode` was given; waits for the device."""
+    """Read a header that `encode` made; waits for the device."""
     return pickle.loads(header.cpu().numpy().tobytes())
 
 
 class P2PComm:
-    """The process groups and neighbours of one worker. Collective over all workers.
+    """The connections of one stage to its neighbours.
 
-    group: this worker's pipeline. pipelines: the ranks of all of them. On a GPU every direction has a group of its own,
-    since NCCL does what one group is asked in order; gloo tells messages apart by tag.
+    Creating it is collective over all workers. On GPUs each direction of each kind of message has a
+    process group of its own, because NCCL does the operations of a group one after another.
     """
 
     def __init__(
-        self, placement: Placement, stage: int, group: dist.ProcessGroup, device: torch.device, pipelines: Sequence[Any]
+        self,
+        placement: Placement,
+        stage: int,
+        *,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        pipelines: Sequence[Sequence[int]],
     ) -> None:
-        self.stage, self.device, self.group = stage, device, group
+        """Open all connections.
+
+        Args:
+            placement: Which stage holds which parts.
+            stage: Number of this worker's stage.
+            group: The workers of this pipeline.
+            device: Where tensors are.
+            pipelines: The ranks of every pipeline, of which there are several with data or tensor
+                parallelism.
+        """
+        self.stage = stage
+        self.device = device
         self.ranks = dist.get_process_group_ranks(group)
-        """By stage."""
-        self.groups: dict[tuple[str, bool], dist.ProcessGroup] = {}
-        self.sent: dict[Key | None, list[tuple[Any, Tensor]]] = {}
-        """What is kept until it has been taken, by the key it was sent with."""
+        """The ranks of this pipeline, by stage."""
+        self._group = group
+        self._group_of: dict[tuple[str, bool], dist.ProcessGroup] = {}
+        """(kind, whether the target is a later stage) → the group, if it has one of its own."""
+        self._pending: dict[Message | None, list[tuple[dist.Work, Tensor]]] = {}
+        """Tensors that are kept until they have been received, by message."""
         if device.type == "cuda":
-            with warnings.catch_warnings():  # of the options' own timeout, that the argument goes before it
-                warnings.filterwarnings("ignore", "backend_options._timeout")
-                for key in ((kind, down) for kind in ("F", "B") for down in (True, False)):
-                    made = own_group([list(ranks) for ranks in pipelines], **_nccl())
-                    assert made is not None
-                    self.groups[key] = made
+            for kind in ("F", "B"):
+                for is_downstream in (True, False):
+                    self._group_of[kind, is_downstream] = _new_group(pipelines)
         self._connect(placement)
 
     def _connect(self, placement: Placement) -> None:
-        """NCCL opens a connection with its first message, and both ends wait for it: so here, in one order."""
+        """Send one number over every connection.
+
+        NCCL opens a connection with its first message, for which both ends wait. The stages open
+        all of them here in one order, so that no such wait happens between two others in a step.
+        """
         token = torch.zeros(1, device=self.device)
-        for kind, source, target in connections(placement):
-            if self.stage == source:
-                dist.send(token, self.ranks[target], **self._way(kind, source, target))
-            elif self.stage == target:
-                dist.recv(token, self.ranks[source], **self._way(kind, source, target))
+        for connection in connections(placement):
+            group = self._group_for(connection)
+            tag = _TAGS[connection.kind]
+            if self.stage == connection.source:
+                dist.send(token, self.ranks[connection.target], group=group, tag=tag)
+            elif self.stage == connection.target:
+                dist.recv(token, self.ranks[connection.source], group=group, tag=tag)
 
-    def _way(self, kind: str, source: int, target: int) -> dict[str, Any]:
-        return {"group": self.groups.get((kind, source < target), self.group), "tag": "FB".index(kind)}
+    def _group_for(self, connection: Connection) -> dist.ProcessGroup:
+        is_downstream = connection.source < connection.target
+        return self._group_of.get((connection.kind, is_downstream), self._group)
 
-    def send(self, kind: str, stage: int, tensors: Iterable[Tensor], key: Key | None = None) -> None:
-        """Returns at once. key: by which `release` knows these tensors."""
+    def send(
+        self, kind: str, target: int, tensors: Iterable[Tensor], message: Message | None = None
+    ) -> None:
+        """Send tensors to a stage; returns at once.
+
+        Args:
+            kind: F or B.
+            target: Number of the stage.
+            tensors: What is sent.
+            message: The message that they are, by which `release` knows them; None for headers.
+        """
+        group = self._group_for(Connection(kind, self.stage, target))
+        pending = self._pending.setdefault(message, [])
         for tensor in tensors:
             data = tensor.detach().contiguous()
-            work = dist.isend(data, self.ranks[stage], **self._way(kind, self.stage, stage))
-            self.sent.setdefault(key, []).append((work, data))
+            work = dist.isend(data, self.ranks[target], group=group, tag=_TAGS[kind])
+            assert work is not None, "this rank is in the group"
+            pending.append((work, data))
 
     def receive(
-        self, kind: str, stage: int, shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]
-    ) -> tuple[list[Any], list[Tensor]]:
-        """Returns at once: what to wait for, and where the tensors will be."""
-        tensors = [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes]
-        way = self._way(kind, stage, self.stage)
-        return [dist.irecv(tensor, self.ranks[stage], **way) for tensor in tensors], tensors
+        self, kind: str, source: int, shapes: Iterable[tuple[tuple[int, ...], torch.dtype]]
+    ) -> list[tuple[dist.Work, Tensor]]:
+        """Post the receive of tensors from a stage; returns at once.
 
-    def release(self, keys: Iterable[Key | None]) -> None:
-        """Lets go of what was sent with these keys, which has been taken."""
-        for key in keys:
-            for work, _ in self.sent.pop(key, ()):
+        Args:
+            kind: F or B.
+            source: Number of the stage.
+            shapes: Shape and type of each tensor.
+
+        Returns:
+            For each tensor what to wait for, and the tensor that is then filled.
+        """
+        group = self._group_for(Connection(kind, source, self.stage))
+        receiving: list[tuple[dist.Work, Tensor]] = []
+        for shape, dtype in shapes:
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            work = dist.irecv(tensor, self.ranks[source], group=group, tag=_TAGS[kind])
+            assert work is not None, "this rank is in the group"
+            receiving.append((work, tensor))
+        return receiving
+
+    def release(self, messages: Iterable[Message | None]) -> None:
+        """Let go of the tensors of messages that have been received."""
+        for message in messages:
+            for work, _ in self._pending.pop(message, ()):
                 work.wait()
 
     def settle(self) -> None:
-        """Waits until everything that was sent has been taken."""
-        self.release(list(self.sent))
+        """Wait until everything that was sent has been received."""
+        self.release(list(self._pending))
 
 
-def _nccl() -> dict[str, Any]:
-    """How to make a group of few multiprocessors, where NCCL is what GPUs talk over."""
+def _new_group(pipelines: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """A process group of each pipeline for one direction; returns this worker's."""
+    ranks = [list(pipeline) for pipeline in pipelines]
     if "nccl" not in str(dist.get_backend_config()):
-        return {}
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = CTAS
-    return {"backend": "nccl", "pg_options": options, "timeout": TIMEOUT}
+        group = group_of_this_rank(ranks)
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = MAX_CTAS
+        with warnings.catch_warnings():
+            # The options have a timeout of their own; torch warns that the argument replaces it.
+            warnings.filterwarnings("ignore", "backend_options._timeout")
+            group = group_of_this_rank(ranks, backend="nccl", pg_options=options, timeout=TIMEOUT)
+    assert group is not None, "every worker is in a pipeline"
+    return group
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Receiving:
+    """A posted receive.
+
+    Args:
+        metas: What comes.
+        tensors: For each tensor what to wait for, and the tensor that is then filled.
+        delivered: See PostedReceive.
+    """
+
+    metas: TensorMetas
+    tensors: list[tuple[dist.Work, Tensor]]
+    delivered: tuple[Message, ...]
 
 
 class Receiver:
-    """What a stage is sent during a step."""
+    """Posts the receives of one stage during one step, and hands out what has come."""
 
     def __init__(
-        self, comm: P2PComm, coming: Iterable[Arrival], kinds: Sequence[Any], metas: dict[Any, TensorMetas]
+        self,
+        comm: P2PComm,
+        posted_receives: Iterable[PostedReceive],
+        signatures: Sequence[Signature],
+        metas: dict[tuple[int, Signature], TensorMetas],
     ) -> None:
-        """kinds: of each micro-batch. metas: shapes by (edge, kind of batch); grows by what headers say."""
-        self.comm, self.coming, self.kinds, self.metas = comm, deque(coming), kinds, metas
-        self.asked: dict[Key, tuple[Arrival, TensorMetas, list[Any], list[Tensor]]] = {}
-        self.ask(0)
+        """Post what is to be posted before the first instruction.
 
-    def ask(self, done: int) -> None:
-        """Asks for what is to be asked for once that many instructions are done."""
-        while self.coming and self.coming[0].after <= done:
-            arrival = self.coming.popleft()
-            (kind, edge, micro), source = arrival.key, arrival.source
-            batch = self.kinds[micro]
-            if (edge, batch) not in self.metas:
-                self.metas[edge, batch] = self._learn(kind, source)
-            metas = tuple(meta for meta in self.metas[edge, batch] if kind == "F" or meta.grad)
-            works, tensors = self.comm.receive(kind, source, ((meta.shape, meta.sent) for meta in metas))
-            self.asked[arrival.key] = arrival, metas, works, tensors
+        Args:
+            comm: The stage's connections.
+            posted_receives: What the stage receives during the step, in order.
+            signatures: Of each micro-batch.
+            metas: The shapes that are known, by edge and signature; headers add to them.
+        """
+        self._comm = comm
+        self._to_post = deque(posted_receives)
+        self._signatures = signatures
+        self._metas = metas
+        self._receiving: dict[Message, _Receiving] = {}
+        self.post(0)
 
-    def take(self, key: Key) -> list[Tensor]:
-        """The tensors of that message; waits for them (on a GPU, the current stream does)."""
-        arrival, metas, works, tensors = self.asked.pop(key)
-        for work in works:
+    def post(self, done: int) -> None:
+        """Post the receives that are due once `done` instructions are done."""
+        while self._to_post and self._to_post[0].after_ops <= done:
+            receive = self._to_post.popleft()
+            kind, edge, micro_batch = receive.message
+            key = (edge, self._signatures[micro_batch])
+            if key not in self._metas:
+                self._metas[key] = self._receive_header(kind, receive.source)
+            metas = self._metas[key]
+            if kind == "B":
+                metas = tuple(meta for meta in metas if meta.requires_grad)
+            shapes = [(meta.shape, meta.sent_dtype) for meta in metas]
+            self._receiving[receive.message] = _Receiving(
+                metas=metas,
+                tensors=self._comm.receive(kind, receive.source, shapes),
+                delivered=receive.delivered,
+            )
+
+    def take(self, message: Message) -> list[Tensor]:
+        """The tensors of a message; waits for them (on a GPU, the current stream does)."""
+        receiving = self._receiving.pop(message)
+        for work, _ in receiving.tensors:
             work.wait()
-        self.comm.release(arrival.frees)
-        return [tensor.to(meta.dtype) for tensor, meta in zip(tensors, metas, strict=True)]
+        self._comm.release(receiving.delivered)
+        return [
+            tensor.to(meta.dtype)
+            for (_, tensor), meta in zip(receiving.tensors, receiving.metas, strict=True)
+        ]
 
-    def _learn(self, kind: str, source: int) -> TensorMetas:
-        works, (header,) = self.comm.receive(kind, source, [((HEADER_BYTES,), torch.uint8)])
-        for work in works:
-            work.wait()
+    def _receive_header(self, kind: str, source: int) -> TensorMetas:
+        receiving = self._comm.receive(kind, source, [((HEADER_BYTES,), torch.uint8)])
+        ((work, header),) = receiving
+        work.wait()
         return decode(header)

@@ -1,103 +1,200 @@
-"""When a stage asks for what other stages will send it, so that nothing it does meanwhile can wait for itself.
+"""When a stage posts its receives, so that no stage ever waits for itself.
 
-On a GPU a receive that has been asked for runs until its sender sends, and a send until its receiver has asked. Almost
-any call may meanwhile wait for all that the device has been given: a kernel's first launch (kernels are loaded when
-they are first used), an allocation that gives memory back, whatever a library does (NCCL's user guide warns of it:
-*Using multiple NCCL communicators concurrently*). A stage that has asked too early then waits for a message that
-depends on what it has not done yet, and every stage for another. It is not enough that the message depends on nothing
-that the stage has still to do: its sender may be waiting too, for what it has asked for.
+To *post* a receive is to ask for a message before it is needed, so that it travels while the stage
+computes. On a GPU a posted receive occupies the device until the sender sends, and a send until the
+receiver has posted its receive. Meanwhile almost any call may wait for everything that the device
+has been given to do: the first launch of a kernel, because kernels are loaded when they are first
+used; an allocation that gives memory back; whatever a library does. NCCL's user guide warns of this
+under *Using multiple NCCL communicators concurrently*. So a stage that posts a receive too early
+may wait for a message that depends on what it has not done yet, and every stage for another. It is
+not enough that the message depends on nothing that the stage has still to do: its sender may itself
+wait for a receive that it has posted.
 
-So all stages' instructions are put into one order: that in which they end when the schedule is played through with
-equal parts and short ways. **A stage asks for a message at the place in this order where it is sent.** To do everything
-in that order, one after another, is then a possible execution, and one in which nothing is under way when the next
-thing begins: what a stage waits for at any call is what it has sent or asked for before, and both ends of that come
-earlier in the order. Hence no stage waits for what comes after, in whichever of its calls the device is waited for, and
-whether a send waits for its receiver or not. tests/strategies/pipeline/test_postings.py plays it through.
+So the instructions of all stages are put into one order: that in which they end when the schedule
+is simulated with equal parts and short transfers. **A stage posts the receive of a message at the
+place in this order where the message is sent.** Doing all instructions in this order, one after
+another, is then a possible execution, in which nothing is under way when the next instruction
+begins: whatever a stage waits for at any call, it has sent or posted before, and both ends of that
+message come earlier in the order. Hence no stage waits for anything that comes later, in whichever
+of its calls the device is waited for, and whether or not a send waits for its receiver.
+tests/strategies/pipeline/test_postings.py plays this through.
 
-It costs no time where parts take equally long: in the device's queue a receive stands behind instructions that end
-before the sender's does. Were a transfer always under way at once, a step whose parts differ by up to 30 % would be 2 %
-shorter at the most (mean; 2 stages to 8, transfers of a twentieth or a fifth of a forward). And it holds little memory:
-at most 4 messages that have been asked for and not been needed (interleaved_1f1b with 8 stages).
+If the parts take equally long this costs no time: in the device's queue a receive stands behind
+instructions that end before the sender's does. If instead every transfer could start at once, a
+step whose parts differ by up to 30 % would be at most 2 % shorter (mean over 2 to 8 stages, with
+transfers of a twentieth or a fifth of a forward). It costs little memory, too: at most 4 messages
+have been posted and are not needed yet (interleaved_1f1b with 8 stages).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from strategies.pipeline.schedules import Placement, Schedule
-from strategies.pipeline.simulate import Times, simulate
+from strategies.pipeline.simulate import Span, Times, simulate
 
-Key = tuple[str, int, int]
-"""A message: (F or B, the edge that it crosses, micro-batch). Edge k lies between the parts k and k+1."""
+TIMES = Times.equal(1.0, transfer=1 / 8)
+"""Times of the simulation, of which only the order matters. Because a transfer takes some time, no
+two neighbours end at once in the steady state."""
 
 
-TIMES = Times(1, 1, 1, transfer=1 / 8)
-"""Of which only the order matters. With a transfer's time no two neighbours end at once in the steady state."""
+class Message(NamedTuple):
+    """The tensors that cross from one stage to another for one micro-batch.
+
+    Args:
+        kind: F (activations) or B (their gradients).
+        edge: Edge k lies between the parts k and k+1; F crosses it towards k+1, B towards k.
+        micro_batch: Number of the micro-batch.
+    """
+
+    kind: str
+    edge: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostedReceive:
+    """A message that a stage receives.
+
+    Args:
+        message: The message.
+        source: The stage that sends it.
+        after_ops: How many of its instructions the stage has done when it posts the receive.
+        delivered: Messages that this stage has sent to `source` and that have certainly been
+            received once this message has come.
+    """
+
+    message: Message
+    source: int
+    after_ops: int
+    delivered: tuple[Message, ...]
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """A message that a stage is sent. after: how many of its instructions the stage has done when it asks for it.
-    frees: what it has sent to `source` that `source` has certainly taken once this has come."""
+class _Sending:
+    """The moment at which a message is sent.
 
-    key: Key
-    source: int
-    after: int
-    frees: tuple[Key, ...]
+    Args:
+        message: The message.
+        target_ops: How many instructions its receiver has done by then.
+        received: How many messages its sender has received by then.
+    """
+
+    message: Message
+    target_ops: int
+    received: int
 
 
-def arrivals(schedule: Schedule) -> tuple[tuple[Arrival, ...], ...]:
-    """Per stage what it is sent, in the order in which it asks.
+def posted_receives(schedule: Schedule) -> tuple[tuple[PostedReceive, ...], ...]:
+    """The messages that each stage receives, in the order in which it posts them.
 
     Raises:
-        LayoutError: a schedule that deadlocks by itself.
+        LayoutError: The schedule deadlocks by itself.
     """
-    place = schedule.placement
-    done = [0] * place.stages
-    coming: list[list[tuple[Key, int, int]]] = [[] for _ in done]  # message, done, and what its sender has taken so far
-    taken: list[list[Key]] = [[] for _ in done]
-    for span in sorted(simulate(schedule, TIMES), key=lambda span: (span.end, "FBW".index(span.kind))):
-        part = place.part(span.stage, span.chunk)
+    placement = schedule.placement
+    done = [0] * placement.stages
+    sendings: list[list[_Sending]] = [[] for _ in range(placement.stages)]  # by receiver
+    received: list[list[Message]] = [[] for _ in range(placement.stages)]
+    for span in sorted(simulate(schedule, TIMES), key=_order):
         done[span.stage] += 1
-        takes, gives = (part - 1, part) if span.kind == "F" else (part, part - 1)
-        if span.kind != "W" and _crosses(place, takes):
-            taken[span.stage].append((span.kind, takes, span.micro))
-        if span.kind != "W" and _crosses(place, gives):
-            key = (span.kind, gives, span.micro)
-            target = ends(place, key)[1]
-            coming[target].append((key, done[target], len(taken[span.stage])))
-    return tuple(tuple(_arrivals(place, stage, coming[stage], taken)) for stage in range(place.stages))
+        if span.kind == "W":
+            continue
+        part = placement.part_at(span.stage, span.chunk)
+        if span.kind == "F":
+            edge_in = part - 1
+            edge_out = part
+        else:
+            edge_in = part
+            edge_out = part - 1
+        if _is_between_stages(placement, edge_in):
+            received[span.stage].append(Message(span.kind, edge_in, span.micro_batch))
+        if _is_between_stages(placement, edge_out):
+            message = Message(span.kind, edge_out, span.micro_batch)
+            _, target = endpoints(placement, message)
+            sendings[target].append(_Sending(message, done[target], len(received[span.stage])))
+    return tuple(
+        tuple(_receives_of_stage(placement, stage, sendings=sendings[stage], received=received))
+        for stage in range(placement.stages)
+    )
 
 
-def _arrivals(
-    place: Placement, stage: int, coming: list[tuple[Key, int, int]], taken: list[list[Key]]
-) -> list[Arrival]:
-    """taken: by every stage, in order."""
-    heard = {key: count for key, _, count in coming}
-    told = [0] * place.stages  # of what each stage has taken, how much this one has heard of
-    frees: dict[Key, tuple[Key, ...]] = {}
-    for key in taken[stage]:
-        source = ends(place, key)[0]
-        news = taken[source][told[source] : heard[key]]
-        frees[key] = tuple(one for one in news if ends(place, one)[0] == stage)
-        told[source] = max(told[source], heard[key])
-    return [Arrival(key, ends(place, key)[0], after, frees[key]) for key, after, _ in coming]
+def _order(span: Span) -> tuple[float, int]:
+    return span.end, "FBW".index(span.kind)
 
 
-def _crosses(place: Placement, edge: int) -> bool:
-    """Whether there is such an edge, between two stages. (A folded schedule turns on one stage.)"""
-    return 0 <= edge < place.parts - 1 and place.stage(edge) != place.stage(edge + 1)
+def _receives_of_stage(
+    placement: Placement,
+    stage: int,
+    *,
+    sendings: Sequence[_Sending],
+    received: Sequence[Sequence[Message]],
+) -> list[PostedReceive]:
+    """The receives of one stage.
+
+    Args:
+        placement: Which stage holds which parts.
+        stage: The stage.
+        sendings: Of the messages to it.
+        received: The messages that each stage receives, in order.
+    """
+    received_by_sender = {sending.message: sending.received for sending in sendings}
+    # For each other stage: how many of the messages that it received are known to be delivered.
+    known = [0] * placement.stages
+    delivered: dict[Message, tuple[Message, ...]] = {}
+    for message in received[stage]:
+        source, _ = endpoints(placement, message)
+        newly_known = received[source][known[source] : received_by_sender[message]]
+        delivered[message] = tuple(
+            other for other in newly_known if endpoints(placement, other)[0] == stage
+        )
+        known[source] = max(known[source], received_by_sender[message])
+    return [
+        PostedReceive(
+            message=sending.message,
+            source=endpoints(placement, sending.message)[0],
+            after_ops=sending.target_ops,
+            delivered=delivered[sending.message],
+        )
+        for sending in sendings
+    ]
 
 
-def ends(placement: Placement, key: Key) -> tuple[int, int]:
-    """The stages from which and to which a message goes."""
-    kind, edge, _ = key
-    stages = placement.stage(edge), placement.stage(edge + 1)
-    return stages if kind == "F" else (stages[1], stages[0])
+def _is_between_stages(placement: Placement, edge: int) -> bool:
+    """Whether the edge exists and what crosses it is sent; the turn of a V is on one stage."""
+    exists = 0 <= edge < placement.parts - 1
+    return exists and placement.stage_of(edge) != placement.stage_of(edge + 1)
 
 
-def connections(placement: Placement) -> list[tuple[str, int, int]]:
-    """(F or B, from, to) of everything that is ever sent, in an order in which stages can open their connections: every
-    stage keeps to it, so of those not yet open the first has both its ends free. Those from even stages come first, so
-    that half of them open at once."""
-    edges = [edge for edge in range(placement.parts - 1) if _crosses(placement, edge)]
-    found = {(kind, *ends(placement, (kind, edge, 0))) for kind in "FB" for edge in edges}
-    return sorted(found, key=lambda one: (one[0], one[1] % 2, one))
+def endpoints(placement: Placement, message: Message) -> tuple[int, int]:
+    """The stages that send and receive a message: (source, target)."""
+    lower = placement.stage_of(message.edge)
+    upper = placement.stage_of(message.edge + 1)
+    return (lower, upper) if message.kind == "F" else (upper, lower)
+
+
+class Connection(NamedTuple):
+    """A direction in which one stage sends messages of one kind to another."""
+
+    kind: str
+    source: int
+    target: int
+
+
+def connections(placement: Placement) -> list[Connection]:
+    """All connections, in an order in which the stages can open them.
+
+    Every stage opens its connections in this order. Of those that are not open yet, both ends of
+    the first are therefore free, so that the stages never wait for each other in a circle.
+    Connections from even stages come first, so that half of them open at the same time.
+    """
+    edges = [edge for edge in range(placement.parts - 1) if _is_between_stages(placement, edge)]
+    unordered = {
+        Connection(kind, *endpoints(placement, Message(kind, edge, 0)))
+        for kind in "FB"
+        for edge in edges
+    }
+
+    def order(connection: Connection) -> tuple[str, int, Connection]:
+        return connection.kind, connection.source % 2, connection
+
+    return sorted(unordered, key=order)

@@ -1,9 +1,17 @@
-"""Playing a schedule through without processes: can it deadlock, how long does it take; and what a real step took.
+"""How long a schedule takes: simulated, by the papers' formulas, and as a real step measured it.
 
-Each stage does its instructions in order. F of part k waits for F of part k-1 of the same micro-batch and for what it
-put out to travel, B for B of part k+1 (of the last part: for its own F), W for nothing but its own B. That is all.
+The simulation needs no processes. Each stage does its instructions in order, and an instruction
+starts as soon as its inputs are there:
 
-`figures` puts what the stages were measured to do beside the simulation and the papers' formula.
+- F of part k waits for F of part k-1 of the same micro-batch, and for its output to be sent;
+- B of part k waits for B of part k+1, and for its gradient to be sent; B of the last part waits for
+  its own F;
+- W waits for its own B only.
+
+A schedule in which no stage can go on deadlocks, which the simulation reports.
+
+`pipeline_metrics` puts what the stages of a real step were measured to do beside the simulation and
+the formulas.
 """
 
 import math
@@ -12,187 +20,373 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.dims import LayoutError
-from strategies.pipeline.schedules import Op, Schedule, chunks_of, make
+from strategies.pipeline.schedules import Op, Schedule, chunks_per_stage, make_schedule
 
 COMPUTE = "FBW"
+"""The kinds of span in which a stage computes."""
+_HEADINGS = {
+    "F": "compute",
+    "B": "compute",
+    "W": "compute",
+    "RECV": "wait",
+    "SEND": "handover",
+    "REDUCE": "reduce",
+}
+"""What metrics and traces call each kind of span."""
+Finished = dict[tuple[str, int, int], float]
+"""(kind, micro-batch, part) → the second at which that instruction ended."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Span:
-    """Something a stage did: F, B, W, SEND (handing it over, not its travel), RECV (waiting for a neighbour) or REDUCE;
-    seconds from the step's start."""
+    """Something that a stage did.
+
+    Args:
+        stage: Number of the stage.
+        kind: F, B, W, SEND (handing a message over, not its travel), RECV (waiting for a message)
+            or REDUCE (waiting for gradients to be reduced).
+        micro_batch: Number of the micro-batch; -1 for REDUCE.
+        chunk: Which of the stage's chunks.
+        start: Seconds from the start of the step.
+        end: Seconds from the start of the step.
+    """
 
     stage: int
     kind: str
-    micro: int
+    micro_batch: int
     chunk: int
     start: float
     end: float
 
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.end - self.start
 
-@dataclass(frozen=True)
+    @property
+    def heading(self) -> str:
+        """What metrics call its kind: compute, wait, handover or reduce."""
+        return _HEADINGS[self.kind]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Times:
-    """Seconds per micro-batch of each part: one number for all parts, or one per part. backward: to the input alone,
-    weight: to the weights; a schedule that does not split has B take both. transfer: from one stage to the next."""
+    """Seconds per micro-batch, as one number for all parts or one for each part.
+
+    Args:
+        forward: Of F.
+        backward: Of the gradient of a part's input.
+        weight: Of the gradients of a part's weights. B of a schedule that does not split backward
+            takes `backward` and `weight` together.
+        transfer: Of sending an activation or a gradient from one stage to the next.
+    """
 
     forward: float | Sequence[float]
     backward: float | Sequence[float]
     weight: float | Sequence[float]
     transfer: float = 0.0
 
-    def of(self, kind: str, part: int, split: bool) -> float:
-        def at(value: float | Sequence[float]) -> float:
-            return value[part] if isinstance(value, Sequence) else value
+    @classmethod
+    def equal(cls, seconds: float, transfer: float = 0.0) -> "Times":
+        """F, B and W take equally long."""
+        return cls(forward=seconds, backward=seconds, weight=seconds, transfer=transfer)
 
-        if kind == "B" and not split:
-            return at(self.backward) + at(self.weight)
-        return at({"F": self.forward, "B": self.backward, "W": self.weight}[kind])
+    def of(self, kind: str, part: int, splits_backward: bool) -> float:
+        """Seconds of one instruction.
+
+        Args:
+            kind: F, B or W.
+            part: The part that computes it.
+            splits_backward: Whether the schedule has W.
+        """
+        if kind == "F":
+            return _of_part(self.forward, part)
+        if kind == "W":
+            return _of_part(self.weight, part)
+        if splits_backward:
+            return _of_part(self.backward, part)
+        return _of_part(self.backward, part) + _of_part(self.weight, part)
+
+
+def _of_part(seconds: float | Sequence[float], part: int) -> float:
+    return seconds[part] if isinstance(seconds, Sequence) else seconds
+
+
+def _of_all_parts(seconds: float | Sequence[float]) -> float:
+    assert not isinstance(seconds, Sequence), "the formulas hold for equal parts"
+    return seconds
+
+
+# --- simulation -----------------------------------------------------------------------------------
 
 
 def simulate(schedule: Schedule, times: Times) -> list[Span]:
-    """When each stage computes what, by start.
+    """Play a schedule through.
+
+    Returns:
+        What every stage computes when, sorted by start.
 
     Raises:
-        LayoutError: the lists wait for each other, or for what no stage does.
+        LayoutError: Stages wait for each other, or for something that no stage does.
     """
-    ends: dict[tuple[str, int, int], float] = {}  # (kind, micro-batch, part) → when it is done
-    clocks, done = [0.0] * schedule.stages, [0] * schedule.stages
+    finished: Finished = {}
+    clocks = [0.0] * schedule.stages
+    done = [0] * schedule.stages
     spans: list[Span] = []
-    moved = True
-    while moved:
-        moved = False
-        for stage, ops in enumerate(schedule.lists):
+    has_progress = True
+    while has_progress:
+        has_progress = False
+        for stage, ops in enumerate(schedule.ops):
             while done[stage] < len(ops):
                 op = ops[done[stage]]
-                part = schedule.placement.part(stage, op.chunk)
-                ready = _ready(schedule, op, part, ends, times.transfer)
+                part = schedule.placement.part_at(stage, op.chunk)
+                ready = _ready_at(schedule, op, finished, part=part, transfer=times.transfer)
                 if ready is None:
                     break
                 start = max(clocks[stage], ready)
-                clocks[stage] = ends[op.kind, op.micro, part] = start + times.of(op.kind, part, schedule.split)
-                spans.append(Span(stage, op.kind, op.micro, op.chunk, start, clocks[stage]))
+                end = start + times.of(op.kind, part, schedule.splits_backward)
+                clocks[stage] = end
+                finished[op.kind, op.micro_batch, part] = end
+                spans.append(
+                    Span(
+                        stage=stage,
+                        kind=op.kind,
+                        micro_batch=op.micro_batch,
+                        chunk=op.chunk,
+                        start=start,
+                        end=end,
+                    )
+                )
                 done[stage] += 1
-                moved = True
-    stuck = [f"stage {s} at {ops[done[s]]}" for s, ops in enumerate(schedule.lists) if done[s] < len(ops)]
-    if stuck:
-        raise LayoutError(f"schedule {schedule.name} deadlocks: {', '.join(stuck)} wait for each other")
+                has_progress = True
+    _require_finished(schedule, done)
     return sorted(spans, key=lambda span: (span.start, span.stage))
 
 
-def _ready(
-    schedule: Schedule, op: Op, part: int, ends: dict[tuple[str, int, int], float], transfer: float
+def _require_finished(schedule: Schedule, done: list[int]) -> None:
+    stuck = [
+        f"stage {stage} at {ops[done[stage]]}"
+        for stage, ops in enumerate(schedule.ops)
+        if done[stage] < len(ops)
+    ]
+    if stuck:
+        raise LayoutError(
+            f"schedule {schedule.name} deadlocks: {', '.join(stuck)} wait for each other"
+        )
+
+
+def _ready_at(
+    schedule: Schedule, op: Op, finished: Finished, *, part: int, transfer: float
 ) -> float | None:
-    """When everything that the instruction waits for is there; None if something has not been done yet."""
-    needs = [] if op.kind == "F" else [ends.get(("F" if op.kind == "B" else "B", op.micro, part))]
-    before = part - 1 if op.kind == "F" else part + 1
-    if op.kind != "W" and 0 <= before < schedule.placement.parts:
-        end = ends.get((op.kind, op.micro, before))
-        # a folded schedule turns on one stage
-        here = schedule.placement.stage(before) == schedule.placement.stage(part)
-        needs.append(end if end is None or here else end + transfer)
-    return None if None in needs else max((need for need in needs if need is not None), default=0.0)
+    """The second at which an instruction's inputs are there; None if one is not computed yet."""
+    inputs: list[float | None] = []
+    if op.kind == "B":
+        inputs.append(finished.get(("F", op.micro_batch, part)))
+    if op.kind == "W":
+        inputs.append(finished.get(("B", op.micro_batch, part)))
+    source = part - 1 if op.kind == "F" else part + 1
+    if op.kind != "W" and 0 <= source < schedule.placement.parts:
+        end = finished.get((op.kind, op.micro_batch, source))
+        # At the turn of a V, both parts are on the same stage and nothing is sent.
+        placement = schedule.placement
+        is_sent = placement.stage_of(source) != placement.stage_of(part)
+        if end is not None and is_sent:
+            end += transfer
+        inputs.append(end)
+    ready = 0.0
+    for end in inputs:
+        if end is None:
+            return None
+        ready = max(ready, end)
+    return ready
 
 
-def length(spans: Sequence[Span]) -> float:
+def step_seconds(spans: Sequence[Span]) -> float:
     """Seconds from the first start to the last end."""
     return max(span.end for span in spans) - min(span.start for span in spans)
 
 
 def bubble(spans: Sequence[Span]) -> float:
-    """The share of all stages' time in which they compute nothing, from the first start to the last end."""
+    """The share of all stages' time, from the first start to the last end, without computation."""
     stages = len({span.stage for span in spans})
-    busy = math.fsum(span.end - span.start for span in spans if span.kind in COMPUTE)
-    return 1 - busy / (stages * length(spans))
+    busy = math.fsum(span.seconds for span in spans if span.kind in COMPUTE)
+    return 1 - busy / (stages * step_seconds(spans))
 
 
-def alive_by_formula(schedule: Schedule, stage: int) -> int:
-    """The most activations (of one micro-batch and chunk) that the stage holds at once, as the papers say."""
-    p, m, chunks = schedule.stages, schedule.micro_batches, schedule.chunks
+def drawing(schedule: Schedule) -> str:
+    """A schedule as text: a line per stage, a column per unit of time.
+
+    F, B and W take one unit each, B without W two, and transfers none. Chunk 1 is marked by a
+    prime.
+    """
+    spans = simulate(schedule, Times.equal(1.0))
+    columns = round(step_seconds(spans))
+    rows = [["·"] * columns for _ in range(schedule.stages)]
+    for span in spans:
+        start = round(span.start)
+        end = round(span.end)
+        name = f"{span.kind}{span.micro_batch}" + "'" * span.chunk
+        rows[span.stage][start:end] = [name] + ["──"] * (end - start - 1)
+    width = 3 if schedule.chunks == 1 else 4
+    lines = []
+    for stage, row in enumerate(rows):
+        cells = "".join(cell.ljust(width) for cell in row)
+        lines.append(f"stage {stage}  {cells}".rstrip())
+    return "\n".join(lines)
+
+
+# --- formulas -------------------------------------------------------------------------------------
+
+
+def activations_by_formula(
+    name: str, *, stages: int, micro_batches: int, chunks: int, stage: int
+) -> int:
+    """The most activations that a stage holds at once, by the papers' formulas.
+
+    Args:
+        name: The schedule's.
+        stages: Number of stages.
+        micro_batches: Number of micro-batches.
+        chunks: Number of chunks on each stage.
+        stage: Number of the stage in question.
+
+    Returns:
+        The number of activations, each of one micro-batch and one chunk.
+    """
     formulas = {
-        "gpipe": m,
-        "1f1b": p - stage,
-        "interleaved_1f1b": (chunks - 1) * p + 2 * (p - stage) - 1,
-        "zb_h1": p,
-        "zb_h2": 2 * p - 1,
-        "zbv": min(m, 2 * p - stage - 1) + stage + 1,  # 2p, once there are enough micro-batches
+        "gpipe": micro_batches,
+        "1f1b": stages - stage,
+        "interleaved_1f1b": (chunks - 1) * stages + 2 * (stages - stage) - 1,
+        "zb_h1": stages,
+        "zb_h2": 2 * stages - 1,
+        # 2 · stages, if there are enough micro-batches
+        "zbv": min(micro_batches, 2 * stages - stage - 1) + stage + 1,
     }
-    return min(formulas[schedule.name], m * chunks)
+    return min(formulas[name], micro_batches * chunks)
 
 
-def bubble_by_formula(name: str, stages: int, micro_batches: int, chunks: int, times: Times) -> float:
-    """The idle share that the papers give for equal parts and free transfers; times are of a whole stage's work."""
-    f, b, w = (float(value) for value in (times.forward, times.backward, times.weight))  # type: ignore[arg-type]
-    idle = {
-        "gpipe": f + b + w,
-        "1f1b": f + b + w,
-        "interleaved_1f1b": (f + b + w) / chunks,
-        "zb_h1": f + b - w,
-        "zb_h2": f,
-        "zbv": f / 2,
-    }[name]
-    idle *= stages - 1
-    return idle / (idle + micro_batches * (f + b + w))
+def bubble_by_formula(
+    name: str, *, stages: int, micro_batches: int, chunks: int, times: Times
+) -> float:
+    """The bubble's share of a step, by the papers' formulas.
+
+    Args:
+        name: The schedule's.
+        stages: Number of stages.
+        micro_batches: Number of micro-batches.
+        chunks: Number of chunks on each stage.
+        times: Of all of a stage's chunks together. The formulas hold for stages that take equally
+            long and for free transfers.
+    """
+    forward = _of_all_parts(times.forward)
+    backward = _of_all_parts(times.backward)
+    weight = _of_all_parts(times.weight)
+    busy = forward + backward + weight
+    idle_per_stage = {
+        "gpipe": busy,
+        "1f1b": busy,
+        "interleaved_1f1b": busy / chunks,
+        "zb_h1": forward + backward - weight,
+        "zb_h2": forward,
+        "zbv": forward / 2,
+    }
+    idle = idle_per_stage[name] * (stages - 1)
+    return idle / (idle + micro_batches * busy)
 
 
-# --- beside what was measured -----------------------------------------------------------------------------------------
+# --- a measured step ------------------------------------------------------------------------------
 
 
-def figures(ranks: list[list[Span]], schedule_name: str, chunks_wanted: int) -> dict[str, float]:
-    """The metrics of one step: per stage seconds of compute, of waiting for what neighbours send, of handing over what
-    is sent to them (it travels while the stage computes on), and of reducing (means over its ranks); the share of the
-    step in which stages compute nothing, and what that share would be by the schedule's formula and by
-    playing the schedule through with the measured times."""
-    values: dict[str, float] = {}
-    stages = 1 + max(span.stage for spans in ranks for span in spans)
+def pipeline_metrics(
+    spans_by_rank: Sequence[Sequence[Span]], schedule_name: str, chunks: int
+) -> dict[str, float]:
+    """The metrics of one measured step.
+
+    Args:
+        spans_by_rank: The spans of every rank, of which there is at least one.
+        schedule_name: `parallel.schedule`.
+        chunks: `parallel.chunks`.
+
+    Returns:
+        `pipeline/stage_N/…_seconds`, means over the ranks of a stage, of: compute; wait (for
+        messages of neighbours); handover (of messages, which travel while the stage computes on);
+        reduce. `pipeline/seconds` of the step. `pipeline/bubble`, the share of it in which stages
+        compute nothing; `pipeline/bubble_by_formula` and `pipeline/bubble_by_simulation`, what that
+        share would be with the measured times by the formula and by the simulation.
+    """
+    metrics: dict[str, float] = {}
+    stages = 1 + max(span.stage for spans in spans_by_rank for span in spans)
     for stage in range(stages):
-        own = [spans for spans in ranks if spans[0].stage == stage]
+        ranks_of_stage = [spans for spans in spans_by_rank if spans[0].stage == stage]
+        spans_of_stage = [span for spans in ranks_of_stage for span in spans]
         for heading in ("compute", "wait", "handover", "reduce"):
-            seconds = sum(s.end - s.start for spans in own for s in spans if _heading(s.kind) == heading)
-            values[f"pipeline/stage_{stage}/{heading}_seconds"] = seconds / len(own)
-    together = [span for spans in ranks for span in spans if span.kind in COMPUTE]
-    busy = sum(span.end - span.start for span in together)
-    values |= {"pipeline/seconds": length(together), "pipeline/bubble": 1 - busy / (length(together) * len(ranks))}
-    chunks = chunks_of(schedule_name, chunks_wanted)
-    micros = 1 + max(span.micro for span in together)
-    f, b, w = (_mean(together, kind) for kind in COMPUTE)
-    whole = Times(f * chunks, b * chunks, w * chunks)
-    values["pipeline/bubble_by_formula"] = bubble_by_formula(schedule_name, stages, micros, chunks, whole)
-    schedule = make(schedule_name, stages, micros, chunks_wanted)
-    by_part = [
-        [s for s in together if schedule.placement.part(s.stage, s.chunk) == part]
-        for part in range(schedule.placement.parts)
-    ]
-    forward, backward, weight = ([_mean(spans, kind) for spans in by_part] for kind in COMPUTE)
-    values["pipeline/bubble_by_simulation"] = bubble(simulate(schedule, Times(forward, backward, weight)))
-    return values
+            seconds = sum(span.seconds for span in spans_of_stage if span.heading == heading)
+            metrics[f"pipeline/stage_{stage}/{heading}_seconds"] = seconds / len(ranks_of_stage)
+
+    computing = [span for spans in spans_by_rank for span in spans if span.kind in COMPUTE]
+    total_seconds = step_seconds(computing)
+    busy = sum(span.seconds for span in computing)
+    metrics["pipeline/seconds"] = total_seconds
+    metrics["pipeline/bubble"] = 1 - busy / (total_seconds * len(spans_by_rank))
+
+    micro_batches = 1 + max(span.micro_batch for span in computing)
+    chunks = chunks_per_stage(schedule_name, chunks)
+    metrics["pipeline/bubble_by_formula"] = bubble_by_formula(
+        schedule_name,
+        stages=stages,
+        micro_batches=micro_batches,
+        chunks=chunks,
+        times=Times(
+            forward=_mean_seconds(computing, "F") * chunks,
+            backward=_mean_seconds(computing, "B") * chunks,
+            weight=_mean_seconds(computing, "W") * chunks,
+        ),
+    )
+
+    schedule = make_schedule(
+        schedule_name, stages=stages, micro_batches=micro_batches, chunks=chunks
+    )
+    placement = schedule.placement
+    spans_by_part: list[list[Span]] = [[] for _ in range(placement.parts)]
+    for span in computing:
+        spans_by_part[placement.part_at(span.stage, span.chunk)].append(span)
+    times = Times(
+        forward=[_mean_seconds(spans, "F") for spans in spans_by_part],
+        backward=[_mean_seconds(spans, "B") for spans in spans_by_part],
+        weight=[_mean_seconds(spans, "W") for spans in spans_by_part],
+    )
+    metrics["pipeline/bubble_by_simulation"] = bubble(simulate(schedule, times))
+    return metrics
 
 
-def _heading(kind: str) -> str:
-    return "compute" if kind in COMPUTE else {"RECV": "wait", "SEND": "handover"}.get(kind, "reduce")
-
-
-def _mean(spans: list[Span], kind: str) -> float:
-    found = [span.end - span.start for span in spans if span.kind == kind]
-    return sum(found) / len(found) if found else 0.0
+def _mean_seconds(spans: Sequence[Span], kind: str) -> float:
+    """The mean over spans of one kind; 0 if there is none."""
+    seconds = [span.seconds for span in spans if span.kind == kind]
+    return sum(seconds) / len(seconds) if seconds else 0.0
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """For chrome://tracing or ui.perfetto.dev: a row per stage, what waits and is handed over in rows below it."""
+    """A step in the format of chrome://tracing and ui.perfetto.dev.
+
+    Every stage is a process, in which computing, waiting, handing over and reducing are rows.
+    """
     events: list[dict[str, Any]] = []
     for stage in sorted({span.stage for span in spans}):
-        events.append({"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}"}})
+        events.append(
+            {"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}"}}
+        )
     for span in spans:
-        computes = span.kind in COMPUTE
+        has_micro_batch = span.micro_batch >= 0
         events.append(
             {
                 "ph": "X",
-                "name": f"{span.kind}{span.micro}" if span.micro >= 0 else span.kind,
-                "cat": _heading(span.kind),
+                "name": f"{span.kind}{span.micro_batch}" if has_micro_batch else span.kind,
+                "cat": span.heading,
                 "pid": span.stage,
-                "tid": "compute" if computes else _heading(span.kind),
+                "tid": span.heading,
                 "ts": span.start * 1e6,
-                "dur": (span.end - span.start) * 1e6,
-                "args": {"micro-batch": span.micro, "chunk": span.chunk},
+                "dur": span.seconds * 1e6,
+                "args": {"micro-batch": span.micro_batch, "chunk": span.chunk},
             }
         )
     return {"traceEvents": events, "displayTimeUnit": "ms"}

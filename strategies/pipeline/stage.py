@@ -1,264 +1,431 @@
-"""A stage: the model's own code, of which this worker computes some consecutive blocks.
+"""A stage: the model's own code on one worker, which computes only some of its blocks.
 
-A stage runs the loss function and the model as they are. Blocks and modules that other stages own do nothing there:
-one whose output was sent here returns it, any other returns a placeholder (trace.py), and after the last block of
-its own a stage leaves the model's code by an exception. So masks, positions and whatever else the code makes of the
-batch are there on every stage, and no model is rewritten or annotated.
+A stage runs the loss function and the model as they are. Blocks and modules around them that other
+stages compute do nothing there: if its output was sent to this stage the module returns that, and
+else a placeholder (placeholder.py). After its last block a stage leaves the model's code by an
+exception. So whatever the code makes of the batch, such as masks and positions, is there on every
+stage, and no model is rewritten or annotated.
 
-Modules keep their names, and parameters theirs; those of other stages are not in memory. A parameter that several
-stages use (an embedding that is the head's matrix too) is on each of them; the gradients are added (grad_sync.py).
+Modules and parameters keep their names. The parameters of other stages are not in memory. A
+parameter that several stages use, such as an embedding that is also the head's matrix, is on each
+of them, and its gradients are added up (grad_sync.py).
 
-The model is divided into *parts*, consecutive blocks each: one per stage, or several (the stage's chunks).
+The model is divided into *parts* of consecutive blocks: one for each stage, or several, which are
+the stage's chunks.
 """
 
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from strategies.dims import LayoutError
-from strategies.parallel import Loss
-from strategies.pipeline.trace import (
-    LEFT,
+from strategies.pipeline.interface import PipelineStage, Placeholders, Signature
+from strategies.pipeline.placeholder import (
+    CallOutput,
+    KeptTensor,
+    ParameterValue,
     PlaceholderTensor,
+    Source,
+    hide_parameter,
+)
+from strategies.pipeline.trace import (
     Trace,
     Tracer,
-    hide,
-    numbered,
+    call_name,
+    cloned,
+    path_of_call,
     remember_in_evaluation,
     traced_modules,
 )
 from strategies.tree import tree_leaves, tree_map
 
+T = TypeVar("T")
+
 
 class _PartDone(BaseException):
-    """Leaves the model's code, because what follows is another stage's. (No model's `except` catches it.)"""
+    """Leaves the model's code after the part's last block; no `except Exception` catches it."""
 
 
-@dataclass(frozen=True)
+# --- who computes what ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageAssignment:
-    """Which part of the pipeline does what. sizes: blocks per part."""
+    """Which part of a pipeline computes what.
+
+    Args:
+        sizes: Number of blocks of each part.
+        part_of: The name of each call → the part that does it.
+        last_blocks: The last block of each part.
+        sends: For each part but the last, the calls whose outputs it sends to the next, in order.
+        owners: The name of each parameter → the parts that use it.
+    """
 
     sizes: tuple[int, ...]
     part_of: dict[str, int]
-    """Call → part."""
-    last: tuple[str, ...]
-    """Each part's last block."""
+    last_blocks: tuple[str, ...]
     sends: tuple[tuple[str, ...], ...]
-    """Calls whose outputs go from each part to the next, in order."""
     owners: dict[str, frozenset[int]]
-    """Parameter → the parts that use it."""
 
     @property
     def parts(self) -> int:
+        """Number of parts."""
         return len(self.sizes)
 
 
-def assign(tracer: Tracer, trace: Trace, sizes: tuple[int, ...]) -> StageAssignment:
-    """Gives every call to a part: blocks as `sizes` says; what is around them goes with the block that follows, what
-    follows the last block with it."""
+def assign_stages(tracer: Tracer, trace: Trace, sizes: tuple[int, ...]) -> StageAssignment:
+    """Give every call of a trace to a part.
+
+    A module around the blocks goes with the block that follows it, and after the last block with
+    that one.
+
+    Args:
+        tracer: Made the trace.
+        trace: One forward of the model, whose blocks form a chain.
+        sizes: Number of blocks of each part.
+
+    Raises:
+        LayoutError: Parts share what cannot be sent.
+    """
+    part_of, last_blocks = _assign_calls(trace, sizes)
+    final_part = len(sizes) - 1
+    last_user: dict[str, int] = {}  # call → the last part that needs its output
+    owners: dict[str, set[int]] = {name: set() for name in tracer.parameter_sizes}
+
+    def use(sources: Iterable[Source], part: int) -> None:
+        for source in sources:
+            match source:
+                case ParameterValue(name):
+                    owners[name].add(part)
+                case KeptTensor():
+                    _require_same_part(source, part_of, part)
+                case CallOutput(call):
+                    last_user[call] = max(last_user.get(call, 0), part)
+
+    for call in trace.calls:
+        use(call.uses, part_of[call.name])
+        for name in tracer.parameters_of[call.path]:
+            owners[name].add(part_of[call.name])
+    use(trace.last_uses, final_part)
+
+    def is_sent_by(part: int, call: str) -> bool:
+        """Whether the call's output is there after the part, and a later part needs it."""
+        return part_of[call] <= part < last_user.get(call, -1)
+
+    sends = tuple(
+        tuple(call.name for call in trace.calls if is_sent_by(part, call.name))
+        for part in range(final_part)
+    )
+    return StageAssignment(
+        sizes=sizes,
+        part_of=part_of,
+        last_blocks=last_blocks,
+        sends=sends,
+        # A parameter that no forward uses has to be somewhere: it is on the first part.
+        owners={name: frozenset(parts or {0}) for name, parts in owners.items()},
+    )
+
+
+def _assign_calls(trace: Trace, sizes: tuple[int, ...]) -> tuple[dict[str, int], tuple[str, ...]]:
+    """(call → part, the last block of each part)."""
+    final_part = len(sizes) - 1
     ends = list(itertools.accumulate(sizes))
     part_of: dict[str, int] = {}
-    last: list[str] = []
-    part = done = 0
+    last_blocks: list[str] = []
+    part = 0
+    blocks = 0
     for call in trace.calls:
         part_of[call.name] = part
         if call.is_block:
-            done += 1
-            if done == ends[part]:
-                last.append(call.name)
-                part = min(part + 1, len(sizes) - 1)
-    final = len(sizes) - 1
-    reach: dict[str, int] = {}  # call → the last part that needs its output
-    owners: dict[str, set[int]] = {name: set() for name in tracer.sizes}
-    for uses, part in [*((call.uses, part_of[call.name]) for call in trace.calls), (trace.last_uses, final)]:
-        for source in uses:
-            if source.startswith("="):
-                owners[source[1:]].add(part)
-            elif source.startswith(LEFT):
-                _require_one_part(source, part_of, part)
-            else:
-                reach[source] = max(reach.get(source, 0), part)
-    for call in trace.calls:
-        for name in tracer.held[call.path]:
-            owners[name].add(part_of[call.name])
-    sends = tuple(
-        tuple(call.name for call in trace.calls if part_of[call.name] <= part < reach.get(call.name, -1))
-        for part in range(final)
-    )
-    # What no forward uses has to be somewhere: with the first part.
-    used = {name: frozenset(parts or {0}) for name, parts in owners.items()}
-    return StageAssignment(sizes, part_of, tuple(last), sends, used)
+            blocks += 1
+            if blocks == ends[part]:
+                last_blocks.append(call.name)
+                part = min(part + 1, final_part)
+    return part_of, tuple(last_blocks)
 
 
-def _require_one_part(source: str, part_of: dict[str, int], part: int) -> None:
-    """Raises LayoutError if what a module has left in an attribute is read where the module is not."""
-    call, attribute = source.removeprefix(LEFT).split(" ")
-    if part_of[call] != part:
+def _require_same_part(kept: KeptTensor, part_of: dict[str, int], part: int) -> None:
+    """Raises LayoutError if a tensor in a module's attribute is read where the module is not."""
+    if part_of[kept.call] != part:
         raise LayoutError(
-            f"{call} leaves the tensor {attribute} in an attribute, which is read on another stage of "
-            "the pipeline: let it return the tensor from forward, or write strategy=fsdp"
+            f"{kept.call} leaves the tensor {kept.attribute} in an attribute, which is read on "
+            "another stage of the pipeline: let it return the tensor from forward, or write "
+            "strategy=fsdp"
         )
 
 
 def require_chain(trace: Trace, blocks: list[str]) -> None:
-    """Raises LayoutError unless every block's input was made from the block's before it; all blocks are called."""
+    """Check that the blocks follow one another.
+
+    Raises:
+        LayoutError: A block is not called, or its input was not made from the output of the block
+            before it.
+    """
     called = [call.path for call in trace.blocks]
     unused = [name for name in blocks if name not in called]
     if unused:
         raise LayoutError(
-            f"the model never calls its block {unused[0]}, so its blocks do not form a chain: name those it calls"
+            f"the model never calls its block {unused[0]}, so its blocks do not form a chain: name "
+            "those it calls"
         )
-    behind: dict[str, frozenset[str]] = {}
-    before = ""
+    ancestors: dict[str, frozenset[str]] = {}  # call → all calls that its input was made from
+    previous_block = ""
     for call in trace.calls:
-        behind[call.name] = call.uses.union(*(behind.get(source, frozenset()) for source in call.uses))
-        if call.is_block:
-            if before and before not in behind[call.name]:
-                seen = [name for name in called if name in behind[call.name]]
-                fork = f"after {seen[-1]}" if seen else "at its input"
-                raise LayoutError(
-                    f"the model's blocks do not form a chain: {call.path} does not use what {before} puts out, it "
-                    f"branches {fork}: name blocks that follow each other, or write strategy=fsdp"
-                )
-            before = call.name
+        inputs = {source.call for source in call.uses if isinstance(source, CallOutput)}
+        further = (ancestors.get(name, frozenset()) for name in inputs)
+        ancestors[call.name] = frozenset(inputs).union(*further)
+        if not call.is_block:
+            continue
+        if previous_block and previous_block not in ancestors[call.name]:
+            used_blocks = [name for name in called if name in ancestors[call.name]]
+            fork = f"after {used_blocks[-1]}" if used_blocks else "at its input"
+            raise LayoutError(
+                f"the model's blocks do not form a chain: {call.path} does not use what "
+                f"{previous_block} puts out, it branches {fork}: name blocks that follow each "
+                "other, or write strategy=fsdp"
+            )
+        previous_block = call.name
 
 
-def keep_own(
-    module: nn.Module, blocks: list[str], assignment: StageAssignment, tracer: Tracer, own: frozenset[int]
+def remove_other_parts(
+    module: nn.Module,
+    blocks: list[str],
+    *,
+    assignment: StageAssignment,
+    tracer: Tracer,
+    parts: frozenset[int],
 ) -> None:
-    """Takes out of the module, in place, the parameters of other parts, and the buffers of their modules."""
+    """Take what other stages hold out of a model, in place.
+
+    Args:
+        module: The model.
+        blocks: The names of its blocks.
+        assignment: Which part holds what.
+        tracer: Has traced the model.
+        parts: The parts that stay.
+    """
     for path, owner in list(module.named_modules()):
-        for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            if not assignment.owners[tracer.canonical[f"{path}.{name}".lstrip(".")]] & own:
+        own_parameters = owner.named_parameters(recurse=False, remove_duplicate=False)
+        for name, parameter in list(own_parameters):
+            canonical = tracer.canonical_name[f"{path}.{name}".lstrip(".")]
+            if not assignment.owners[canonical] & parts:
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-                hide(owner, name, PlaceholderTensor.make(empty, [], tracer.place))
+                hide_parameter(owner, name, PlaceholderTensor.like(empty, [], tracer.device))
     for path in traced_modules(module, blocks):
-        called = {part for name, part in assignment.part_of.items() if name.partition("#")[0] == path}
-        if not tracer.held[path] or called & own or not (called or 0 not in own):
+        if _is_here(path, assignment, tracer=tracer, parts=parts):
             continue
         for owner in module.get_submodule(path).modules():
             for name, buffer in list(owner.named_buffers(recurse=False)):
                 delattr(owner, name)
-                setattr(owner, name, PlaceholderTensor.make(buffer, [], tracer.place))
+                setattr(owner, name, PlaceholderTensor.like(buffer, [], tracer.device))
 
 
-@dataclass
+def _is_here(
+    path: str, assignment: StageAssignment, *, tracer: Tracer, parts: frozenset[int]
+) -> bool:
+    """Whether a stage with these parts keeps a module's buffers.
+
+    Modules without parameters run on every stage. A module that is never called is on the stage of
+    the first part.
+    """
+    calling = {part for name, part in assignment.part_of.items() if path_of_call(name) == path}
+    if not tracer.parameters_of[path]:
+        return True
+    return bool((calling or {0}) & parts)
+
+
+# --- running a part -------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
 class _Forward:
-    """One forward of one part: what came in and what goes out, by call."""
+    """One forward of one part.
+
+    Args:
+        part: The part.
+        received: The outputs of other parts' calls that were sent to it.
+        placeholders: The outputs of all calls, without numbers.
+        sends: The calls whose outputs the part sends on.
+        outputs: Those of them that the part has done so far.
+        calls: How often each module has been called, by its path.
+    """
 
     part: int
     received: dict[str, Any]
-    placeholders: dict[str, Any]
+    placeholders: Placeholders
     sends: tuple[str, ...]
-    made: dict[str, Any] = field(default_factory=dict)
-    seen: dict[str, int] = field(default_factory=dict)
+    outputs: dict[str, Any] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
 
 
-class Stage:
-    """The model on one worker, and the running of its parts."""
+class Stage(PipelineStage):
+    """A model on one worker, and the running of its parts; PipelineStage says what methods do."""
 
     def __init__(
-        self, module: nn.Module, blocks: list[str], assignment: StageAssignment, tracer: Tracer, own: Iterable[int]
+        self,
+        module: nn.Module,
+        blocks: list[str],
+        *,
+        assignment: StageAssignment,
+        tracer: Tracer,
+        parts: Iterable[int],
     ) -> None:
-        self.module, self.assignment, self.tracer = module, assignment, tracer
-        self.own = frozenset(own)
-        self.traced: dict[Any, dict[str, Any]] = {}
-        self.assumed: dict[str, str] = {}
+        """Let the modules of other parts do nothing, in place.
+
+        Args:
+            module: The model, without what other stages hold.
+            blocks: The names of the whole model's blocks.
+            assignment: Which part computes what.
+            tracer: Traces the model for further kinds of batches.
+            parts: The parts that this stage holds.
+        """
+        self._module = module
+        self._assignment = assignment
+        self._tracer = tracer
+        self._parts = frozenset(parts)
+        self._placeholders: dict[Signature, Placeholders] = {}
+        self._assumed: dict[str, str] = {}
+        """Blocks that are assumed to return one tensor → why."""
         self._forward: _Forward | None = None
+        """The forward in progress."""
         remember_in_evaluation(module)
-        torch.backends.mha.set_fastpath_enabled(False)  # it would read the parameters of layers of other stages
+        # The fast path of nn.MultiheadAttention would read parameters of other stages' layers.
+        torch.backends.mha.set_fastpath_enabled(False)
         for path in traced_modules(module, blocks):
             child = module.get_submodule(path)
-            child.forward = self._in_its_part(path, child.forward, bool(tracer.held[path]))
+            has_parameters = bool(tracer.parameters_of[path])
+            child.forward = self._in_its_part(path, child.forward, has_parameters)
 
-    def signature(self, batch: Any) -> Any:
-        """Batches with the same one have the same shapes everywhere in the model."""
-        leaves = [(tuple(leaf.shape), leaf.dtype) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-        return (*leaves, self.module.training, torch.is_grad_enabled())
+    @property
+    def module(self) -> nn.Module:
+        return self._module
 
-    def placeholders(self, signature: Any, loss: Loss, batch: Any) -> dict[str, Any]:
-        """Every call's output for batches of this signature, without numbers."""
-        if signature not in self.traced:
-            trace = self.tracer.trace(loss, batch, self.module.training)
-            strange = [call.name for call in trace.calls if call.name not in self.assignment.part_of]
-            if strange:
+    @property
+    def parts(self) -> frozenset[int]:
+        return self._parts
+
+    @property
+    def state_names(self) -> frozenset[str]:
+        return self._tracer.state_names
+
+    def last_block(self, part: int) -> str:
+        return self._assignment.last_blocks[part]
+
+    def signature(self, batch: object) -> Signature:
+        leaves = tree_leaves(batch)
+        shapes = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)]
+        return (*shapes, self._module.training, torch.is_grad_enabled())
+
+    def placeholders(
+        self, signature: Signature, function: Callable[[nn.Module, Any], object], batch: Any
+    ) -> Placeholders:
+        if signature not in self._placeholders:
+            trace = self._tracer.trace(function, batch, self._module.training)
+            names = [call.name for call in trace.calls]
+            unknown = [name for name in names if name not in self._assignment.part_of]
+            if unknown:
                 raise LayoutError(
-                    f"the model calls {strange[0]} for this batch, which it did not for the first one: a pipeline "
-                    "needs the same calls in every forward"
+                    f"the model calls {unknown[0]} for this batch, which it did not for the first "
+                    "one: a pipeline needs the same calls in every forward"
                 )
-            self.assumed |= {call.name: call.assumed for call in trace.calls if call.assumed}
-            self.traced[signature] = {call.name: call.output for call in trace.calls}
-        return self.traced[signature]
+            for call in trace.calls:
+                if call.assumed_because:
+                    self._assumed[call.name] = call.assumed_because
+            self._placeholders[signature] = {call.name: call.output for call in trace.calls}
+        return self._placeholders[signature]
 
     def run(
-        self, part: int, loss: Loss, batch: Any, placeholders: dict[str, Any], arrived: list[Tensor]
-    ) -> tuple[Any, list[Tensor]]:
-        """Forward of one part: (the loss function's answer, None but for the last part; the tensors to send on).
-
-        arrived: the tensors that the part before sent, in order.
-        """
-        is_last = part == self.assignment.parts - 1
-        if len(self.own) > 1:
-            # Each part runs the model's code from its beginning, which may change the batch in place.
-            batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
-        tensors = iter(arrived)
-        received = {  # in the structures that the modules returned
-            name: tree_map(lambda leaf: next(tensors) if isinstance(leaf, Tensor) else leaf, placeholders[name])
-            for name in (self.assignment.sends[part - 1] if part else ())
-        }
-        sends = () if is_last else self.assignment.sends[part]
-        forward = self._forward = _Forward(part, received, placeholders, sends)
-        answer = None
+        self,
+        part: int,
+        function: Callable[[nn.Module, Any], T],
+        batch: Any,
+        *,
+        placeholders: Placeholders,
+        inputs: list[Tensor],
+    ) -> tuple[T | None, list[Tensor]]:
+        is_last = part == self._assignment.parts - 1
+        if len(self._parts) > 1:
+            # Each part runs the model's code from its beginning, which may change the batch in
+            # place.
+            batch = cloned(batch)
+        received_calls = self._assignment.sends[part - 1] if part > 0 else ()
+        sends = () if is_last else self._assignment.sends[part]
+        forward = _Forward(
+            part=part,
+            received=_as_returned(received_calls, placeholders, inputs),
+            placeholders=placeholders,
+            sends=sends,
+        )
+        self._forward = forward
+        answer: T | None = None
         try:
-            answer = loss(self.module, batch)
+            answer = function(self._module, batch)
         except _PartDone:
             pass
         finally:
             self._forward = None
         if not is_last and answer is not None:
             raise LayoutError(
-                f"the model did not call its block {self.assignment.last[part]} for this batch: a pipeline needs the "
-                "same calls in every forward"
+                f"the model did not call its block {self.last_block(part)} for this batch: a "
+                "pipeline needs the same calls in every forward"
             )
-        leaves = tree_leaves([forward.made.get(name, received.get(name)) for name in sends])
-        return answer, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        outputs = [forward.outputs.get(name, forward.received.get(name)) for name in sends]
+        return answer, [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
-    def _in_its_part(self, path: str, module_forward: Callable[..., Any], holds: bool) -> Callable[..., Any]:
-        part_of, last = self.assignment.part_of, self.assignment.last
+    def _in_its_part(
+        self, path: str, forward: Callable[..., Any], has_parameters: bool
+    ) -> Callable[..., Any]:
+        """A module's forward that does nothing in other parts than the module's own."""
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            forward = self._forward
-            if forward is None:
-                return module_forward(*args, **kwargs)
-            seen = forward.seen.get(path, 0)
-            forward.seen[path] = seen + 1
-            name = numbered(path, seen)
-            if name in forward.received:
-                return forward.received[name]
-            own = part_of.get(name) == forward.part
-            if holds and not own:
-                return forward.placeholders[name]
-            output = module_forward(*args, **kwargs)
-            if own:
-                if name in self.assumed:
-                    self._require_assumed(name, output)
-                if name in forward.sends:
-                    forward.made[name] = output
-                if name == last[forward.part] and forward.part < self.assignment.parts - 1:
-                    raise _PartDone
+        def forward_in_part(*args: Any, **kwargs: Any) -> Any:
+            current = self._forward
+            if current is None:
+                return forward(*args, **kwargs)
+            calls_before = current.calls.get(path, 0)
+            current.calls[path] = calls_before + 1
+            name = call_name(path, calls_before)
+            if name in current.received:
+                return current.received[name]
+            is_in_part = self._assignment.part_of.get(name) == current.part
+            if has_parameters and not is_in_part:
+                return current.placeholders[name]
+            output = forward(*args, **kwargs)
+            if is_in_part:
+                self._finish_call(current, name, output)
             return output
 
-        return call
+        return forward_in_part
 
-    def _require_assumed(self, name: str, output: Any) -> None:
-        """Raises LayoutError unless a block that could not be looked at without numbers returns what it was taken to:
-        one tensor."""
+    def _finish_call(self, current: _Forward, name: str, output: Any) -> None:
+        if name in self._assumed:
+            self._require_one_tensor(name, output)
+        if name in current.sends:
+            current.outputs[name] = output
+        is_last_part = current.part == self._assignment.parts - 1
+        if name == self.last_block(current.part) and not is_last_part:
+            raise _PartDone
+
+    def _require_one_tensor(self, name: str, output: Any) -> None:
+        """Raises LayoutError unless a block returns what it was assumed to return."""
         if not isinstance(output, Tensor):
             raise LayoutError(
-                f"the block {name} looks at numbers ({self.assumed[name]}), so it was taken to return one tensor as it "
-                f"is given, but it returns a {type(output).__name__}: let it return one tensor, or write strategy=fsdp"
+                f"the block {name} looks at numbers ({self._assumed[name]}), so it was taken to "
+                f"return one tensor as it is given, but it returns a {type(output).__name__}: let "
+                "it return one tensor, or write strategy=fsdp"
             )
+
+
+def _as_returned(
+    calls: Iterable[str], placeholders: Placeholders, tensors: Iterable[Tensor]
+) -> dict[str, Any]:
+    """Tensors that were sent, in the structures that the modules returned, by call."""
+    remaining = iter(tensors)
+
+    def next_tensor(leaf: object) -> object:
+        return next(remaining) if isinstance(leaf, Tensor) else leaf
+
+    return {call: tree_map(next_tensor, placeholders[call]) for call in calls}

@@ -1,51 +1,91 @@
-"""What a stage did when, in one step: by the host's clock on a CPU, by events in its stream on a GPU.
+"""What a stage does when, in one step.
 
-Nothing is waited for inside the step. To wait for the device around each instruction would be to wait for what has been
-asked for and not been sent, and would time a pipeline that never overlaps.
+Times are the host's clock on a CPU, and events in the stage's stream on a GPU. Nothing is waited
+for inside the step. To wait for the device around each instruction would mean waiting for messages
+whose receives have been posted and that nobody has sent yet, and it would time a pipeline that
+never overlaps.
 """
 
+import contextlib
 import time
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from strategies.pipeline.schedules import Op
 from strategies.pipeline.simulate import Span
 
-T = TypeVar("T")
+Mark: TypeAlias = "float | torch.cuda.Event"
+"""A moment: seconds of the host's clock, or an event in a GPU's stream."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Record:
+    """Something that was timed; `op` is None if it belongs to no micro-batch."""
+
+    kind: str
+    op: Op | None
+    start: Mark
+    end: Mark
 
 
 class Timeline:
-    """Begins when it is made."""
+    """The times of one stage in one step, which starts when the timeline is created."""
 
     def __init__(self, stage: int, device: torch.device) -> None:
-        self.stage, self.device = stage, device
-        self.marks: list[tuple[str, Op, Any, Any]] = []
-        self.began = self._mark()
+        """Start.
 
-    def timed(self, kind: str, op: Op, work: Callable[[], T]) -> T:
-        """Does `work`, which is a Span of that kind."""
-        start = self._mark()
-        result = work()
-        self.marks.append((kind, op, start, self._mark()))
-        return result
+        Args:
+            stage: Number of the stage.
+            device: Where it computes.
+        """
+        self._stage = stage
+        self._device = device
+        self._records: list[_Record] = []
+        self._start = self._now()
+
+    @contextlib.contextmanager
+    def timed(self, kind: str, op: Op | None) -> Iterator[None]:
+        """Time what is done inside.
+
+        Args:
+            kind: See Span.
+            op: The instruction that it belongs to, if it belongs to one.
+        """
+        start = self._now()
+        yield
+        self._records.append(_Record(kind=kind, op=op, start=start, end=self._now()))
 
     def spans(self) -> list[Span]:
-        """Everything so far; on a GPU, waits until it has been done."""
-        if self.marks and self.device.type == "cuda":
-            self.marks[-1][-1].synchronize()
+        """Everything that was timed so far; on a GPU, waits until it has been done."""
+        if self._records:
+            last = self._records[-1].end
+            if not isinstance(last, float):
+                last.synchronize()
         return [
-            Span(self.stage, kind, op.micro, op.chunk, self._seconds(start), self._seconds(end))
-            for kind, op, start, end in self.marks
+            Span(
+                stage=self._stage,
+                kind=record.kind,
+                micro_batch=record.op.micro_batch if record.op is not None else -1,
+                chunk=record.op.chunk if record.op is not None else 0,
+                start=self._seconds(record.start),
+                end=self._seconds(record.end),
+            )
+            for record in self._records
         ]
 
-    def _mark(self) -> Any:
-        if self.device.type != "cuda":
+    def _now(self) -> Mark:
+        if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _seconds(self, mark: Any) -> float:
-        return mark - self.began if self.device.type != "cuda" else self.began.elapsed_time(mark) / 1e3
+    def _seconds(self, mark: Mark) -> float:
+        """Seconds from the start of the step."""
+        if isinstance(mark, float) and isinstance(self._start, float):
+            return mark - self._start
+        assert not isinstance(mark, float) and not isinstance(self._start, float)
+        return self._start.elapsed_time(mark) / 1e3

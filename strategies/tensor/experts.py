@@ -1,45 +1,80 @@
-"""A mixture's experts split over tensor-parallel workers, in one of two ways: their parameters tell which.
+"""A mixture's experts over tensor-parallel workers, split in one of two ways.
 
-*gate, up, down*, (E, F, D) and (E, D, F), as app/models/mixture.py has them: each expert's hidden width F is split,
-like any feed-forward's (apply.py), so that workers compute alike whatever the router chooses.
+Their parameters tell which way:
 
-*Any others*: the experts themselves are split, worker r of R has E/R. Hugging Face's keep gate and up in one tensor
-(E, 2·F, D), of which no contiguous part is a part of both; there may be biases, and weights the other way round. A
-worker computes the choices of its own experts, by the model's own code; for Cᵣ, the choices of worker r's:
+- *gate, up and down* of (E, F, D), (E, F, D) and (E, D, F), as app/models/mixture.py has them. The
+  hidden width F of each expert is split, as in any feed-forward block (apply.py), so that all
+  workers compute equally much whatever the router chooses.
+- *Any others*. The experts themselves are split: worker r of R holds E/R of them. Those of Hugging
+  Face keep gate and up in one tensor (E, 2·F, D), of which no contiguous part is a part of both;
+  there may be biases, and weights in the other order. A worker computes the choices Cᵣ that are its
+  own experts, by the model's own code:
 
-    y = Σᵣ yᵣ,     yᵣ = Σ over chosen k in Cᵣ of weightₖ · expertₖ(x)
+      y = Σᵣ yᵣ,     yᵣ = Σ over chosen k in Cᵣ of weightₖ · expertₖ(x)
 
-Both send the same, one all-reduce of y (and one of the gradient), and hold 1/R of the weights and of the hidden
-activations; in the second the host waits for the number of own choices, and the busiest worker's step is everyone's.
+Both send the same, one all-reduce of y and one of its gradient, and hold 1/R of the weights and the
+hidden activations. In the second the host waits for the number of own choices, and the step of the
+busiest worker is everyone's.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from strategies.mixtures import computed, count_of, rename_counts
 from strategies.tensor.ops import Peers
-from strategies.tensor.plan import expert_dims
+from strategies.tensor.plan import expert_dims, splits_between_experts
+
+ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(tokens (…, D), chosen experts (…, k), weights (…, k)) → (…, D)."""
 
 
-def split_forward(experts: Any, peers: Peers) -> Callable[..., Tensor]:
-    """What computes this worker's part of y, by the forward that the experts have now; before they are split."""
+def split_forward(experts: nn.Module, peers: Peers) -> ExpertsForward:
+    """What computes this worker's part of y; to be called before the experts are split.
+
+    Args:
+        experts: The module of the experts. A forward of its own, which another strategy has put
+            into it, is taken out of it and used.
+        peers: The workers.
+    """
     forward = vars(experts).pop("forward", experts.forward)
-    if 0 not in expert_dims(experts).values():
+    if not splits_between_experts(experts):
         return forward
     count = count_of(experts)
-    rename_counts(experts, count, -(-count // peers.size))  # what is only watched may be uneven
-    return functools.partial(_of_own, peers, experts, forward)
+    # Without processes, the number need not be divisible.
+    rename_counts(experts, count, -(-count // peers.size))
+    return functools.partial(_own_experts_forward, peers, experts, forward)
 
 
-def _of_own(peers: Peers, experts: Any, forward: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """(…, D), (…, k), (…, k) → (…, D). index: from 0 over the experts of all `peers`."""
-    rows, own = x.flatten(0, -2), next(getattr(experts, name) for name in expert_dims(experts)).size(0)
-    mine, chosen = peers.choices(index.flatten(), own)
-    found = computed(
-        forward, rows.index_select(0, mine // index.size(-1)), chosen, weights.flatten().index_select(0, mine)
-    )
-    y = found.new_zeros(index.numel(), rows.size(1)).index_copy(0, mine, found)
-    return y.view(*index.shape, -1).sum(-2)
+def _own_experts_forward(
+    peers: Peers,
+    experts: nn.Module,
+    forward: Callable[..., Tensor],
+    x: Tensor,
+    index: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """What this worker's experts add to y.
+
+    Args:
+        peers: The workers.
+        experts: The module of the experts, of which this worker has some.
+        forward: Computes tokens by them.
+        x: (…, D).
+        index: (…, k), over the experts of all workers.
+        weights: (…, k).
+
+    Returns:
+        (…, D).
+    """
+    tokens = x.flatten(0, -2)
+    top_k = index.size(-1)
+    first_parameter = next(iter(expert_dims(experts)))
+    own_count = getattr(experts, first_parameter).size(0)
+    positions, own_index = peers.own_choices(index.flatten(), own_count)
+    own_tokens = tokens.index_select(0, positions // top_k)
+    own_weights = weights.flatten().index_select(0, positions)
+    own_rows = computed(forward, own_tokens, own_index, own_weights)
+    rows = own_rows.new_zeros(index.numel(), tokens.size(1)).index_copy(0, positions, own_rows)
+    return rows.view(*index.shape, -1).sum(-2)

@@ -1,23 +1,29 @@
 """The collectives inside a layer that is split over workers, each with its conjugate for backward.
 
-Megatron-LM's operators (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053, figure 3; along the sequence:
-Korthikanti et al. 2022, https://arxiv.org/abs/2205.05198, figure 5). Where forward copies, backward sums, and the
-other way round:
+These are the operators of Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, figure 3; along the
+sequence: Korthikanti et al. 2022, arXiv 2205.05198, figure 5). Where forward copies, backward sums,
+and the other way round:
 
-    operator            forward                        backward
-    enter      (f)      the input as it is             all-reduce
-      of a sequence     all-gather along the sequence  reduce-scatter
-    leave      (g)      all-reduce                     as it is
-      of a sequence     reduce-scatter                 all-gather along the sequence
-    gather_features     all-gather the last dim        keep one's own part
-    split_sequence      keep one's own part            all-gather along the sequence
+    operator             forward                          backward
+    enter       (f)      the input as it is               all-reduce
+      from parts of the sequence:
+                         all-gather along the sequence    reduce-scatter
+    leave       (g)      all-reduce                       the gradient as it is
+      to parts of the sequence:
+                         reduce-scatter                   all-gather along the sequence
+    gather_features      all-gather the last dimension    keep the worker's own part
+    split_sequence       keep the worker's own part       all-gather along the sequence
 
-Activations are (…, sequence, features). Parts are those of torch.chunk: equal, rounded up, the last ones smaller.
+Activations are (…, sequence, features). The parts of a dimension are those of torch.chunk: equal,
+rounded up, and the last ones smaller.
+
+A tensor of which workers have different parts is *marked* as split, and one that all workers have
+alike is not; randomness.py reads the marks.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,25 +35,28 @@ from strategies.torch_internals import all_gather_into, functional_collectives
 _all_reduce, _all_gather, _reduce_scatter, _ = functional_collectives()
 
 MARK = "is_split_over_peers"
-"""The attribute of a tensor of which workers have different parts (randomness.py)."""
+"""The attribute that marks a tensor as split."""
 
 
-def mark(x: Tensor) -> Tensor:
-    """The tensor, known as one of which workers have different parts."""
+def mark_split(x: Tensor) -> Tensor:
+    """The tensor, marked as one of which workers have different parts."""
     if not torch.compiler.is_compiling():
         setattr(x, MARK, True)
     return x
 
 
-def unmark(x: Tensor) -> Tensor:
-    """The tensor, known as one that all workers have alike."""
+def mark_alike(x: Tensor) -> Tensor:
+    """The tensor, marked as one that all workers have alike."""
     if not torch.compiler.is_compiling():
         setattr(x, MARK, False)
     return x
 
 
+# --- workers --------------------------------------------------------------------------------------
+
+
 class Peers:
-    """The workers that one layer is split over, and this worker's place among them."""
+    """The workers that a layer is split over, and this worker's place among them."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -55,117 +64,160 @@ class Peers:
         self.rank: int = group.rank()
 
     def bounds(self, length: int) -> tuple[int, int]:
-        """First and one-past-last index of this worker's part."""
+        """The first and one-past-last index of this worker's part of a dimension."""
         part = -(-length // self.size)
         return min(length, part * self.rank), min(length, part * (self.rank + 1))
 
-    def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
-        return _all_reduce(x.contiguous(), operation, self.group)
-
-    def choices(self, chosen: Tensor, own: int) -> tuple[Tensor, Tensor]:
-        """Which of the chosen experts are among this worker's `own`, for whose number the host waits; and as which."""
-        local = chosen - self.rank * own
-        mine = ((local >= 0) & (local < own)).nonzero().squeeze(1)
-        return mine, local.index_select(0, mine)
-
     def part(self, x: Tensor, dim: int) -> Tensor:
+        """This worker's part of a tensor along `dim`, as a view."""
         start, end = self.bounds(x.size(dim))
         return x.narrow(dim, start, end - start)
 
+    def require_divides(self, length: int) -> None:
+        """Check that a sequence can be split into equal parts.
+
+        Raises:
+            LayoutError: It cannot.
+        """
+        if length % self.size:
+            raise LayoutError(
+                f"parallel.tp is {self.size}, which does not divide the sequence of {length}: "
+                "choose a length it divides, or write parallel.sequence_parallel=false"
+            )
+
+    def own_choices(self, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+        """The choices of this worker's experts, if each worker has `experts` experts of its own.
+
+        The host waits for the device, because the result's length is not known before.
+
+        Args:
+            chosen: (choices,) the expert that each choice is, of all workers' experts.
+            experts: Number of experts on each worker.
+
+        Returns:
+            The positions of this worker's choices in `chosen`, and which of its experts each is.
+        """
+        local = chosen - self.rank * experts
+        positions = ((local >= 0) & (local < experts)).nonzero().squeeze(1)
+        return positions, local.index_select(0, positions)
+
+    def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
+        """The sum or the maximum ("max") over all workers."""
+        return _all_reduce(x.contiguous(), operation, self.group)
+
     def all_gather(self, x: Tensor, dim: int, length: int) -> Tensor:
-        """The parts of all, along `dim`, `length` in all."""
+        """The parts of all workers along `dim`, which is `length` long in all."""
         part = -(-length // self.size)
-        if x.size(dim) < part:  # the last parts are smaller
-            shape = list(x.shape)
-            shape[dim] = part - x.size(dim)
-            x = torch.cat([x, x.new_zeros(shape)], dim)
+        if x.size(dim) < part:
+            # The last parts are smaller, and the collective needs equal ones.
+            padding = list(x.shape)
+            padding[dim] = part - x.size(dim)
+            x = torch.cat([x, x.new_zeros(padding)], dim)
         return self._joined(_all_gather(x.contiguous(), self.group), dim, length)
 
-    def _joined(self, whole: Tensor, dim: int, length: int) -> Tensor:
-        if dim % whole.dim() == 0 and whole.size(0) == length:
-            return whole
-        joined = torch.cat(whole.chunk(self.size, 0), dim)
-        if joined.size(dim) == length:
-            return joined
-        return joined.narrow(dim, 0, length).clone()  # the model may write into it, which autograd refuses for a view
-
     def start_gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
-        """As `all_gather` of equal parts, in the background; what waits for it."""
+        """Start `all_gather` of equal parts.
+
+        Returns:
+            A function that waits for it and returns the whole tensor.
+        """
         x = x.contiguous()
-        whole = x.new_empty((self.size * x.size(0), *x.shape[1:]))
-        work = all_gather_into(whole, x, group=self.group, async_op=True)
+        stacked = x.new_empty((self.size * x.size(0), *x.shape[1:]))
+        work = all_gather_into(stacked, x, group=self.group, async_op=True)
 
         def finish() -> Tensor:
             work.wait()
-            return self._joined(whole, dim, self.size * x.size(dim))
+            return self._joined(stacked, dim, self.size * x.size(dim))
 
         return finish
 
-    def require_divided(self, length: int) -> None:
-        """Raises LayoutError unless a sequence of this length can be split."""
-        if length % self.size:
-            raise LayoutError(
-                f"parallel.tp is {self.size}, which does not divide the sequence of {length}: choose a length it "
-                "divides, or write parallel.sequence_parallel=false"
-            )
+    def _joined(self, stacked: Tensor, dim: int, length: int) -> Tensor:
+        """Parts that were gathered along dimension 0, joined along `dim` without their padding."""
+        if dim % stacked.dim() == 0 and stacked.size(0) == length:
+            return stacked
+        joined = torch.cat(stacked.chunk(self.size, 0), dim)
+        if joined.size(dim) == length:
+            return joined
+        # A copy, because the model may write into it, which autograd refuses for a view.
+        return joined.narrow(dim, 0, length).clone()
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """This worker's part, along `dim`, of the sum over all."""
-        self.require_divided(x.size(dim))
-        stacked = torch.cat(x.chunk(self.size, dim), 0) if dim % x.dim() else x
+        """This worker's part along `dim` of the sum over all workers."""
+        self.require_divides(x.size(dim))
+        stacked = x
+        if dim % x.dim() != 0:
+            stacked = torch.cat(x.chunk(self.size, dim), 0)
         return _reduce_scatter(stacked.contiguous(), self.group)
 
 
 class ShapePeers(Peers):
-    """Peers that are not there: every collective gives a tensor of the right shape, and notes what it would send."""
+    """Peers without processes, for models without storage.
 
-    def __init__(self, ways: int) -> None:
-        self.size, self.rank = ways, 0
-        self.where: Callable[[], str] = str
+    Every collective returns a tensor of the right shape, and counts what it would send.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.rank = 0
+        self.current_part: Callable[[], str] = str
         """Names the part of the model that is at work."""
-        self.sent: dict[str, float] = defaultdict(float)
-        """Bytes that one of them sends by ring algorithms, by part."""
+        self.sent_bytes: dict[str, float] = defaultdict(float)
+        """Bytes that one worker sends by ring algorithms, by part of the model."""
         self.calls: dict[str, int] = defaultdict(int)
-        self.again: dict[str, float] = defaultdict(float)
-        """Bytes that gathering again saves, by part."""
+        """Number of collectives, by part of the model."""
+        self.regathered_bytes: dict[str, float] = defaultdict(float)
+        """Bytes that need not be kept because backward gathers again, by part of the model."""
 
-    def _note(self, whole: Tensor, factor: float) -> None:
-        """A collective whose whole tensor is `whole`; rings send factor × (ways - 1) / ways of it."""
-        self.sent[self.where()] += factor * whole.numel() * whole.element_size() * (self.size - 1) / self.size
-        self.calls[self.where()] += 1
+    def _count(self, whole: Tensor, rounds: int) -> None:
+        """Count a collective.
 
-    def choices(self, chosen: Tensor, own: int) -> tuple[Tensor, Tensor]:
-        mine = torch.arange(-(-chosen.numel() // self.size), device=chosen.device)  # as many as the others
-        return mine, chosen.index_select(0, mine) % own
+        Args:
+            whole: The whole tensor, of which a ring sends (size - 1) / size in a round.
+            rounds: 2 for an all-reduce, which is a reduce-scatter and an all-gather.
+        """
+        part = self.current_part()
+        share = (self.size - 1) / self.size
+        self.sent_bytes[part] += rounds * whole.numel() * whole.element_size() * share
+        self.calls[part] += 1
+
+    def own_choices(self, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+        # Each worker's experts are assumed to be chosen equally often.
+        positions = torch.arange(-(-chosen.numel() // self.size), device=chosen.device)
+        return positions, chosen.index_select(0, positions) % experts
 
     def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
-        self._note(x, 2)
+        self._count(x, rounds=2)
         return torch.empty_like(x)
 
     def all_gather(self, x: Tensor, dim: int, length: int) -> Tensor:
         shape = list(x.shape)
         shape[dim] = length
         whole = x.new_empty(shape)
-        self._note(whole, 1)
+        self._count(whole, rounds=1)
         return whole
 
     def start_gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
         whole = self.all_gather(x, dim, self.size * x.size(dim))
-        self.again[self.where()] += whole.nbytes - x.nbytes
+        self.regathered_bytes[self.current_part()] += whole.nbytes - x.nbytes
         return lambda: whole
 
     def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        self._note(x, 1)
+        self._count(x, rounds=1)
         shape = list(x.shape)
         shape[dim] //= self.size
         return x.new_empty(shape)
 
 
+# --- operators ------------------------------------------------------------------------------------
+
+
 class Enter(torch.autograd.Function):
+    """The input of a split layer as it is; backward sums the gradients of all workers."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
         ctx.peers = peers
-        return unmark(x.view_as(x))
+        return mark_alike(x.view_as(x))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -173,9 +225,11 @@ class Enter(torch.autograd.Function):
 
 
 class Leave(torch.autograd.Function):
+    """The sum over all workers; backward passes the gradient on as it is."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        return unmark(peers.all_reduce(x))
+        return mark_alike(peers.all_reduce(x))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -183,45 +237,124 @@ class Leave(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """All-gather; backward keeps one's own part, or sums the parts of all."""
+    """All-gather; backward keeps this worker's part of the gradient.
+
+    With `sums_gradients` the workers' gradients differ, and backward takes the part of their sum.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers, dim: int, length: int, summed: bool) -> Tensor:
-        ctx.peers, ctx.dim, ctx.summed = peers, dim, summed
-        return unmark(peers.all_gather(x, dim, length))
+    def forward(
+        ctx: Any, x: Tensor, peers: Peers, dim: int, length: int, sums_gradients: bool
+    ) -> Tensor:
+        ctx.peers = peers
+        ctx.dim = dim
+        ctx.sums_gradients = sums_gradients
+        return mark_alike(peers.all_gather(x, dim, length))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        if ctx.summed:
-            return ctx.peers.reduce_scatter(gradient, ctx.dim), None, None, None, None
-        return ctx.peers.part(gradient, ctx.dim).contiguous(), None, None, None, None
+        if ctx.sums_gradients:
+            part = ctx.peers.reduce_scatter(gradient, ctx.dim)
+        else:
+            part = ctx.peers.part(gradient, ctx.dim).contiguous()
+        return part, None, None, None, None
 
 
 class Split(torch.autograd.Function):
-    """Keeps one's own part, of the sum over all or of what all have; backward gathers."""
+    """This worker's part; backward gathers the gradient.
+
+    With `sums` the workers' tensors differ, and forward takes the part of their sum.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers, dim: int, summed: bool) -> Tensor:
-        ctx.peers, ctx.dim, ctx.length = peers, dim, x.size(dim)
-        return peers.reduce_scatter(x, dim) if summed else peers.part(x, dim).contiguous()
+    def forward(ctx: Any, x: Tensor, peers: Peers, dim: int, sums: bool) -> Tensor:
+        ctx.peers = peers
+        ctx.dim = dim
+        ctx.length = x.size(dim)
+        return peers.reduce_scatter(x, dim) if sums else peers.part(x, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.peers.all_gather(gradient, ctx.dim, ctx.length), None, None, None
 
 
+def enter(x: Tensor, peers: Peers) -> Tensor:
+    """A tensor that all workers have alike, of whose gradient each computes a term."""
+    return Enter.apply(x, peers)
+
+
+def leave(x: Tensor, peers: Peers) -> Tensor:
+    """The sum over workers of a tensor of which each has computed a term."""
+    return Leave.apply(x, peers)
+
+
+def gather_sequence(x: Tensor, peers: Peers) -> Tensor:
+    """This worker's part of the sequence → (…, sequence, features), for a split layer."""
+    return Gather.apply(x, peers, -2, x.size(-2) * peers.size, True)
+
+
+def scatter_sequence(x: Tensor, peers: Peers) -> Tensor:
+    """(…, sequence, features), a term of each worker → this worker's part of the sum."""
+    return mark_split(Split.apply(x, peers, -2, True))
+
+
 def gather_features(x: Tensor, peers: Peers, length: int) -> Tensor:
+    """(…, features / R) of every worker → (…, features), which is `length`."""
     return Gather.apply(x, peers, -1, length, False)
 
 
 def split_sequence(x: Tensor, peers: Peers) -> Tensor:
-    peers.require_divided(x.size(-2))
-    return mark(Split.apply(x, peers, -2, False))
+    """(…, sequence, features), alike on all workers → this worker's part of the sequence."""
+    peers.require_divides(x.size(-2))
+    return mark_split(Split.apply(x, peers, -2, False))
 
 
-def gathered_from(x: Tensor, weight: Tensor) -> tuple[Tensor, Callable[[Tensor], Callable[[], Tensor]]] | None:
-    """Of a gathered input, this worker's part, and what starts gathering it again from that; None where the gradient of
-    `weight` will not need it, or it is to be kept."""
-    if torch.compiler.is_compiling() or not (weight.requires_grad and torch.is_grad_enabled()):
+# --- gathering again ------------------------------------------------------------------------------
+
+StartGather = Callable[[Tensor], Callable[[], Tensor]]
+"""Starts gathering, from this worker's part; returns a function that waits for the whole tensor."""
+
+
+class GatherSource(NamedTuple):
+    """What a gathered tensor can be gathered from again.
+
+    Args:
+        own_part: This worker's part of it.
+        start_gather: Starts gathering the parts of all.
+    """
+
+    own_part: Tensor
+    start_gather: StartGather
+
+
+def set_gather_source(x: Tensor, own_part: Tensor, start_gather: StartGather) -> None:
+    """Note on a gathered tensor what it can be gathered from again."""
+    x.gather_source = GatherSource(own_part, start_gather)  # type: ignore[attr-defined]
+
+
+def gather_source(x: Tensor, weight: Tensor) -> GatherSource | None:
+    """What the input of a layer can be gathered from again for the gradient of the layer's weight.
+
+    Returns:
+        None if the input was not gathered or is to be kept, or the weight needs no gradient.
+    """
+    needs_gradient = weight.requires_grad and torch.is_grad_enabled()
+    if torch.compiler.is_compiling() or not needs_gradient:
         return None
-    return getattr(x, "gathered_from", None)
+    return getattr(x, "gather_source", None)
+
+
+# --- parts of parameters --------------------------------------------------------------------------
+
+
+def set_parameter(part: Tensor, parameter: Tensor | None) -> None:
+    """Note on a worker's part of a parameter which parameter it is a part of.
+
+    Backward in two halves (pipeline/weight_grad.py) adds the gradient to that parameter.
+    """
+    part.of_parameter = parameter  # type: ignore[attr-defined]
+
+
+def parameter_of(part: Tensor) -> Tensor | None:
+    """The parameter that a tensor is noted to be a part of."""
+    return getattr(part, "of_parameter", None)

@@ -1,26 +1,28 @@
 """Asynchronous tensor parallelism: what a split layer sends travels while it multiplies.
 
-Along the sequence a layer that is split by columns waits for its input to be gathered, and the reduce-scatter of one
-that is split by rows waits for its product (ops.py). Here both are cut into the R workers' pieces of the sequence,
-which go round a ring:
+Along the sequence, a layer that is split by columns waits for its input to be gathered, and the
+reduce-scatter of a layer that is split by rows waits for its product (ops.py). Here both are cut
+into R pieces of the sequence, one for each of the R workers, which go round a ring:
 
-    gather, multiply     send the piece that is here on to r+1, receive another from r-1   while multiplying this one
-    multiply, scatter    send a piece's sum so far on to r+1, receive another's from r-1   while multiplying the next
+    gather, multiply     multiply one piece, while it is sent on to r+1 and another comes from r-1
+    multiply, scatter    multiply a piece, while the sum of another so far is sent on to r+1 and
+                         that of this piece comes from r-1
 
-Each sends what the collective sends, (R-1)/R of the whole, in R-1 transfers beside R products of 1/R of the rows. One
-is the other's backward, s being a worker's part of the sequence:
+Either sends what the collective sends, (R-1)/R of the whole, in R-1 transfers beside R products of
+1/R of the rows. Each is the other's backward. With gather and scatter along the sequence:
 
-    by columns    y = gather(x)·Wᵀ       dx = scatter(dy·W + what other layers give back for the gathered x)
-    by rows       y = scatter(x·Wᵀ)      dx = gather(dy)·W
+    by columns    y = gather(x)·Wᵀ     dx = scatter(dy·W + what other layers add to d gather(x))
+    by rows       y = scatter(x·Wᵀ)    dx = gather(dy)·W
 
-Layers called with the same input (queries, keys, values) share its gathering: beside the first one's product it comes,
-and beside that one's backward, which is last, the sum of all their gradients goes. What the gradients of weights need
-again is gathered as in ops.py. Sums go round in a fixed order, so results are the same every time. Wang et al. 2023,
-https://doi.org/10.1145/3567955.3567959.
+Layers that are called with the same input (queries, keys and values) share its gathering: the input
+is gathered while the first one multiplies, and the sum of all their gradients is scattered in that
+one's backward, which is the last. The gradients of weights gather the input again, as in layers.py.
+Sums go round in a fixed order, so results are the same every time. The method is that of Wang et
+al. 2023, https://doi.org/10.1145/3567955.3567959.
 
-Choose it where links take about as long as products, from some hundred rows a piece on: smaller products reach less of
-a GPU's peak. On CPUs it hides nothing, since the same cores send and multiply. Compiled blocks leave the compiler for
-these layers, and enter it again.
+Choose it if the links take about as long as the products, and pieces have some hundred rows or
+more: smaller products reach less of a GPU's peak. On CPUs it hides nothing, since the same cores
+send and multiply. Compiled blocks leave the compiler for these layers and enter it again.
 """
 
 from collections.abc import Callable
@@ -33,120 +35,201 @@ from torch.autograd.function import once_differentiable
 
 from strategies.passing import Passing
 from strategies.precision import Product
-
-Again = Callable[[Tensor], Callable[[], Tensor]]
-"""Starts gathering a part of the sequence again; what waits for the whole (ops.gathered_from)."""
+from strategies.tensor.ops import StartGather
 
 
-def _gather(own: Tensor, group: dist.ProcessGroup, use: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-    """own: (…, S/R, K). The whole, (…, S, K), and what `use` makes of its pieces, joined as they are."""
-    rank, size = group.rank(), group.size()
-    pieces, made = [own.contiguous()] * size, [own] * size
-    for i in range(size):
-        place = (rank - i) % size
-        passing = Passing([pieces[place]], group) if i < size - 1 else None
-        made[place] = use(pieces[place])
+def _gather(
+    own_piece: Tensor, group: dist.ProcessGroup, multiply: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Gather a tensor along the sequence while multiplying its pieces.
+
+    Args:
+        own_piece: (…, S/R, K) of this worker.
+        group: The workers.
+        multiply: (…, S/R, K) → (…, S/R, N).
+
+    Returns:
+        (…, S, K), and the products joined: (…, S, N).
+    """
+    rank = group.rank()
+    size = group.size()
+    pieces = [own_piece.contiguous()] * size
+    products = [own_piece] * size
+    for step in range(size):
+        position = (rank - step) % size
+        passing = Passing([pieces[position]], group) if step < size - 1 else None
+        products[position] = multiply(pieces[position])
         if passing is not None:
-            (pieces[place - 1],) = passing.arrived()
-    return torch.cat(pieces, -2), torch.cat(made, -2)
+            (pieces[position - 1],) = passing.arrived()
+    return torch.cat(pieces, -2), torch.cat(products, -2)
 
 
-def _scatter(group: dist.ProcessGroup, make: Callable[[int], Tensor]) -> Tensor:
-    """The sum over workers of what their `make` gives, (…, S/R, N), for this worker's place."""
-    rank, size = group.rank(), group.size()
-    total = make((rank - 1) % size).contiguous()
-    for i in range(2, size + 1):
+def _scatter(group: dist.ProcessGroup, compute_piece: Callable[[int], Tensor]) -> Tensor:
+    """Sum a tensor over workers while computing its pieces, and scatter it along the sequence.
+
+    Args:
+        group: The workers.
+        compute_piece: Position → what this worker adds to the piece there, (…, S/R, N).
+
+    Returns:
+        The sum for this worker's piece, (…, S/R, N).
+    """
+    rank = group.rank()
+    size = group.size()
+    total = compute_piece((rank - 1) % size).contiguous()
+    for step in range(2, size + 1):
         passing = Passing([total], group)
-        own = make((rank - i) % size)
+        addend = compute_piece((rank - step) % size)
         (total,) = passing.arrived()
-        total.add_(own)
+        total.add_(addend)
     return total
 
 
-def _piece(x: Tensor, place: int, size: int) -> Tensor:
-    return x.narrow(-2, place * (x.size(-2) // size), x.size(-2) // size)
+def _piece(x: Tensor, position: int, size: int) -> Tensor:
+    """One of `size` pieces along the sequence."""
+    length = x.size(-2) // size
+    return x.narrow(-2, position * length, length)
 
 
 class _Columns(torch.autograd.Function):
-    """(the gathered x, x·Wᵀ + b). again: None where the gathered x is kept until backward."""
+    """(gather(x), gather(x)·Wᵀ + b); without `start_gather`, gather(x) is kept until backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Any, group: Any, product: type[Product], again: Again | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: dist.ProcessGroup,
+        product: type[Product],
+        start_gather: StartGather | None,
     ) -> tuple[Tensor, Tensor]:
-        whole, y = _gather(x, group, lambda piece: product.forward(piece, weight, bias))
-        ctx.save_for_backward(whole if again is None else x, weight)
-        ctx.group, ctx.product, ctx.again = group, product, again
+        gathered, y = _gather(x, group, lambda piece: product.forward(piece, weight, bias))
+        ctx.save_for_backward(gathered if start_gather is None else x, weight)
+        ctx.group = group
+        ctx.product = product
+        ctx.start_gather = start_gather
         ctx.set_materialize_grads(False)
-        return whole, y
+        return gathered, y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_whole: Tensor | None, of_y: Tensor | None) -> tuple[Tensor | None, ...]:
-        (given, weight), size = ctx.saved_tensors, ctx.group.size()
-        of_x = of_weight = of_bias = None
-        waits = ctx.again(given) if ctx.again is not None and of_y is not None and ctx.needs_input_grad[1] else None
+    def backward(
+        ctx: Any, of_gathered: Tensor | None, of_y: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        product = ctx.product
+        size = ctx.group.size()
+        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        wait_for_x: Callable[[], Tensor] | None = None
+        if ctx.start_gather is not None and of_y is not None and needs_weight:
+            wait_for_x = ctx.start_gather(x)
 
-        def gradient(place: int) -> Tensor:
-            parts = [] if of_whole is None else [_piece(of_whole, place, size)]
-            if of_y is not None:
-                parts.append(ctx.product.of_input(_piece(of_y, place, size), weight))
-            return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        def gradient_piece(position: int) -> Tensor:
+            """What this worker adds to a piece of the gradient of gather(x)."""
+            if of_y is None:
+                assert of_gathered is not None, "backward comes with a gradient"
+                return _piece(of_gathered, position, size)
+            own = product.of_input(_piece(of_y, position, size), weight)
+            if of_gathered is None:
+                return own
+            return _piece(of_gathered, position, size) + own
 
-        if ctx.needs_input_grad[0]:
-            of_x = _scatter(ctx.group, gradient)
-        if of_y is not None and ctx.needs_input_grad[1]:
-            of_weight = ctx.product.of_weight(of_y, given if waits is None else waits())
-        if of_y is not None and ctx.needs_input_grad[2]:
+        of_x = _scatter(ctx.group, gradient_piece) if needs_x else None
+        of_weight = None
+        of_bias = None
+        if of_y is not None and needs_weight:
+            gathered = x if wait_for_x is None else wait_for_x()
+            of_weight = product.of_weight(of_y, gathered)
+        if of_y is not None and needs_bias:
             of_bias = of_y.flatten(0, -2).sum(0)
         return of_x, of_weight, of_bias, None, None, None
 
 
 class _Rows(torch.autograd.Function):
+    """scatter(x·Wᵀ)."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Any, product: type[Product]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, group: dist.ProcessGroup, product: type[Product]
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.product = group, product
-        return torch.ops.trireme.linear_scatter(x, weight, _number(group, product))
+        ctx.group = group
+        ctx.product = product
+        number = _number_of(group, product)
+        return torch.ops.trireme.linear_scatter(x, weight, number)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        whole, of_x = _gather(gradient, ctx.group, lambda piece: ctx.product.of_input(piece, weight))
-        return of_x, ctx.product.of_weight(whole, x) if ctx.needs_input_grad[1] else None, None, None
+        product = ctx.product
+        gathered, of_x = _gather(gradient, ctx.group, lambda piece: product.of_input(piece, weight))
+        of_weight = product.of_weight(gathered, x) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, None, None
 
 
-_KINDS: list[tuple[dist.ProcessGroup, type[Product]]] = []
-"""An operation's arguments are tensors and numbers: a group's and a product's is their place here."""
+# --- the product and reduce-scatter as one operation ----------------------------------------------
+
+_NUMBERED: list[tuple[dist.ProcessGroup, type[Product]]] = []
+"""The arguments of an operation are tensors and numbers, so groups and products are numbered."""
 
 
-def _number(group: dist.ProcessGroup, product: type[Product]) -> int:
-    kind = group, product
-    if kind not in _KINDS:
-        _KINDS.append(kind)
-    return _KINDS.index(kind)
+def _number_of(group: dist.ProcessGroup, product: type[Product]) -> int:
+    pair = (group, product)
+    if pair not in _NUMBERED:
+        _NUMBERED.append(pair)
+    return _NUMBERED.index(pair)
 
 
 @torch.library.custom_op("trireme::linear_scatter", mutates_args=())
-def _linear_scatter(x: Tensor, weight: Tensor, kind: int) -> Tensor:
-    """An operation of torch's own, so that selective recomputation keeps what it gave, as of a reduce-scatter."""
-    group, product = _KINDS[kind]
-    return _scatter(group, lambda place: product.forward(_piece(x, place, group.size()), weight, None))
+def _linear_scatter(x: Tensor, weight: Tensor, number: int) -> Tensor:
+    """scatter(x·Wᵀ), as an operation whose result selective recomputation keeps."""
+    group, product = _NUMBERED[number]
+    size = group.size()
+    return _scatter(
+        group, lambda position: product.forward(_piece(x, position, size), weight, None)
+    )
+
+
+# --- layers ---------------------------------------------------------------------------------------
 
 
 def columns(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    *,
     group: dist.ProcessGroup,
     product: type[Product],
-    again: Again | None,
+    start_gather: StartGather | None,
 ) -> tuple[Tensor, Tensor]:
-    """x (…, S/R, K), weight (N/R, K), bias (N/R) → the gathered x, (…, S, K), and x·Wᵀ + b, (…, S, N/R)."""
-    return _Columns.apply(x, weight, bias, group, product, again)
+    """A layer that is split by columns.
+
+    Args:
+        x: (…, S/R, K), this worker's part of the sequence.
+        weight: (N/R, K).
+        bias: (N/R,).
+        group: The R workers.
+        product: How it multiplies.
+        start_gather: Gathers `x` again in backward; None: the gathered `x` is kept.
+
+    Returns:
+        The gathered x, (…, S, K), and x·Wᵀ + b, (…, S, N/R).
+    """
+    return _Columns.apply(x, weight, bias, group, product, start_gather)
 
 
-def rows(x: Tensor, weight: Tensor, group: dist.ProcessGroup, product: type[Product]) -> Tensor:
-    """x (…, S, K/R), weight (N, K/R) → this worker's part, (…, S/R, N), of the workers' sum of x·Wᵀ."""
+def rows(x: Tensor, weight: Tensor, *, group: dist.ProcessGroup, product: type[Product]) -> Tensor:
+    """A layer that is split by rows.
+
+    Args:
+        x: (…, S, K/R).
+        weight: (N, K/R).
+        group: The R workers.
+        product: How it multiplies.
+
+    Returns:
+        This worker's part, (…, S/R, N), of the sum of x·Wᵀ over workers.
+    """
     return _Rows.apply(x, weight, group, product)

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,14 +14,10 @@ from app.tasks import load_task
 from app.training.events import Event, MetricsLogged
 from app.training.job import Job, Place, SilentChannel
 from app.training.loop import Training
+from app.training.persistence import NullPersistence
 from strategies.dims import DEGREES
 from strategies.layout import choose
 from tests.app.checkpoint.kit import save
-
-
-def nothing_kept(*_: Any) -> Any:
-    does_nothing = dict.fromkeys(("keep_weights", "finish", "save", "check", "close"), lambda *_: None)
-    return SimpleNamespace(resume=lambda progress: None, overdue=lambda: False, **does_nothing)
 
 
 def training_of(
@@ -33,9 +28,16 @@ def training_of(
     channel.emit = events.append  # type: ignore[method-assign]
     degrees = {name: getattr(config.parallel, name) for name in DEGREES}
     job = Job(
-        config, choose(strategy, world, **degrees), str(folder), "attempt", "uid", config.train.steps, os.getcwd()
+        config=config,
+        layout=choose(strategy, world, **degrees),
+        folder=str(folder),
+        attempt="attempt",
+        run_uid="uid",
+        steps=config.train.steps,
+        cwd=os.getcwd(),
     )
-    return Training(job, Place(rank, world, rank, torch.device("cpu")), channel, nothing_kept), events
+    place = Place(rank=rank, world_size=world, local_rank=rank, device=torch.device("cpu"))
+    return Training(job, place, channel, persistence_class=NullPersistence), events
 
 
 def logged(events: Iterable[Event], metric: str = "") -> list[MetricsLogged]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from app.api import _words, load_run, train
+from app.api import _overrides, load_run, train
 from app.errors import UserError
 from app.storage.storage import Storage
 from app.tasks import load_task
@@ -76,8 +76,8 @@ def test_a_scripts_own_task_trains_on_a_ray_that_stays(tmp_path: Path, ray_envir
 
 def test_values_of_python_are_the_command_lines_and_wrong_input_is_one_kind_of_error(tmp_path: Path) -> None:
     keys = {"train": {"steps": 5, "clip_norm": None}, "run.name": "a b", "optimizer": {"lr": np.float32(0.5)}}
-    assert _words(keys) == ["train.steps=5", "train.clip_norm=null", 'run.name="a b"', "optimizer.lr=0.5"]
-    assert _words({"task_args": {"data": Path("x"), "empty": {}}}) == ['task_args.data="x"', "task_args.empty={}"]
+    assert _overrides(keys) == ["train.steps=5", "train.clip_norm=null", 'run.name="a b"', "optimizer.lr=0.5"]
+    assert _overrides({"task_args": {"data": Path("x"), "empty": {}}}) == ['task_args.data="x"', "task_args.empty={}"]
     known: dict[str, Any] = {"task": Plain, "launcher": "local", "train.steps": 3, "run.storage": str(tmp_path)}
     for wrong, said in (
         ({"task_args": {"data": object()}}, r"task_args\.data is"),

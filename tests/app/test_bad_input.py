@@ -133,7 +133,7 @@ def test_several_mistakes_are_told_at_once_and_to_programs_too() -> None:
 def test_config_lists_the_arguments_of_the_task() -> None:
     result = invoke("config", "task=tabular")
     said = result.stdout.partition("# task_args of tabular:")[2]
-    assert "ignore: 'list[str] | None' = None" in said and "ignore: columns to leave out." in said
+    assert "ignore: 'list[str] | None' = None" in said and "ignore: Columns to leave out." in said
 
 
 @pytest.mark.slow

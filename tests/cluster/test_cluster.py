@@ -19,34 +19,46 @@ from cluster import connect as connect_module
 from cluster.addresses import join_address, split_address
 from cluster.connect import connect, running_here
 from cluster.files import FOLDER, read_cluster
-from cluster.remote import HostFacts, Result, SshLogin, explain, free_port, is_open, read_probe, unfit
-from cluster.shape import NodeState, link, of_gpus, of_nodes
+from cluster.remote import (
+    CommandResult,
+    HostFacts,
+    SshLogin,
+    free_port,
+    is_open,
+    read_probe,
+    ssh_problem,
+    start_problems,
+)
+from cluster.shape import NodeState, parse_link_speed, shape_of_gpus, shape_of_nodes
 from cluster.temporary import TemporaryFolder, sweep
 from tests.running import ROOT, environment, trireme
 
 
 def test_a_cluster_in_thought() -> None:
-    shape = of_gpus(512, "H100", 8, "400Gb")
+    shape = shape_of_gpus(512, "H100", 8, "400Gb")
     (node,) = shape.workers
     assert (node.gpus, node.max_nodes, shape.max_gpus, node.link_across) == (8, 64, 512, 50e9)
-    assert of_gpus(4, "A100-80GB", 8).max_gpus == 4
+    assert shape_of_gpus(4, "A100-80GB", 8).max_gpus == 4
     for gpus, name, per_node, across in [(12, "H100", 8, None), (8, "H100", 8, "fast")]:
         with pytest.raises(ClusterError):
-            of_gpus(gpus, name, per_node, across)
-    assert link("400Gb") == link("400 Gb/s") == link("400Gbps") == link("50GB/s") == link("50 GB") == 50e9
-    assert link(None) is None
+            shape_of_gpus(gpus, name, per_node, across)
+    for speed in ("400Gb", "400 Gb/s", "400Gbps", "50GB/s", "50 GB"):
+        assert parse_link_speed(speed) == 50e9
+    assert parse_link_speed(None) is None
 
 
 def test_the_shape_of_living_nodes() -> None:
-    head = NodeState("a", "", {"CPU": 4, "node:__internal_head__": 1, "memory": 8e9, "object_store_memory": 2e9}, {})
-    worker = NodeState("b", "big", {"CPU": 64, "GPU": 8, "accelerator_type:H100": 1}, {})
-    shape = of_nodes([head, worker, worker])
+    of_head = {"CPU": 4, "node:__internal_head__": 1, "memory": 8e9, "object_store_memory": 2e9}
+    of_worker = {"CPU": 64, "GPU": 8, "accelerator_type:H100": 1}
+    head = NodeState(address="a", kind="", total=of_head, available={})
+    worker = NodeState(address="b", kind="big", total=of_worker, available={})
+    shape = shape_of_nodes([head, worker, worker])
     assert shape.head.memory_bytes == 10**10
     (kind,) = shape.workers
     assert (kind.name, kind.gpus, kind.min_nodes, kind.max_nodes) == ("big", 8, 2, 2)
     assert kind.gpu == "h100-80gb" and kind.link_within
     with pytest.raises(ClusterError, match="no head"):
-        of_nodes([worker])
+        shape_of_nodes([worker])
 
 
 def test_a_cluster_of_another_user_is_not_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,9 +186,12 @@ def test_a_folder_that_ray_cannot_use_is_named(name: str, monkeypatch: pytest.Mo
 
 def test_a_cloud_cluster_that_is_up_is_not_started_over(monkeypatch: pytest.MonkeyPatch, own_cache: Path) -> None:
     monkeypatch.setattr(launch, "make_token", lambda: None)
-    there = launch.Status("trireme-aws", True, alive=[{}, {}])
-    monkeypatch.setattr(launch, "status_of", lambda data, file: there)
-    monkeypatch.setattr(launch, "_run", lambda *_: pytest.fail("`ray up` restarts the head and ends its jobs"))
+    node = launch.LivingNode(ip="10.0.0.1", head=True, resources={}, type="")
+    running = launch.Status(name="trireme-aws", reachable=True, alive=[node, node])
+    monkeypatch.setattr(launch, "status_of", lambda data, file: running)
+    monkeypatch.setattr(
+        launch, "_run_logged", lambda *_, **__: pytest.fail("`ray up` restarts the head and ends its jobs")
+    )
     with pytest.raises(ClusterError, match=r"trireme-aws is up already, with 2 nodes: .*cluster down"):
         launch.up("aws", lambda _: None)
 
@@ -196,17 +211,20 @@ def test_a_cloud_cluster_that_is_up_is_not_started_over(monkeypatch: pytest.Monk
 )
 def test_what_is_wrong_with_a_machine_is_named(host: int, facts: dict[str, Any], said: list[str]) -> None:
     sound: dict[str, Any] = {"python": "3.11.7", "ray": "2.60.0"}
-    found = unfit([HostFacts(f"10.0.0.{n}", **sound | (facts if n == host else {})) for n in range(2)])
+    hosts = [HostFacts(host=f"10.0.0.{n}", **sound | (facts if n == host else {})) for n in range(2)]
+    found = start_problems(hosts)
     assert len(found) == len(said) and all(map(str.startswith, found, said))
 
 
 def test_an_answer_is_read_and_noise_around_it_is_not() -> None:
     answer = {"python": "3.11.7", "ray": "2.60.0", "busy_ports": [8265], "rsync": True, "ray_running": True}
-    facts = read_probe(Result("h", 0, f"Welcome!\nTRIREME{json.dumps(answer)}\nbye\n", ""))
-    assert facts == HostFacts("h", python="3.11.7", ray="2.60.0", busy_ports=[8265], ray_running=True)
-    assert "no usable `python`" in read_probe(Result("h", 127, "", "bash: python: command not found")).problem
-    assert read_probe(Result("h", 255, "", "", "it is off")).problem == "it is off"
-    refused = explain("h", SshLogin("ubuntu", "/k"), "Warning: x\nubuntu@h: Permission denied (publickey).\n")
+    printed = f"Welcome!\nTRIREME{json.dumps(answer)}\nbye\n"
+    facts = read_probe(CommandResult(host="h", exit_code=0, stdout=printed))
+    assert facts == HostFacts(host="h", python="3.11.7", ray="2.60.0", busy_ports=[8265], ray_running=True)
+    no_python = CommandResult(host="h", exit_code=127, stderr="bash: python: command not found")
+    assert "no usable `python`" in read_probe(no_python).problem
+    assert read_probe(CommandResult(host="h", exit_code=255, problem="it is off")).problem == "it is off"
+    refused = ssh_problem("h", SshLogin("ubuntu", "/k"), "Warning: x\nubuntu@h: Permission denied (publickey).\n")
     assert refused.startswith("SSH to ubuntu@h fails (Warning: x / ubuntu@h: Permission denied (publickey).): check")
 
 
@@ -233,14 +251,16 @@ def test_the_state_of_a_cluster_in_words() -> None:
         {"node_ip": "10.0.0.2", "state": "ALIVE", "resources_total": worker[0], "labels": worker[1]},
         {"node_ip": "10.0.0.3", "state": "DEAD", "resources_total": {"GPU": 8.0}},
     ]
-    status = launch.read_status("c", Result("h", 0, f"Welcome!\n{json.dumps(rows)}\n{STATUS}", ""), read_cluster("aws"))
+    answer = CommandResult(host="h", exit_code=0, stdout=f"Welcome!\n{json.dumps(rows)}\n{STATUS}")
+    status = launch.read_status("c", answer, read_cluster("aws"))
     assert [node["ip"] for node in status.alive] == ["10.0.0.1", "10.0.0.2"]
     assert status.starting == ["a100, 2 launching", "10.0.0.4: a100, waiting-for-ssh"]
     assert [text.split(":")[0] for text in status.failed] == ["a100", "a100-spot"]
     assert status.dollars_per_hour == pytest.approx(0.2016 + 21.957642) and status.unpriced == 0
     assert any("$22.16 an hour" in line for line in status.lines())
     assert launch.autoscaler_report("Pending:\n (no pending nodes)\n").starting == ()
-    silent = launch.read_status("c", Result("h", 1, "", "AuthenticationError: 401"), read_cluster("aws"))
+    refusal = CommandResult(host="h", exit_code=1, stderr="AuthenticationError: 401")
+    silent = launch.read_status("c", refusal, read_cluster("aws"))
     assert not silent.reachable
     assert silent.lines() == ["c is not up: Ray does not answer on its head (AuthenticationError: 401)"]
 
@@ -251,7 +271,9 @@ def test_a_heads_token_is_used_where_there_is_one(tmp_path: Path) -> None:
 
     def mode(**more: str) -> str:
         env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path), **more}
-        return subprocess.check_output(launch.ASK.format(dashboard=1, gcs=2), shell=True, env=env, text=True)
+        return subprocess.check_output(
+            launch.STATUS_COMMANDS.format(dashboard=1, gcs=2), shell=True, env=env, text=True
+        )
 
     assert mode() == "mode=\nmode=\n"
     (tmp_path / ".ray").mkdir()

@@ -24,6 +24,7 @@ from tests.running import Ended, here
 
 pytestmark = pytest.mark.pure
 
+MEMORY = "{medium: Memory, sizeLimit: 200Gi}"
 SHM = "\n                - {name: shm, mountPath: /dev/shm}"
 EFA = "        - {DeviceIndex: 1, NetworkCardIndex: 3, InterfaceType: efa, SubnetId: subnet-0123456789abcdef0, "
 EFA += "Groups: [sg-0123456789abcdef0]}\n"
@@ -113,6 +114,7 @@ PLANTED = [
     ("kuberay-job", " run.storage=/mnt/shared/runs", "", "write run.storage=/mnt/shared/runs"),
     ("kuberay-job", "    trireme train", "    'trireme train", "a quotation mark without its partner"),
     ("kuberay-job", "medium: Memory", "medium: ''", "is not in memory"),
+    ("kuberay-job", MEMORY, "{}", "is not in memory"),
     ("kuberay-job", "sizeLimit: 200Gi", "sizeLimit: 200GB", "is '200GB': write an amount such as 2, 500m or 16Gi"),
     ("kuberay-job", "trireme/gpu:", "trireme/gpus:", "there is no annotation 'trireme/gpus'"),
     ("kuberay-cluster", "minReplicas: 0", "minReplicas: 5", "write minReplicas the smallest"),
@@ -152,7 +154,7 @@ def test_a_planted_mistake_is_named_on_its_line(tmp_path: Path, name: str, befor
     assert named, f"{after!r} is let through: {found}"
     assert all("\n" not in problem.message for problem in found)
     line = text[: text.index(before)].count("\n") + 1
-    elsewhere = before in (SHM, "medium: Memory", "[ReadWriteMany]")  # at what lacks it, or mounts it
+    elsewhere = before in (SHM, MEMORY, "medium: Memory", "[ReadWriteMany]")  # at what lacks it, or mounts it
     assert elsewhere or any(abs(problem.line - line) <= 5 for problem in named), (line, found)
 
 

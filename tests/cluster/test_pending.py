@@ -6,18 +6,25 @@ import pytest
 
 from cluster import ClusterError
 from cluster.pending import AutoscalerReport, Diagnosis, check_feasible, diagnose
-from cluster.shape import ClusterShape, NodeState, NodeType
+from cluster.shape import ClusterShape, NodeState, NodeType, node_type
 
 pytestmark = pytest.mark.pure
 
-BIG = NodeType("big", 8, "h100-80gb", 96.0, 0, None, None, 55.0, False, 0, 2)
-SMALL = NodeType("small", 1, "l4", 8.0, 0, None, None, 1.0, False, 0, 4)
-HEAD = NodeType("head", 0, "", 4.0, 0, None, None, 0.2, False, 1, 1)
-SHAPE = ClusterShape("c", "aws", HEAD, (BIG, SMALL), "my.yaml", 5)
+
+def _node_type(name: str, *, gpus: int, cpus: float, price: float, nodes: tuple[int, int]) -> NodeType:
+    facts = {"gpus": gpus, "cpus": cpus, "price_per_hour": price}
+    return node_type(name, [facts], *nodes)
+
+
+BIG = _node_type("big", gpus=8, cpus=96.0, price=55.0, nodes=(0, 2))
+SMALL = _node_type("small", gpus=1, cpus=8.0, price=1.0, nodes=(0, 4))
+HEAD = _node_type("head", gpus=0, cpus=4.0, price=0.2, nodes=(1, 1))
+SHAPE = ClusterShape(name="c", provider="aws", head=HEAD, workers=(BIG, SMALL), path="my.yaml", max_workers=5)
 
 
 def node(name: str, kind: str, total: dict[str, float], **used: float) -> NodeState:
-    return NodeState(name, kind, total, {key: amount - used.get(key, 0.0) for key, amount in total.items()})
+    available = {key: amount - used.get(key, 0.0) for key, amount in total.items()}
+    return NodeState(address=name, kind=kind, total=total, available=available)
 
 
 HEAD_NODE = node("10.0.0.1", "head", {"CPU": 4.0})

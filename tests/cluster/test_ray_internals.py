@@ -104,7 +104,7 @@ def test_what_does_not_answer_is_said_and_after_a_while_given_up(monkeypatch: py
     monkeypatch.setattr(watch, "threading", Mock(Event=lambda: event))  # and no thread
     monkeypatch.setattr(watch, "time", Mock(monotonic=lambda: clock.now))
     monkeypatch.setattr(watch, "answers", lambda _: clock.now < 5 or 20 <= clock.now < 30)
-    watch.RayWatch({"Ray's head": ("10.0.0.1", 6379)}, 45.0, tell, tell)._look()
+    watch.RayWatch({"Ray's head": ("10.0.0.1", 6379)}, patience=45.0, say=tell, lost=tell)._look()
     where = "Ray's head (10.0.0.1:6379)"
     silent = f"{where} does not answer: waiting up to 45 s for it"
     assert told == [(16, silent), (20, f"{where} answers again"), (41, silent), (76, f"{where} is gone")]
@@ -115,13 +115,13 @@ def test_whether_ray_can_be_asked_after_something_broke(connected: None, monkeyp
     such a node is given up."""
     monkeypatch.setattr(watch, "LOOK_SECONDS", 0.02)
     lost = list[str]()
-    looks = watch.RayWatch(watch.addresses(), 0.5, print, lost.append)
-    assert looks.whole()
+    looks = watch.RayWatch(watch.addresses(), patience=0.5, say=print, lost=lost.append)
+    assert looks.is_usable()
     dead = [{**node, "Alive": False} for node in ray.nodes()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray, "nodes", lambda: dead)
-        assert not looks.whole()
+        assert not looks.is_usable()
     wait_until(lambda: lost, 10)
     assert lost[0].startswith(watch.HERE)
     looks.at = {watch.HERE: ("127.0.0.1", 1)}
-    assert not looks.whole()
+    assert not looks.is_usable()

@@ -62,7 +62,7 @@ def test_the_page_of_a_study_is_the_one_that_it_wrote(tmp_path: Path) -> None:
         {"title": "Nothing", "tables": [{"rows": []}], "note": "of nothing"},
         {"title": "More", "folded": {"t": "<w>"}},
     ]
-    page.write(tmp_path, {"title": "<b>", "about": "a & b", "facts": [["x", "1", ""]], "sections": sections})
+    page.write_page(tmp_path, {"title": "<b>", "about": "a & b", "facts": [["x", "1", ""]], "sections": sections})
     out, note = report([str(tmp_path)], str(tmp_path / "copies" / "page.html"))
     text = out.read_text()
     assert text == (tmp_path / "report.html").read_text() and not note
@@ -88,7 +88,8 @@ def test_what_runs_cost_and_their_stages_are_tables(tmp_path: Path) -> None:
     def record(name: str, values: dict[str, float]) -> RunRecord:
         manifest = {"created": 0.0, "steps": 9, "starts": 1, "status": "finished", "summary": None}
         curves = {metric: [(5.0, value)] for metric, value in values.items()}
-        return RunRecord(name, tmp_path, manifest, {"task": "x", "workers": "2"}, curves=curves)
+        config = {"task": "x", "workers": "2"}
+        return RunRecord(name=name, folder=tmp_path, manifest=manifest, config=config, curves=curves)
 
     staged = record("staged", {"pipeline/stage_0/compute_seconds": 0.02, "pipeline/bubble": 0.12})
     found = re.sub(r"<[^>]+>", " ", page.render(content([record("paid", {"cost/dollars": 12.5}), staged])))

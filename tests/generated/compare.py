@@ -151,26 +151,15 @@ class Invalid(Exception):
 # --- one training -----------------------------------------------------------------------------------------------------
 
 
-class NothingKept:
-    """The keeper of a training that saves nothing."""
-
-    average = None
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def resume(self, progress: Any) -> None:
-        """There is nothing to continue from."""
-
-    def close(self) -> None: ...
-
-
 def _train(rank: int, job: Any, folder: str) -> None:
     """A few steps as in a run; what they leave is written by rank 0."""
     from app.training.job import Place, SilentChannel
     from app.training.loop import Training
+    from app.training.persistence import NullPersistence
 
-    place = Place(rank, job.layout.dims.world_size, rank, torch.device("cpu"))
-    training = Training(job, place, SilentChannel(), keeper=NothingKept)
+    world_size = job.layout.dims.world_size
+    place = Place(rank=rank, world_size=world_size, local_rank=rank, device=torch.device("cpu"))
+    training = Training(job, place, SilentChannel(), persistence_class=NullPersistence)
     try:
         batches = training.batches()
         try:
@@ -326,7 +315,15 @@ class Comparison:
             except Exception as error:
                 text = f"prepare: {type(error).__name__}: {error}"
                 return Verdict(Kind.WRONG, text, _signature(text))
-        job = Job(prepared.config, prepared.layout, "/nowhere", _file(rival.name), "", STEPS, os.getcwd())
+        job = Job(
+            config=prepared.config,
+            layout=prepared.layout,
+            folder="/nowhere",
+            attempt=_file(rival.name),
+            run_uid="",
+            steps=STEPS,
+            cwd=os.getcwd(),
+        )
         return job, prepared.notes
 
     def _here(self, job: Any, folder: str) -> Curve:

@@ -16,7 +16,7 @@ from app.models.gpt import GPT
 from app.models.mixture import TENSOR_PLAN as MIXTURE_PLAN
 from app.models.mixture import MixtureGPT
 from experiments.parity.curves import Trial
-from experiments.parity.rows import ALL_FIVE, MIXTURES, ROWS, Row
+from experiments.parity.rows import MIXTURES, MIXTURES_OF_MORE_DIMENSIONS, ROWS, Row
 from strategies.context.apply import ContextPlan
 from strategies.layout import LayoutError
 
@@ -269,6 +269,6 @@ FIRST = {row.name: row for row in reversed((*ROWS, *MIXTURES)) if row.name not i
 WIDER = ("pipeline (pp 4) zb_h2", "context (cp 4) ring")
 EVERY = [
     pytest.param(row, id=str(row), marks=[pytest.mark.slow] * (row not in FIRST and str(row) not in WIDER))
-    for row in (*ROWS, *MIXTURES, *ALL_FIVE)
+    for row in (*ROWS, *MIXTURES, *MIXTURES_OF_MORE_DIMENSIONS)
 ]
 """All rows; slow are those that take another one's way."""

@@ -32,8 +32,9 @@ def test_what_is_read_of_a_model() -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 2, bias=False), "ab": nn.Embedding(8, 4), "c": nn.BatchNorm1d(3)}).half()
     model["ab"].requires_grad_(False)
     model["c"].running_var = None
-    weight, table = ParameterSize("a.weight", (2, 4), 2, "a", True, 1), ParameterSize("ab.weight", (8, 4), 2, "", False)
-    norm = (ParameterSize("c.weight", (3,), 2), ParameterSize("c.bias", (3,), 2))
+    weight = ParameterSize("a.weight", (2, 4), itemsize=2, unit="a", split_dim=1)
+    table = ParameterSize("ab.weight", (8, 4), itemsize=2, trainable=False)
+    norm = (ParameterSize("c.weight", (3,), itemsize=2), ParameterSize("c.bias", (3,), itemsize=2))
     assert costs.model_size(model, ["a"], {"a.weight": 1}) == costs.ModelSize((weight, table, *norm), 3 * 2 + 8)
     two = (ParameterSize("weight", (1, 1)), ParameterSize("bias", (1,)))
     assert costs.model_size(nn.Linear(1, 1)) == costs.ModelSize(two)
@@ -81,7 +82,10 @@ def test_rows_that_tensor_parallelism_has_split_unevenly_are_not_split_again() -
     part = part_of(ParameterSize("bias", (9,), split_dim=0), 2)
     assert part.is_uneven and not part_of(ParameterSize("bias", (8,), split_dim=0), 2).is_uneven
     sent = [c for c in fsdp.collectives(unit_size((part,), 2), StepShape(dp_shard=2)) if c.bytes]
-    rows = [costs.Collective("all_reduce", over, 20, 1, "backward") for over in ("dp_shard", "dp_replicate")]
+    rows = [
+        costs.Collective(name="all_reduce", over=over, bytes=20, times=1, phase="backward")
+        for over in ("dp_shard", "dp_replicate")
+    ]
     assert sent == rows, "5 of them"
 
 
@@ -99,7 +103,7 @@ def test_what_is_large_is_so_beside_the_memory_that_there_is() -> None:
 
 def test_what_replicas_hold_is_everything_and_gradients_in_buckets_beside_tensor_parallelism() -> None:
     found = replicated(rank_size([unit_size(SIZES, 1)], 24), StepShape(compute_itemsize=2, optimizer="sgd"))
-    assert found == Cost(BYTES, BYTES, BYTES, buffers=24, transient=BYTES // 2)
+    assert found == Cost(parameters=BYTES, gradients=BYTES, optimizer=BYTES, buffers=24, transient=BYTES // 2)
     assert [_cost(name, n, tp=tp).transient for name, n, tp in (("ddp", 2, 1), ("tensor", 2, 2))] == [0, 0]
     assert _cost("ddp", 4, tp=2).transient == _cost("ddp", 4, tp=2).gradients == BYTES - 2 * 32
 
@@ -121,7 +125,7 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
 def test_experts_are_split_over_shards_of_their_own() -> None:
     given = (ParameterSize("few", (2, 8), is_expert=True), ParameterSize("many", (8, 2), is_expert=True))
     others = (ParameterSize("w", (4, 4)), ParameterSize("frozen", (4, 4), trainable=False))
-    found = unit_size((*given, *others), 4, of_experts=2)
+    found = unit_size((*given, *others), 4, expert_shards=2)
     assert (found.sharded_parameters, found.sharded_gradients, found.whole_gradients) == (4 * 24, 4 * 20, 0)
     assert found.gathered == 64 and unit_size(given, 4).sharded_parameters == 4 * (8 + 4)
-    assert unit_size(given, 4, of_experts=4).sharded_parameters == 4 * (4 + 4), "few: along another dimension"
+    assert unit_size(given, 4, expert_shards=4).sharded_parameters == 4 * (4 + 4), "few: along another dimension"

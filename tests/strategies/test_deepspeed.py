@@ -56,7 +56,7 @@ def test_a_configuration_keeps_what_is_the_persons_and_takes_what_is_the_experim
     Face's."""
     zero = {"stage": 3, "reduce_bucket_size": 7, "offload_optimizer": {"device": "cpu"}}
     given = {"train_batch_size": "auto", "zero_optimization": zero}
-    found = deepspeed.configuration(given)
+    found = deepspeed.engine_configuration(given)
     assert found["zero_optimization"] == zero and "train_batch_size" not in found
     assert found["gradient_clipping"] == 0.0 and found["gradient_accumulation_steps"] == 1
     assert found["zero_force_ds_cpu_optimizer"] is False and given["train_batch_size"] == "auto"

@@ -10,7 +10,7 @@ import torch
 from experiments.parity.rows import MIXTURES, ROWS
 from strategies import activation_checkpointing
 from strategies.context.apply import METHODS
-from strategies.one_process import home, remark, require_copies, share
+from strategies.one_process import first_gpu_of_worker, gpus_of_worker, require_copyable, spread_notes
 from strategies.options import CONTEXT_METHODS, PIPELINE_SCHEDULES
 from strategies.parallelize import Layout, Options, ParallelDims, check, choose
 from strategies.pipeline.schedules import SCHEDULES
@@ -148,25 +148,28 @@ def test_ranks_of_one_sequence_share_samples_and_are_further_data_parallel_worke
 
 def test_idle_devices_are_said_aloud() -> None:
     cpu, gpus = torch.device("cpu"), [torch.device("cuda", i) for i in range(3)]
-    assert "CPU" in remark("dp", [cpu, cpu], 2)[0]
-    assert "nothing is spread" in remark("dp", gpus[:1], 1)[0]
-    assert "1 of 3 GPUs idle" in remark("model_parallel", gpus, 2)[0]
-    assert remark("model_parallel", gpus, 3) == ()
+    assert "CPU" in spread_notes("dp", [cpu, cpu], 2)[0]
+    assert "nothing is spread" in spread_notes("dp", gpus[:1], 1)[0]
+    assert "1 of 3 GPUs idle" in spread_notes("model_parallel", gpus, 2)[0]
+    assert spread_notes("model_parallel", gpus, 3) == ()
 
 
 def test_dp_refuses_what_its_copies_would_compute_with_the_first_gpus_parameters() -> None:
     model = PlainGPT()
-    require_copies(model)
+    require_copyable(model)
     activation_checkpointing.apply(model, ["blocks.0", "blocks.1"], "every_2")
-    assert_refused(["of blocks.0,", "train.activation_checkpointing", "strategy=ddp"], require_copies, model)
+    assert_refused(["of blocks.0,", "train.activation_checkpointing", "strategy=ddp"], require_copyable, model)
     block = model.blocks[0]
     assert block._replicate_for_data_parallel().forward is block.forward, "torch's copies have a forward of their own"
     of_experts = mixture()
     of_experts.get_submodule("blocks.0.mlp.experts").forward = print  # type: ignore[method-assign]
-    assert_refused(["mixtures of experts, as blocks.0.mlp.experts", "strategy=ddp"], require_copies, of_experts)
+    assert_refused(["mixtures of experts, as blocks.0.mlp.experts", "strategy=ddp"], require_copyable, of_experts)
 
 
 def test_each_worker_has_its_own_gpus_and_begins_on_the_first() -> None:
+    def share(first_gpu: int, rank: int, workers: int, visible: int) -> list[int]:
+        return gpus_of_worker(first_gpu=first_gpu, rank=rank, workers=workers, visible=visible)
+
     assert share(0, 0, 1, 4) == [0, 1, 2, 3]  # one process
     assert share(0, 0, 2, 4) == [0, 1] and share(2, 1, 2, 4) == [2, 3]  # torchrun: everybody sees all
     assert share(0, 1, 1, 2) == [0, 1]  # an actor sees its own only, and LOCAL_WORLD_SIZE is not set
@@ -174,8 +177,8 @@ def test_each_worker_has_its_own_gpus_and_begins_on_the_first() -> None:
     assert share(1, 1, 2, 4) == [1]  # a device that is not the first of a share
     assert share(0, 0, 4, 2) == share(0, 3, 4, 2) == [0, 1]  # four tasks that see two of their own each
     for rank, visible in itertools.product((0, 1), (2, 4, 5)):
-        first = home(True, rank, 2, visible)
+        first = first_gpu_of_worker(True, rank, 2, visible)
         assert share(first, rank, 2, visible)[0] == first < visible
-    assert [home(False, rank, 4, 8) for rank in range(4)] == [0, 1, 2, 3]
+    assert [first_gpu_of_worker(False, rank, 4, 8) for rank in range(4)] == [0, 1, 2, 3]
     for several, workers, visible in itertools.product((False, True), (4, 8), (1, 2, 3)):
-        assert all(home(several, rank, workers, visible) < visible for rank in range(workers))
+        assert all(first_gpu_of_worker(several, rank, workers, visible) < visible for rank in range(workers))

@@ -97,7 +97,7 @@ def test_the_model_is_used_as_on_one_device(row: Row, asked: list[Any]) -> None:
 
 
 def _evaluated(_: int, row: Row) -> list[dict[str, Tensor] | None]:
-    parallel = curves.begin(_trial(models.classifier_loss), row.layout, Options(), CPU)
+    parallel = curves.parallelize_trial(_trial(models.classifier_loss), row.layout, Options(), CPU)
     parallel.module.eval()
     return [parallel.forward(figures, (tokens[:n], targets[:n])) for n in (16, 8) for tokens, targets in (_batch(0),)]
 

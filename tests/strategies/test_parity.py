@@ -14,7 +14,7 @@ import torch
 
 from experiments.parity import curves, matrix
 from experiments.parity.curves import Curve, Difference, Trial
-from experiments.parity.matrix import ORDERS, Call, Trials
+from experiments.parity.matrix import ORDERS, RowRun, Runner
 from experiments.parity.rows import SINGLE, Row
 from strategies.blocks import find_blocks
 from strategies.context.apply import METHODS
@@ -46,7 +46,7 @@ def _trial(row: Row, name: str = "") -> Trial:
 def _train(_: int, row: Row, options: Options, name: str = "") -> tuple[Curve, list[int]]:
     """The curve, and bytes of parameters, gradients and optimizer state. Where it is compiled, a break in a block's
     graph, around which operations would be launched one by one, ends it, but where its layers leave the compiler."""
-    trial, options = row.applied(_trial(row, name), options)
+    trial, options = row.adapt(_trial(row, name), options)
     held: list[int] = []
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -143,9 +143,10 @@ def test_options_change_no_number_but_by_the_rounding_of_sixteen_bits(row: Row, 
 @pytest.mark.parametrize("row", [Row("ddp+expert", 2, {"ep": 2}), slow(Row("fsdp+expert", 4, {"ep": 2}))], ids=str)
 def test_experts_in_sixteen_bits_are_as_far_off_as_one_device_from_itself(row: Row) -> None:
     """In float32 they would be further off."""
-    trials = Trials(functools.partial(models.mixture_trial, **HARD), Options(), "cpu")
-    calls = [Call(SINGLE, "bf16", order, row.layout.dims.dp_shard > 1) for order in (None, *ORDERS)]
-    curves_found = [matrix._trained(trials, call, CPU).curve for call in calls]
+    runner = Runner(functools.partial(models.mixture_trial, **HARD), Options(), "cpu")
+    is_sharded = row.layout.dims.dp_shard > 1
+    runs = [RowRun(SINGLE, "bf16", order=order, all_low_precision=is_sharded) for order in (None, *ORDERS)]
+    curves_found = [matrix.train_row(runner, run, CPU).curve for run in runs]
     truth, *others = [curve for curve in curves_found if curve is not None]
     curve, _ = _on_ranks(_train, row, Options(precision="bf16"))
     found = curves.difference(truth, curve)

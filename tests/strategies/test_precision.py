@@ -137,7 +137,7 @@ def _losses(_: int, name: str, workers: int, kind: str, steps: int) -> list[floa
     trial = Trial(build, language_loss, lambda _: (tokens[:, :-1], tokens[:, 1:]))
     options = Options(precision=kind, activation_checkpointing="selective")
     with mock.patch.object(precision, "require_float8"):
-        parallel = curves.begin(trial, choose(name, workers), options, CPU)
+        parallel = curves.parallelize_trial(trial, choose(name, workers), options, CPU)
     has = (isinstance(m, Float8Linear) or vars(m).get("_product") is Float8Product for m in parallel.inner.modules())
     assert any(has) == (kind == "fp8")
     return curves.run_steps(trial, parallel, trial.optimizer(parallel.parameters()), range(steps))[0]

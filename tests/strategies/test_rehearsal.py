@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 from strategies import registry
 from strategies.blocks import find_blocks
-from strategies.dims import Options
 from strategies.layout import LayoutError, choose
-from strategies.rehearsal import observe
+from strategies.options import Options
+from strategies.rehearsal.observe import observe
 from strategies.traits import Observation, Trait, require_kept
 
 pytestmark = pytest.mark.pure
@@ -528,9 +528,9 @@ class BlocksCount(Net):
 @pytest.mark.parametrize(("net", "where"), [(CountsInside, "the model"), (BlocksCount, "blocks.1")])
 def test_what_answers_otherwise_when_it_is_called_again_is_not_recomputed(net: Any, where: str) -> None:
     traits = seen(net)
-    assert traits[Trait.ANSWERS_OTHERWISE] == (where,)
-    assert refusing([Trait.ANSWERS_OTHERWISE]) == set()
-    observations = [Observation(Trait.ANSWERS_OTHERWISE, (where,))]
+    assert traits[Trait.OUTPUT_VARIES_BY_CALL] == (where,)
+    assert refusing([Trait.OUTPUT_VARIES_BY_CALL]) == set()
+    observations = [Observation(Trait.OUTPUT_VARIES_BY_CALL, (where,))]
     with pytest.raises(LayoutError, match=rf"{where} puts out other.*write train\.activation_checkpointing=none"):
         recomputing = Options(activation_checkpointing="full")
         require_kept(choose("ddp", 2), registry.records("ddp"), recomputing, observations, [])

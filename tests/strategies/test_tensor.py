@@ -51,7 +51,7 @@ def _kept(rank: int, changes: dict[str, Any]) -> tuple[int, int, dict[str, Tenso
 def _kept_and_whole(rank: int, changes: dict[str, Any]) -> tuple[Any, Any]:
     """And the same where inputs are kept whole, not compiled."""
     found = _kept(rank, changes)
-    with mock.patch.object(ops, "gathered_from", lambda x, weight: None):
+    with mock.patch.object(ops, "gather_source", lambda x, weight: None):
         return found, _kept(rank, {} if changes in (COMPILED, BESIDE) else changes)
 
 
@@ -106,8 +106,15 @@ def _beside(rank: int) -> tuple[list[str], list[Tensor], list[Tensor]]:
     own, a, b = (peers.part(t, dim).clone().requires_grad_() for t, dim in ((x, 1), (up, 0), (down, 1)))
     whole = [t.clone().requires_grad_() for t in (x, up, down)]
     with mock.patch.object(overlap, "Passing", Noted):
-        gathered, h = overlap.columns(own, a, None, peers.group, product, lambda t: peers.start_gather(t, 1))
-        y = overlap.rows(h + 0.0 * gathered.sum(), b, peers.group, product)
+        gathered, h = overlap.columns(
+            own,
+            a,
+            None,
+            group=peers.group,
+            product=product,
+            start_gather=lambda part: peers.start_gather(part, 1),
+        )
+        y = overlap.rows(h + 0.0 * gathered.sum(), b, group=peers.group, product=product)
         y.backward(peers.part(of_y, 1))
     expected = whole[0] @ whole[1].T @ whole[2].T
     expected.backward(of_y)
@@ -222,7 +229,9 @@ def test_split_logits_of_a_part_of_a_sequence_have_no_gradient_where_no_label_co
     """With tp and cp both. That the row trains as one device does: test_parity.py."""
     local = random(4, 8).requires_grad_()
     split = VocabularyLogits(local * 2, ops.ShapePeers(2), 16)
-    gated = Context._gated(cast(Any, SimpleNamespace(counts=torch.tensor(counts))), nn.Linear(1, 1), (), split)
+    gated = Context._gate_output(
+        cast(Any, SimpleNamespace(_has_labels=torch.tensor(counts))), nn.Linear(1, 1), (), split
+    )
     assert isinstance(gated, VocabularyLogits) and gated.shape == split.shape
     gated.local.sum().backward()
     torch.testing.assert_close(local.grad, torch.full_like(local, 2.0 * counts))

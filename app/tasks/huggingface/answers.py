@@ -1,38 +1,83 @@
-"""What a model that learns answers writes at an evaluation, beside what it should."""
+"""Logs at an evaluation what a model answers to a held-out question, and the right answer."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from app.tasks.huggingface.conversations import NOTHING
-from app.tasks.language import SAMPLED, drawn
+from app.tasks.base import EvaluationLog
+from app.tasks.huggingface.conversations import IGNORED
+from app.tasks.language import SAMPLE_TOKENS, sample_tokens
+
+if TYPE_CHECKING:
+    from app.tasks.huggingface.task import HuggingFace
 
 
-def show_answer(task: Any, model: nn.Module, log: Any) -> None:
-    """Logs the answer to the first question that was held out. task: HuggingFace's, of instructions or of pairs."""
+def log_answer(task: HuggingFace, model: nn.Module, log: EvaluationLog) -> None:
+    """Log the model's answer to the first held-out question.
+
+    Args:
+        task: A task of the kind instructions or seq2seq_lm.
+        model: The model.
+        log: Logs the question, the model's answer and the right answer.
+    """
     data = task.eval_data()
     if data is None:
         return
     inputs, targets_T = data[0]
-    first = int((targets_T != NOTHING).nonzero()[0])
-    wanted_T = targets_T[first:]
-    wanted_T = wanted_T[: int((wanted_T != NOTHING).cumprod(0).sum())]
+    first_target = int((targets_T != IGNORED).nonzero()[0])
+    expected_T = targets_T[first_target:]
+    length = int((expected_T != IGNORED).cumprod(0).sum())  # up to the next token that is ignored
+    expected_T = expected_T[:length]
+    if task.kind == "instructions":
+        question_T, answer_T = _answer_in_conversation(
+            task, model, inputs, first_target=first_target
+        )
+    else:
+        question_T, answer_T = _answer_of_decoder(task, model, inputs)
+    texts = {"asked": question_T, "written": answer_T, "wanted": expected_T}
+    lines = [f"{name}: {task.tokenizer.decode(tokens_T)}" for name, tokens_T in texts.items()]
+    log("answer", "\n".join(lines))
+
+
+def _answer_in_conversation(
+    task: HuggingFace, model: nn.Module, inputs: tuple[Tensor, Tensor], *, first_target: int
+) -> tuple[Tensor, Tensor]:
+    """The tokens of a conversation up to its first answer, and of the model's answer.
+
+    Args:
+        task: The task.
+        model: The model.
+        inputs: Tokens and positions (T,) of a row with several conversations.
+        first_target: The first token whose target is part of an answer.
+    """
+    tokens_T, positions_T = inputs
+    begin = int((positions_T[: first_target + 1] == 0).nonzero()[-1])
+    question_T = tokens_T[begin : first_target + 1]
 
     def arguments(tokens_1T: Tensor) -> dict[str, Any]:
-        if task.kind == "instructions":
-            return task.arguments((tokens_1T, torch.arange(tokens_1T.size(1))[None]))
-        return task.arguments((inputs[0][None], inputs[1][None], tokens_1T))
+        positions_1T = torch.arange(tokens_1T.size(1))[None]
+        return task.arguments((tokens_1T, positions_1T))
 
-    if task.kind == "instructions":
-        tokens_T, positions_T = inputs
-        begin = int((positions_T[: first + 1] == 0).nonzero()[-1])  # of the conversation, in a row of several
-        prompt_T, longest = tokens_T[begin : first + 1], len(tokens_T)
-        asked_T = prompt_T
-    else:
-        asked_T, prompt_T, longest = inputs[0], inputs[2][:1], SAMPLED + 1
-    answer_T = drawn(model, arguments, prompt_T, longest)
-    texts = {"asked": asked_T, "written": answer_T, "wanted": wanted_T}
-    log("answer", "\n".join(f"{name}: {task.tokenizer.decode(tokens_T)}" for name, tokens_T in texts.items()))
+    return question_T, sample_tokens(model, arguments, question_T, length=len(tokens_T))
+
+
+def _answer_of_decoder(
+    task: HuggingFace, model: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The tokens of a text, and of what the model makes of it.
+
+    Args:
+        task: The task.
+        model: The model.
+        inputs: The text's tokens and mask (S,), and the decoder's tokens (T,).
+    """
+    text_S, mask_S, decoder_T = inputs
+
+    def arguments(decoder_1T: Tensor) -> dict[str, Any]:
+        return task.arguments((text_S[None], mask_S[None], decoder_1T))
+
+    start_1 = decoder_T[:1]
+    return text_S, sample_tokens(model, arguments, start_1, length=SAMPLE_TOKENS + 1)

@@ -1,8 +1,9 @@
-"""The experts of the library's mixtures, computed by our grouped products.
+"""Computes the experts of the library's mixtures by our grouped matrix products.
 
-Its own `grouped_mm` takes no float32 tensors without numbers, which planning and pipelines need, and multiplies in
-float32 under autocast. Experts with biases or without gates, and those whose weights stand the other way round
-(gpt-oss), stay the library's: https://huggingface.co/docs/transformers/experts_interface.
+The library's own `grouped_mm` does not take float32 meta tensors, which planning and pipelines
+need, and multiplies in float32 under autocast. Experts with biases, without gates or with
+transposed weights (gpt-oss) are left to the library:
+https://huggingface.co/docs/transformers/experts_interface
 """
 
 import functools
@@ -16,22 +17,32 @@ from strategies.mixtures import find_mixtures
 
 GATE = "_apply_gate"
 """What an expert computes between its two products, by the library's interface for experts."""
+NEEDED = (GATE, "gate_up_proj", "down_proj")
+UNSUPPORTED = ("has_bias", "is_transposed", "has_post_expert_norm")
+"""Attributes of experts that are computed in another way than here."""
 
 
 def group_experts(model: nn.Module) -> None:
-    """In place. A model that is pickled so finds this module where it is read."""
-    for found in find_mixtures(model):
-        experts = found.experts
-        odd = any(getattr(experts, name, False) for name in ("has_bias", "is_transposed", "has_post_expert_norm"))
-        if not odd and all(hasattr(experts, name) for name in (GATE, "gate_up_proj", "down_proj")):
+    """Replace, in place, the forward of the model's experts where that is possible.
+
+    A pickled model refers to this module by its name, and needs it where it is read.
+    """
+    for mixture in find_mixtures(model):
+        experts = mixture.experts
+        is_unsupported = any(getattr(experts, name, False) for name in UNSUPPORTED)
+        if not is_unsupported and all(hasattr(experts, name) for name in NEEDED):
             experts.forward = functools.partial(_forward, experts)  # type: ignore[method-assign]
 
 
+# Pickled models refer to this function by its name.
 def _forward(experts: Any, x: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
     """x (N, D), index and weights (N, k) → (N, D)."""
-    both, down = (t.to(product_dtype(x)) for t in (experts.gate_up_proj, experts.down_proj))
+    dtype = product_dtype(x)
+    gate_up = experts.gate_up_proj.to(dtype)
+    down = experts.down_proj.to(dtype)
 
     def compute(rows: Tensor, ends: Tensor) -> Tensor:
-        return grouped_linear(getattr(experts, GATE)(grouped_linear(rows, both, ends)), down, ends)
+        hidden = getattr(experts, GATE)(grouped_linear(rows, gate_up, ends))
+        return grouped_linear(hidden, down, ends)
 
-    return by_expert(compute, x, index, weights, both.size(0))
+    return by_expert(compute, x, index, weights=weights, experts=gate_up.size(0))

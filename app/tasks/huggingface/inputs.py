@@ -1,46 +1,88 @@
-"""What a person gives a model of the library (images, texts, questions) and what it answers; kept with it in MLflow."""
+"""Preprocessors of the library's models: from images, texts or questions to answers.
+
+MLflow keeps them with a model. The names of their fields are part of what is stored.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from app.models.prediction import Preprocessor, classes_table, texts_of
-from app.tasks.language import NEW_TOKENS, TextInput
+from app.tasks.language import PREDICTED_TOKENS, TextInput
 from app.tasks.vision import ImageInput
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
-@dataclass
+
+@dataclass(kw_only=True)
 class FittedImages(ImageInput):
+    """Images, resized to what the model was made for.
+
+    Args:
+        channels: The model's number of channels.
+        sides: The model's height and width; None if it takes any size.
+    """
+
     channels: int
     sides: tuple[int, int] | None
 
-    def __call__(self, given: Any) -> dict[str, Any]:
-        return {"pixel_values": fitted(self.standardised(given), self.channels, self.sides)}
+    def __call__(self, images: Any) -> dict[str, Any]:
+        """The model's arguments for images as `ImageInput.standardised` takes them."""
+        return {"pixel_values": fitted(self.standardised(images), self.channels, self.sides)}
 
     def for_transformers(self) -> dict[str, Any]:
-        """As its image processors read it, which bring pixels to 0 … 1 first."""
+        """The configuration of the library's image processor for the same preprocessing."""
         height, width = self.sides or self.example.shape[1:3]
-        whole = 255.0 if self.example.dtype.kind in "ui" else 1.0
-        mean, std = ((each.flatten() / whole).expand(self.channels).tolist() for each in (self.mean, self.std))
-        sizes = {"do_resize": True, "size": {"height": height, "width": width}, "resample": 2}
-        pixels = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
-        return {"image_processor_type": "ViTImageProcessor", **sizes, **pixels, "image_mean": mean, "image_std": std}
+        # The library's processor brings pixels to 0 … 1 first. Ours does not.
+        is_integer = self.example.dtype.kind in "ui"
+        scale = 255.0 if is_integer else 1.0
+        return {
+            "image_processor_type": "ViTImageProcessor",
+            "do_resize": True,
+            "size": {"height": height, "width": width},
+            "resample": 2,
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": self._per_channel(self.mean / scale),
+            "image_std": self._per_channel(self.std / scale),
+        }
+
+    def _per_channel(self, values: Tensor) -> list[float]:
+        return values.flatten().expand(self.channels).tolist()
 
 
 def fitted(images: Tensor, channels: int, sides: tuple[int, int] | None) -> Tensor:
+    """Images in the size and with the channels of a model.
+
+    Args:
+        images: (n, channels, height, width).
+        channels: The model's number of channels; grey images are repeated.
+        sides: The model's height and width; None if it takes any size.
+    """
     if sides and tuple(images.shape[2:]) != sides:
         images = F.interpolate(images, sides, mode="bilinear", antialias=True)
-    return images.expand(-1, channels, -1, -1) if images.shape[1] == 1 < channels else images
+    if images.shape[1] == 1 and channels > 1:
+        images = images.expand(-1, channels, -1, -1)
+    return images
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TextsInput(Preprocessor):
-    """Texts to classify; tokenizer: the library's."""
+    """Texts to classify.
+
+    Args:
+        tokenizer: The library's tokenizer.
+        longest: How many tokens of a text are used.
+        classes: The names of the classes.
+        keywords: Further arguments of the model.
+    """
 
     tokenizer: Any
     longest: int
@@ -48,68 +90,107 @@ class TextsInput(Preprocessor):
     keywords: dict[str, Any]
 
     @property
-    def example(self) -> Any:
+    def example(self) -> DataFrame:
+        """A table of texts with one row."""
         import pandas
 
         return pandas.DataFrame({"text": ["a text"]})
 
-    def __call__(self, given: Any) -> dict[str, Any]:
-        how = {"padding": True, "truncation": True, "max_length": self.longest, "return_tensors": "pt"}
-        found = self.tokenizer(texts_of(given), **how)
-        return {"input_ids": found["input_ids"], "attention_mask": found["attention_mask"], **self.keywords}
+    def __call__(self, texts: Any) -> dict[str, Any]:
+        """The model's arguments for texts."""
+        encoded = self.tokenizer(
+            texts_of(texts),
+            padding=True,
+            truncation=True,
+            max_length=self.longest,
+            return_tensors="pt",
+        )
+        return {
+            "input_ids": encoded["input_ids"],
+            "attention_mask": encoded["attention_mask"],
+            **self.keywords,
+        }
 
-    def read(self, output: Any) -> Any:
+    def read(self, output: Any) -> DataFrame:
+        """Each text's most probable class."""
         return classes_table("label", self.classes, output)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ChatInput(TextInput):
-    """Questions, which the model answers. tokenizer: the library's, with a chat template."""
+    """Questions, which the model answers. Its tokenizer is the library's, with a chat template."""
 
     @property
-    def example(self) -> Any:
+    def example(self) -> DataFrame:
+        """A table of questions with one row."""
         import pandas
 
         return pandas.DataFrame({"text": ["What is a list?"]})
 
     def encode(self, text: str) -> Tensor:
-        """(1, tokens): the text as a user's message, and what comes before the answer."""
-        asked = [{"role": "user", "content": text}]
-        how = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
-        return self.tokenizer.apply_chat_template(asked, **how)["input_ids"]
+        """The tokens of a user's message and of what comes before the answer, (1, tokens)."""
+        encoded = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        return encoded["input_ids"]
 
     def decode(self, ids: list[int]) -> str:
+        """The text of tokens."""
         return self.tokenizer.decode(ids)
 
-    def predict(self, model: nn.Module, given: Any) -> Any:
+    def predict(self, model: nn.Module, texts: Any) -> DataFrame:
+        """The answer to each question."""
         import pandas
 
-        return pandas.DataFrame(
-            {"text": [self._continuation(model, text).partition(self.end)[0] for text in texts_of(given)]}
-        )
+        answers = []
+        for question in texts_of(texts):
+            answer, _, _ = self._continuation(model, question).partition(self.end)
+            answers.append(answer)
+        return pandas.DataFrame({"text": answers})
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PairsInput(TextsInput):
-    """Texts, of which the model makes others."""
+    """Texts, from which a model with an encoder and a decoder makes other texts.
 
-    start: int = 0  # the decoder's first token
-    end: ClassVar[str] = ""  # its last one is no text
+    Args:
+        start: The decoder's first token.
+    """
+
+    start: int = 0
+    end: ClassVar[str] = ""
+    """What comes after the text that is asked for: nothing, since special tokens have no text."""
 
     def decode(self, ids: list[int]) -> str:
+        """The text of tokens, without special ones."""
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def __call__(self, given: Any) -> dict[str, Any]:
-        found = super().__call__(given)
-        return {**found, "decoder_input_ids": torch.full((len(found["input_ids"]), 1), self.start)}
+    def __call__(self, texts: Any) -> dict[str, Any]:
+        """The model's arguments for texts, with the decoder at its first token."""
+        arguments = super().__call__(texts)
+        count = len(arguments["input_ids"])
+        return {**arguments, "decoder_input_ids": torch.full((count, 1), self.start)}
 
-    def predict(self, model: nn.Module, given: Any) -> Any:
+    def predict(self, model: nn.Module, texts: Any) -> DataFrame:
+        """The most probable text for each text."""
         import pandas
 
-        inputs = super().__call__(given) | {"max_new_tokens": NEW_TOKENS, "do_sample": False, "use_cache": True}
-        inputs |= {"decoder_start_token_id": self.start, "eos_token_id": self.tokenizer.eos_token_id}
         device = next(model.parameters()).device
-        made = model.generate(  # type: ignore[operator]
-            **{name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-        )
-        return pandas.DataFrame({"text": self.tokenizer.batch_decode(made, skip_special_tokens=True)})
+        arguments = {
+            **super().__call__(texts),
+            "max_new_tokens": PREDICTED_TOKENS,
+            "do_sample": False,
+            "use_cache": True,
+            "decoder_start_token_id": self.start,
+            "eos_token_id": self.tokenizer.eos_token_id,
+        }
+        on_device = {
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in arguments.items()
+        }
+        tokens = model.generate(**on_device)  # type: ignore[operator]
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return pandas.DataFrame({"text": texts})

@@ -1,7 +1,7 @@
-"""Where a model of the `transformers` library is, what kinds of model it can be, and making it as often as asked.
+"""Finds models of the `transformers` library, resolves their configuration and builds them.
 
-Nothing is fetched from the hub that is on this machine already, and code that comes with a model is never run. Weights
-are float32 whatever the type they were stored in.
+Nothing is fetched from the hub that is on this machine already, and code that comes with a model is
+never run. Weights are float32, whatever the type they were stored in.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +24,10 @@ from app.errors import UserError, nearest
 from app.tasks.huggingface import lora
 from app.tasks.huggingface.experts import group_experts
 
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from transformers import PreTrainedConfig, PreTrainedModel
+
 KINDS = {
     "causal_lm": "AutoModelForCausalLM",
     "instructions": "AutoModelForCausalLM",
@@ -30,27 +35,37 @@ KINDS = {
     "sequence_classification": "AutoModelForSequenceClassification",
     "image_classification": "AutoModelForImageClassification",
 }
-"""Kind: the library's class that makes it."""
-TABLES = {"instructions": "causal_lm", "seq2seq_lm": "seq_to_seq_causal_lm"}
-"""Kind: what the library calls it in its tables of models, if otherwise."""
+"""For each kind of model, the library's class that makes it."""
+LIBRARY_KINDS = {"instructions": "causal_lm", "seq2seq_lm": "seq_to_seq_causal_lm"}
+"""What the library's tables of models call a kind, if they have another name for it."""
 
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""Files of which a folder with weights has one."""
 HUB_SECONDS = 5.0  # how long the hub may take to answer
 HUB_FILES = ["*.json", "*.txt", "*.model"]
-UNDECLARED = {
-    "head_dim",
-    "decoder_start_token_id",
-}  # keys that models read though their configuration may have no field for them
+UNDECLARED = {"head_dim", "decoder_start_token_id"}
+"""Keys that models read although their configuration may not declare them."""
+POSITION_TABLES = ("position_embeddings", "embed_positions", "wpe")
+"""What models call their learnt embeddings of positions."""
 
 
-def library() -> Any:
-    """The transformers package, quiet. Raises UserError if it is not installed."""
+def library() -> ModuleType:
+    """The transformers package, without its log messages and progress bars.
+
+    Raises:
+        UserError: It is not installed.
+    """
     try:
         import transformers
     except ImportError as error:
         raise UserError(
-            "the huggingface task needs the package transformers, which is not installed: run pip install "
-            "'trireme[huggingface]'"
+            "the huggingface task needs the package transformers, which is not installed: "
+            "run pip install 'trireme[huggingface]'"
         ) from error
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -58,91 +73,132 @@ def library() -> Any:
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of what an error says, where the library puts what matters, without its full stop."""
+    """The last line of an error's message, without its full stop.
+
+    The library writes what matters there.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return (lines[-1] if lines else type(error).__name__).rstrip(".")
 
 
+# --- finding it ---
+
+
 @dataclass(frozen=True)
-class Found:
-    """What `task_args.model` names: a folder with a config.json, or a model type; `base` is its configuration."""
+class ModelSource:
+    """What `task_args.model` names.
+
+    Args:
+        folder: The folder of the model; None for a model type.
+        base: Its configuration.
+    """
 
     folder: Path | None
-    base: Any
+    base: PreTrainedConfig
 
     @property
     def tokenizer(self) -> Path | None:
-        """The folder's own tokenizer file."""
-        path = self.folder / "tokenizer.json" if self.folder else None
-        return path if path is not None and path.is_file() else None
+        """The tokenizer file in the folder; None if there is none."""
+        if self.folder is None:
+            return None
+        path = self.folder / "tokenizer.json"
+        return path if path.is_file() else None
 
 
-def find(named: Any, *, weights: bool) -> Found:
-    """The model that a person means by a folder, an id on the hub or a model type.
+def find_model(name: Any, *, weights: bool) -> ModelSource:
+    """The model that a folder, an id on the hub or a model type names.
 
-    weights: whether its weights are wanted too. Raises UserError.
+    Args:
+        name: `task_args.model`.
+        weights: Whether its weights are needed too.
+
+    Raises:
+        UserError: There is no such model, or it has no weights.
     """
-    if not isinstance(named, str) or not named:
-        raise UserError(f"task_args.model is {named!r}; write a model type such as llama, a folder or an id on the hub")
-    types = list(library().CONFIG_MAPPING)
-    folder = Path(named).expanduser()
+    if not isinstance(name, str) or not name:
+        raise UserError(
+            f"task_args.model is {name!r}; "
+            "write a model type such as llama, a folder or an id on the hub"
+        )
+    folder = Path(name).expanduser()
     if folder.is_dir():
-        return _in_folder(folder, weights)
-    if named in types:
+        return _from_folder(folder, weights=weights)
+    model_types = list(library().CONFIG_MAPPING)
+    if name in model_types:
         if weights:
             raise UserError(
-                f"task_args.pretrained is true, but {named!r} is a model type without weights: write a folder or an "
-                "id on the hub as task_args.model"
+                f"task_args.pretrained is true, but {name!r} is a model type without weights: "
+                "write a folder or an id on the hub as task_args.model"
             )
-        return Found(None, _configuration(named, library().AutoConfig.for_model))
-    if named.startswith((".", "/", "~")) or named.count("/") != 1:
+        base = _read_config(name, library().AutoConfig.for_model)
+        return ModelSource(folder=None, base=base)
+    is_path = name.startswith((".", "/", "~"))
+    if is_path or name.count("/") != 1:
+        hint = nearest(name, model_types)
         raise UserError(
-            f"task_args.model: there is no folder and no model type {named!r}{nearest(named, types)}; write a folder "
-            "with a config.json, an id on the hub (owner/name) or a model type such as llama, gpt2, bert or vit"
+            f"task_args.model: there is no folder and no model type {name!r}{hint}; "
+            "write a folder with a config.json, an id on the hub (owner/name) "
+            "or a model type such as llama, gpt2, bert or vit"
         )
-    return _in_folder(_from_hub(named, weights), weights)
+    return _from_folder(_hub_folder(name, weights=weights), weights=weights)
 
 
-def _in_folder(folder: Path, weights: bool) -> Found:
+def _from_folder(folder: Path, *, weights: bool) -> ModelSource:
     if not (folder / "config.json").is_file():
-        raise UserError(f"task_args.model: {folder} has no config.json; give the folder of a transformers model")
+        raise UserError(
+            f"task_args.model: {folder} has no config.json; give the folder of a transformers model"
+        )
     if weights and not _has_weights(folder):
         raise UserError(
-            f"task_args.pretrained is true, but {folder} has no weights ({WEIGHTS[0]}); write pretrained: false to "
-            "begin from none"
+            f"task_args.pretrained is true, but {folder} has no weights ({WEIGHTS[0]}); "
+            "write pretrained: false to begin from none"
         )
-    read = partial(library().AutoConfig.from_pretrained, local_files_only=True, trust_remote_code=False)
-    return Found(folder, _configuration(folder, read))
+    read = partial(
+        library().AutoConfig.from_pretrained, local_files_only=True, trust_remote_code=False
+    )
+    return ModelSource(folder=folder, base=_read_config(folder, read))
 
 
-def _configuration(source: Any, make: Callable[[Any], Any]) -> Any:
+def _read_config(source: str | Path, read: Callable[[Any], Any]) -> PreTrainedConfig:
     try:
-        return make(source)
-    except Exception as error:  # the library raises many kinds
+        return read(source)
+    except Exception as error:  # the library raises many kinds of errors
         raise UserError(
-            f"task_args.model: {source} has no configuration that makes a model of transformers ({last_line(error)})"
+            f"task_args.model: {source} has no configuration that makes a model of transformers "
+            f"({last_line(error)})"
         ) from error
 
 
-def _from_hub(named: str, weights: bool) -> Path:
-    """The folder in the hub's cache on this machine, fetched where that is not complete."""
+def _hub_folder(name: str, *, weights: bool) -> Path:
+    """The folder of a model in the hub's cache on this machine.
+
+    Files that the folder lacks are fetched.
+
+    Raises:
+        UserError: They cannot be fetched.
+    """
     library()
     import huggingface_hub as hub
     from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
-    wanted = [*HUB_FILES, "*.safetensors"] if weights else HUB_FILES
+    patterns = [*HUB_FILES, "*.safetensors"] if weights else HUB_FILES
     try:
         with contextlib.suppress(LocalEntryNotFoundError):
-            folder = Path(hub.snapshot_download(named, allow_patterns=wanted, local_files_only=True))
-            if (folder / "config.json").is_file() and (not weights or _has_weights(folder)):
+            folder = Path(
+                hub.snapshot_download(name, allow_patterns=patterns, local_files_only=True)
+            )
+            has_config = (folder / "config.json").is_file()
+            if has_config and (not weights or _has_weights(folder)):
                 return folder
-        return Path(hub.snapshot_download(named, allow_patterns=wanted, etag_timeout=HUB_SECONDS))
+        return Path(hub.snapshot_download(name, allow_patterns=patterns, etag_timeout=HUB_SECONDS))
     except Exception as error:
-        away = f"it is not on this machine, and {hub.constants.ENDPOINT} does not answer"
-        unknown = isinstance(error, RepositoryNotFoundError)  # also where it needs a login (gated)
-        why = "there is no such model, or it needs a login (hf auth login)" if unknown else away
+        if isinstance(error, RepositoryNotFoundError):  # the same for models that need a login
+            reason = "there is no such model, or it needs a login (hf auth login)"
+        else:
+            reason = f"it is not on this machine, and {hub.constants.ENDPOINT} does not answer"
         raise UserError(
-            f"task_args.model: {named!r} cannot be fetched from the hub ({why}); give the folder of a copy"
+            f"task_args.model: {name!r} cannot be fetched from the hub ({reason}); "
+            "give the folder of a copy"
         ) from error
 
 
@@ -150,130 +206,241 @@ def _has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in WEIGHTS)
 
 
-def _is_in(table: str, model_type: str) -> bool:
-    """Whether a table of the library's, by model type, has this one."""
-    return model_type in getattr(importlib.import_module("transformers.models.auto.modeling_auto"), table)
+# --- its kind ---
 
 
-def choose_kind(found: Found, wanted: str) -> str:
-    """`wanted` if the model has it; for auto what its configuration says it was, else what it is mostly used for.
+def choose_kind(source: ModelSource, kind: str) -> str:
+    """The kind of model to train.
 
-    Raises UserError, also for a model of several that is not trained as one.
+    Args:
+        source: The model.
+        kind: `task_args.kind`. For auto it is what the configuration says the model was, else what
+            such models are mostly used for.
+
+    Raises:
+        UserError: The library has no such model of this kind; or the model is made of several, and
+            has no vocabulary of its own.
     """
-    tables = {kind: f"MODEL_FOR_{TABLES.get(kind, kind).upper()}_MAPPING_NAMES" for kind in KINDS}
-    has = [kind for kind, table in tables.items() if _is_in(table, found.base.model_type)]
-    if getattr(found.base, "is_encoder_decoder", False):
-        has = [kind for kind in has if kind == "seq2seq_lm"]
-    if not has or wanted not in ("auto", *has):
-        made_for = " or ".join(has) or "none of the kinds"
+    base = source.base
+    possible = [kind for kind in KINDS if _is_in_table(_table_of(kind), base.model_type)]
+    if getattr(base, "is_encoder_decoder", False):
+        possible = [kind for kind in possible if kind == "seq2seq_lm"]
+    if not possible or kind not in ("auto", *possible):
+        made_for = " or ".join(possible) or "none of the kinds"
         raise UserError(
-            f"task_args.kind is {wanted}, but {found.base.model_type} is made for {made_for}; write another"
+            f"task_args.kind is {kind}, but {base.model_type} is made for {made_for}; write another"
         )
-    built = (found.base.architectures or [""])[0].replace("LMHeadModel", "ForCausalLM")
-    named = [kind for kind in has if built.endswith(KINDS[kind].removeprefix("AutoModel"))]
-    encoder = _is_in("MODEL_FOR_MASKED_LM_MAPPING_NAMES", found.base.model_type)  # looks at a text from both sides
-    usual = [kind for kind in has if kind == "sequence_classification" and encoder]
-    kind = wanted if wanted != "auto" else (named + usual + has)[0]
-    if kind != "image_classification" and not hasattr(found.base, "vocab_size"):
-        parts = ", ".join(found.base.sub_configs) or "others"
+    if kind == "auto":
+        kind = _automatic_kind(base, possible)
+    if kind != "image_classification" and not hasattr(base, "vocab_size"):
+        parts = ", ".join(base.sub_configs) or "others"
         raise UserError(
-            f"task_args.model: {found.base.model_type} is made of several models ({parts}); give the one of the text"
+            f"task_args.model: {base.model_type} is made of several models ({parts}); "
+            "give the one of the text"
         )
     return kind
 
 
-# --- making it ----------------------------------------------------------------------------------------------------
+def _automatic_kind(base: PreTrainedConfig, possible: list[str]) -> str:
+    """The kind that a configuration names, else classification for encoders, else the first."""
+    architecture = (base.architectures or [""])[0].replace("LMHeadModel", "ForCausalLM")
+    for kind in possible:
+        if architecture.endswith(KINDS[kind].removeprefix("AutoModel")):
+            return kind
+    is_encoder = _is_in_table("MODEL_FOR_MASKED_LM_MAPPING_NAMES", base.model_type)
+    if is_encoder and "sequence_classification" in possible:
+        return "sequence_classification"
+    return possible[0]
 
 
-def settle(found: Found, derived: Mapping[str, Any], written: Mapping[str, Any]) -> Any:
-    """The configuration: the library's or the folder's, what the data decides, what the person wrote on top.
+def _table_of(kind: str) -> str:
+    return f"MODEL_FOR_{LIBRARY_KINDS.get(kind, kind).upper()}_MAPPING_NAMES"
 
-    Raises UserError for a key that the configuration does not have, or a value that it refuses.
+
+def _is_in_table(table: str, model_type: str) -> bool:
+    """Whether one of the library's tables of models has this model type."""
+    tables = importlib.import_module("transformers.models.auto.modeling_auto")
+    return model_type in getattr(tables, table)
+
+
+# --- its configuration ---
+
+
+def resolve_config(
+    source: ModelSource, derived: Mapping[str, Any], written: Mapping[str, Any]
+) -> PreTrainedConfig:
+    """The configuration of a model: its own, with what the data decides and what the user wrote.
+
+    Args:
+        source: The model.
+        derived: Keys that follow from the data.
+        written: `task_args.config`, which takes precedence.
+
+    Raises:
+        UserError: The configuration does not have a key, or refuses a value.
     """
-    aliases = dict(type(found.base).attribute_map)
-    own = found.base.to_dict()
-    known = {*own, *aliases, *(field.name for field in dataclasses.fields(found.base)), "num_labels", *UNDECLARED}
+    base = source.base
+    aliases = dict(type(base).attribute_map)
+    values = base.to_dict()
+    known = {
+        *values,
+        *aliases,
+        *(field.name for field in dataclasses.fields(base)),
+        "num_labels",
+        *UNDECLARED,
+    }
     for key in written:
         if key not in known:
+            hint = nearest(key, known)
             raise UserError(
-                f"task_args.config.{key}: the configuration of {found.base.model_type} has no such "
-                f"key{nearest(key, known)}; it has {', '.join(sorted(own)[:12])}, …"
+                f"task_args.config.{key}: the configuration of {base.model_type} has no such "
+                f"key{hint}; it has {', '.join(sorted(values)[:12])}, …"
             )
-    given = {aliases.get(key, key): value for key, value in {**derived, **written}.items() if key in known}
-    for key, value in given.items():
-        if isinstance(own.get(key), dict) and isinstance(value, Mapping):
-            given[key] = {**own[key], **value}
+    changed = {
+        aliases.get(key, key): value
+        for key, value in {**derived, **written}.items()
+        if key in known
+    }
+    for key, value in changed.items():
+        if isinstance(values.get(key), dict) and isinstance(value, Mapping):
+            changed[key] = {**values[key], **value}
     try:
-        if found.folder is None:
-            return library().AutoConfig.for_model(found.base.model_type, **given)
-        if "num_labels" in given:  # the names of another number of labels would contradict it
-            own = {key: value for key, value in own.items() if key not in ("id2label", "label2id")}
-        return type(found.base).from_dict({**own, **given})
+        if source.folder is None:
+            return library().AutoConfig.for_model(base.model_type, **changed)
+        if "num_labels" in changed:
+            # The names of the folder's labels would contradict another number of labels.
+            values.pop("id2label", None)
+            values.pop("label2id", None)
+        return type(base).from_dict({**values, **changed})
     except Exception as error:
-        raise UserError(f"task_args.config does not make a {found.base.model_type}: {last_line(error)}") from error
+        raise UserError(
+            f"task_args.config does not make a {base.model_type}: {last_line(error)}"
+        ) from error
 
 
-@dataclass(frozen=True)
+# --- building it ---
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Makes a model as often as asked: `folder` with weights if it begins from some, else None. adapters: peft's."""
+    """Builds a model, as often as it is needed.
+
+    Args:
+        kind: The kind of model.
+        config: Its configuration.
+        folder: The folder of the weights to start from; None for new weights.
+        attention: The library's name of the attention; None for its choice.
+        adapters: The configuration of LoRA adapters; None for none.
+    """
 
     kind: str
-    config: Any
+    config: PreTrainedConfig
     folder: Path | None
     attention: str | None = None
-    adapters: Any = None
+    adapters: LoraConfig | None = None
 
     def build(self) -> nn.Module:
-        """The model in training mode, with its adapters. See `whole`."""
-        return self.wrapped().get_base_model() if self.adapters is not None else self.whole()
+        """The model in training mode, with its adapters.
 
-    def wrapped(self) -> Any:
-        """The model with its adapters as peft's model."""
-        return lora.adapted(self.whole(), self.adapters)
+        New weights are drawn from torch's global generator. On the meta device no weights are read.
 
-    def whole(self) -> nn.Module:
-        """The model in training mode. New weights come from torch's global generator; on meta none are read.
-
-        Raises UserError for weights of another model.
+        Raises:
+            UserError: The weights in the folder are of another model.
         """
-        auto = getattr(library(), KINDS[self.kind])
-        how: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
+        if self.adapters is None:
+            return self.build_base()
+        return self.build_with_adapters().get_base_model()
+
+    def build_with_adapters(self) -> PeftModel:
+        """peft's model around the model with its adapters; see `build`."""
+        return lora.with_adapters(self.build_base(), self.adapters)
+
+    def build_base(self) -> nn.Module:
+        """The model in training mode, without adapters; see `build`."""
+        auto_class = getattr(library(), KINDS[self.kind])
+        options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
         if self.attention is not None:
-            how["attn_implementation"] = self.attention
-        config = copy.deepcopy(self.config)  # making a model writes into it
+            options["attn_implementation"] = self.attention
+        config = copy.deepcopy(self.config)  # the library changes it
         config.return_dict = True
         if hasattr(config, "output_router_logits"):
-            config.output_router_logits = False  # what balances experts is ours: balance.py
-        fresh = self.folder is None or torch.get_default_device().type == "meta"
-        model = auto.from_config(config, **how) if fresh else self._read(auto, config, how)
+            config.output_router_logits = False  # balance.py computes the balance loss
+        on_meta = torch.get_default_device().type == "meta"
+        if self.folder is None or on_meta:
+            model = auto_class.from_config(config, **options)
+        else:
+            model = self._read_weights(auto_class, config, options)
         group_experts(model)
         return model.train()
 
-    def _read(self, auto: Any, config: Any, how: dict[str, Any]) -> nn.Module:
+    def _read_weights(
+        self, auto_class: Any, config: PreTrainedConfig, options: Mapping[str, Any]
+    ) -> PreTrainedModel:
         try:
-            how |= {"local_files_only": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
-            model, report = auto.from_pretrained(self.folder, config=config, **how)
-        except Exception as error:  # damaged files raise from safetensors, json and transformers alike
-            raise UserError(f"the weights in {self.folder} cannot be read: {last_line(error)}") from error
-        missing = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
-        body = f"{model.base_model_prefix}."
-        # A classifier's head is new where the classes are, and so is a pooler that a masked language model has not;
-        # everything else must have been learnt. peft saves the head with its adapters, but no pooler.
-        classifier, pooler = self.kind.endswith("classification"), f"{body}pooler."
-        new = {n for n in missing if not n.startswith(body) or (n.startswith(pooler) and self.adapters is None)}
-        wrong = sorted(missing - new if classifier else missing)
+            model, report = auto_class.from_pretrained(
+                self.folder,
+                config=config,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **options,
+            )
+        except Exception as error:  # damaged files raise errors of safetensors, json and others
+            raise UserError(
+                f"the weights in {self.folder} cannot be read: {last_line(error)}"
+            ) from error
+        mismatched = (name for name, *_ in report["mismatched_keys"])
+        missing = {*report["missing_keys"], *mismatched}
+        wrong = sorted(name for name in missing if not self._may_be_new(name, model))
         if wrong:
             raise UserError(
-                f"the weights in {self.folder} are of another model: {wrong[0]} is missing there or has another shape "
-                f"({len(wrong)} in all); leave task_args.config as the folder has it, or write pretrained: false"
+                f"the weights in {self.folder} are of another model: {wrong[0]} is missing there "
+                f"or has another shape ({len(wrong)} in all); "
+                "leave task_args.config as the folder has it, or write pretrained: false"
             )
         return model
 
+    def _may_be_new(self, name: str, model: PreTrainedModel) -> bool:
+        """Whether training may start from new values of a parameter that the weights lack.
+
+        That is so for a classifier's head, whose classes are new, and for a classifier's pooler,
+        which a masked language model does not have. peft saves a head with its adapters, but not a
+        pooler.
+        """
+        if not self.kind.endswith("classification"):
+            return False
+        body = f"{model.base_model_prefix}."
+        is_head = not name.startswith(body)
+        is_pooler = name.startswith(f"{body}pooler.")
+        return is_head or (is_pooler and self.adapters is None)
+
+
+def meta_model(recipe: Recipe) -> PreTrainedModel:
+    """The model on the meta device: its structure, without memory for weights.
+
+    Raises:
+        UserError: Its configuration does not make a model.
+    """
+    try:
+        with torch.device("meta"):
+            return recipe.build()
+    except UserError:
+        raise
+    except Exception as error:  # a wrong configuration may raise anything
+        raise UserError(
+            f"task_args.config does not make a {recipe.config.model_type}: {last_line(error)}"
+        ) from error
+
+
+# --- what it can do ---
+
 
 def unmasked_attention() -> str:
-    """The name of torch's attention without a mask, for causal models that look at all tokens before, of rows without
-    padding. Under its own name the library first looks whether positions begin anew in a row, and a GPU's host waits
-    for the answer in every forward. https://huggingface.co/docs/transformers/attention_interface
+    """The name of torch's causal attention without a mask, for rows without padding.
+
+    For the name "sdpa" the library first checks whether positions begin anew within a row, and the
+    host waits for a GPU's answer in every forward.
+    https://huggingface.co/docs/transformers/attention_interface
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -281,27 +448,21 @@ def unmasked_attention() -> str:
     return "sdpa_unmasked"
 
 
-def takes_any_attention(structure: Any) -> bool:
-    """Whether the model computes torch's attention and would take another under any name; an older one, such as Falcon
-    or GPT-J, has a table of its own with the names that it takes."""
-    return structure.config._attn_implementation == "sdpa" and structure.is_backend_compatible()
+def takes_registered_attention(model: PreTrainedModel) -> bool:
+    """Whether the model computes torch's attention, and takes it under another name too.
+
+    Older models, such as Falcon and GPT-J, have tables of their own with the names that they take.
+    """
+    return model.config._attn_implementation == "sdpa" and model.is_backend_compatible()
 
 
-def trial(recipe: Recipe) -> Any:
-    """The model on meta: its structure without memory. Raises UserError if its configuration makes none."""
-    try:
-        with torch.device("meta"):
-            return recipe.build()
-    except UserError:
-        raise
-    except Exception as error:  # a configuration can be wrong in as many ways as there are models
-        raise UserError(f"task_args.config does not make a {recipe.config.model_type}: {last_line(error)}") from error
-
-
-def position_tables(model: nn.Module) -> Iterator[int]:
-    """How many positions each learnt table of positions in the model can serve; rotary models have none."""
+def position_limits(model: nn.Module) -> Iterator[int]:
+    """How many positions each learnt table in the model has; rotary models have no tables."""
     for name, module in model.named_modules():
-        leaf = name.rpartition(".")[2]
-        if isinstance(module, nn.Embedding) and leaf in ("position_embeddings", "embed_positions", "wpe"):
-            kept = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa counts from behind it
-            yield module.num_embeddings - kept - int(getattr(module, "offset", 0))
+        is_table = name.rpartition(".")[2] in POSITION_TABLES
+        if not is_table or not isinstance(module, nn.Embedding):
+            continue
+        # RoBERTa's positions begin after that of padding.
+        reserved = 0 if module.padding_idx is None else module.padding_idx + 1
+        offset: Any = getattr(module, "offset", 0)
+        yield module.num_embeddings - reserved - int(offset)

@@ -15,7 +15,7 @@ import torch.multiprocessing as multiprocessing
 from app.run.abort import abort
 from experiments.benchmarks.gpu_first.check import Here
 from experiments.benchmarks.gpu_first.training import trial
-from experiments.parity.matrix import EVERYTHING, run
+from experiments.parity.matrix import EVERYTHING, run_matrix
 from experiments.parity.rows import ROWS
 from strategies.torch_internals import failed_groups
 
@@ -26,14 +26,15 @@ TIMEOUT = datetime.timedelta(minutes=2)
 
 def row(here: Here, name: str) -> None:
     """A row of the parity matrix against one device, plain and with all that a step can have."""
-    found = next(row for row in ROWS if str(row) == name)
-    results = run(trial, [found], variants=["plain", EVERYTHING])
+    wanted = next(row for row in ROWS if str(row) == name)
+    results = run_matrix(trial, [wanted], variants=["plain", EVERYTHING])
     for result in results:
         key = result.variant.partition(",")[0]
         here.expect(key, 0.0, result.bound.loss, "experiments/parity: the relative difference of the loss, in fp32")
-        if result.found is None:
+        if result.difference is None:
             raise RuntimeError(f"{result.variant}: {result.refused or result.error}")
-        here.found(**{key: result.found.loss, f"{key}_norm": result.found.norm, f"{key}_weights": result.found.weights})
+        found = result.difference
+        here.found(**{key: found.loss, f"{key}_norm": found.norm, f"{key}_weights": found.weights})
         here.expect(f"{key}_norm", 0.0, result.bound.norm, "ten times the loss's")
         here.expect(f"{key}_weights", 0.0, result.bound.weights, "ten times the loss's")
 

@@ -19,7 +19,7 @@ from app.training.job import memory_bytes
 from experiments.benchmarks.gpt import OPTIONS, SHAPES, ByHand, Shape
 from experiments.benchmarks.gpu_first.check import Here, NotHere
 from experiments.benchmarks.gpu_first.training import config, planned, training
-from experiments.benchmarks.harness import measured
+from experiments.benchmarks.harness import measure_in_turns
 
 LONGEST = 40
 BLOCKS, BLOCK_SECONDS = 5, 2.0
@@ -164,7 +164,9 @@ def _taken(here: Here, step: Callable[[], object]) -> dict[str, float]:
     step()
     here.wait()
     each = max(1, min(10, round(BLOCK_SECONDS / (time.perf_counter() - begun))))
-    blocks = measured({"": step}, BLOCKS if here.on_gpu else 2, each, here.wait)[""]
+    count = BLOCKS if here.on_gpu else 2
+    times = measure_in_turns({"": step}, blocks=count, steps_per_block=each, synchronize=here.wait)
+    blocks = times[""]
     found = {"seconds": statistics.median(blocks), "least": min(blocks), "most": max(blocks), "first": first}
     return found | ({"bytes": torch.cuda.max_memory_allocated()} if here.on_gpu else {})
 

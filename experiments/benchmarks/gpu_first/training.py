@@ -64,8 +64,17 @@ def training(here: Here, config: Config) -> Training:
     """Continues from what the run's folder has, as a worker does."""
     folder = f"{config.run.storage}/{config.run.name}"
     write_lease(Storage(folder), "first", 0)
-    job = Job(config, SINGLE, folder, "first", "first", config.train.steps or 1, os.getcwd())
-    return Training(job, Place(0, 1, 0, here.device), SilentChannel())
+    job = Job(
+        config=config,
+        layout=SINGLE,
+        folder=folder,
+        attempt="first",
+        run_uid="first",
+        steps=config.train.steps or 1,
+        cwd=os.getcwd(),
+    )
+    place = Place(rank=0, world_size=1, local_rank=0, device=here.device)
+    return Training(job, place, SilentChannel())
 
 
 def planned(config: Config, machine: Machine | None = None) -> Estimate:

@@ -93,7 +93,10 @@ def test_what_is_superfluous() -> None:
         ([1.0, 1.0, 3.0], 1, "min", [2, 3]),  # of equal ones the newest
         ([1.0, None, None], 2, None, [2, 3]),
     ]:
-        found = [Commit(i, f"/{i}", {}, {}, m, sequence=i) for i, m in enumerate(metrics, 1)][::-1]
+        found = [
+            Commit(step=i, path=f"/{i}", meta={}, files={}, metric=metric, sequence=i)
+            for i, metric in enumerate(metrics, 1)
+        ][::-1]
         how: Any = {"keep_last": keep_last, "keep_best": mode is not None, "mode": mode}
         gone = [c.step for c in commit.superfluous(found, **how)]
         assert gone == sorted({1, 2, 3} - {*kept}), (metrics, how)
@@ -115,14 +118,14 @@ def test_whether_a_save_that_does_not_end_well_has_committed(tmp_path: Path, mon
         save(tmp_path, 2, fence=iter([True, False]).__next__)
     assert steps(tmp_path) == [1] and len(list(tmp_path.iterdir())) == 1
     checkpointer = Checkpointer(str(tmp_path))
-    first = checkpointer._ranks.first
+    first = checkpointer._ranks.run_on_first
 
     def lost(what: Any) -> Any:
         if isinstance(found := first(what), Commit):
             raise RuntimeError("Connection closed by peer")
         return found
 
-    monkeypatch.setattr(checkpointer._ranks, "first", lost)
+    monkeypatch.setattr(checkpointer._ranks, "run_on_first", lost)
     checkpointer.save(state_of(10), meta={"step": 10})
     with pytest.raises(CheckpointError, match="Connection closed by peer"):
         checkpointer.close()

@@ -23,7 +23,7 @@ from app.checkpoint import Checkpointer, CheckpointError, NotFinite
 from app.checkpoint.dcp import HashingStream
 from app.checkpoint.ranks import RankFailed, Ranks
 from app.errors import UserError
-from experiments.parity.curves import begin, run_steps
+from experiments.parity.curves import parallelize_trial, run_steps
 from experiments.parity.rows import Row
 from strategies.parallelize import Options
 from tests.app.checkpoint.kit import plain, save, steps
@@ -101,10 +101,10 @@ def test_a_difference_and_a_flipped_bit_on_one_rank_are_known_on_all(tmp_path: P
 
 def _plan(rank: int, folder: str) -> None:
     ranks = Ranks(own_group=True)
-    assert ranks.divide(lambda: rank, lambda all_: [10 * each for each in all_]) == 10 * rank
+    assert ranks.run_and_divide(lambda: rank, lambda all_: [10 * each for each in all_]) == 10 * rank
     for what, then in ((lambda: {0: 0}[rank], list), (lambda: 1, lambda all_: [1 // 0])):
         with pytest.raises(RankFailed, match=r"^rank (1: KeyError: 1|0: ZeroDivisionError: .*)$"):
-            ranks.divide(what, then)
+            ranks.run_and_divide(what, then)
     checkpointer = Checkpointer(folder)
     with pytest.raises(NotFinite):
         checkpointer.save(state_of(None), meta={"step": 1}, finite=rank == 0)
@@ -203,8 +203,8 @@ PAIRS = [row for pair in (*product(WHOLE, IN_PARTS), *permutations(IN_PARTS, 2))
 def _go_on(_: int, row: Row, folder: str, step: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """From the newest checkpoint: this step, a checkpoint, and while it is written the next. Rank 0's weights after
     either."""
-    trial, options = row.applied(TRIAL, Options())
-    parallel = begin(trial, row.layout, options, torch.device("cpu"))
+    trial, options = row.adapt(TRIAL, Options())
+    parallel = parallelize_trial(trial, row.layout, options, torch.device("cpu"))
     optimizer = parallel.prepare_optimizer(trial.optimizer(parallel.parameters()))
     commit, _passed = checkpoint.latest_good(folder)
     if commit is not None:

@@ -9,14 +9,17 @@ import pytest
 import yaml
 from click.shell_completion import ShellComplete
 
-from app.cli import group, sentence
+from app.cli import group, usage_error
 from app.config import Config
 from app.config.check import OPTIMIZERS
 from app.config.io import documentation, explain, flatten, from_dict, load_config, to_dict, to_yaml
-from app.config.words import KEYS
+from app.config.words import OTHER_NAMES
 from app.errors import UserError
 from app.training.optimizer import BUILT_IN
+from cluster.addresses import split_address
 from strategies import registry
+from strategies.activation_checkpointing import checkpoint_every
+from strategies.dims import LayoutError
 from strategies.options import STRATEGIES
 from tests.running import ROOT
 
@@ -65,9 +68,9 @@ def test_completion_offers_keys_and_files(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_words_of_other_trainers_are_answered_with_the_key() -> None:
     """And each key that is named for them exists."""
-    keys = {key: documentation() for key in KEYS}
+    keys = {key: documentation() for key in OTHER_NAMES}
     assert all(key in docs or key.startswith("task_args.") for key, docs in keys.items())
-    words = [word for words in KEYS.values() for word in words.split()]
+    words = [word for words in OTHER_NAMES.values() for word in words.split()]
     assert len(words) == len(set(words)), "a word means one key"
     for written, key in (
         ("batch_size", "train.global_batch_size"),
@@ -79,7 +82,16 @@ def test_words_of_other_trainers_are_answered_with_the_key() -> None:
     for option, key in (("--workers", "workers"), ("--per-device-train-batch-size", "train.micro_batch_size")):
         with pytest.raises(click.NoSuchOption) as refused:
             group.main(["train", option, "4"], standalone_mode=False)
-        assert sentence(refused.value) == f"there is no option {option}: write {key}=VALUE, without dashes"
+        assert usage_error(refused.value) == f"there is no option {option}: write {key}=VALUE, without dashes"
+
+
+def test_a_digit_that_is_no_number_is_refused_in_a_sentence() -> None:
+    """str.isdigit accepts ², which int does not read."""
+    with pytest.raises(UserError, match="workers is '²', but it must be auto or a whole number"):
+        load_config([], ["workers=²"])
+    with pytest.raises(LayoutError, match="activation_checkpointing is 'every_²': write"):
+        checkpoint_every("every_²")
+    assert split_address("host:²") is None
 
 
 def test_the_names_that_are_checked_before_torch_is_imported_are_those_that_there_are() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from app.doctor.checks import ClusterFacts, GpuFacts, NodeFacts, RingFacts, bad_nodes, judge
-from app.doctor.look import expected_rate, ranks_of
+from app.doctor.look import choose_ranks, expected_rate
 
 pytestmark = pytest.mark.pure
 
@@ -19,14 +19,15 @@ NO_GPUS: dict[str, Any] = {"ray_gpus": 0.0, "torch_gpus": None, "torch_cuda": No
 
 def gpu(index: int, **more: Any) -> GpuFacts:
     known = {"name": "NVIDIA H100 80GB HBM3", "memory_total": 80 * GB, "memory_used": GB // 2, "flops": 7e14}
-    return GpuFacts(index, **(known | more))
+    return GpuFacts(index=index, **(known | more))
 
 
 def node(number: int, **more: Any) -> NodeFacts:
     address = f"10.0.0.{number}"
     known = GPUS | {"gpus": (gpu(0), gpu(1)), "versions": VERSIONS, "storage_seen": ("n0", "n1", "n2")}
     known |= {"host": f"host{number}", "head": number == 0, "resolves_to": address}
-    return NodeFacts(f"n{number}", address, **(known | {"interfaces": {"lo": "127.0.0.1", "eth0": address}} | more))
+    known |= {"interfaces": {"lo": "127.0.0.1", "eth0": address}}
+    return NodeFacts(node_id=f"n{number}", address=address, **(known | more))
 
 
 def bare(number: int, **more: Any) -> NodeFacts:
@@ -38,7 +39,7 @@ def bare(number: int, **more: Any) -> NodeFacts:
 def cluster(*nodes: NodeFacts, **more: Any) -> ClusterFacts:
     """Three sound nodes, of which some are others."""
     whole = {number: node(number) for number in range(3)} | {int(n.node_id[1:]): n for n in nodes}
-    return ClusterFacts(tuple(whole.values()), **({"storage": "/mnt/shared"} | more))
+    return ClusterFacts(nodes=tuple(whole.values()), **({"storage": "/mnt/shared"} | more))
 
 
 def gpus_of(**more: Any) -> tuple[GpuFacts, ...]:
@@ -47,17 +48,22 @@ def gpus_of(**more: Any) -> tuple[GpuFacts, ...]:
 
 def rings(whole: float, **pairs: float) -> tuple[RingFacts, ...]:
     """All-reduce over all nodes, where 100 GB/s should come, and between neighbours, by `a_b`."""
-    found = [RingFacts(("n0", "n1", "n2"), 6, "nccl", whole, 1e11)]
-    return (*found, *(RingFacts(tuple(key.split("_")), 2, "nccl", rate, 1e11) for key, rate in pairs.items()))
+    over_all = ring("n0", "n1", "n2", ranks=6, rate=whole, expected=1e11)
+    between = (ring(*key.split("_"), rate=rate, expected=1e11) for key, rate in pairs.items())
+    return (over_all, *between)
+
+
+def ring(*nodes: str, ranks: int = 2, **more: Any) -> RingFacts:
+    return RingFacts(nodes=nodes, ranks=ranks, **({"backend": "nccl"} | more))
 
 
 SOUND = [
     cluster(),
-    cluster(rings=(*rings(6e10), RingFacts(("n1",), 2, "nccl", 4e11, 4.5e11), RingFacts(("n2",), 2, "nccl", 1e9))),
+    cluster(rings=(*rings(6e10), ring("n1", rate=4e11, expected=4.5e11), ring("n2", rate=1e9))),
     cluster(bare(0), bare(1), bare(2)),  # no GPUs anywhere
     cluster(bare(0)),  # a CPU head
     cluster(node(0, ray_gpus=0.0)),  # a head that keeps its GPUs from Ray
-    ClusterFacts((bare(0, resolves_to="127.0.1.1"),)),  # one machine
+    ClusterFacts(nodes=(bare(0, resolves_to="127.0.1.1"),)),  # one machine
     cluster(node(1, resolves_to="127.0.1.1", gloo_interface="eth0")),
     cluster(node(1, gpus=(gpu(0, flops=6.6e14), gpu(1, temperature=78.0)))),
 ]
@@ -92,13 +98,18 @@ PLANTED: list[tuple[ClusterFacts, str, str, str]] = [
     (cluster(rings=rings(2e10, n0_n1=2e10, n1_n2=2e10, n2_n0=5e10)), "slow_pair", "n1", "between others 50 GB/s"),
     (cluster(rings=rings(2e10, n0_n1=2e10, n1_n2=5e10, n2_n0=5e10)), "slow_pair", "n1", "and 10.0.0.0 (host0) moves"),
     (cluster(rings=rings(2e10, n0_n1=2e10, n1_n2=2e10, n2_n0=2e10)), "slow_all_reduce", "", "6 workers on 3 nodes"),
-    (cluster(rings=(RingFacts(("n1",), 2, "nccl", 3e10, 4.5e11),)), "slow_all_reduce", "n1", "within 10.0.0.1 (host1)"),
-    (cluster(rings=(RingFacts(("n0", "n1", "n2"), 6, "", problem="timed out"),)), "all_reduce", "", "timed out"),
+    (cluster(rings=(ring("n1", rate=3e10, expected=4.5e11),)), "slow_all_reduce", "n1", "within 10.0.0.1 (host1)"),
+    (cluster(rings=(ring("n0", "n1", "n2", ranks=6, backend="", problem="timed out"),)), "all_reduce", "", "timed out"),
     (cluster(node(1, resolves_to="127.0.1.1")), "host_name", "n1", "its own name to 127.0.1.1"),
     (cluster(node(1, resolves_to=None)), "host_name", "n1", "its own name to nothing"),
     (cluster(node(1, storage_problem="Permission denied", storage_seen=None)), "storage", "n1", "Permission denied"),
     (cluster(node(1, storage_seen=("n1",))), "storage_differs", "n1", "each sees only its own"),
-    (cluster(NodeFacts("n1", "10.0.0.1", problem="no answer")), "no_answer", "n1", "10.0.0.1 does not answer"),
+    (
+        cluster(NodeFacts(node_id="n1", address="10.0.0.1", problem="no answer")),
+        "no_answer",
+        "n1",
+        "10.0.0.1 does not answer",
+    ),
 ]
 
 
@@ -116,11 +127,11 @@ def test_bad_nodes_are_those_with_critical_findings() -> None:
 
 
 def test_who_takes_part_in_an_all_reduce_and_what_should_come() -> None:
-    ranks = ranks_of(cluster(bare(0), node(1, gpus=gpus_of(processes=("4711",)))))
+    ranks = choose_ranks(cluster(bare(0), node(1, gpus=gpus_of(processes=("4711",)))))
     assert [(node.node_id, gpu) for node, gpu in ranks] == [("n1", 0), ("n2", 0), ("n2", 1)], "idle GPUs, and no CPU"
-    assert [gpu for _, gpu in ranks_of(cluster(bare(0), bare(1), bare(2)))] == [None] * 3
+    assert [gpu for _, gpu in choose_ranks(cluster(bare(0), bare(1), bare(2)))] == [None] * 3
     cut = cluster(bare(0, unreachable={"n1": "timed out"}), bare(1), bare(2))
-    assert [node.node_id for node, _ in ranks_of(cut)] == ["n2"], "it would hang"
+    assert [node.node_id for node, _ in choose_ranks(cut)] == ["n2"], "it would hang"
     assert expected_rate(cluster(link_expected=5e10), ("n0", "n1"), "nccl") == 5e10
     assert expected_rate(cluster(link_expected=5e10), ("n0", "n1"), "gloo") is None
     assert expected_rate(cluster(), ("n0", "n1"), "nccl") is None

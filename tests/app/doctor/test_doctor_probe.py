@@ -115,7 +115,7 @@ def test_a_port_that_is_closed_is_unreachable() -> None:
 
 @pytest.mark.slow
 def test_a_look_at_a_running_cluster(connected: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = look.look(storage=str(tmp_path))
+    facts = look.gather_facts(storage=str(tmp_path))
     (real,) = facts.nodes
     assert real.problem == "" and real.head and real.versions["ray"]
     assert real.storage_seen == (real.node_id,) and not list(tmp_path.iterdir()), "its mark is gone"
@@ -124,15 +124,15 @@ def test_a_look_at_a_running_cluster(connected: None, tmp_path: Path, monkeypatc
     assert "1 node checked" in report(facts, findings)[-1]
 
     monkeypatch.setattr(look, "expected_rate", lambda *_: 1e12)  # all are slow, so neighbours are measured
-    nodes = tuple(NodeFacts(name, real.address, interfaces={"lo": "127.0.0.1"}) for name in "abc")
-    ranks: list[look.Rank] = [(node, None) for node in nodes]
-    actors = [look.spawn(probe.RingRank, real.node_id, None, "lo") for _ in nodes]
-    found = look.measure(ClusterFacts(nodes), ranks, actors)
+    nodes = tuple(NodeFacts(node_id=name, address=real.address, interfaces={"lo": "127.0.0.1"}) for name in "abc")
+    ranks = [look.Rank(node, None) for node in nodes]
+    actors = [look.spawn(probe.RingRank, real.node_id, gpu=None, interface="lo") for _ in nodes]
+    found = look.measure_rings(ClusterFacts(nodes=nodes), ranks, actors)
     assert ["".join(ring.nodes) for ring in found] == ["abc", "ab", "bc", "ca"]
     assert all(min(ring.rate or 0, ring.exchange or 0) > 1e6 for ring in found), found
     assert all(ring.is_slow and not ring.problem for ring in found), found
     ray.kill(actors[2])
-    (broken,) = look.measure(ClusterFacts(nodes), ranks, actors)
+    (broken,) = look.measure_rings(ClusterFacts(nodes=nodes), ranks, actors)
     assert broken.nodes == ("a", "b", "c") and broken.rate is None and broken.problem
 
 
@@ -154,5 +154,5 @@ def test_which_cluster_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr("cluster.connect.running_here", lambda now=running: now)
         monkeypatch.setenv("RAY_ADDRESS", address)
-        found = look.server_of(asked)
+        found = look.remote_server(asked)
         assert (str(found) if found else None) == expected, (asked, address, running)

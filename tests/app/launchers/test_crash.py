@@ -13,7 +13,7 @@ from app.launchers.failure_policy import Kind
 from app.launchers.recovery import Nodes, State, classify, error_to_raise
 from app.launchers.workers import WorkerLost
 from app.training.events import WorkerInfo
-from tests.running import ROOT, environment
+from tests.running import ROOT, environment, trireme
 
 BY = ["SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"]
 DIE = """
@@ -22,6 +22,13 @@ faulthandler.enable(all_threads=False)
 def loss():
     os.kill(os.getpid(), signal.{})
 loss()
+"""
+RUN = """
+import sys
+from pathlib import Path
+from app.launchers.crash_notice import announce_crash
+with announce_crash("worker 0, process 7 on node-1,", Path("driver.log"), sys.stderr):
+    {}
 """
 LOST_PEER = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:15779")
 
@@ -41,13 +48,44 @@ def test_a_worker_that_crashed_says_by_which_signal_and_where(by: str, tmp_path:
     (tmp_path / "rank-1.log").write_text("epoch 1\n")
     sizes = log_sizes(tmp_path)
     dies(tmp_path / "rank-1.log", by)
-    infos = {rank: WorkerInfo(rank, 100 + rank, f"10.0.0.{rank}", "node") for rank in range(2)}
-    state = State(infos, 7, True, tmp_path, Nodes(), sizes)
+    infos = {rank: WorkerInfo(rank=rank, pid=100 + rank, ip=f"10.0.0.{rank}", node="node") for rank in range(2)}
+    state = State(workers=infos, step=7, progressed=True, logs=tmp_path, nodes=Nodes(), log_sizes=sizes)
     for failures in ({1: WorkerLost(details="End of file")}, {0: LOST_PEER}):
         failure = classify(failures, state, [])
         assert (failure.kind, failure.signal) == (Kind.CRASHED, by)
         assert f"worker 1, process 101 on 10.0.0.1, died after step 7 by {by} (" in failure.sentence
         assert f"model.py:5 in loss (see {tmp_path}/rank-1.log)" in failure.sentence
+
+
+def run_announced(statement: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A process in which that statement is announced if it crashes."""
+    script = folder / "model.py"
+    script.write_text(RUN.format(statement))
+    env = environment()
+    return subprocess.run([sys.executable, str(script)], cwd=folder, env=env, capture_output=True, text=True)
+
+
+def test_a_crash_of_the_driver_itself_is_one_sentence(tmp_path: Path) -> None:
+    ended = run_announced("import ctypes; ctypes.string_at(0)", tmp_path)
+    assert ended.returncode == -signal.SIGSEGV
+    assert ended.stderr.startswith("trireme: worker 0, process 7 on node-1, died by SIGSEGV (it used memory")
+    assert f"at {tmp_path}/model.py:6 in <module> (see driver.log): run the same command again" in ended.stderr
+    assert ended.stderr.count("\n") == 1, "no stack on the terminal"
+    assert "Stack (most recent call first)" in (tmp_path / "driver.log").read_text()
+
+
+@pytest.mark.parametrize("statement", ["pass", "raise SystemExit(3)", "import os; os._exit(3)"])
+def test_a_process_that_does_not_crash_announces_nothing(statement: str, tmp_path: Path) -> None:
+    assert run_announced(statement, tmp_path).stderr == ""
+
+
+@pytest.mark.slow
+def test_a_run_in_one_process_says_what_it_died_by(tmp_path: Path) -> None:
+    words = ["task=tests.tasks:Crashes", "strategy=single", "train.steps=20", "train.global_batch_size=16"]
+    ended = trireme("train", "launcher=local", *words, f"run.storage={tmp_path}", "run.name=run")
+    assert ended.code == -signal.SIGSEGV
+    assert "worker 0, process" in ended.err and "died by SIGSEGV" in ended.err, ended.err
+    assert "tests/tasks.py:" in ended.err and "Stack" not in ended.err, ended.err
 
 
 def test_what_an_earlier_attempt_died_by_is_not_said_of_a_later_one(tmp_path: Path) -> None:
@@ -65,9 +103,11 @@ def test_ray_own_words_for_it_are_understood(tmp_path: Path) -> None:
 def test_a_killed_rank_of_torchrun_is_named_by_the_rank_that_lost_it(tmp_path: Path) -> None:
     log = tmp_path / "rank-1.log"
     pid = dies(log, "SIGKILL")
-    infos = {0: WorkerInfo(0, 1, socket.gethostname(), ""), 1: WorkerInfo(1, pid, socket.gethostname(), "")}
+    host = socket.gethostname()
+    infos = {rank: WorkerInfo(rank=rank, pid=each, ip=host, node="") for rank, each in enumerate((1, pid))}
     failures = {0: LOST_PEER}
-    failure = classify(failures, State(infos, 4, True, tmp_path, Nodes(), {}), [])
+    state = State(workers=infos, step=4, progressed=True, logs=tmp_path, nodes=Nodes())
+    failure = classify(failures, state, [])
     assert failure.kind is Kind.DIED
     assert f"worker 1, process {pid} on" in failure.sentence and "as by SIGKILL" in failure.sentence
     assert str(error_to_raise(failures, failure.sentence, here=True)) == failure.sentence

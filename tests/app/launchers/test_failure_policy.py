@@ -2,6 +2,7 @@
 records as torch's flight recorder writes them. No process is started."""
 
 import json
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,20 @@ from torch.distributed import DistBackendError
 from app.checkpoint import CheckpointError
 from app.launchers.blame import rank_behind
 from app.launchers.failure_policy import Action, Capacity, Failure, Kind, Limits, decide, fewer_workers, growth
-from app.launchers.heartbeats import Hang, HangDetector
+from app.launchers.heartbeats import Hang, HangDetector, HeartbeatThread, Reply
 from app.launchers.recovery import Device, Nodes, State, classify, device_failure
 from app.launchers.supervisor import Supervisor
 from app.launchers.workers import Failures, Status, WorkerLost
 from app.training.events import WorkerInfo
+from app.training.job import Heartbeat
 
 pytestmark = pytest.mark.pure
 
-failure = partial(Failure, sentence="it broke", step=10, progressed=True)
+
+def failure(kind: Kind, **more: Any) -> Failure:
+    return Failure(kind=kind, **{"sentence": "it broke", "step": 10, "progressed": True} | more)
+
+
 DIED, STILLBORN = failure(Kind.DIED), failure(Kind.DIED, progressed=False)
 ANNOUNCED, BUG = failure(Kind.PREEMPTED), failure(Kind.EXCEPTION)
 CRASH = failure(Kind.CRASHED, signal="SIGSEGV")
@@ -37,8 +43,8 @@ ON_B = failure(Kind.DIED, node="b", progressed=False)
         ([DIED] * 3, 3, Action.RETRY, "it broke", 0),
         ([DIED] * 4, 3, Action.GIVE_UP, "fault.max_restarts=3 is used up", 0),
         ([DIED], 0, Action.GIVE_UP, "it broke; fault.max_restarts is 0", 0),
-        ([DIED] * 3 + [failure(Kind.DIED, at=3601.0)], 3, Action.RETRY, "it broke", 0),  # an hour later
-        ([DIED] * 3 + [failure(Kind.DIED, at=3600.0)], 3, Action.GIVE_UP, "used up", 0),
+        ([DIED] * 3 + [failure(Kind.DIED, clock=3601.0)], 3, Action.RETRY, "it broke", 0),  # an hour later
+        ([DIED] * 3 + [failure(Kind.DIED, clock=3600.0)], 3, Action.GIVE_UP, "used up", 0),
         ([ANNOUNCED] * 50 + [DIED], 1, Action.RETRY, "it broke", 0),
         ([DIED] + [failure(Kind.NO_CAPACITY)] * 9, 1, Action.RETRY, "it broke", 0),
         ([failure(Kind.NON_RETRYABLE)], 3, Action.GIVE_UP, "it broke", 0),
@@ -67,12 +73,19 @@ def test_whether_and_when_to_start_again(history: Any, limit: int, action: Actio
 
 
 def capacity(workers: int, free: int, seconds: float = 0.0, valid: Any = (1, 2, 4), **without: int) -> Capacity:
-    return Capacity(workers, 4, free, valid, without, seconds)
+    return Capacity(
+        workers=workers,
+        wanted=4,
+        available=free,
+        valid=valid,
+        available_without=without,
+        missing_seconds=seconds,
+    )
 
 
 ELASTIC = Limits(9, elastic_seconds=30.0)
 ROOM = "; there is room for 3 of 4 workers"
-EXCLUDED = "; 2 failures began at that node, which gets no more workers"
+EXCLUDED = "; 2 failures began at that node, which is excluded"
 SAYS = {Action.WAIT: ROOM, Action.RESIZE: ROOM, Action.EXCLUDE_NODE: EXCLUDED}
 
 
@@ -93,7 +106,7 @@ SAYS = {Action.WAIT: ROOM, Action.RESIZE: ROOM, Action.EXCLUDE_NODE: EXCLUDED}
         ([ON_A, ON_A], Limits(9, None), capacity(4, 4, a=3), Action.RETRY, 0),
         ([ON_A, ON_A], ELASTIC, capacity(4, 4, b=4), Action.RETRY, 0),  # there is no other
         ([ON_A, failure(Kind.EXCEPTION, node="a")], ELASTIC, capacity(4, 4, a=4), Action.RETRY, 0),
-        ([ON_A, failure(Kind.DIED, node="a", at=3601.0)], ELASTIC, capacity(4, 4, a=4), Action.RETRY, 0),
+        ([ON_A, failure(Kind.DIED, node="a", clock=3601.0)], ELASTIC, capacity(4, 4, a=4), Action.RETRY, 0),
     ],
 )
 def test_with_what_to_continue(history: Any, limits: Limits, found: Capacity, action: Action, workers: int) -> None:
@@ -123,7 +136,9 @@ def test_what_cuda_says_of_a_device_that_can_compute_no_more() -> None:
     assert {text: device_failure(RuntimeError(text)) for text in said} == said
 
 
-INFOS = {rank: WorkerInfo(rank, 44 + rank, f"10.0.0.{rank}", f"n{rank}", oom_kills=1) for rank in range(4)}
+INFOS = {
+    rank: WorkerInfo(rank=rank, pid=44 + rank, ip=f"10.0.0.{rank}", node=f"n{rank}", oom_kills=1) for rank in range(4)
+}
 WHO = "worker 3, process 47 on 10.0.0.3,"
 PEER = {1: RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")}
 SAVING = {1: CheckpointError(str(PEER[1]))}
@@ -158,8 +173,12 @@ SICK, WRONG = ({0: RuntimeError(NCCL), 3: RuntimeError(text)} for text in (f"{EC
 def test_the_true_cause_in_one_sentence(
     failures: Failures, alive: bool, kills: int, notice: str, kind: Kind, node: str, sentence: str, tmp_path: Path
 ) -> None:
-    nodes = Nodes(lambda name: alive or name != "n3", lambda name: kills, {"n3": notice} if notice else {})
-    state = State(INFOS, 812, True, tmp_path, nodes)
+    nodes = Nodes(
+        is_alive=lambda name: alive or name != "n3",
+        oom_kills=lambda name: kills,
+        preempted={"n3": notice} if notice else {},
+    )
+    state = State(workers=INFOS, step=812, progressed=True, logs=tmp_path, nodes=nodes)
     (tmp_path / "rank-3.log").touch()
     found = classify(failures, state, [])
     assert found.kind is kind and found.sentence.endswith(sentence.format(tmp_path)) and found.node == node
@@ -227,6 +246,26 @@ def test_any_sign_of_progress_ends_a_pause() -> None:
         detector, now = trained(2.0, QUICK)
         for seconds, second in ((0.0, TRAINS), (3.9, TRAINS), (3.95, change), (7.5, change)):
             assert detector.update({0: TRAINS, 1: second}, now + seconds) is None
+
+
+def test_a_driver_that_is_gone_is_not_asked_without_a_pause() -> None:
+    """Also when there is an answer that it has not got."""
+    closed = threading.Event()
+    sent: list[Any] = []
+
+    def send(beat: Any, answer: Any) -> Reply:
+        closed.wait(60)
+        sent.append(answer)
+        if answer is not None:
+            raise ConnectionError
+        return Reply(question="stack", number=1)
+
+    thread = HeartbeatThread(Heartbeat(), send, lambda reply: None)
+    thread.close()
+    closed.set()
+    thread._thread.join(60)
+    assert not thread._thread.is_alive()
+    assert len(sent) == 2 and sent[0] is None
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -304,7 +343,7 @@ def test_a_hang_is_laid_to_that_rank_and_not_to_rank_0(silent: list[int], case: 
     """All wait in `.cpu()`, where heartbeats name the first rank."""
     workers = mock.Mock(restartable=True, ask={"flight_recorder": CASES[case][0], "stack": {}}.get)
     supervisor = Supervisor(workers, mock.Mock(step=9))
-    supervisor.infos = {rank: WorkerInfo(rank, 0, "", "") for rank in range(4)}
+    supervisor.infos = {rank: WorkerInfo(rank=rank, pid=0, ip="", node="") for rank in range(4)}
     blamed = supervisor._end_hang(Hang(0, "has been training for 20 s without progress", frozenset(silent)))
     assert list(blamed) == [ended] and str(blamed[ended]).startswith(said)
     assert workers.kill.call_args == mock.call([supervisor.infos[ended]])

@@ -29,7 +29,13 @@ def elastic(*more: str, free: Free = lambda excluded: {}) -> Elastic:
     """Of four workers with a CPU each; free: as `Elastic` takes it."""
     wanted = config("workers=4", "train.global_batch_size=12", "tracking.enabled=false", *more)
     prepare_for = functools.partial(prepare, task=read_task(wanted), devices_per_node=None)
-    return Elastic(wanted, prepare_for(wanted, workers=4), {"CPU": 1.0}, lambda c, n: prepare_for(c, workers=n), free)
+    return Elastic(
+        config=wanted,
+        first=prepare_for(wanted, workers=4),
+        per_worker={"CPU": 1.0},
+        prepare=lambda config, workers: prepare_for(config, workers=workers),
+        free=free,
+    )
 
 
 class Scene:
@@ -43,7 +49,15 @@ class Scene:
         keys = [f"fault.{key}={value}" for key, value in ({"elastic_seconds": 0.0} | fault).items()]
         self.elastic = elastic("strategy=ddp", *keys, free=self.free)
         first = self.elastic.first
-        self.job = Job(first.config, first.layout, "/nowhere", "x", "y", 5, "/")
+        self.job = Job(
+            config=first.config,
+            layout=first.layout,
+            folder="/nowhere",
+            attempt="x",
+            run_uid="y",
+            steps=5,
+            cwd="/",
+        )
         run = mock.Mock(local_folder=Path("/nowhere"), storage=None, **{"lease.successor": None})
         settings = resolve_tracking(first.config.tracking, "/nowhere")
         self.said: list[str] = []
@@ -87,16 +101,20 @@ class Scene:
         self.now = job
         self.sizes.append(job.layout.dims.world_size)
         places = ([*self.free(job.excluded_nodes)] * 4)[: self.sizes[-1]]
-        self.infos = [WorkerInfo(rank, 100 + rank, f"10.0.0.{rank}", name) for rank, name in enumerate(places)]
+        self.infos = [
+            WorkerInfo(rank=rank, pid=100 + rank, ip=f"10.0.0.{rank}", node=name) for rank, name in enumerate(places)
+        ]
         self.attempt = next(self.left)
         self.statuses: dict[int, Status] = {}
 
     def poll(self, stop: bool) -> Poll:
         if not self.statuses and self.attempt is not finds_no_place:
-            self.statuses = {info.rank: Status("training", 0, 0, True, 0.0) for info in self.infos}
-            return Poll([WorkerStarted(info=info) for info in self.infos], self.statuses, placed=True)
+            status = Status(phase="training", step=0, ticks=0, waiting=True, age=0.0)
+            self.statuses = {info.rank: status for info in self.infos}
+            events = [WorkerStarted(info=info) for info in self.infos]
+            return Poll(events=events, statuses=self.statuses, placed=True)
         ended = self.attempt(self)
-        return Poll([], self.statuses, ended, placed=bool(self.statuses))
+        return Poll(statuses=self.statuses, ended=ended, placed=bool(self.statuses))
 
 
 Attempt = Callable[[Scene], Failures | None]
@@ -138,7 +156,7 @@ def test_four_three_two_four_workers_of_the_same_run() -> None:
         scene.nodes |= {name: {"CPU": 1.0} for name in "cd"}
         scene.steps(30)
         scene.driver.handle(TrainingDone(summary={"stopped": True, "step": 30}))
-        return None if scene.supervisor.more is None else {}
+        return None if scene.supervisor.larger_size is None else {}
 
     scene = Scene()
     assert scene.go(dies(10, on="d", goes=True), dies(8, on="c", goes=True), pauses_for_more, finishes) == [4, 3, 2, 4]
@@ -177,7 +195,7 @@ def test_a_worker_that_does_not_begin_is_a_failure() -> None:
 
     scene = Scene(start_seconds=0.2)
     scene.go(waits, finishes)
-    assert "worker 2 did not begin within 0.2 s and died before the first step" in scene.said[0]
+    assert "worker 2 did not start within 0.2 s" in scene.said[0]
 
 
 def test_rewinds_are_marked() -> None:

@@ -2,6 +2,7 @@
 threads beside GPUs, of which none is needed here; and their environment."""
 
 import os
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -18,12 +19,13 @@ from app.launchers import ray_workers, threads, train
 from app.launchers.actors import Placement, placement, resources_of_stages
 from app.launchers.ray_launch import ray_is_gone, resources_to_ask_for, when_over
 from app.launchers.torchrun import Environment
+from app.launchers.workers import kill_process
 from app.run.prepare import Prepared, with_idle_gpus
 from cluster import ClusterError
 from cluster.connect import Cluster
-from cluster.environment import set_defaults, shared
+from cluster.environment import set_defaults, shared_variables
 from cluster.pending import Diagnosis
-from cluster.shape import NodeState, of_nodes
+from cluster.shape import NodeState, shape_of_nodes
 from strategies.layout import ParallelDims
 from strategies.parallelize import choose
 from tests.chain import config
@@ -86,13 +88,14 @@ def test_resources_that_cannot_be_given(asked: str, said: str) -> None:
     if "no node" in said:  # but one may yet come, or come back
         stages, everything = resources_of_stages(wanted, dims, ONE), dict.fromkeys(("CPU", "disk", "net"), 99.0)
         assert placement(dims, stages, there, returning=True).bundles
-        assert placement(dims, stages, there, everything).bundles
+        assert placement(dims, stages, there, limits=everything).bundles
 
 
 def cluster(nodes: int, **each: float) -> Cluster:
     head = {"node:__internal_head__": 1.0}
-    found = tuple(NodeState("here", "", each | ({} if number else head), {}) for number in range(nodes))
-    return Cluster(found, of_nodes(found))
+    totals = [each | head, *[each] * (nodes - 1)]
+    found = tuple(NodeState(address="here", kind="", total=total, available={}) for total in totals)
+    return Cluster(found, shape_of_nodes(found))
 
 
 EIGHT, NONE = cluster(2, GPU=4.0, CPU=16.0), cluster(1, CPU=8.0)
@@ -130,7 +133,8 @@ def test_at_the_deadline_it_shrinks_or_ends() -> None:
 
 def test_gpus_left_idle_are_named() -> None:
     """Those of this machine: test_bad_input.py."""
-    unused = with_idle_gpus(Prepared(config(), choose("ddp", 8), 1, 1), 8, 0, 8, "the cluster")
+    prepared = Prepared(config=config(), layout=choose("ddp", 8), steps=1, samples=1)
+    unused = with_idle_gpus(prepared, workers=8, gpus_per_worker=0, gpus=8, pool="the cluster")
     assert "computes on CPUs, but the cluster has 8 GPUs" in unused.notes[0]
 
 
@@ -188,18 +192,31 @@ def test_what_the_user_has_set_stays_and_the_rest_is_set() -> None:
     own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
     set_defaults(environ := dict(own))
     assert environ == own | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250"}
-    assert shared(environ | SET | {"HOME": "/"}) == environ | SET
-    assert shared(SET | {"RAY_RAYLET_PID": "7"}) == {}, "Ray has set it for the job's own process, which has no CPUs"
+    assert shared_variables(environ | SET | {"HOME": "/"}) == environ | SET
+    assert shared_variables(SET | {"RAY_RAYLET_PID": "7"}) == {}, (
+        "Ray has set it for the job's own process, which has no CPUs"
+    )
 
 
 def test_every_launcher_sets_it_before_its_first_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers of a cluster that runs have it too: test_launchers.py."""
     name, seen = "TORCH_NCCL_ASYNC_ERROR_HANDLING", list[str | None]()
     for function in ("_under_torchrun", "_in_a_run"):
-        monkeypatch.setattr(train, function, lambda *_: seen.append(os.environ.pop(name)))
+        monkeypatch.setattr(train, function, lambda *_, **__: seen.append(os.environ.pop(name)))
     for launcher in ("torchrun", "local", "ray"):
         train.train(config(f"launcher={launcher}", "run.name=x"), Mock())
     assert seen == ["2"] * 3
+
+
+@pytest.mark.parametrize("error", [ProcessLookupError, PermissionError])
+def test_a_worker_that_is_gone_already_is_not_killed_again(
+    error: type[OSError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a process of another user has got its number."""
+    kill = Mock(side_effect=error)
+    monkeypatch.setattr(os, "kill", kill)
+    kill_process(12345)
+    kill.assert_called_once_with(12345, signal.SIGKILL)
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from app.planner.plan import Plan, make_plan
 from app.planner.read import Reader
 from app.tasks import load_task
 from cluster import hardware
-from cluster.shape import of_gpus
+from cluster.shape import shape_of_gpus
 from tests.running import ROOT
 
 EXPERIMENT = str(ROOT / "experiments" / "gpt.yaml")
@@ -54,7 +54,7 @@ def tiny() -> Reader:
 
 
 def gpus(count: int = 8, gpu: str = "h100-80gb", across: str = "3200Gb") -> Machine:
-    return of_shape(of_gpus(count, gpu, min(count, 8), across), count)
+    return of_shape(shape_of_gpus(count, gpu, min(count, 8), across), count)
 
 
 def with_memory(machine: Machine, size: float) -> Machine:

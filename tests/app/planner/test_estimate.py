@@ -19,8 +19,8 @@ from strategies.costs import ModelSize, ParameterSize
 from strategies.dims import Layout
 from strategies.layout import choose
 from strategies.options import Options
-from strategies.pipeline.schedules import Placement, Schedule
-from strategies.pipeline.simulate import alive_by_formula
+from strategies.pipeline.schedules import Placement
+from strategies.pipeline.simulate import activations_by_formula
 from tests.app.planner.conftest import gpus, plan_of
 from tests.layout_cost import layout_cost
 
@@ -95,10 +95,13 @@ def test_memory_is_that_of_the_worst_moment_on_the_fullest_device(
         if pp > 1:
             spans = [CHAIN[1 + end - size : 1 + end] for size, end in zip(cut, itertools.accumulate(cut))]
             spans[0], spans[-1] = ["before", *spans[0]], [*spans[-1], "after"]
-            owner = Placement.of(schedule, pp, chunks).stage
+            owner = Placement.of(schedule, pp, chunks).stage_of
             chains = [[n for part, span in enumerate(spans) for n in span if owner(part) == s] for s in range(pp)]
         for stage, chain in enumerate(chains):
-            alive = alive_by_formula(Schedule(schedule, pp, many, chunks, ()), stage) / chunks if pp > 1 else 0
+            alive = 0.0
+            if pp > 1:
+                numbers = {"stages": pp, "micro_batches": many, "chunks": chunks, "stage": stage}
+                alive = activations_by_formula(schedule, **numbers) / chunks
             expected.append(summed(layout, chain, parts, sizes, many, alive))
         fullest = max(expected, key=lambda memory: sum(memory.values()))
         assert found.memory == fullest | {"margin": sum(fullest.values()) * cpus(4).device.fragmentation}

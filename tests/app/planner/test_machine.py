@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import yaml
 
-from app.cli.plan import _fixed_by_file
+from app.cli.plan import _layout_keys
 from app.config.io import load_config
 from app.errors import RunFailed, UserError
 from app.planner import calibrate, trial
@@ -26,7 +26,7 @@ from app.planner.trial import Trial, max_batch, search
 from cluster import hardware
 from cluster.files import read_cluster
 from cluster.hardware import HardwareError
-from cluster.shape import ClusterShape, NodeState, of_gpus, of_nodes
+from cluster.shape import ClusterShape, NodeState, shape_of_gpus, shape_of_nodes
 from tests.app.planner.conftest import TINY, with_memory
 from tests.running import invoke
 
@@ -49,8 +49,9 @@ def test_the_command_line_adds_to_a_cluster() -> None:
 
 def test_what_ray_does_not_say_of_a_cluster_is_its_cpus_or_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def cluster(**worker: float) -> ClusterShape:
-        head = NodeState("a", "", {"node:__internal_head__": 1.0, "memory": 8e9, "CPU": 4.0}, {})
-        return of_nodes([head, *(NodeState(name, "", {"memory": 8e9, **worker}, {}) for name in "bc")])
+        head = {"node:__internal_head__": 1.0, "memory": 8e9, "CPU": 4.0}
+        totals = [head, {"memory": 8e9, **worker}, {"memory": 8e9, **worker}]
+        return shape_of_nodes([NodeState(address="a", kind="", total=total, available={}) for total in totals])
 
     monkeypatch.setattr("app.planner.machine.connected_shape", lambda: cluster(CPU=16.0))
     found = find_machine(MachineOptions(), "20")
@@ -72,26 +73,26 @@ def test_what_is_assumed_is_listed_in_two_lines_and_changed_by_name() -> None:
 def test_the_catalogue_is_complete_and_a_gpu_is_known_by_its_names() -> None:
     written = yaml.safe_load(hardware.CATALOGUE.read_text())
     for name, entry in written["gpus"].items():
-        gpu = hardware.gpu(name)
+        gpu = hardware.find_gpu(name)
         assert gpu.memory_bytes > 2**30 and gpu.memory_bandwidth > 1e9 and gpu.link_within > 1e9
         assert all(rate > 1e10 for rate in gpu.peak.values()) and entry["source"] in written["sources"]
     for offer in hardware.all_instances().values():
-        assert hardware.gpu(offer.gpu).name == offer.gpu and offer.price_per_hour > 0.1 and offer.date
+        assert hardware.find_gpu(offer.gpu).name == offer.gpu and offer.price_per_hour > 0.1 and offer.date
     names = {"NVIDIA A100-SXM4-80GB": "a100-80gb", "NVIDIA GeForce RTX 4090": "rtx-4090", "2080ti": "rtx-2080-ti"}
     names |= {"a100_40gb": "a100-40gb", "NVIDIA GH200 480GB": "gh200"}
-    assert {written: hardware.gpu(written).name for written in names} == names
+    assert {written: hardware.find_gpu(written).name for written in names} == names
 
 
 def test_one_that_is_not_in_it_is_known_once_measured_and_a_variant_is_what_is_written_of_it() -> None:
     with pytest.raises(HardwareError, match="run `trireme calibrate`"):
-        hardware.gpu("Imaginary RTX 9090")
+        hardware.find_gpu("Imaginary RTX 9090")
     entry = {"memory": 24576, "bandwidth": 900.0, "peak": {"fp32": 80.0, "bf16": 160.0}, "link": 25.0}
     entry |= {"source": "measured by trireme calibrate", "aka": ["Imaginary RTX 9090"]}
     keep({"gpu": "imaginary-rtx-9090", "entry": entry, "operation": 7e-6, "measured": True})
-    machine = of_shape(of_gpus(4, "Imaginary RTX 9090", 4), 4)
+    machine = of_shape(shape_of_gpus(4, "Imaginary RTX 9090", 4), 4)
     assert machine.device.gpu.name == "imaginary-rtx-9090" and machine.device.operation == 7e-6
     assert machine.device.gpu.peak["bf16"] == pytest.approx(1.6e14)
-    whole, limited = hardware.gpu("h100"), hardware.gpu("h100:hbm=2.4TB/s,power=500W")
+    whole, limited = hardware.find_gpu("h100"), hardware.find_gpu("h100:hbm=2.4TB/s,power=500W")
     assert (limited.memory_bandwidth, limited.watts, limited.base) == (2.4e12, 500, "h100-80gb")
     assert limited.clock == pytest.approx((500 / 700) ** (1 / 3)) and whole.clock == 1
     assert (
@@ -106,7 +107,7 @@ def test_one_that_is_not_in_it_is_known_once_measured_and_a_variant_is_what_is_w
 def test_a_catalogue_of_ones_own_that_is_wrong_is_one_sentence(text: str, said: str) -> None:
     Path(os.environ["TRIREME_HARDWARE"]).write_text(text)
     with pytest.raises(HardwareError, match=said):
-        hardware.gpu("t4")
+        hardware.find_gpu("t4")
 
 
 @pytest.mark.slow
@@ -165,4 +166,4 @@ def test_max_batch_writes_what_runs(tmp_path: Path, tiny: Reader, monkeypatch: p
     _, row, found = max_batch(make_plan(config, tiny.task, machine, fixed_keys=given, reader=tiny))
     assert row is None and (found["predicted"], found["largest"], found["share"]) == (5, 0, 32)
     written = load_config([], ["strategy=ddp", "parallel.ep=2", "parallel.cp=2"])
-    assert {"strategy", "parallel.ep", "parallel.cp"} <= _fixed_by_file(written), "what a file says of a layout stays"
+    assert {"strategy", "parallel.ep", "parallel.cp"} <= _layout_keys(written), "what a file says of a layout stays"

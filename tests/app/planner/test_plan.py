@@ -27,7 +27,7 @@ from app.planner.read import Reader
 from app.planner.stand_in import plan_experiment
 from app.tasks import load_task
 from strategies import registry
-from strategies.dims import NAMES, LayoutError
+from strategies.dims import MESH_DIMS, LayoutError
 from strategies.layout import check, choose
 from strategies.options import Options
 from strategies.pipeline.schedules import SCHEDULES
@@ -69,7 +69,7 @@ def test_every_layout_multiplies_to_the_workers_is_runnable_and_there_once() -> 
         assert dims.world_size == 64 and one.micro_batch * one.micro_batches * dims.dp == 256
         assert dims.tp <= 8 and dims.pp * one.chunks <= 8
     for layout, schedule, chunks in {(one.layout, one.schedule, one.chunks) for one in found}:
-        assert choose(layout.name, 64, **{name: getattr(layout.dims, name) for name in NAMES}) == layout
+        assert choose(layout.name, 64, **{name: getattr(layout.dims, name) for name in MESH_DIMS}) == layout
         check(layout, Options(precision="bf16", schedule=schedule or "1f1b", chunks=chunks), micro_batches=256)
     wanted = {r.name for r in registry.STRATEGIES.values() if r.plannable and not r.alias_of and r.degrees}
     assert {one.family for one in found} == wanted - {"expert"}, "which only mixtures have"
@@ -244,7 +244,7 @@ def test_json_has_the_layouts_best_first(small: Reader, reads: Any, tmp_path: Pa
     layouts = found["layouts"]
     assert layouts and found["count"] >= len(layouts)
     for layout in layouts:
-        assert math.prod(layout["parallel"][name] for name in NAMES) == 8
+        assert math.prod(layout["parallel"][name] for name in MESH_DIMS) == 8
         assert layout["memory_bytes"] == pytest.approx(sum(layout["memory"].values()), abs=20)
         assert layout["step_seconds"] == pytest.approx(sum(layout["seconds"].values()))
         assert layout["tokens_per_second"] > 0 and layout["precision"] == "bf16" and 0 < layout["mfu"] < 1

@@ -15,7 +15,7 @@ from app.planner.output import families
 from app.planner.plan import Plan, make_plan
 from app.planner.stand_in import plan_experiment
 from app.tasks import load_task
-from app.training.flops import multiplied
+from app.training.flops import multiplied_parameters
 from strategies.expert.exchange import exchanged_bytes
 from tests.app.planner.conftest import gpus
 from tests.running import ROOT
@@ -49,7 +49,7 @@ def test_split_experts_take_less_memory_and_time_to_send_tokens() -> None:
     with torch.device("meta"):
         model: Any = reader.task.build_model()
     matrices, experts = reader.parameters - model.embed.weight.numel(), held // 4
-    assert multiplied(model) == matrices - experts * 14 // 16, "two of sixteen work on a token"
+    assert multiplied_parameters(model) == matrices - experts * 14 // 16, "two of sixteen work on a token"
 
 
 def test_workers_that_experts_are_split_over_by_tp_and_ep_get_equally_many() -> None:

@@ -147,7 +147,7 @@ def test_letters_of_several_bytes_come_whole_and_no_more_is_read_than_the_model_
     text = "für 1 € 🚀!"
     model, sampling = Parrot(text), Sampling(max_tokens=len(text.encode()), temperature=0.0)
     draw = torch.Generator()
-    pieces = list(continuation(model, TextInput(None, longest=6), "abc", sampling=sampling, generator=draw))
+    pieces = list(continuation(model, TextInput(tokenizer=None, longest=6), "abc", sampling=sampling, generator=draw))
     assert "".join(pieces) == text and not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
     assert model.longest == 6
 

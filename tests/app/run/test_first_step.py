@@ -347,7 +347,7 @@ def test_what_is_large_is_looked_at_without_numbers(monkeypatch: pytest.MonkeyPa
     assert not seen.with_numbers
     assert Trait.LOSS_READS_PARAMETERS in {observation.trait for observation in seen.observations}
     assert time.monotonic() - began < 60  # on real numbers its four billion parameters would take 16 GB
-    monkeypatch.setattr(first_step, "OPERATIONS", 0.0)
+    monkeypatch.setattr(first_step, "MAX_OPERATIONS", 0.0)
     assert not take_first_step(config(), Chain()).with_numbers
 
 

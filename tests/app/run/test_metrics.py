@@ -52,14 +52,14 @@ def test_the_meter_goes_on_over_starts_and_knows_what_was_wasted(tmp_path: Path,
     first.resize(4)  # a dollar a second
     for seconds, stepping in ((10, False), (20, True), (5, False)):
         now[0] += seconds
-        assert not first.look(stepping=stepping)
+        assert not first.count(stepping=stepping)
     assert (first.spent.total, first.spent.wasted) == (35.0, 15.0)
     first.save()
     later = meter()
     now[0] += 100
-    assert later.spent.total == 35.0 and not later.look(stepping=True), "half a dollar a second"
+    assert later.spent.total == 35.0 and not later.count(stepping=True), "half a dollar a second"
     now[0] += 12
-    assert later.look(stepping=True)
+    assert later.count(stepping=True)
 
 
 @pytest.mark.slow

@@ -101,10 +101,20 @@ def train(storage: Path, *more: str, heed: Any = lambda event: None, opened: Any
     channel.emit = heed  # type: ignore[method-assign]
     prepared = prepare(config, read_task(config), 1, devices_per_node=None)
     run.open(prepared.config, prepared.steps)
-    job = Job(config, prepared.layout, run.folder, run.attempt, run.manifest.uid, prepared.steps, ".", leased=True)
+    job = Job(
+        config=config,
+        layout=prepared.layout,
+        folder=run.folder,
+        attempt=run.attempt,
+        run_uid=run.manifest.uid,
+        steps=prepared.steps,
+        cwd=".",
+        leased=True,
+    )
+    place = Place(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
     opened()
     try:
-        return loop.train(job, Place(0, 1, 0, torch.device("cpu")), channel)
+        return loop.train(job, place, channel)
     finally:
         run.end("stopped")
 

@@ -3,8 +3,11 @@
 import json
 import os
 import queue
+import re
 import socket
 import subprocess
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,30 +21,30 @@ def test_a_driver_elsewhere_lives_while_it_renews_its_lease(tmp_path: Path, monk
     storage = Storage(tmp_path)
 
     def renew(seconds: float = 0.0, beat: int = 2) -> None:
-        held = {"attempt": "a", "host": "elsewhere", "pid": 7, "process_started": 1.0, "beat": beat}
-        storage.write_bytes(lease.FILE, json.dumps(held).encode())
+        content = {"attempt": "a", "host": "elsewhere", "pid": 7, "process_started": 1.0, "beat": beat}
+        storage.write_bytes(lease.FILE, json.dumps(content).encode())
 
     renew(beat=1)
-    held = lease.read_lease(storage)
-    assert held and not lease.is_alive(storage, held, 0.2)
+    first = lease.read_lease(storage)
+    assert first and not lease.is_alive(storage, first, 0.2)
     monkeypatch.setattr("app.storage.lease.time.sleep", renew)  # meanwhile
-    assert lease.is_alive(storage, held, 3.0)
+    assert lease.is_alive(storage, first, 3.0)
 
 
 def test_on_this_machine_the_kernel_knows_whether_the_very_process_lives(tmp_path: Path) -> None:
     process = subprocess.Popen(["sleep", "60"])
     try:
-        began = lease.process_started(process.pid)
+        started = lease.process_started(process.pid)
         ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        assert began == float(ticks) > 0, "since the machine started: setting the clock does not change it"
-        held = {"host": socket.gethostname(), "pid": process.pid, "process_started": began}
-        assert lease.is_alive(Storage(tmp_path), held, 0.0)
-        assert not lease.is_alive(Storage(tmp_path), held | {"process_started": began - 1}, 0.0)
+        assert started == float(ticks) > 0, "since the machine started: setting the clock does not change it"
+        of_process = lease.Lease(attempt="a", host=socket.gethostname(), pid=process.pid, process_started=started)
+        assert lease.is_alive(Storage(tmp_path), of_process, 0.0)
+        assert not lease.is_alive(Storage(tmp_path), replace(of_process, process_started=started - 1), 0.0)
     finally:
         process.kill()
     wait_until(lambda: lease.process_started(process.pid) == 0.0)  # a zombie trains nothing
     process.wait()
-    assert not lease.is_alive(Storage(tmp_path), held, 0.0)
+    assert not lease.is_alive(Storage(tmp_path), of_process, 0.0)
 
 
 def test_a_start_that_is_superseded_and_does_not_end_is_reported(
@@ -52,8 +55,8 @@ def test_a_start_that_is_superseded_and_does_not_end_is_reported(
     storage = Storage(tmp_path)
     lost = queue.Queue[str]()
 
-    def holder(attempt: str) -> lease.Holder:
-        return lease.Holder(storage, "name", attempt, is_newest=lambda: True, on_lost=lost.put)
+    def holder(attempt: str) -> lease.LeaseHolder:
+        return lease.LeaseHolder(storage, "name", attempt, is_newest=lambda: True, on_lost=lost.put)
 
     ends = holder("ends")
     ends.take(None)
@@ -65,3 +68,12 @@ def test_a_start_that_is_superseded_and_does_not_end_is_reported(
     assert f"'name' was taken over by process {os.getpid()}" in lost.get(timeout=30)
     newest.release()
     assert lost.empty(), "the first one has ended, and the last one was not superseded"
+
+
+def test_a_lease_is_described_whatever_its_numbers_are() -> None:
+    training = lease.Lease(
+        attempt="a", host="far", pid=7, process_started=1.0, since=int(time.time()) - 42, step=3, steps=9
+    )
+    assert re.fullmatch(r"process 7 on far, for 0:00:4\d, at step 3 of 9", lease.describe(training))
+    for change in ({"since": -(10**18)}, {"step": -1}, {"steps": None}):
+        assert lease.describe(replace(training, **change)) == "process 7 on far"

@@ -18,7 +18,17 @@ from ray.job_submission import JobStatus, JobSubmissionClient
 from app.errors import UserError
 from app.submit import submission
 from app.submit.client import Server
-from app.submit.queue import Book, Entry, Row, State, expected, first, line, state_of, victims
+from app.submit.queue import (
+    Entry,
+    QueueStore,
+    Row,
+    State,
+    expected_starts,
+    next_to_start,
+    runs_to_stop,
+    state_of,
+    waiting_line,
+)
 from tests.ray_heads import ray_head_with_jobs
 from tests.running import POINTS, ROOT, committed, environment, finish, here, mlflow_run, start, trireme, wait_until
 
@@ -166,7 +176,7 @@ RUNS = State.RUNNING
     ],
 )
 def test_who_is_next(rows: list[Row], quotas: dict[str, int], chosen: str | None) -> None:
-    found = first(rows, quotas)
+    found = next_to_start(rows, quotas)
     assert (found and found.entry.id) == chosen
 
 
@@ -184,14 +194,14 @@ def test_who_is_next(rows: list[Row], quotas: dict[str, int], chosen: str | None
     ],
 )
 def test_who_is_stopped_for_it(wants: Row, rows: list[Row], free: dict[str, float], stopped: list[str]) -> None:
-    assert [each.entry.id for each in victims(wants, [wants, *rows], free)] == stopped
+    assert [each.entry.id for each in runs_to_stop(wants, [wants, *rows], free)] == stopped
 
 
 def test_when_each_is_expected_to_start() -> None:
     runs = [row("r", workers=2, state=RUNS, left=60.0), row("s", workers=2, state=RUNS, left=20.0)]
     waiting = [row("a", 5, workers=1), row("b", workers=3, since=1), row("c", workers=3, since=2)]
-    assert expected([*waiting, *runs], {}) == {"a": 20.0, "b": 60.0, "c": None}, "nobody knows how long b takes"
-    assert expected([*waiting[:1], row("r", state=RUNS)], {"CPU": 1.0}) == {"a": 0.0}
+    assert expected_starts([*waiting, *runs], {}) == {"a": 20.0, "b": 60.0, "c": None}, "nobody knows how long b takes"
+    assert expected_starts([*waiting[:1], row("r", state=RUNS)], {"CPU": 1.0}) == {"a": 0.0}
 
 
 @pytest.mark.parametrize(
@@ -212,14 +222,14 @@ def test_what_a_job_says_about_its_entry(status: str | None, entry: dict[str, An
 
 
 def test_it_is_kept_in_the_storage(tmp_path: Path) -> None:
-    book, entry = Book(str(tmp_path)), row("queue-a", 3, words=("x.yaml", "workers=2")).entry
+    book, entry = QueueStore(str(tmp_path)), row("queue-a", 3, words=("x.yaml", "workers=2")).entry
     book.write(entry)
     for user, most in (("ada", 8), ("bob", 2), ("ada", None)):
         book.set_quota(user, most)
-    again = Book(str(tmp_path))
+    again = QueueStore(str(tmp_path))
     assert again.entries() == [entry] and again.quotas() == {"bob": 2}
     again.remove("queue-a")
-    assert line([]) == book.entries() == []
+    assert waiting_line([]) == book.entries() == []
 
 
 def test_on_kubernetes_kueue_gets_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

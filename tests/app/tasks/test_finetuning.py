@@ -24,7 +24,7 @@ from app.planner.read import Reader
 from app.results.export import export_run
 from app.results.trained import trained
 from app.storage.storage import Storage
-from app.tasks.huggingface.conversations import NOTHING, pack
+from app.tasks.huggingface.conversations import IGNORED, pack
 from app.tasks.huggingface.task import HuggingFace
 from tests.app.tasks.test_tasks import built, one_batch
 from tests.app.tasks.test_tasks_huggingface import READS, SMALL, arguments, made
@@ -87,7 +87,7 @@ def test_only_adapters_and_a_new_head_are_trained(base: Path, monkeypatch: pytes
     """And peft is told the whole path of the model; the planner counts what is trained."""
     monkeypatch.chdir(base)
     task = HuggingFace(**arguments("lora classifier", base) | {"model": "base"})
-    told = task.recipe.wrapped().peft_config["default"]
+    told = task.recipe.build_with_adapters().peft_config["default"]
     assert told.base_model_name_or_path == str((base / "base").resolve())
     model, again = built(task), built(task)
     assert not [warning for warning in recwarn if "peft" in str(warning.message).lower() + warning.filename]
@@ -137,7 +137,7 @@ def test_a_packed_conversation_is_as_alone(name: str, data: Path) -> None:
     for first, end in itertools.pairwise(starts):
         alone = model(input_ids=tokens[:, first:end]).logits
         assert torch.allclose(logits[:, first:end], alone, atol=1e-5)
-    learnt = task.tokenizer.decode(targets[targets != NOTHING])
+    learnt = task.tokenizer.decode(targets[targets != IGNORED])
     assert learnt.startswith("it is ") and "user" not in learnt and learnt.count("it is") == learnt.count("<|im_end|>")
     total = nn.functional.cross_entropy(logits[0], targets[0], reduction="sum") / task.items(((), targets))
     assert task.loss(model, ((tokens, positions), targets)).item() == pytest.approx(total.item(), rel=1e-6)
@@ -159,10 +159,10 @@ def test_an_encoder_and_a_decoder(name: str, data: Path) -> None:
     (source, mask, decoder), targets = batch
     library = model(input_ids=source, attention_mask=mask, labels=targets, use_cache=False)
     assert torch.equal(model(**task.arguments(batch[0])).logits, library.logits), "decoder inputs are shifted targets"
-    counted = (targets != NOTHING).sum()
+    counted = (targets != IGNORED).sum()
     assert task.loss(model, batch).item() == pytest.approx(library.loss.item(), rel=1e-6)
     assert task.items(batch) == counted and (decoder[:, 0] == task.config.decoder_start_token_id).all()
-    assert (targets.gather(1, (targets != NOTHING).sum(1, keepdim=True) - 1) == task.tokenizer.eos_token_id).all()
+    assert (targets.gather(1, (targets != IGNORED).sum(1, keepdim=True) - 1) == task.tokenizer.eos_token_id).all()
     assert len(Predictor(model.eval(), task.preprocessor()).predict(["count to 3", "count"])) == 2
 
 

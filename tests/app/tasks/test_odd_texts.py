@@ -20,7 +20,7 @@ from app.data.loader import fetch
 from app.data.stream import examples
 from app.errors import UserError
 from app.tasks import load_task
-from app.tasks.huggingface.conversations import NOTHING
+from app.tasks.huggingface.conversations import IGNORED
 from tests.app.tasks.test_tasks_huggingface import SMALL
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -205,6 +205,30 @@ def test_a_texts_form_is_not_learnt(tmp_path: Path, form: str, tokenizer: str) -
     assert "latin.txt, line 1: " in says and "is not UTF-8" in says
 
 
+def test_a_mixtures_tokens_are_those_of_all_its_sources(tmp_path: Path) -> None:
+    """The size of the vocabulary and the bytes per token, in whatever order the sources are written."""
+    words = Tokenizer(models.WordLevel({"ab": 0, "longer": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = str(tmp_path / "own.json")
+    words.save(tokenizer)
+    short, long, tokens = (str(tmp_path / name) for name in ("short.txt", "long.txt", "tokens.bin"))
+    Path(short).write_text("ab " * 161)  # 3 bytes per token, 10 sequences
+    Path(long).write_text("longer " * 481)  # 7 bytes per token, 30 sequences
+    Path(tokens).write_bytes(bytes(2 * 161))
+
+    def mixed(*sources: str, vocab_size: int | None = None) -> Any:
+        args = {"data": dict.fromkeys(sources, 1.0), "tokenizer": tokenizer, "vocab_size": vocab_size}
+        return load_task("language_modelling", {**SIZES, **args, "eval_samples": None})
+
+    for sources in ((short, long), (long, short)):
+        assert mixed(*sources).bytes_per_token == (1 * 3 + 3 * 7) / 4
+    for sources in ((short, tokens), (tokens, short)):
+        assert mixed(*sources, vocab_size=3).bytes_per_token is None
+        says = refusal(lambda sources=sources: mixed(*sources, vocab_size=2), tmp_path)  # type: ignore[misc]
+        assert "vocab_size is 2, but the tokenizer has 3 tokens" in says
+    assert "task_args.data is an empty mapping" in refusal(lambda: mixed(), tmp_path)
+
+
 # --- conversations, labels and pairs --------------------------------------------------------------------------------
 
 ASKED = {"role": "user", "content": "größer?"}
@@ -248,7 +272,7 @@ def test_conversations_in_every_form(tmp_path: Path, form: str) -> None:
     tasks = [talk(tmp_path / "plain.jsonl", TEN), talk(tmp_path / "odd.jsonl", CONVERSATIONS[form])]
     (tokens, _), targets = fetch(tasks[1].train_data(), [(0, 0)])
     assert "größer?" in tasks[1].tokenizer.decode(tokens[0])
-    assert tasks[1].tokenizer.decode(targets[targets != NOTHING]).startswith("ja")
+    assert tasks[1].tokenizer.decode(targets[targets != IGNORED]).startswith("ja")
     plain, odd = (torch.from_numpy(np.array(task.train_data().rows)) for task in tasks)
     assert torch.equal(plain, odd)
 

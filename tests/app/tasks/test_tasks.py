@@ -71,7 +71,7 @@ def test_the_whole_interface(name: str, text: str, table: str) -> None:
 
 def evaluated(task: Any, model: nn.Module) -> dict[str, float]:
     parallel = parallelize(lambda: model, choose("single", 1), device=CPU)
-    return evaluate(task, parallel, task.eval_data(), 7, 0, CPU, Heartbeat())
+    return evaluate(task, parallel, task.eval_data(), batch_size=7, data_rank=0, device=CPU, heartbeat=Heartbeat())
 
 
 def test_tasks_learn(text: str, table: str) -> None:

@@ -12,10 +12,14 @@ import pytest
 
 from app.errors import UserError
 from app.tasks import load_task
+from app.tasks.build import build_model
 from app.tasks.huggingface.task import HuggingFace
 from tests.app.tasks.test_tasks_huggingface import GPT2, GROUPED, SMALL
 
 OWN = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 from app.tasks.base import Task
 
 class Mine(Task):
@@ -32,6 +36,16 @@ class Failing(Task):
 
 class Bare(Task):
     pass
+
+class Lazy(Task):
+    def build_model(self):
+        return nn.LazyLinear(3)
+
+    def train_data(self):
+        return TensorDataset(torch.zeros(4, 2))
+
+    def loss(self, model, batch):
+        return model(batch[0]) @ torch.zeros(5)
 
 class Other:
     pass
@@ -229,6 +243,11 @@ def test_a_task_of_ones_own_is_found_where_trireme_was_started_and_its_own_error
     assert vars(load_task("own_tasks:Free", {"whatever": 1})) == {"anything": {"whatever": 1}}
     with pytest.raises(KeyError, match="key"):
         load_task("own_tasks:Failing", {})
+
+
+def test_a_loss_that_fails_with_sized_lazy_layers_is_one_sentence() -> None:
+    with pytest.raises(UserError, match=r"lazy layers, such as weight, .* \(RuntimeError: .*: give them their sizes"):
+        build_model(load_task("own_tasks:Lazy", {}))
 
 
 def test_a_package_of_ones_own_that_is_called_app(tmp_path: Path) -> None:

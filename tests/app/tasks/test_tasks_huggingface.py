@@ -359,9 +359,9 @@ def test_what_cannot_be_split_is_refused(data: Path) -> None:
     task = made("mixtral of 4", data)
     model = task.structure()
     plan = task.tensor_plan(model)
-    make_plan(model, plan, True, 2, 2)
+    make_plan(model, plan, True, tp=2, ep=2)
     with pytest.raises(LayoutError, match=r"tp × parallel.ep is 8, .* divide the 4 experts .*: write 1, 2, 4"):
-        make_plan(model, plan, True, 2, 4)
+        make_plan(model, plan, True, tp=2, ep=4)
     without_routers = mock.patch("app.tasks.huggingface.plan.layers", lambda model: ["model.layers.0"])
     with without_routers, pytest.raises(UserError, match=r"of model\.layers\.1\.mlp\.experts no router is"):
         made("mixtral", data)

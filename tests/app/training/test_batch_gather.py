@@ -16,8 +16,9 @@ from app.training.batch_gather import POINTER, Gathering, may_gather
 from app.training.events import Event
 from app.training.job import Job, Place, SilentChannel
 from app.training.loop import Training
+from app.training.persistence import NullPersistence
 from strategies.layout import LayoutError, choose
-from tests.app.kit import logged, nothing_kept, training_of
+from tests.app.kit import logged, training_of
 from tests.chain import config
 from tests.pool import run_distributed
 from tests.tasks import Points
@@ -150,11 +151,20 @@ def trained(rank: int, world: int, strategy: str, degrees: dict[str, int], kind:
     given += [f"train.global_batch_size={BATCH}", "train.clip_norm=0.7", "optimizer.lr=0.01", "train.log_every=1"]
     wanted = config(*given, "train.eval_every=null", "train.ema_decay=null", *more)
     layout = choose(strategy, world, **degrees)
-    job = Job(wanted, layout, "/nowhere", "attempt", "uid", STEPS, os.getcwd())
+    job = Job(
+        config=wanted,
+        layout=layout,
+        folder="/nowhere",
+        attempt="attempt",
+        run_uid="uid",
+        steps=STEPS,
+        cwd=os.getcwd(),
+    )
     events: list[Event] = []
     channel = SilentChannel()
     channel.emit = events.append  # type: ignore[method-assign]
-    training = Training(job, Place(rank, world, rank, CPU), channel, nothing_kept)
+    place = Place(rank=rank, world_size=world, local_rank=rank, device=CPU)
+    training = Training(job, place, channel, persistence_class=NullPersistence)
     training.run()
     found = {event.step: event.values for event in logged(events, "train/loss")}
     values = {step: (v["train/loss"], v["train/grad_norm"], v.get("train/size")) for step, v in found.items()}
@@ -326,7 +336,7 @@ def evaluated(rank: int, world: int, strategy: str) -> float:
         "task=tests.app.training.test_batch_gather:Coupled", "task_args={kind: info_nce}", "train.eval_batch_size=5"
     )
     training, _ = training_of(wanted, "/nowhere", rank, world, strategy)
-    return training._figures()["loss"]
+    return training.evaluator.held_out_metrics(0)["loss"]
 
 
 @pytest.mark.alone
@@ -403,4 +413,4 @@ def test_only_tasks_whose_code_mentions_it_are_asked() -> None:
     assert may_gather(Coupled(kind="info_nce")) and may_gather(Late(kind="info_nce"))
     assert not may_gather(Points())
     training, _ = training_of(config(), "/nowhere")
-    assert isinstance(training.gathering, Gathering) and not training.gathering._may
+    assert isinstance(training.gathering, Gathering) and not training.gathering._may_gather

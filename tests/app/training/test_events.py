@@ -61,12 +61,12 @@ FOR_DRIVER: list[DriverEvent] = [
     CheckpointSaved(step=10, stall_seconds=0.25, previous_seconds=0.0, interval_seconds=60.0),
     FilesWritten(folder="evaluation/step-00000010"),
     ProfileTaken(step=9, folder="profile/steps-8-9", profile={"steps": [8, 9], "ranks": [RANK]}),
-    PipelineTraced(step=7, spans=[Span(0, "F", 0, 0, 0.0, 1.0)]),
+    PipelineTraced(step=7, spans=[Span(stage=0, kind="F", micro_batch=0, chunk=0, start=0.0, end=1.0)]),
     WarningIssued(message="the disk is nearly full"),
     TrainingDone(summary={"step": 50, "stopped": False}),
 ]
 FOR_LAUNCHER: list[Event] = [
-    WorkerStarted(info=WorkerInfo(1, 42, "10.0.0.1", "node", "stage 1 of 2", 3)),
+    WorkerStarted(info=WorkerInfo(rank=1, pid=42, ip="10.0.0.1", node="node", label="stage 1 of 2", oom_kills=3)),
     WorkerDied(rank=1, details="the node died"),
     NodePreempted(node="node", reason="spot", message="the node 10.0.0.1 is about to go (spot)"),
 ]

@@ -154,9 +154,9 @@ def test_what_a_layout_cannot_is_one_sentence_and_what_it_does_not_show_is_told(
     with pytest.raises(UserError, match=r"write train.eval_every"):
         list(check(config("train.patience=2", "train.eval_every=null"), Points(), ddp))
     task = Logs()
-    logged = rehearse(config(), task, share=8, here=1)
+    logged = rehearse(config(), task, samples_per_worker=8, workers_per_machine=1)
     assert logged == ["part"] and task.recorded is None
-    said = "train/part: not shown, since no worker has whole outputs here"
+    said = "train/part: not logged under pipeline or context parallelism"
     assert list(check(config(), task, pipeline, logged)) == [said]
     assert list(check(config(), task, ddp, logged)) == list(check(config(), gan, ddp)) == []
 

@@ -17,10 +17,11 @@ from app.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from app.console.terminal import progress_line
 from app.data.randomness import mix, seed_step
 from app.errors import NonFiniteError, UserError
+from app.models.mixture import MixtureGPT
 from app.tasks.language import LanguageModelling
 from app.training import flops, loop
 from app.training.events import StepsDone
-from app.training.flops import Utilization, multiplied, peak_flops, sample_flops, transformer_flops
+from app.training.flops import Utilization, multiplied_parameters, peak_flops, sample_flops, transformer_flops
 from app.training.job import Place
 from app.training.noise_scale import Estimate, NoiseScale
 from app.training.optimizer import LossScale, build_optimizer, learning_rate
@@ -49,8 +50,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 )
 def test_learning_rates(name: str, warmup: int, final: float, expected: dict[int, float]) -> None:
     schedule = ScheduleConfig(name, warmup, final)
-    found = {step: learning_rate(OptimizerConfig(lr=2.0), schedule, step, steps=11) for step in expected}
-    assert found == pytest.approx(expected)
+    rates = {step: learning_rate(OptimizerConfig(lr=2.0), schedule, step, steps=11) for step in expected}
+    assert rates == pytest.approx(expected)
 
 
 @pytest.mark.pure
@@ -58,11 +59,13 @@ def test_learning_rates(name: str, warmup: int, final: float, expected: dict[int
 def test_learning_rate_follows_the_batch(scaling: str, factor: float, less: float) -> None:
     optimizer = OptimizerConfig(lr=0.1, lr_scaling=scaling, lr_batch_size=64)
     constant = ScheduleConfig(warmup_steps=10)
-    assert learning_rate(optimizer, constant, 50, 100, 256) == pytest.approx(0.1 * factor)
+    assert learning_rate(optimizer, constant, 50, steps=100, batch_size=256) == pytest.approx(0.1 * factor)
     bottom = 0.1 if factor > 1 else 0.0  # Goyal et al.: from the unscaled rate up
-    assert learning_rate(optimizer, constant, 0, 100, 256) == pytest.approx(bottom + (0.1 * factor - bottom) / 10)
-    assert learning_rate(optimizer, ScheduleConfig(), 5, 100, 16) == pytest.approx(0.1 * less)
-    assert learning_rate(optimizer, constant, 50, 100) == pytest.approx(0.1), "without a batch size: as written"
+    assert learning_rate(optimizer, constant, 0, steps=100, batch_size=256) == pytest.approx(
+        bottom + (0.1 * factor - bottom) / 10
+    )
+    assert learning_rate(optimizer, ScheduleConfig(), 5, steps=100, batch_size=16) == pytest.approx(0.1 * less)
+    assert learning_rate(optimizer, constant, 50, steps=100) == pytest.approx(0.1), "without a batch size: as written"
 
 
 @pytest.mark.pure
@@ -100,11 +103,11 @@ def test_loss_scale_skips_recovers_and_gives_up() -> None:
     weight.grad = torch.full((3,), scale.scale)
     scale.unscale_([weight])
     assert weight.grad.tolist() == [1.0, 1.0, 1.0]
-    begun = scale.scale
+    scale_before = scale.scale
     assert not scale.accepts(torch.tensor(math.inf), 1)
-    assert scale.scale == begun / 2
+    assert scale.scale == scale_before / 2
     assert all(scale.accepts(torch.tensor(1.0), step) for step in (2, 3, 4))
-    assert scale.scale == begun
+    assert scale.scale == scale_before
     again = LossScale(enabled=True)
     again.load_state(scale.state())
     assert (again.scale, again.good_steps) == (scale.scale, scale.good_steps)
@@ -115,7 +118,7 @@ def test_loss_scale_skips_recovers_and_gives_up() -> None:
 
 def _agree(rank: int) -> None:
     sync = StepSync(1, first_step=1)
-    assert sync.due(1)
+    assert sync.is_due(1)
     sync.add(torch.tensor(1.0 + rank))
     sync.log(1, {"lr": 0.1}, torch.tensor(7.0))
     sync.add(torch.tensor(9.0))
@@ -143,16 +146,16 @@ def test_two_ranks_agree_on_losses_flags_and_what_is_not_finite() -> None:
 
 @pytest.mark.pure
 def test_torch_is_set_on_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    cudnn, said = SimpleNamespace(), list[Any]()
+    cudnn, calls = SimpleNamespace(), list[Any]()
     monkeypatch.setattr(torch.backends, "cudnn", cudnn)
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", said.append)
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", said.append)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", calls.append)
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", calls.append)
     configure_torch(TrainConfig(matmul_precision="high"), CPU)
-    assert not said and not vars(cudnn)
+    assert not calls and not vars(cudnn)
     configure_torch(TrainConfig(), GPU)
-    assert said == ["highest"] and vars(cudnn) == {"allow_tf32": False, "benchmark": True}, "torch's own differ"
+    assert calls == ["highest"] and vars(cudnn) == {"allow_tf32": False, "benchmark": True}, "torch's own differ"
     configure_torch(TrainConfig(matmul_precision="high", deterministic=True), GPU)
-    assert said[1:] == [True, "high"] and vars(cudnn) == {"allow_tf32": True, "benchmark": False}
+    assert calls[1:] == [True, "high"] and vars(cudnn) == {"allow_tf32": True, "benchmark": False}
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
@@ -160,7 +163,7 @@ class Node:
     """Refers to itself, so that counting references does not free it."""
 
     def __init__(self) -> None:
-        self.own = self
+        self.itself = self
 
 
 class Littering(Points):
@@ -252,7 +255,7 @@ def test_no_noise_without_enough_or_without_signal() -> None:
     estimate = Estimate()
     for count, signal in ((4, 1.5), (20, 0.1)):  # then the batch's gradient is all noise
         for _ in range(count):
-            estimate.add(2.0, signal, 1 / 4, 8)
+            estimate.add(small=2.0, large=signal, inverse_small=1 / 4, batch_size=8)
         assert estimate.value() is None
     parallel = parallelize(Line, choose("single", 1), Options(), device=CPU)
     assert NoiseScale.of(parallel, 10, 1) is None and NoiseScale.of(parallel, 10, 2) is not None
@@ -272,10 +275,18 @@ def test_a_transformers_formula_is_what_is_counted_of_it(tied: bool, own_cache: 
     task = LanguageModelling(data="python", d_model=64, n_layers=3, n_heads=2, sequence_length=128, tie_weights=tied)
     with torch.device("meta"):
         model = task.build_model()
-    assert multiplied(model) == sum(p.numel() for p in model.parameters()) - (0 if tied else 256 * 64)
-    told = sample_flops(task)
-    assert told == pytest.approx(flops._counted(task, model), rel=0.005), "but for the norms' weights"
-    assert told == 128 * transformer_flops(multiplied(model), 3, 64, 128)
+    assert multiplied_parameters(model) == sum(p.numel() for p in model.parameters()) - (0 if tied else 256 * 64)
+    by_formula = sample_flops(task)
+    assert by_formula == pytest.approx(flops._count_flops(task, model), rel=0.005), "but for the norms' weights"
+    assert by_formula == 128 * transformer_flops(multiplied_parameters(model), 3, 64, 128)
+
+
+@pytest.mark.pure
+def test_two_thirds_of_frozen_parameters_count_and_so_do_frozen_experts() -> None:
+    with torch.device("meta"):
+        model = MixtureGPT(256, d_model=64, n_layers=2, n_heads=2, n_experts=8, top_k=2)
+    trained = multiplied_parameters(model)
+    assert multiplied_parameters(model.requires_grad_(False)) == pytest.approx(trained * 2 / 3, rel=1e-3)
 
 
 @pytest.mark.pure
@@ -295,22 +306,24 @@ def test_the_peak_is_the_catalogues_at_what_is_computed_in(monkeypatch: pytest.M
 
 
 @pytest.mark.pure
-def test_where_mfu_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(rank: int, device: torch.device, name: str = H100, strategy: str = "ddp") -> Utilization | None:
+def test_where_mfu_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def utilization(rank: int, device: torch.device, name: str = H100, strategy: str = "ddp") -> Utilization | None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-        return Utilization.of(Plain(), choose(strategy, 8), Place(rank, 8, 0, device), "bf16")
+        return Utilization.of(
+            Plain(), choose(strategy, 8), Place(rank=rank, world_size=8, local_rank=0, device=device), precision="bf16"
+        )
 
-    known = found(0, GPU)
+    known = utilization(0, GPU)
     assert known is not None and known.gpus == 8 and known.mfu(8 * known.peak / known.flops) == 1.0
-    monkeypatch.setattr(flops, "own_devices", lambda device: [device, device])
-    several = found(0, GPU, strategy="ddp_model_parallel")
+    monkeypatch.setattr(flops, "worker_devices", lambda device: [device, device])
+    several = utilization(0, GPU, strategy="ddp_model_parallel")
     assert several is not None and several.gpus == 16
-    assert found(1, GPU) is found(0, CPU) is found(0, GPU, "Imaginary RTX 9090") is None
+    assert utilization(1, GPU) is utilization(0, CPU) is utilization(0, GPU, "Imaginary RTX 9090") is None
 
 
 @pytest.mark.pure
 def test_the_loop_logs_and_shows_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop.Utilization, "of", lambda *_: Utilization(flops=2e6, peak=1e12, gpus=4))
+    monkeypatch.setattr(loop.Utilization, "of", lambda *_, **__: Utilization(flops=2e6, peak=1e12, gpus=4))
     training, events = training_of(config("task=tests.tasks:Plain", "train.steps=3", "train.log_every=1"), tmp_path)
     training.run()
     rates = [event.values for event in logged(events, "train/samples_per_second")]
@@ -345,5 +358,7 @@ def test_the_loop_logs_and_shows_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_gpu_that_is_here_has_a_peak() -> None:
-    found = Utilization.of(Plain(), choose("single", 1), Place(0, 1, 0, GPU), "bf16")
-    assert found is not None and found.gpus == 1 and found.peak > 1e13
+    here = Utilization.of(
+        Plain(), choose("single", 1), Place(rank=0, world_size=1, local_rank=0, device=GPU), precision="bf16"
+    )
+    assert here is not None and here.gpus == 1 and here.peak > 1e13

@@ -30,16 +30,17 @@ def test_the_interval_loses_least() -> None:
 
 
 def test_a_save_is_due_by_the_measured_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: Any = object.__new__(persistence.Persistence)
+    saving: Any = object.__new__(persistence.Persistence)
     config = load_config([], ["task=tests.tasks:Points", "checkpoint.auto=true"])
-    kept.job = SimpleNamespace(config=config, mtbf_seconds=60.0)
-    kept.checkpointer = SimpleNamespace(last_total_seconds=0.1, last_stall_seconds=0.0)
-    kept.longest_stall, kept.saved_at = None, 100.0
+    saving.job = SimpleNamespace(config=config, mtbf_seconds=60.0)
+    saving.checkpointer = SimpleNamespace(last_total_seconds=0.1, last_stall_seconds=0.0)
+    saving.longest_stall = None
+    saving.saved_at = 100.0
     monkeypatch.setattr(persistence.time, "monotonic", lambda: 107.0)
-    assert not kept.overdue(), "nothing is measured yet: a minute"
-    kept.longest_stall = 0.3
-    assert 7 > kept.interval() == pytest.approx(checkpoint_interval(0.3, 0.1, 60.0)) and kept.overdue()
-    kept.checkpointer.last_stall_seconds = 0.4  # a GPU's copying was known only after save() had returned
-    assert kept.interval() == pytest.approx(checkpoint_interval(0.4, 0.1, 60.0))
-    kept.job.config = with_values(config, {"checkpoint.auto": False})
-    assert kept.interval() == 300.0
+    assert not saving.is_overdue(), "nothing is measured yet: a minute"
+    saving.longest_stall = 0.3
+    assert 7 > saving.interval() == pytest.approx(checkpoint_interval(0.3, 0.1, 60.0)) and saving.is_overdue()
+    saving.checkpointer.last_stall_seconds = 0.4  # a GPU's copying was known only after save() had returned
+    assert saving.interval() == pytest.approx(checkpoint_interval(0.4, 0.1, 60.0))
+    saving.job.config = with_values(config, {"checkpoint.auto": False})
+    assert saving.interval() == 300.0

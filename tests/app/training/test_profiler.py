@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch.autograd import DeviceType
 
-from app.training.profiler import shares
+from app.training.profiler import seconds_by_kind
 
 pytestmark = pytest.mark.pure
 
@@ -14,13 +14,14 @@ ON_CPU, ON_GPU = DeviceType.CPU, DeviceType.CUDA
 
 
 def event(name: str, start: float, end: float, device: Any = ON_CPU, **more: Any) -> Any:
-    own = {"thread": 1, "is_async": False, "is_user_annotation": False} | more
-    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), device_type=device, **own)
+    details = {"thread": 1, "is_async": False, "is_user_annotation": False} | more
+    time_range = SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, time_range=time_range, device_type=device, **details)
 
 
 def milliseconds(events: list[Any], on_gpu: bool) -> dict[str, float]:
-    found = shares(events, steps=1, on_gpu=on_gpu)
-    return {name.removesuffix("_seconds"): round(value * 1e3, 6) for name, value in found.items()}
+    seconds = seconds_by_kind(events, steps=1, on_gpu=on_gpu)
+    return {name.removesuffix("_seconds"): round(value * 1e3, 6) for name, value in seconds.items()}
 
 
 def test_communication_beside_a_gpus_kernels_is_hidden_and_the_rest_exposed() -> None:

@@ -19,9 +19,10 @@ from click.testing import CliRunner
 
 from app.config.io import load_config
 from app.data.order import Order
+from app.models.gpt import GPT
 from app.planner.ranges import Traits, spread_of
-from app.tasks.huggingface.model import find, library, settle
-from cluster.hardware import gpu
+from app.tasks.huggingface.model import find_model, library, resolve_config
+from cluster.hardware import find_gpu
 from experiments.benchmarks import evidence, fit, harness, laws, plain, published, published_runs
 from experiments.benchmarks.chaos import Kill, summary, unlike
 from experiments.benchmarks.chaos_task import Start, lost_or_repeated
@@ -33,7 +34,7 @@ from tests.running import ROOT, environment
 
 def test_a_ratio_is_that_of_neighbouring_blocks_whatever_the_machine_does_meanwhile() -> None:
     speed = [1.0, 1.0, 3.0, 3.0, 9.0, 9.0, 2.0, 2.0]
-    sides = harness.beside({"A": speed, "B": [1.1 * each for each in speed]}, "A")
+    sides = harness.compare_times({"A": speed, "B": [1.1 * each for each in speed]}, "A")
     assert sides["B"]["ratio"] == pytest.approx(1.1) and sides["B"]["interval"] == pytest.approx((1.1, 1.1))
     assert sides["A"]["ratio"] == 1.0 and sides["A"]["ms"] == 2500.0
     low, high = harness.interval([1.0] * 40, [1.0, 1.0, 1.4, 1.4] * 10)
@@ -66,7 +67,7 @@ def test_a_row_is_planned_by_words_that_a_person_could_write(place: int) -> None
     assert config.train.global_batch_size == run.global_batch and config.parallel.tp == run.tp
     degrees = [getattr(config.parallel, name) for name in ("dp_replicate", "dp_shard", "tp", "pp", "cp")]
     assert math.prod(degrees) == run.gpus == options["gpus"]
-    assert run.gpu in ("h100", "a100") or gpu(run.gpu)
+    assert run.gpu in ("h100", "a100") or find_gpu(run.gpu)
 
 
 @functools.cache
@@ -114,7 +115,7 @@ def test_every_row_has_an_address_and_is_put_into_a_part_by_its_settings_and_not
 @pytest.mark.parametrize("name", sorted(published_runs._models()))
 def test_models_have_the_number_of_parameters_that_was_published(name: str) -> None:
     known = published_runs._models()[name]
-    config = settle(find(known["model"], weights=False), {}, known["config"])
+    config = resolve_config(find_model(known["model"], weights=False), {}, known["config"])
     with torch.device("meta"):
         kinds = {"t5": "AutoModelForSeq2SeqLM"}
         model = getattr(library(), kinds.get(known["model"], "AutoModelForCausalLM")).from_config(config)
@@ -194,6 +195,15 @@ def _by_hand(rank: int, wrap: str) -> float:
 def test_what_is_written_by_hand_for_a_divided_sequence_is_the_same_training() -> None:
     halves = run_distributed(_by_hand, 2, "context")
     assert sum(halves) / 2 == pytest.approx(run_distributed(_by_hand, 1, "single")[0], rel=1e-5)
+
+
+def test_the_stages_written_by_hand_are_together_the_model() -> None:
+    model = GPT(32, d_model=16, n_layers=4, n_heads=2)
+    tokens = torch.arange(12).view(2, 6)
+    x = tokens
+    for part in range(4):
+        x = plain.GptStage(model, part=part, parts=4)(x)
+    assert torch.equal(x, model(tokens))
 
 
 SMALLEST = {"step": "--model gpt --strategy zbv --blocks 1", "chaos": "--seed 5 --kills 18 --each 3"}

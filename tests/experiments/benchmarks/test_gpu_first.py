@@ -12,7 +12,7 @@ import pytest
 
 from app.planner.machine import of_shape
 from cluster.environment import ALLOCATOR, NCCL, set_defaults
-from cluster.shape import of_gpus
+from cluster.shape import shape_of_gpus
 from experiments.benchmarks.gpt import SHAPES
 from experiments.benchmarks.gpu_first import program
 from experiments.benchmarks.gpu_first.check import Check
@@ -197,4 +197,4 @@ def test_one_memory_shape_runs_out_on_every_gpu_and_one_beside_it_fits_80_gb(tmp
         check = rows[name]
         mode, times = check.arguments
         made = config(larger(SHAPES[check.model], times), str(tmp_path), activation_checkpointing=mode)
-        assert planned(made, of_shape(of_gpus(1, gpu, 1, None), 1)).fits == fits, check.name
+        assert planned(made, of_shape(shape_of_gpus(1, gpu, 1, None), 1)).fits == fits, check.name

@@ -14,14 +14,14 @@ from experiments.parity import curves, matrix
 from experiments.parity import experiment as parity
 from experiments.parity.curves import Curve, Difference, Trial
 from experiments.parity.experiment import table
-from experiments.parity.matrix import EVERYTHING, Result, run
-from experiments.parity.rows import ROWS, THREE, Row
+from experiments.parity.matrix import EVERYTHING, Result, run_matrix
+from experiments.parity.rows import ROWS, THREE_DIMENSIONS, Row
 from strategies.parallelize import LayoutError, Options
 from tests.running import invoke
 from tests.strategies.models import CPU, DDP, FSDP, TENSOR, gpt_trial, language_loss
 
-GOOD = Result(DDP, "plain", Difference(1e-7, 1e-6, 1e-6), 1.0)
-FAR = Result(FSDP, "plain", Difference(1e-3, 1e-6, 1e-6), 1.0)
+GOOD = Result(DDP, "plain", difference=Difference(1e-7, 1e-6, 1e-6), seconds=1.0)
+FAR = Result(FSDP, "plain", difference=Difference(1e-3, 1e-6, 1e-6), seconds=1.0)
 FAILED = Result(FSDP, "plain", error="ValueError: planted")
 REFUSED = Result(TENSOR, "plain", refused="parallel.tp is 2, which does not divide 3 heads")
 
@@ -41,7 +41,7 @@ def test_a_row_trains_as_the_experiment_says(experiment: list[str], monkeypatch:
     config = load_config([], [*experiment, "train.precision=bf16", "train.clip_norm=0.25"])
     assert parity.make_trial(parity.to_dict(config), 2).clip == 0.25
     results = parity.measure(config, steps=2, rows=[FSDP], checkpoints=False)
-    ((variant, verdict, found, bound),) = [(r.variant, r.verdict, r.found, r.bound) for r in results]
+    ((variant, verdict, found, bound),) = [(r.variant, r.verdict, r.difference, r.bound) for r in results]
     assert (variant, verdict) == (EVERYTHING, "ok") and found and found.loss <= bound.loss < 0.1, table(results)
     assert found.norm > 1e-6, "it was in 32 bits"
     with pytest.raises(UserError, match="steps is 1: write at least 2"):
@@ -61,7 +61,7 @@ def crashing() -> Trial:
 
 @pytest.mark.slow
 def test_a_row_that_raises_has_failed_and_the_next_ones_run() -> None:
-    results = run(crashing, [DDP, Row("dp", 1)], variants=["plain"])
+    results = run_matrix(crashing, [DDP, Row("dp", 1)], variants=["plain"])
     assert [result.verdict for result in results] == ["FAILED", "ok"]
     assert "planted" in results[0].error and "FAILED: ValueError: planted" in table(results)
 
@@ -69,10 +69,10 @@ def test_a_row_that_raises_has_failed_and_the_next_ones_run() -> None:
 def test_a_trial_that_a_layout_cannot_train_is_one_sentence() -> None:
     few = dataclasses.replace(gpt_trial(steps=2), batch=lambda step: (torch.zeros(3, 8).long(),) * 2, micro_batches=2)
     with pytest.raises(LayoutError, match=r"a batch of 3 is not enough for 2 .* 2 micro-batches .*global_batch_size=4"):
-        curves.begin(few, DDP.layout, Options(), CPU)
+        curves.parallelize_trial(few, DDP.layout, Options(), CPU)
     trial = dataclasses.replace(gpt_trial(), heads=2)
     with pytest.raises(LayoutError, match=r"parallel.tp is 4, which does not divide the model's 2 heads: write 1, 2"):
-        curves.begin(trial, Row("tensor", 4).layout, Options(), CPU)
+        curves.parallelize_trial(trial, Row("tensor", 4).layout, Options(), CPU)
 
 
 CANNOT = Row("pipeline", 1)
@@ -82,11 +82,11 @@ FEW = [row for row in ROWS if row.workers <= 2]
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("rows", "variants"), [([*ROWS, *THREE], None), ([*FEW, CANNOT], ["plain"])])
+@pytest.mark.parametrize(("rows", "variants"), [([*ROWS, *THREE_DIMENSIONS], None), ([*FEW, CANNOT], ["plain"])])
 def test_the_whole_matrix(rows: list[Row], variants: list[str] | None) -> None:
     """Every row in every variant, three sides of the grid at once too, over 20 steps; and all ordered pairs of
     checkpoints at one and two workers, 10 steps and 10, without a row that cannot run."""
-    results = run(partial(gpt_trial, tied=True), rows, variants=variants, checkpoints=bool(variants))
+    results = run_matrix(partial(gpt_trial, tied=True), rows, variants=variants, checkpoints=bool(variants))
     assert all(result.passed == (result.row != CANNOT) for result in results), table(results)
     pairs = {(str(result.row), str(result.after)) for result in results if result.after and result.passed}
     assert len(pairs) == ((len(FEW) + 1) ** 2 if variants else 0), "of one device too"
@@ -114,22 +114,25 @@ def test_a_difference_is_seen_in_losses_norms_and_weights() -> None:
     differ: list[dict[str, Any]] = [{"losses": losses} for losses in ([1.0, 2.002], [1.0, float("nan")], [1.0])]
     differ += [{"norms": [3.003, 4.0]}, {"weights": {}}, {"weights": {"w": torch.full((2,), 1.001)}}]
     for changed in ({"losses": [1.000001, 2.0]}, *differ):
-        result = Result(DDP, "plain", curves.difference(truth, dataclasses.replace(truth, **changed)), 1.0)
+        difference = curves.difference(truth, dataclasses.replace(truth, **changed))
+        result = Result(DDP, "plain", difference=difference, seconds=1.0)
         assert ("DIFFERS" in table([result])) == (result.verdict == "DIFFERS") == (changed in differ), changed
 
 
 def test_rows_are_chosen_by_name_and_workers() -> None:
-    assert {row.workers for row in parity.chosen("fsdp,ddp", "4")} == {4}
-    assert [row.name for row in parity.chosen("deepspeed", None)] == ["deepspeed"]
+    assert {row.workers for row in parity.choose_rows("fsdp,ddp", "4")} == {4}
+    assert [row.name for row in parity.choose_rows("deepspeed", None)] == ["deepspeed"]
     with pytest.raises(UserError, match="there is no row 'fspd'"):
-        parity.chosen("fspd", None)
+        parity.choose_rows("fspd", None)
     with pytest.raises(UserError, match="no row with 3 workers: write some of 2, 4"):
-        parity.chosen("ddp", "3")
+        parity.choose_rows("ddp", "3")
 
 
 def test_the_table_has_the_worst_checkpoint_of_a_row_and_all_that_differ() -> None:
     pairs = [(DDP, DDP, 0.0), (DDP, FSDP, 3e-7), (FSDP, DDP, 2e-3), (FSDP, FSDP, 2e-4)]
-    results = [Result(row, EVERYTHING, Difference(loss, 0, 0), 1, after) for row, after, loss in pairs]
+    results = [
+        Result(row, EVERYTHING, difference=Difference(loss, 0, 0), seconds=1, after=after) for row, after, loss in pairs
+    ]
     shown = [line.split("after", 1)[1].split() for line in table(results).splitlines()[1:]]
     assert shown[0][:6] == ["2", "others,", "worst:", "fsdp", "(dp_shard", "2)"] and shown[0][6] == "3.0e-07"
     assert shown[1][3] == "ddp" and "DIFFERS" in shown[1] and shown[2][0] == "fsdp" and "DIFFERS" in shown[2]

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ from app.config.io import load_config
 from app.console.terminal import Console
 from app.training.job import Job
 from experiments.scale import answer, laws, run
-from experiments.scale.point import Told, measured
-from experiments.scale.run import Plan
+from experiments.scale.point import WorkerTimes, combine
+from experiments.scale.run import StudyPlan
+from strategies.pipeline.simulate import Span
 from tests.running import POINTS, invoke, mlflow_run, trireme
 
 
@@ -29,19 +31,21 @@ def repeated(costs: dict[int, float], noise: float = 0.01, repeats: int = 5) -> 
 def test_each_law_finds_its_constants_from_the_smallest_number_that_was_measured(base: int) -> None:
     counts = [base * 2**i for i in range(5)]
     usual = {n: 1 + 0.05 * (n / base - 1) + 0.002 * n / base * (n / base - 1) for n in counts}
-    law = laws.fitted("universal", repeated(usual))
+    law = laws.fit_law("universal", repeated(usual))
     assert law is not None and law.base == base and law.largest == 16 * base
     assert law.values["sigma"] == pytest.approx(0.05, rel=0.3) and law.values["kappa"] == pytest.approx(0.002, rel=0.3)
     assert law.speedup(64 * base) < law.speedup(32 * base), "past the peak more is slower"
     assert "does not pay" in answer.verdict(law)
-    weak = laws.fit(repeated({n: 1 + 0.04 * math.log2(n / base) for n in counts}), is_weak=True)
+    weak = laws.choose_law(repeated({n: 1 + 0.04 * math.log2(n / base) for n in counts}), is_weak=True)
     assert weak is not None and weak.name == "logarithm" and weak.values["a"] == pytest.approx(0.04, rel=0.3)
     assert "doubling pays" in answer.verdict(weak) and weak.cost(64 * base) == pytest.approx(1.24, abs=0.06)
     curve = {n: 70 * n / (1 + 0.3 * n / base) for n in (*counts, 32 * base, 64 * base, 256 * base)}
-    planned = laws.fit({n: [speed / 0.7] * 2 for n, speed in curve.items() if n in counts}, is_weak=False, curve=curve)
+    planned = laws.choose_law(
+        {n: [speed / 0.7] * 2 for n, speed in curve.items() if n in counts}, is_weak=False, curve=curve
+    )
     assert planned is not None and planned.name == "plan"
     assert planned.speedup(64 * base) == pytest.approx(curve[64 * base] / curve[base]), "the plan was right but slow"
-    faster = laws.fitted("logarithm", repeated({base: 1.0, 2 * base: 0.9}))
+    faster = laws.fit_law("logarithm", repeated({base: 1.0, 2 * base: 0.9}))
     assert faster is not None and faster.values["a"] == 0, "more workers never make a sample cheaper further out"
 
 
@@ -52,23 +56,25 @@ def test_nothing_is_concluded_from_two_numbers_of_workers_or_from_one_repeat() -
         {4: [1], 8: [2]},
     ):
         for is_weak in (True, False):
-            law = laws.fit(speeds, is_weak=is_weak)
+            law = laws.choose_law(speeds, is_weak=is_weak)
             assert law is not None and law.spread(2 * law.largest) is None
             said = answer.verdict(law)
             assert "doubling" not in said and "A verdict needs 3 numbers of workers, each measured 2 times" in said
-    two = laws.fit({1: [1.0], 2: [1 / 0.62]}, is_weak=False)
+    two = laws.choose_law({1: [1.0], 2: [1 / 0.62]}, is_weak=False)
     assert two is not None and two.values["kappa"] == 0 and two.speedup(2) == pytest.approx(1 / 0.62, rel=1e-6)
-    assert laws.fit({4: [1.0, 1.0]}, is_weak=True) is None and laws.fit({}, is_weak=False) is None
+    assert laws.choose_law({4: [1.0, 1.0]}, is_weak=True) is None and laws.choose_law({}, is_weak=False) is None
 
 
 def test_an_interval_widens_with_distance_and_with_noise_and_a_verdict_respects_it() -> None:
-    quiet, loud = (laws.fit(repeated({1: 1.0, 2: 1.02, 4: 1.05}, noise), is_weak=True) for noise in (0.001, 0.05))
+    quiet, loud = (
+        laws.choose_law(repeated({1: 1.0, 2: 1.02, 4: 1.05}, noise), is_weak=True) for noise in (0.001, 0.05)
+    )
     assert quiet is not None and loud is not None
     near, far = quiet.spread(8), quiet.spread(64)
     assert near is not None and far is not None and near < far and near < (loud.spread(8) or 0)
-    edge = laws.fitted("universal", repeated({1: 1.0, 2: 1.059, 4: 1.176, 8: 1.412}, 0.002))
+    edge = laws.fit_law("universal", repeated({1: 1.0, 2: 1.059, 4: 1.176, 8: 1.412}, 0.002))
     assert edge is not None and "cannot be told" in answer.verdict(edge)
-    assert laws.Law.of_data(json.loads(json.dumps(quiet.data()))) == quiet, "study.json holds it"
+    assert laws.Law.from_json(json.loads(json.dumps(quiet.to_json()))) == quiet, "study.json holds it"
 
 
 def test_a_recommendation_says_where_a_number_of_workers_was_measured_once() -> None:
@@ -87,17 +93,17 @@ def test_the_recommendation_is_the_fastest_as_far_as_doubling_pays() -> None:
 
 
 def test_a_step_is_the_sum_of_its_parts() -> None:
-    def told(node: str, computing: float, exposed: float) -> Told:
+    def worker(node: str, computing: float, exposed: float) -> WorkerTimes:
         """A worker whose steps take 1.5 s, of which 0.1 s is waiting for data; in a profile 2 s."""
         shares = {"step_seconds": 2.0, "computing_seconds": computing, "exposed_communication_seconds": exposed}
-        return Told(node, [1.5, 1.5, 9.0], [0.1, 0.1, 0.1], shares)
+        return WorkerTimes(node=node, steps=[1.5, 1.5, 9.0], data=[0.1, 0.1, 0.1], shares=shares)
 
-    point = measured([told("a", 1.0, 0.5), told("b", 1.2, 0.25)], Config(task="x"))
+    point = combine([worker("a", 1.0, 0.5), worker("b", 1.2, 0.25)], Config(task="x"))
     assert (point.step, point.computing, point.bubble, point.data) == pytest.approx((1.5, 1.225, 0.0, 0.1))
     assert point.communication == pytest.approx(1.4 / 8), "what the worker waits that waits least"
     assert point.balance == pytest.approx(1.1 / 1.2)
     assert point.notes[0].startswith("worker 1 on b computes 1.09 times as long as the mean")
-    one = measured([Told("a", [1.5], [0.1])], Config(task="x"))
+    one = combine([WorkerTimes(node="a", steps=[1.5], data=[0.1])], Config(task="x"))
     assert (one.computing, one.communication, one.notes) == (pytest.approx(1.4), 0.0, [])
 
 
@@ -105,9 +111,15 @@ def test_a_pipelines_waiting_is_bubble_as_far_as_its_schedule_is_to_blame() -> N
     """Two stages, two micro-batches, gpipe: forward 1, backward 2, and 0.5 until anything arrives."""
     ops = [("F", 0, 1.0), ("F", 1, 1.0), ("B", 0, 2.0), ("B", 1, 2.0), ("REDUCE", -1, 0.25)]
     begin = [[0, 1, 6.0, 8.0, 10.0], [1.5, 2.5, 3.5, 5.5, 7.5]]
-    spans = [[(n, kind, micro, 0, at, at + s) for (kind, micro, s), at in zip(ops, begin[n])] for n in (0, 1)]
+    spans = [
+        [
+            asdict(Span(stage=stage, kind=kind, micro_batch=micro_batch, chunk=0, start=start, end=start + seconds))
+            for (kind, micro_batch, seconds), start in zip(ops, begin[stage])
+        ]
+        for stage in (0, 1)
+    ]
     config = Config(task="x", parallel=ParallelConfig(schedule="gpipe"))
-    point = measured([Told("a", spans=[own], steps=[10.5], data=[0.0]) for own in spans], config)
+    point = combine([WorkerTimes(node="a", spans=[own], steps=[10.5], data=[0.0]) for own in spans], config)
     assert point.bubble == pytest.approx(10 * (1 / 3), rel=1e-6), "(p-1) / (m+p-1) of the step"
     assert point.computing == pytest.approx(6.0) and point.communication == pytest.approx(10.5 - 6.0 - 10 / 3)
 
@@ -126,17 +138,19 @@ def test_what_a_study_says_of_its_points(tmp_path: Path, monkeypatch: pytest.Mon
     """Everything but the measuring: two workers take 0.55 of the time of one, an eleventh of it sending."""
     asked: list[int] = []
 
-    def points(job: Job, workers: int, *_: Any) -> list[Told]:
+    def points(job: Job, workers: int, *_: Any, **__: Any) -> list[WorkerTimes]:
         asked.append(workers)
         shares = {"step_seconds": 11.0, "exposed_communication_seconds": 1.0, "computing_seconds": 1.0}
-        return [Told("a", [1.0 if workers == 1 else 0.55], [0.0], shares, memory=2**20) for _ in range(workers)]
+        seconds = 1.0 if workers == 1 else 0.55
+        times = WorkerTimes(node="a", steps=[seconds], data=[0.0], shares=shares, memory=2**20)
+        return [times] * workers
 
     monkeypatch.setattr(run, "connect", lambda *_, **__: SimpleNamespace(gpus=0, shape=None))
     monkeypatch.setattr(run, "check_feasible", lambda *_: None)
     monkeypatch.setattr(run, "rate_here", lambda *_: 3.6)
-    monkeypatch.setattr("experiments.scale.point.run", points)
+    monkeypatch.setattr("experiments.scale.point.measure_point", points)
     more = ["train.steps=100", "run.name=p", f"run.storage={tmp_path}", "tracking.enabled=false"]
-    plan = Plan((1, 2), ("ddp",), False, 3, 1, 1)
+    plan = StudyPlan(workers=(1, 2), strategies=("ddp",), weak=False, repeats=3, blocks=1, steps=1)
     outcome = run.scale(load_config([], [*POINTS, *more]), plan, Console(quiet=True))
     assert asked == [1, 2, 2, 1, 1, 2], "in turns, so that drift cancels"
     two = [p for p in outcome.points if p["workers"] == 2]

@@ -17,11 +17,12 @@ import pytest
 from app.errors import UserError
 from app.tracking.settings import Settings
 from experiments.sweep import analysis
+from experiments.sweep.answer import work_out
 from experiments.sweep.page import content
-from experiments.sweep.run import next_run, work_out
-from experiments.sweep.search import Search, scheduler_of, searcher_of
+from experiments.sweep.run import next_run
+from experiments.sweep.search import Search, make_scheduler, make_searcher
 from experiments.sweep.spec import Sweep, read_sweep
-from experiments.sweep.trial import REACHED, STOP_FILE, Setting, TrialRun
+from experiments.sweep.trial import REACHED, STOP_FILE, TrialContext, TrialRun
 from experiments.sweep.trials import BATCH, RATE, Trial, TrialStore
 from tests.running import committed
 
@@ -43,10 +44,12 @@ def test_overrides_and_a_grid_of_every_combination(tmp_path: Path) -> None:
     other = sweep_of(tmp_path, BASE, "searcher=random", "trials=5", "train.steps=7", "scheduler=asha", "target=0.5")
     assert (other.searcher, other.count, other.scheduler, other.target) == ("random", 5, "asha", 0.5)
     assert other.experiment.train.steps == 7 and other.longest() == 7
-    assert scheduler_of(sweep_of(tmp_path, BASE, "scheduler={name: asha, grace_period: 500}"), 64, 4), "64 is enough"
+    assert make_scheduler(
+        sweep_of(tmp_path, BASE, "scheduler={name: asha, grace_period: 500}"), longest=64, report_every=4
+    ), "64 is enough"
     sweep = sweep_of(tmp_path, BASE, "space.train.global_batch_size=[8, 16]")
     assert sweep.points == [{BATCH: b, RATE: r} for b, r in ((8, 0.01), (16, 0.01), (8, 1.0), (16, 1.0))]
-    config = sweep.config(sweep.points[2], "t", "here")
+    config = sweep.config(sweep.points[2], name="t", storage="here")
     assert (config.train.global_batch_size, config.optimizer.lr) == (8, 1.0)
     assert (config.run.name, config.run.storage, config.workers) == ("t", "here", "1")
     assert (sweep.name, sweep.count, config.tracking.log_model) == ("trial-sweep", 4, False)
@@ -91,15 +94,15 @@ def test_bad_input_is_one_sentence(tmp_path: Path, text: str, said: str) -> None
     kept = [line for line in BASE.strip().splitlines() if not line.startswith(f"{key}:")]
     with pytest.raises(UserError) as error:
         sweep = sweep_of(tmp_path, "\n".join([*kept, text]))
-        searcher_of(sweep, [])
-        scheduler_of(sweep, 64, 4)
+        make_searcher(sweep, [])
+        make_scheduler(sweep, longest=64, report_every=4)
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_searcher_begins_with_what_is_known_and_goes_on_elsewhere(tmp_path: Path) -> None:
     known = [{BATCH: 8, RATE: 0.5}, {BATCH: 8, RATE: 0.25}]
     sweep = sweep_of(tmp_path, BASE.replace("[0.01, 1.0]", "{loguniform: [1.0e-3, 1.0]}"), "searcher=optuna")
-    searcher = searcher_of(sweep, known)
+    searcher = make_searcher(sweep, known)
     searcher.set_search_properties("eval/loss", "min", {key: domain.for_tune() for key, domain in sweep.space.items()})
     found = [searcher.suggest(str(i)) for i in range(4)]
     assert found[:2] == known and len({point[RATE] for point in found}) == 4
@@ -155,10 +158,10 @@ def test_the_critical_batch_size_is_found() -> None:
 
 def test_steps_to_a_target_are_interpolated_and_may_be_never() -> None:
     trial = Trial(0, "t", {}, reports=[report(10, 1.0), report(20, 0.5), report(30, 0.4)])
-    assert analysis.steps_to(trial, LOSS, 0.75) == pytest.approx(15)
-    assert analysis.steps_to(trial, LOSS, 0.75, "seconds") == pytest.approx(1.5)
-    assert analysis.steps_to(trial, LOSS, 0.3) is None
-    assert analysis.steps_to(trial, Search(space={}, mode="max"), 0.9) == 10
+    assert analysis.reached_at(trial, LOSS, 0.75) == pytest.approx(15)
+    assert analysis.reached_at(trial, LOSS, 0.75, "seconds") == pytest.approx(1.5)
+    assert analysis.reached_at(trial, LOSS, 0.3) is None
+    assert analysis.reached_at(trial, Search(space={}, mode="max"), 0.9) == 10
 
 
 def test_what_to_use_by_workers(tmp_path: Path) -> None:
@@ -243,24 +246,30 @@ reports: 4
 """
 
 
-def setting(tmp_path: Path, *overrides: str) -> Setting:
-    settings = Settings(f"sqlite:///{tmp_path}/mlflow.db", "trireme", None)
-    return Setting(sweep_of(tmp_path, TEXT, *overrides), tmp_path, settings, False, os.getcwd(), ("trireme", "sweep"))
+def context(tmp_path: Path, *overrides: str) -> TrialContext:
+    return TrialContext(
+        sweep=sweep_of(tmp_path, TEXT, *overrides),
+        folder=tmp_path,
+        tracking=Settings(f"sqlite:///{tmp_path}/mlflow.db", "trireme", None),
+        uses_gpus=False,
+        cwd=os.getcwd(),
+        command=("trireme", "sweep"),
+    )
 
 
-def trial(found: Setting, index: int, known: Trial | None = None, **values: Any) -> TrialRun:
-    return TrialRun(found, f"t{index:03d}", {"optimizer.lr": 0.01, **values}, known)
+def trial(shared: TrialContext, index: int, record: Trial | None = None, **values: Any) -> TrialRun:
+    return TrialRun(shared, f"t{index:03d}", values={"optimizer.lr": 0.01, **values}, record=record)
 
 
 def results(trial: TrialRun, until: int = 10**9) -> list[dict[str, Any]]:
-    found = [trial.next()]
+    found = [trial.next_result()]
     while not found[-1].get("done") and found[-1]["step"] < until:
-        found.append(trial.next())
+        found.append(trial.next_result())
     return found
 
 
 def test_a_trial_reports_every_evaluation_and_ends(tmp_path: Path) -> None:
-    own = setting(tmp_path)
+    own = context(tmp_path)
     found = results(trial(own, 0))
     assert [result["step"] for result in found] == [10, 20, 30, 40, 40] and found[-1]["status"] == "finished"
     reports = [result["report"] for result in found]
@@ -276,11 +285,11 @@ def test_a_trial_reports_every_evaluation_and_ends(tmp_path: Path) -> None:
 
 
 def test_a_stopped_trial_says_why_and_continues(tmp_path: Path) -> None:
-    found = setting(tmp_path, "task_args.step_seconds=0.02", "train.steps=50", "reports=10")
+    found = context(tmp_path, "task_args.step_seconds=0.02", "train.steps=50", "reports=10")
     first = trial(found, 0)
     heard = results(first, until=20)[-1]
     first.stop(REACHED)
-    assert first.judged == heard["report"] and first.last["step"] >= 20, "by what Tune has, not by what came after"
+    assert first.last_taken == heard["report"] and first.last["step"] >= 20, "by what Tune has, not by what came after"
     end = json.loads((tmp_path / "t000" / "tracking" / "events.jsonl").read_text().split("\n")[-2])
     assert end["type"] == "finish" and end["status"] == "FINISHED" and end["message"].startswith(REACHED)
     stopped = committed(tmp_path / "t000")[-1]
@@ -296,7 +305,7 @@ def test_a_process_ends_whose_device_has_failed(tmp_path: Path, monkeypatch: pyt
     """Tune keeps a trial's process for the next one (`reuse_actors`); one that has ended it replaces."""
     ended = queue.Queue[int]()
     monkeypatch.setattr(os, "_exit", ended.put)
-    own = setting(tmp_path)
+    own = context(tmp_path)
     for said, codes in (("CUDA error: device-side assert triggered", [1]), ("CUDA out of memory.", [])):
         monkeypatch.setattr(TrialRun, "_train", mock.Mock(side_effect=RuntimeError(said)))
         assert results(trial(own, 0))[-1]["status"] == "failed"
@@ -304,9 +313,9 @@ def test_a_process_ends_whose_device_has_failed(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_trial_that_fails_is_a_result(tmp_path: Path) -> None:
-    last = results(trial(setting(tmp_path), 0, task="tests.tasks:Raises"))[-1]
+    last = results(trial(context(tmp_path), 0, task="tests.tasks:Raises"))[-1]
     assert last["status"] == "failed" and "a bug of the user's" in last["message"] and last["eval/loss"] == 1e30
     assert "in loss" in (tmp_path / "t000" / "logs" / "driver.log").read_text(), "the log has the traceback"
-    last = results(trial(setting(tmp_path, "metric=eval/los", "task_args.step_seconds=0.02"), 1))[-1]
+    last = results(trial(context(tmp_path, "metric=eval/los", "task_args.step_seconds=0.02"), 1))[-1]
     assert last["status"] == "wrong metric" and "eval/loss" in last["message"]
     assert "training" not in [thread.name for thread in threading.enumerate()], "the next trial trains by itself"

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from strategies import torch_internals
 from strategies.context import attention
 from strategies.context.apply import METHODS, ContextPlan, check_length, choose_method
-from strategies.context.attention import kept_bytes, number_of
+from strategies.context.attention import kept_bytes, register_group
 from strategies.layout import choose
 from strategies.parallelize import Options, ParallelDims, parallelize
 from tests.pool import run_distributed
@@ -31,11 +31,11 @@ def _attention(rank: int, name: str, causal: bool, kernel: bool) -> float:
     """The largest difference of output and gradients from one device's."""
     ways, method = dist.get_world_size(), METHODS[name]
     if not kernel:
-        attention.flash_attention, attention.SCORES = lambda q, v: None, 1000  # type: ignore[assignment]
+        attention.flash_attention, attention.MAX_SCORES = lambda q, v: None, 1000  # type: ignore[assignment]
 
     def cut(x: Tensor) -> Tensor:
         pieces = x.chunk(2 * ways, 2)
-        return torch.cat([pieces[rank], pieces[-1 - rank]], 2) if method.ZIGZAG else x.chunk(ways, 2)[rank]
+        return torch.cat([pieces[rank], pieces[-1 - rank]], 2) if method.is_zigzag else x.chunk(ways, 2)[rank]
 
     q, *keys = (torch.randn(2, heads, 8 * ways, 6, requires_grad=True) for heads in (2 * ways, ways, ways))
     whole = F.scaled_dot_product_attention(q, *keys, is_causal=causal, scale=0.3, enable_gqa=True)
@@ -43,12 +43,14 @@ def _attention(rank: int, name: str, causal: bool, kernel: bool) -> float:
     (whole * upstream).sum().backward()
     own = [cut(x.detach()).clone().requires_grad_() for x in (q, *keys)]
     with saved() as kept:
-        found = method.attention(*own, causal, 0.3, number_of(dist.group.WORLD))
+        found = method.attention(*own, is_causal=causal, scale=0.3, group=register_group(dist.group.WORLD))
     if kernel:
         keys_and_values = own[1].numel() + own[2].numel()
-        assert models.stored(kept) == kept_bytes(own[0].numel(), keys_and_values, own[0].numel() // 6, 4)
+        assert models.stored(kept) == kept_bytes(
+            queries=own[0].numel(), keys=keys_and_values, rows=own[0].numel() // 6, itemsize=4
+        )
     (found * cut(upstream)).sum().backward()
-    attention.flash_attention, attention.SCORES = torch_internals.flash_attention, 1 << 24
+    attention.flash_attention, attention.MAX_SCORES = torch_internals.flash_attention, 1 << 24
     pairs = [(found.detach(), whole.detach()), *((a.grad, b.grad) for a, b in zip(own, (q, *keys)))]
     return max(float((a - cut(b)).abs().max()) for a, b in pairs)
 
@@ -72,12 +74,12 @@ def test_torchs_kernel_gives_what_products_do(device: str, monkeypatch: pytest.M
     def attended() -> list[Tensor]:
         q, grad = (tensor[:, :, 128:] for tensor in (tensors[0], tensors[3]))
         before, own = ([tensor[:, :, part] for tensor in tensors[1:3]] for part in (slice(128), slice(128, None)))
-        out, lse = attention.attend(q, *own, causal=True, scale=0.2)
+        out, lse = attention.attend(q, *own, is_causal=True, scale=0.2)
         out = out.float()
-        attention.join_(out, lse, *attention.attend(q, *before, causal=False, scale=0.2))
-        of = attention.Answered(grad, q, out.bfloat16(), lse)
+        attention.join_(out, lse, *attention.attend(q, *before, is_causal=False, scale=0.2))
+        of = attention.Attended(grad, q, out.bfloat16(), lse)
         backward = attention.attend_backward
-        parts = [*backward(of, *own, causal=True, scale=0.2), *backward(of, *before, causal=False, scale=0.2)]
+        parts = [*backward(of, *own, is_causal=True, scale=0.2), *backward(of, *before, is_causal=False, scale=0.2)]
         return [out, lse, *parts]
 
     found = attended()
@@ -88,7 +90,7 @@ def test_torchs_kernel_gives_what_products_do(device: str, monkeypatch: pytest.M
 
 def _operators(_: int) -> set[str]:
     """What torch's own check of operators says, for compiled code: shapes, layouts, gradients."""
-    number, ops = number_of(dist.group.WORLD), torch.ops.trireme
+    number, ops = register_group(dist.group.WORLD), torch.ops.trireme
     q, k, v = (torch.randn(2, 8, heads, 6, requires_grad=True).transpose(1, 2) for heads in (4, 2, 2))
     for name in ("ring_attention", "allgather_attention"):
         whole = (q, k, v, True, 0.3, number)
@@ -255,6 +257,8 @@ def test_a_model_that_cannot_be_split_is_refused_by_every_worker() -> None:
 def test_lengths_and_methods() -> None:
     check_length(64, 4, "ring")
     assert_refused(["3 tokens", "write a sequence length of 8"], check_length, 3, 4, "ring")
-    near = ParallelDims(cp=4, tp=2)
-    assert choose_method("auto", 16, near, 8) == "ulysses" and choose_method("ring", 16, near, 8) == "ring"
-    assert {choose_method("auto", *asked) for asked in ((16, near, 4), (12, near, 8), (None, near, 8))} == {"ring"}
+    choose_method_of = functools.partial(choose_method, dims=ParallelDims(cp=4, tp=2))
+    assert choose_method_of("auto", heads=16, workers_per_node=8) == "ulysses"
+    assert choose_method_of("ring", heads=16, workers_per_node=8) == "ring"
+    for heads, workers_per_node in ((16, 4), (16, None), (12, 8), (None, 8)):
+        assert choose_method_of("auto", heads=heads, workers_per_node=workers_per_node) == "ring"

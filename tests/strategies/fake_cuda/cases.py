@@ -21,11 +21,19 @@ from app.errors import UserError
 from app.launchers.torchrun import Environment, own_device, require_own_gpu
 from app.models.gpt import RMSNorm
 from app.training.optimizer import build_optimizer
-from experiments.parity.curves import Trial, begin, run_steps
-from experiments.parity.rows import ALL_FIVE, DEEPSPEED, MIXTURES, ROWS, SINGLE, THREE, Row
+from experiments.parity.curves import Trial, parallelize_trial, run_steps
+from experiments.parity.rows import (
+    DEEPSPEED,
+    MIXTURES,
+    MIXTURES_OF_MORE_DIMENSIONS,
+    ROWS,
+    SINGLE,
+    THREE_DIMENSIONS,
+    Row,
+)
 from strategies import one_process, registry
 from strategies.context.apply import METHODS
-from strategies.context.attention import number_of
+from strategies.context.attention import register_group
 from strategies.parallelize import Options
 from tests.strategies.fake_cuda import device as fake
 from tests.strategies.fake_cuda.loops import adapters, gpt, loop
@@ -33,13 +41,13 @@ from tests.strategies.models import ZOO, gpt_trial, mixture_trial, seeded
 
 DEVICES = 8
 Work = Callable[[int], dict[str, Any]]
-OPTIMIZER = OptimizerConfig("adamw", lr=1e-2, eps=1e-5, weight_decay=1e-2)
+OPTIMIZER = OptimizerConfig(name="adamw", lr=1e-2, eps=1e-5, weight_decay=1e-2)
 
 SHAPES = "once for a kind of batch: what it says decides which memory is asked for"
 FIRST_STEP = {
     "strategies/pipeline/p2p.py:decode": SHAPES,
-    "strategies/pipeline/runtime.py:_send_on": SHAPES,
-    "strategies/tensor/apply.py:_compare": "it may end the run with a sentence",
+    "strategies/pipeline/runtime.py:_send_outputs": SHAPES,
+    "strategies/tensor/apply.py:_require_same_gradients": "it may end the run with a sentence",
 }
 """By file:function, why the host may wait there in the first step."""
 WAITS = {
@@ -109,9 +117,9 @@ def train(
     trial: Callable[..., Trial], row: Row, options: dict[str, Any], on: str, rank: int, *, profiled: bool = False
 ) -> dict[str, Any]:
     """Two steps, an evaluation, and what a save copies. on: cuda, or cpu. profiled: a pipeline's second step."""
-    made, chosen = row.applied(trial(micro_batches=2, clip=0.5), Options(**options))
+    made, chosen = row.adapt(trial(micro_batches=2, clip=0.5), Options(**options))
     device = _own_device(row, rank) if on == "cuda" else torch.device(on)
-    parallel = begin(made, row.layout, chosen, device)
+    parallel = parallelize_trial(made, row.layout, chosen, device)
     optimizer = parallel.prepare_optimizer(build_optimizer(OPTIMIZER, parallel.parameters()))
     waits: list[list[tuple[str, str]]] = []
     numbers: list[float] = []
@@ -143,8 +151,8 @@ def train(
 
 
 def _own_device(row: Row, rank: int) -> torch.device:
-    several = any(record.several_devices for record in registry.written(row.name))
-    device = torch.device("cuda", one_process.home(several, rank, row.workers, DEVICES) % DEVICES)
+    several = any(record.several_devices for record in registry.known_records(row.name))
+    device = torch.device("cuda", one_process.first_gpu_of_worker(several, rank, row.workers, DEVICES) % DEVICES)
     torch.cuda.set_device(device)
     return device
 
@@ -161,8 +169,8 @@ def staging(rank: int) -> dict[str, Any]:
         staged = stager.stage(state)
         waits[:] = fake.waits
         staged.wait()
-        assert all(torch.equal(staged.data[name], tensor.cpu()) for name, tensor in state.items())
-        return staged.data
+        assert all(torch.equal(staged.values[name], tensor.cpu()) for name, tensor in state.items())
+        return staged.values
 
     for _ in range(2):
         data = save(stager)
@@ -185,13 +193,13 @@ def visible(rank: int) -> dict[str, Any]:
     store = dist.FileStore(f"{tempfile.gettempdir()}/visible", 2)
 
     def begin(first: int, count: int, strategy: str, shown_to: str) -> list[int | None]:
-        here = Environment(rank, world_size=2, local_rank=2 + rank, local_world_size=4)
+        here = Environment(rank=rank, world_size=2, local_rank=2 + rank, local_world_size=4)
         os.environ |= {"LOCAL_RANK": str(here.local_rank), "LOCAL_WORLD_SIZE": str(here.local_world_size)}
         fake.show_only(first, count)
         device = own_device(here, strategy)
         assert torch.ones(1, device="cuda").device == device
         require_own_gpu(device, here, dist.PrefixStore(shown_to, store))
-        return [own.index for own in one_process.own_devices(device)]
+        return [own.index for own in one_process.worker_devices(device)]
 
     assert begin(rank, 1, "fsdp", "own") == [0]
     assert begin(2 * rank, 2, "ddp_model_parallel", "own two") == [0, 1]
@@ -221,14 +229,14 @@ def norms(rank: int) -> dict[str, Any]:
 
 def ring(rank: int) -> dict[str, Any]:
     """Attention across workers on an H100 is cuDNN's, as it is on one, and its joined results are those of a CPU."""
-    group = number_of(dist.group.WORLD)
+    group = register_group(dist.group.WORLD)
     for method, causal in itertools.product((METHODS["ring"], METHODS["allgather"]), (True, False)):
         torch.manual_seed(rank)
         on_cpu = [torch.randn(2, heads, 8, 16).bfloat16().requires_grad_() for heads in (4, 2, 2)]
         on_gpu = [tensor.detach().to("cuda").requires_grad_() for tensor in on_cpu]
         fake.cudnn.clear()
         for tensors in (on_cpu, on_gpu):
-            given = method.attention(*tensors, causal, 0.3, group)
+            given = method.attention(*tensors, is_causal=causal, scale=0.3, group=group)
             given.square().sum().backward()
         assert {"forward", "backward"} == set(fake.cudnn), fake.cudnn
         for one, other in zip(on_gpu, on_cpu, strict=True):
@@ -306,11 +314,11 @@ FULL = ("single", "model_parallel", "context", "ddp+expert")
 HALF = ("ddp", "fsdp", "tensor")
 """Which `make test` tries in float32, and in bf16, to which these cast in a way of their own: what a name does beside
 the others, in the last of its rows with the fewest workers."""
-TRIED = [row for row in (SINGLE, *ROWS, *THREE, *MIXTURES) if row.name not in CANNOT]
+TRIED = [row for row in (SINGLE, *ROWS, *THREE_DIMENSIONS, *MIXTURES) if row.name not in CANNOT]
 FEWEST = {row.name: row for row in sorted(TRIED, key=lambda row: -row.workers)}.values()
 CASES = [of_row(row, row not in FEWEST or row.name not in FULL) for row in TRIED]
 CASES += [of_row(row, row not in FEWEST or row.name not in HALF, "bf16") for row in TRIED]
-CASES += [of_row(row, slow=True) for row in ALL_FIVE]
+CASES += [of_row(row, slow=True) for row in MIXTURES_OF_MORE_DIMENSIONS]
 CASES += [of_row(SINGLE, precision="fp8"), of_row(Row("fsdp", 2), offload=True)]
 CASES += [of_row(Row("tensor", 2), sequence_parallel=False), *(of_row(Row(n, 2), images=True) for n in ("ddp", "fsdp"))]
 CASES += [of_row(row, False, "bf16", profiled=True) for row in FEWEST if str(row) == "pipeline (pp 2) zbv"]

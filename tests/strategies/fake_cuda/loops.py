@@ -40,21 +40,37 @@ def loop(row: Row, made: dict[str, Any], on: str, rank: int) -> dict[str, Any]:
     parallel = ParallelConfig(**row.degrees | row.options)
     train = TrainConfig(**given)
     # Adam's usual epsilon scales up what is zero but for rounding, as adapters' gradients are at first
-    found = {"parallel": parallel, "train": train, "optimizer": OptimizerConfig(eps=1e-5)}
-    config = Config(name, arguments, row.name, profile=ProfileConfig(profiled), **found)
-    job = Job(config, row.layout, folder, "attempt", "uid", train.steps or 0, folder)
+    config = Config(
+        task=name,
+        task_args=arguments,
+        strategy=row.name,
+        parallel=parallel,
+        train=train,
+        optimizer=OptimizerConfig(eps=1e-5),
+        profile=ProfileConfig(profiled),
+    )
+    job = Job(
+        config=config,
+        layout=row.layout,
+        folder=folder,
+        attempt="attempt",
+        run_uid="uid",
+        steps=train.steps or 0,
+        cwd=folder,
+    )
     if on == "cuda":
         torch.cuda.set_device(rank)
-    training = Training(job, Place(rank, row.workers, rank, torch.device(on)), SilentChannel())
-    owner, step = (training.profiler, "take") if training.profiler else (training, "step")
-    taken, waits = getattr(owner, step), list[tuple[str, str]]()
+    place = Place(rank=rank, world_size=row.workers, local_rank=rank, device=torch.device(on))
+    training = Training(job, place, SilentChannel())
+    take_step = training.step
+    waits: list[tuple[str, str]] = []
 
     def counted(micro_batches: list[Any]) -> None:
         fake.waits.clear()
-        taken(micro_batches)
+        take_step(micro_batches)
         waits.extend(fake.waits)
 
-    setattr(owner, step, counted)
+    training.step = counted  # type: ignore[method-assign]
     summary = training.run()
     training.close()
     assert latest_good(job.checkpoints)[0] is not None and summary["step"] == train.steps

@@ -18,7 +18,7 @@ from strategies.grad_sync import local
 from strategies.layout import Layout
 from strategies.parallelize import Options, choose
 from strategies.pipeline.schedules import SCHEDULES
-from strategies.pipeline.simulate import alive_by_formula
+from strategies.pipeline.simulate import activations_by_formula
 from strategies.pipeline.weight_grad import DeferredWeightGrad, finish
 from strategies.torch_internals import OperationMode
 from tests.pool import run_distributed
@@ -88,7 +88,7 @@ def _batches() -> list[Any]:
 
 
 def _one_step(rank: int, options: dict[str, Any]) -> dict[str, Any]:
-    parallel = curves.begin(_trial(), choose("pipeline", 2), Options(**options), CPU)
+    parallel = curves.parallelize_trial(_trial(), choose("pipeline", 2), Options(**options), CPU)
     batches, losses = _batches(), []
     for _ in range(2):  # shapes are new in the first step, known in the second
         parallel.inner.zero_grad()
@@ -133,8 +133,8 @@ def test_every_schedule_with_a_smaller_last_micro_batch_evaluation_and_a_profile
 # --- what is held, and as which type --------------------------------------------------------------------------------
 
 
-def _counted(work: Any, kept: list[StorageWeakRef], held: list[int], *given: Any) -> None:
-    work(*given)
+def _counted(work: Any, kept: list[StorageWeakRef], held: list[int], *args: Any, **kwargs: Any) -> None:
+    work(*args, **kwargs)
     held.append(sum(not each.expired() for each in kept))
 
 
@@ -143,16 +143,18 @@ def _held(rank: int) -> list[tuple[float, int]]:
     a layer in each block keeps, and by formula."""
     found, (tokens, targets) = [], language_batch(0)
     for options in ALL:
-        parallel: Any = curves.begin(_trial(), choose("pipeline", 2), Options(**options), CPU)
+        parallel: Any = curves.parallelize_trial(_trial(), choose("pipeline", 2), Options(**options), CPU)
         runtime, kept, held = parallel.runtime, list[StorageWeakRef](), list[int]()
         for path, module in parallel.inner.named_modules():
             if path.endswith("norm1"):
                 module.register_forward_hook(lambda _, __, y, to=kept: to.append(StorageWeakRef(y.untyped_storage())))
-        for name in ("_forward", "_backward", "_weights"):
+        for name in ("_forward", "_backward", "_weight_gradients"):
             setattr(runtime, name, functools.partial(_counted, getattr(runtime, name), kept, held))
         parallel.forward_backward([(tokens[:1], targets[:1])] * 4, [1 / 4] * 4, language_loss)
-        assert not runtime.alive and not runtime.left and held[-1] == 0
-        found.append((max(held) / (4 // runtime.placement.parts), alive_by_formula(parallel.schedule(4), rank)))
+        assert not runtime.in_flight and not runtime.deferred_work and held[-1] == 0
+        numbers = {"stages": 2, "micro_batches": 4, "chunks": runtime.placement.chunks, "stage": rank}
+        formula = activations_by_formula(options["schedule"], **numbers)
+        found.append((max(held) / (4 // runtime.placement.parts), formula))
     return found
 
 
@@ -179,15 +181,15 @@ class Casts(OperationMode):
 def _types(_: int, name: str, workers: int, options: dict[str, Any]) -> tuple[int, dict[str, set[Any]]]:
     """The most that a parameter is cast in a step; the types of what is sent in training and in evaluation, of what
     blocks take in, of gathered matrices and of their gradients."""
-    parallel: Any = curves.begin(_trial(), choose(name, workers, pp=2), Options(**options), CPU)
+    parallel: Any = curves.parallelize_trial(_trial(), choose(name, workers, pp=2), Options(**options), CPU)
     batch, found, send, sync = language_batch(0), defaultdict(set), parallel.runtime.comm.send, parallel.runtime.sync
 
-    def sending(kind: str, stage: int, tensors: list[Tensor], key: Any = None) -> None:
-        found["sent"].update((kind, tensor.dtype) for tensor in tensors if key is not None)
-        send(kind, stage, tensors, key)
+    def sending(kind: str, stage: int, tensors: list[Tensor], message: Any = None) -> None:
+        found["sent"].update((kind, tensor.dtype) for tensor in tensors if message is not None)
+        send(kind, stage, tensors, message)
 
     def done(chunk: int, kept: Any = sync and sync.chunk_done) -> None:
-        matrices = [p for p in sync.unsharded.values() if p.dim() > 1]
+        matrices = [p for p in sync._unsharded.values() if p.dim() > 1]
         found["gathered"].update(p.dtype for p in matrices)
         found["gradients"].update(p.grad.dtype for p in matrices if p.grad is not None)
         kept(chunk)
@@ -244,9 +246,10 @@ def test_gradients_of_matrices_wait_for_the_second_half_of_backward(recompute: s
     later.wrap(block)
     activation_checkpointing.apply(block, [], recompute)
     y = block(torch.randn(2, 5, WIDTH, requires_grad=True))
-    later.waiting = []
-    y.square().sum().backward()
+    work: list[Any] = []
+    with later.deferring_to(work):
+        y.square().sum().backward()
     for parameter in block.parameters():
         assert (parameter.grad is None) == (parameter.dim() > 1)
-    finish(later.waiting)
+    finish(work)
     assert all(parameter.grad is not None for parameter in block.parameters())

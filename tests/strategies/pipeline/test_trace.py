@@ -1,5 +1,6 @@
 """Models that know nothing of pipelines, whose blocks are a chain, more or less; and what those that are not get."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -144,7 +145,8 @@ def chain_trial(name: str) -> Trial:
 
 def _cut(model: nn.Module, **options: Any) -> Any:
     example = (language_loss, models.language_batch(0))
-    return plan_stages(model, find_blocks(model), Options(**options), 2, example, CPU)[2]
+    plan = plan_stages(model, find_blocks(model), Options(**options), stages=2, example=example, device=CPU)
+    return plan.assignment
 
 
 def test_only_what_later_stages_need_is_sent() -> None:
@@ -203,8 +205,10 @@ def test_a_block_that_returns_other_than_it_was_taken_to_is_named() -> None:
     first, forward = model.blocks[0], model.blocks[0].forward
     first.forward = lambda x: (forward(x), x)  # type: ignore[assignment]
     blocks = find_blocks(model)
-    tracer, _, assignment = plan_stages(model, blocks, Options(), 2, (language_loss, batch), CPU)
-    stage = Stage(model, blocks, assignment, tracer, [0])
+    example = (language_loss, batch)
+    plan = plan_stages(model, blocks, Options(), stages=2, example=example, device=CPU)
+    stage = Stage(model, blocks, assignment=plan.assignment, tracer=plan.tracer, parts=[0])
     placeholders = stage.placeholders(stage.signature(batch), language_loss, batch)
     words = ["the block blocks.0 looks at numbers (", "but it returns a tuple: let it"]
-    assert_refused(words, stage.run, 0, language_loss, batch, placeholders, [])
+    run = functools.partial(stage.run, placeholders=placeholders, inputs=[])
+    assert_refused(words, run, 0, language_loss, batch)

@@ -1,0 +1,161 @@
+"""What the loop reports: metrics, the speed and how far training is."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from app.training.events import MetricsLogged, StepsDone
+from app.training.flops import Utilization
+from app.training.job import Channel, Place, memory_bytes
+from app.training.persistence import Progress
+from app.training.step_sync import Agreement, LoggedStep
+
+
+@dataclass
+class Speed:
+    """How fast a start of a run trains, as the terminal, `trireme runs` and the report show it.
+
+    It is the mean over all steps of the start: their items divided by their seconds. Waiting for
+    data counts; evaluation, checkpoints and waiting for the storage or for workers do not.
+    """
+
+    seconds: float = 0.0
+    items: float = 0.0
+    samples: float = 0.0
+
+    def add(self, seconds: float, items: float, samples: float) -> None:
+        """Add steps.
+
+        Args:
+            seconds: How long they took.
+            items: What the task counts in them, over all workers.
+            samples: Their samples, over all workers.
+        """
+        self.seconds += seconds
+        self.items += items
+        self.samples += samples
+
+    @property
+    def items_per_second(self) -> float:
+        return self.items / self.seconds if self.seconds else 0.0
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds if self.seconds else 0.0
+
+
+class Reporter:
+    """Sends metrics and progress to the driver, and remembers the metrics for the next checkpoint.
+
+    Args:
+        channel: To the driver; on ranks other than the first it sends no metrics.
+        place: This rank's place.
+        progress: Keeps the newest metrics.
+        steps: Optimizer steps of the whole run.
+        global_batch_size: Samples of a step on all workers.
+        unit: What the task's items are, such as tokens.
+        utilization: Of the GPUs; None if their peak is not known.
+    """
+
+    def __init__(
+        self,
+        *,
+        channel: Channel,
+        place: Place,
+        progress: Progress,
+        steps: int,
+        global_batch_size: int,
+        unit: str,
+        utilization: Utilization | None,
+    ) -> None:
+        self.speed = Speed()
+        self._channel = channel
+        self._place = place
+        self._progress = progress
+        self._steps = steps
+        self._global_batch_size = global_batch_size
+        self._unit = unit
+        self._utilization = utilization
+        self._last_logged_step = 0
+
+    def log(self, step: int, values: Mapping[str, float], when: float | None = None) -> None:
+        """Log metrics of a step.
+
+        Args:
+            step: The step.
+            values: The metrics by name.
+            when: Unix seconds; None means now.
+        """
+        event = MetricsLogged(
+            step=step,
+            time=when or time.time(),
+            training_seconds=self.speed.seconds,
+            values=values,
+        )
+        self._progress.remember(event, self._place.rank)
+        self._channel.emit(event)
+
+    def report_steps(self, agreed: Agreement, loss_scale: float | None) -> None:
+        """Log the metrics of the steps since the last agreement, and say how far training is.
+
+        Args:
+            agreed: What the ranks agreed on.
+            loss_scale: Of fp16; None in other precisions.
+        """
+        samples = self._global_batch_size * agreed.steps
+        items = samples if self._unit == "samples" else agreed.items
+        self.speed.add(agreed.seconds, items, samples)
+        for entry in agreed.logged:
+            values = _metrics_of(entry)
+            if loss_scale is not None:
+                values["train/loss_scale"] = loss_scale
+            if entry is agreed.logged[-1]:  # the steps since the last agreement have one throughput
+                values |= self._throughput(items / agreed.seconds, samples / agreed.seconds)
+            self.log(entry.step, values, entry.time)
+            self._last_logged_step = entry.step
+        self._channel.emit(self._steps_done(agreed))
+
+    def _throughput(self, items_per_second: float, samples_per_second: float) -> dict[str, float]:
+        unit = self._unit
+        values = {
+            "train/samples_per_second": samples_per_second,
+            f"train/{unit}_per_second": items_per_second,
+            f"train/mean_{unit}_per_second": self.speed.items_per_second,
+        }
+        if self._utilization is not None:
+            gpus = self._utilization.gpus
+            values["train/mfu"] = self._utilization.mfu(samples_per_second)
+            values[f"train/{unit}_per_second_per_gpu"] = items_per_second / gpus
+        return values
+
+    def _steps_done(self, agreed: Agreement) -> StepsDone:
+        utilization = self._utilization
+        loss = None
+        if self._last_logged_step:  # before that, the newest loss is that of an earlier start
+            loss = self._progress.latest.get("train/loss")
+        mfu = None
+        if utilization is not None:
+            mfu = utilization.mfu(self.speed.samples_per_second)
+        return StepsDone(
+            step=agreed.step,
+            steps=self._steps,
+            loss=loss,
+            loss_step=self._last_logged_step,
+            rate=self.speed.items_per_second,
+            unit=self._unit,
+            gpus=utilization.gpus if utilization is not None else 0,
+            mfu=mfu,
+            seconds_left=(self._steps - agreed.step) * agreed.seconds_per_step,
+            seconds_per_step=agreed.seconds_per_step,
+            memory_bytes=memory_bytes(self._place.device),
+        )
+
+
+def _metrics_of(entry: LoggedStep) -> dict[str, float]:
+    values = {f"train/{name}": rate for name, rate in entry.learning_rates.items()}
+    if entry.items > 0:  # a batch without a counted item has no loss
+        values["train/loss"] = entry.loss
+        values |= {f"train/{name}": loss for name, loss in entry.losses.items()}
+    if entry.grad_norm is not None:
+        values["train/grad_norm"] = entry.grad_norm
+    return values

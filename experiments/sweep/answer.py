@@ -1,0 +1,356 @@
+"""A sweep's answer, worked out from what its trials have reported, and the same in words."""
+
+import contextlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from experiments.sweep import analysis
+from experiments.sweep.analysis import BestRate, CriticalBatch, ScalingRule, StepTime
+from experiments.sweep.spec import Sweep
+from experiments.sweep.trials import (
+    ENDED,
+    FAILURES,
+    RATE,
+    SEED,
+    WORKERS,
+    Trial,
+    TrialStore,
+)
+
+COUNTS = (1, 2, 4, 8)
+"""Numbers of workers for which the answer says what to use, besides those that trials had."""
+
+
+class BestTrial(TypedDict):
+    """The trial with the best value.
+
+    Attributes:
+        trial: Its name.
+        values: Its point of the search space.
+        value: The best value of its evaluations.
+        step: The step of that evaluation.
+        evaluations: The number of its evaluations.
+        last: The value of the last one.
+    """
+
+    trial: str
+    values: dict[str, Any]
+    value: float
+    step: int
+    evaluations: int
+    last: float
+
+
+class SoonestTrial(TypedDict):
+    """The trial that reached the target first.
+
+    Attributes:
+        trial: Its name.
+        values: Its point of the search space without the seed, and its number of workers.
+        seconds: Its seconds of training until then.
+    """
+
+    trial: str
+    values: dict[str, Any]
+    seconds: float
+
+
+WorkersRow = TypedDict(
+    "WorkersRow",
+    {
+        "workers": int,
+        "batch size": int,
+        "learning rate": float | None,
+        "steps": float,
+        "seconds to the target": float,
+        "worker-seconds": float,
+        "times faster": float,
+    },
+)
+"""What to use on a number of workers, predicted; a row of the page's table."""
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """Everything that a sweep has found out; answer.json holds it.
+
+    Attributes:
+        best: The trial with the best value.
+        target: The value that is to be reached; None if there is none.
+        rates: The best learning rate at each batch size.
+        rule: The power law through them.
+        steps: Steps to the target by batch size.
+        critical: The critical batch size.
+        noise: The gradient noise scale, in samples.
+        time: The time of a step.
+        spent: "worker_seconds" of training, and "dollars" if prices are known.
+        soonest: The trial that reached the target first.
+        by_workers: What to use on numbers of workers.
+        sentences: The answer in words.
+    """
+
+    best: BestTrial
+    target: float | None
+    rates: list[BestRate]
+    rule: ScalingRule | None
+    steps: dict[int, float]
+    critical: CriticalBatch | None
+    noise: float | None
+    time: StepTime | None
+    spent: dict[str, float]
+    soonest: SoonestTrial | None
+    by_workers: list[WorkersRow] = field(default_factory=list)
+    sentences: list[str] = field(default_factory=list)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The numbers of the answer, for MLflow."""
+        figures = {
+            "answer/lr_exponent": self.rule.exponent if self.rule else None,
+            "answer/critical_batch": self.critical.batch if self.critical else None,
+            "answer/noise_scale": self.noise,
+            "answer/seconds_to_target": self.soonest["seconds"] if self.soonest else None,
+            "cost/worker_hours": self.spent["worker_seconds"] / 3600,
+            "cost/dollars": self.spent.get("dollars"),
+        }
+        return {name: value for name, value in figures.items() if value is not None}
+
+
+def work_out(sweep: Sweep, store: TrialStore) -> Answer:
+    """Works out the answer from the reports of trials, of which at least one has a value."""
+    trials = [trial for trial in store.trials.values() if trial.reports]
+    sound_trials = [trial for trial in trials if trial.status not in FAILURES]
+    value, best = analysis.rank_trials(trials, sweep)[0]
+    target = sweep.target
+    if target is None:
+        target = analysis.fair_target(trials, sweep)
+    steps = {}
+    if target is not None:
+        steps = analysis.fewest_steps(sound_trials, sweep, target)
+    rates = analysis.best_rates(trials, sweep)
+    answer = Answer(
+        best=_best_trial(best, value, sweep),
+        target=target,
+        rates=rates,
+        rule=analysis.scaling_rule(rates),
+        steps=steps,
+        critical=analysis.critical_batch(steps),
+        noise=analysis.noise_scale(sound_trials),
+        time=analysis.step_time(sound_trials),
+        spent=_spent(store),
+        soonest=_soonest(sound_trials, sweep, target),
+    )
+    answer.by_workers = _by_workers(answer, sound_trials)
+    answer.sentences = _sentences(sweep, store, answer)
+    return answer
+
+
+def _best_trial(trial: Trial, value: float, sweep: Sweep) -> BestTrial:
+    report = analysis.best_report(trial, sweep)
+    assert report is not None, "a ranked trial has a value"
+    curve = trial.curve(sweep.metric)
+    return {
+        "trial": trial.name,
+        "values": trial.values,
+        "value": value,
+        "step": report[0],
+        "evaluations": len(curve),
+        "last": curve[-1][1],
+    }
+
+
+def _by_workers(answer: Answer, trials: Iterable[Trial]) -> list[WorkersRow]:
+    """For numbers of workers, the batch size that reaches the target soonest, and its rate.
+
+    Soonest: by the steps that are needed (`CriticalBatch`) times seconds per step (`StepTime`),
+    within the range of batch sizes that were tried.
+
+    Returns:
+        [] if the steps or the seconds are not known.
+    """
+    law = answer.critical or _law_of_noise_scale(answer)
+    time = answer.time
+    if law is None or time is None:
+        return []
+    rows: list[WorkersRow] = []
+    batches = sorted({*answer.steps, *_batches_between(min(answer.steps), max(answer.steps))})
+    for workers in sorted({*COUNTS, *(trial.last["workers"] for trial in trials)}):
+        seconds = {}
+        for batch in batches:
+            if batch % workers == 0:
+                seconds[batch] = law.steps(batch) * time.seconds(batch, workers)
+        if not seconds:
+            continue
+        best = min(seconds, key=seconds.__getitem__)
+        rate = answer.rule.rate(best) if answer.rule else answer.best["values"].get(RATE)
+        seconds_of_first_row = rows[0]["seconds to the target"] if rows else seconds[best]
+        rows.append(
+            {
+                "workers": workers,
+                "batch size": best,
+                "learning rate": rate,
+                "steps": law.steps(best),
+                "seconds to the target": seconds[best],
+                "worker-seconds": seconds[best] * workers,
+                "times faster": seconds_of_first_row / seconds[best],
+            }
+        )
+    return rows
+
+
+def _law_of_noise_scale(answer: Answer) -> CriticalBatch | None:
+    """Steps to the target with the gradient noise scale as the critical batch size.
+
+    Returns:
+        None if the noise scale was not measured, or no trial has reached the target.
+    """
+    if not answer.noise or not answer.steps:
+        return None
+    least_steps = sorted(
+        steps / (1 + answer.noise / batch) for batch, steps in answer.steps.items()
+    )
+    return CriticalBatch(
+        batch=answer.noise,
+        low=math.nan,
+        high=math.nan,
+        least_steps=least_steps[len(least_steps) // 2],
+    )
+
+
+def _batches_between(low: int, high: int) -> list[int]:
+    """Batch sizes from `low` to `high`, each √2 times the one before, and multiples of 4."""
+    count = round(2 * math.log2(high / low)) + 1
+    return [max(1, round(low * 2 ** (i / 2) / 4) * 4) for i in range(count)]
+
+
+def _spent(store: TrialStore) -> dict[str, float]:
+    """What all trials took.
+
+    Returns:
+        "worker_seconds" of training; "dollars" if prices are known, as each run has counted them in
+        its cost.json, from the request for workers to their end.
+    """
+    seconds = 0.0
+    dollars = []
+    for trial in store.trials.values():
+        if trial.last:
+            seconds += trial.last["seconds"] * trial.last["workers"]
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError):
+            cost = json.loads((store.folder / trial.name / "cost.json").read_text())
+            dollars.append(float(cost["total"]))
+    spent = {"worker_seconds": seconds}
+    if dollars:
+        spent["dollars"] = sum(dollars)
+    return spent
+
+
+def _soonest(trials: Iterable[Trial], sweep: Sweep, target: float | None) -> SoonestTrial | None:
+    """The trial that reached the target first; None if none did, or there is no target."""
+    if target is None:
+        return None
+    reached = []
+    for trial in trials:
+        seconds = analysis.reached_at(trial, sweep, target, "seconds")
+        if seconds is not None:
+            reached.append((seconds, trial))
+    if not reached:
+        return None
+    seconds, trial = min(reached, key=lambda pair: pair[0])
+    values = {key: value for key, value in trial.values.items() if key != SEED}
+    values[WORKERS] = trial.last["workers"]
+    return {"trial": trial.name, "values": values, "seconds": seconds}
+
+
+# --- in words -------------------------------------------------------------------------------------
+
+
+def _sentences(sweep: Sweep, store: TrialStore, answer: Answer) -> list[str]:
+    """The answer in words; each line begins with its subject, and then is one sentence."""
+    target = f"{sweep.metric} {answer.target:.4g}" if answer.target is not None else ""
+    best = answer.best
+    lines = [
+        f"trials    {_endings(store)}",
+        f"best      {sweep.metric} {best['value']:.4g}: {_in_words(best['values'])} "
+        f"({best['trial']}, best of its {best['evaluations']} evaluations, at step "
+        f"{best['step']:,}; the last gave {best['last']:.4g})",
+    ]
+    if sweep.target is not None and not answer.soonest:
+        gap = abs(best["value"] - sweep.target)
+        lines.append(
+            f"target    {target} was not reached; the nearest is {best['value']:.4g}, off by "
+            f"{gap:.3g}: train for longer, or look around the best point, at other keys, or at a "
+            "larger model"
+        )
+    if answer.rule:
+        lines.append(f"rule      {_rule_in_words(answer.rule, answer.rates)}")
+    estimates = []
+    if answer.critical:
+        critical = f"{answer.critical.batch:.0f} ({answer.critical.interval})"
+        estimates.append(f"critical batch size {critical}, from steps to {target}")
+    if answer.noise:
+        estimates.append(f"gradient noise scale {answer.noise:.0f} samples")
+    if estimates:
+        lines.append(f"batch     {'; '.join(estimates)}")
+    lines += _workers_in_words(answer.by_workers, target)
+    spent = f"{answer.spent['worker_seconds']:,.0f} worker-seconds of training"
+    if "dollars" in answer.spent:
+        spent += f", cost {answer.spent['dollars']:.3g}"
+    lines.append(f"spent     {spent}")
+    if answer.soonest:
+        soonest = answer.soonest
+        way = f"{_in_words(soonest['values'])}: {soonest['seconds']:.3g} s ({soonest['trial']})"
+        lines.append(f"soonest   to {target}: {way}")
+    return lines
+
+
+def _endings(store: TrialStore) -> str:
+    """How many trials ended in which way."""
+    counts = Counter(trial.status for trial in store.trials.values())
+    words = {"reached": "reached the target", "pruned": "stopped early"}
+    endings = []
+    for status in ENDED:
+        if counts[status]:
+            endings.append(f"{counts[status]} {words.get(status, status)}")
+    return ", ".join(endings)
+
+
+def _rule_in_words(rule: ScalingRule, rates: Sequence[BestRate]) -> str:
+    interval = ""
+    if math.isfinite(rule.high):
+        interval = f" (95 %: {rule.low:.2f} to {rule.high:.2f})"
+    names = {
+        "measured exponent": "neither linear nor square root",
+        "undecided": "too few points to name a rule",
+    }
+    name = names.get(rule.name, f"the {rule.name} rule")
+    edges = sum(rate.edge for rate in rates)
+    note = ""
+    if edges:
+        note = f"; {edges} of {len(rates)} best rates are the last that were tried"
+    return f"best learning rate ∝ batch^{rule.exponent:.2f}{interval}: {name}{note}"
+
+
+def _workers_in_words(rows: Sequence[WorkersRow], target: str) -> list[str]:
+    lines = []
+    for row in rows:
+        rate = f", learning rate {row['learning rate']:.3g}" if row["learning rate"] else ""
+        settings = f"batch size {row['batch size']}{rate}"
+        seconds = f"{row['seconds to the target']:.3g} s to {target}, predicted"
+        gain = ""
+        if row is not rows[0]:
+            gain = f", {row['times faster']:.2f} times as fast as {rows[0]['workers']}"
+        lines.append(f"on {row['workers']:<7}{settings}: {seconds}{gain}")
+    return lines
+
+
+def _in_words(values: Mapping[str, Any]) -> str:
+    """A point of the search space, such as "lr 0.01, global_batch_size 64"."""
+    words = []
+    for key, value in values.items():
+        text = f"{value:.3g}" if isinstance(value, float) else str(value)
+        words.append(f"{key.rsplit('.', 1)[-1]} {text}")
+    return ", ".join(words)
