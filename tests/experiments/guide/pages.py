@@ -23,8 +23,8 @@ GUIDE = ROOT / "experiments" / "guide"
 PAGES = sorted(GUIDE.glob("*.md"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LEFT_OUT = "…"
-READING = "reading the model; it is remembered"
-"""What a plan says the first time."""
+READING = "reading the model"
+"""What a plan says while it reads a large model."""
 QUICK = {"plan", "config", "cluster"}
 """Verbs of `trireme` that start nothing and answer within seconds."""
 
