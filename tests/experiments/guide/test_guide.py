@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -19,6 +20,7 @@ from torch.distributed.run import get_args_parser
 from app.cli import group
 from app.config.io import load_config
 from cluster.files import own_files
+from cluster.remote import free_port
 from experiments.sweep.spec import read_sweep
 from tests.experiments.guide.pages import (
     FENCE,
@@ -30,7 +32,7 @@ from tests.experiments.guide.pages import (
     home_in,
     lines_not_printed,
 )
-from tests.running import ROOT, environment, here
+from tests.running import ROOT, Ended, environment, finish, here
 from tests.test_documents import LINK, mistakes_in
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
@@ -180,38 +182,39 @@ def test_a_mistake_in_a_page_is_seen(in_guide: Path) -> None:
 def test_a_plan_or_a_file_prints_what_the_page_says(
     command: Command, in_guide: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ended = here(monkeypatch, capsys, *command.words[1:])
-    ended.expect(2 if command.is_refused else 0)
-    assert not lines_not_printed(command.shown, ended.err + ended.out), ended.err + ended.out
+    answer = here(monkeypatch, capsys, *command.words[1:])
+    answer.expect(2 if command.is_refused else 0)
+    assert not lines_not_printed(command.shown, answer.err + answer.out), answer.err + answer.out
 
 
-def typed(words: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def typed(words: list[str], folder: Path, **variables: str) -> Ended:
     """What a shell would do with it, in the guide's folder, with `trireme` and `python` of this environment."""
     programs = {
         "trireme": [sys.executable, "-m", "app"],
         "python": [sys.executable],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--master-port", "0"],
+        "torchrun": [sys.executable, "-m", "torch.distributed.run", f"--master-port={free_port()}"],
     }
-    program = [*programs.get(words[0], [words[0]]), *words[1:]]
-    return subprocess.run(
-        program, cwd=folder, env=environment(**variables), capture_output=True, text=True, check=False
-    )
+    return ended([*programs[words[0]], *words[1:]], folder, variables)
+
+
+def ended(program: list[str], folder: Path, variables: dict[str, str]) -> Ended:
+    """A program, run to its end in that folder; with what it has started it is ended after a long time."""
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return finish(subprocess.Popen(program, cwd=folder, env=environment(**variables), **streams))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", TRAINS, ids=str)
 def test_a_training_prints_what_the_page_says(command: Command, folder: Path, ray_environment: dict[str, str]) -> None:
-    ended = typed(command.words, folder, **ray_environment)
-    assert ended.returncode == (2 if command.is_refused else 0), ended.stdout + ended.stderr
-    printed = ended.stderr + ended.stdout if command.is_refused else ended.stdout + ended.stderr
-    assert not lines_not_printed(command.shown, printed), printed
+    answer = typed(command.words, folder, **ray_environment)
+    answer.expect(2 if command.is_refused else 0)
+    assert not lines_not_printed(command.shown, answer.err + answer.out), answer.err + answer.out
 
 
 def test_the_script_after_trains(folder: Path) -> None:
     more = ["launcher=local", "train.epochs=2", "run.name=quick", "tracking.enabled=false"]
-    ended = typed(["python", "after.py", *more], folder)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    (accuracy,) = re.findall(r"held out .* accuracy ([\d.]+)%", ended.stdout)
+    answer = typed(["python", "after.py", *more], folder).expect()
+    (accuracy,) = re.findall(r"held out .* accuracy ([\d.]+)%", answer.out)
     assert float(accuracy) > 80
 
 
@@ -251,12 +254,9 @@ def write_program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-def sbatch(folder: Path, variables: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+def sbatch(folder: Path, variables: dict[str, str], *words: str) -> Ended:
     """What the node does with the file: comments of Slurm's are comments of the shell's."""
-    program = ["bash", str(GUIDE / "slurm.sbatch"), *words]
-    return subprocess.run(
-        program, cwd=folder, env=environment(**variables), capture_output=True, text=True, check=False
-    )
+    return ended(["bash", str(GUIDE / "slurm.sbatch"), *words], folder, variables)
 
 
 def test_the_sbatch_file_is_a_shell_script_with_slurms_lines_first() -> None:
@@ -275,8 +275,8 @@ def test_the_sbatch_file_is_a_shell_script_with_slurms_lines_first() -> None:
 def test_the_sbatch_file_starts_a_process_for_each_gpu_and_requeues_what_was_stopped(
     ends_with: int, requeued: bool, tmp_path: Path, stand_ins: dict[str, str]
 ) -> None:
-    ended = sbatch(tmp_path, {**stand_ins, "ENDS_WITH": str(ends_with)}, "task=after:Digits", "run.name=a b")
-    assert ended.returncode == ends_with, ended.stderr
+    variables = {**stand_ins, "ENDS_WITH": str(ends_with)}
+    sbatch(tmp_path, variables, "task=after:Digits", "run.name=a b").expect(ends_with)
     asked, started, *after = Path(stand_ins["NOTED"]).read_text().splitlines()
     assert asked.strip() == "scontrol show hostnames node[1-2]"
     assert started == "srun --kill-on-bad-exit=1 trireme train task=after:Digits run.name=a b launcher=torchrun 24711"
@@ -288,6 +288,5 @@ def test_two_tasks_of_slurm_train_as_one_run(folder: Path, tmp_path: Path, stand
     srun = Path(stand_ins["PATH"].partition(":")[0]) / "srun"
     write_program(srun, SRUN.format(python=sys.executable))
     words = ["task=after:Digits", "train.epochs=2", f"run.storage={tmp_path}", "run.name=digits"]
-    ended = sbatch(folder, stand_ins, *words)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "ddp (dp_replicate 2)" in ended.stdout and ended.stdout.count("trained   digits") == 1
+    answer = sbatch(folder, stand_ins, *words).expect()
+    assert "ddp (dp_replicate 2)" in answer.out and answer.out.count("trained   digits") == 1
