@@ -190,7 +190,7 @@ def test_a_plan_or_a_file_prints_what_the_page_says(
 def typed(words: list[str], folder: Path, **variables: str) -> Ended:
     """What a shell would do with it, in the guide's folder, with `trireme` and `python` of this environment."""
     programs = {
-        "trireme": [sys.executable, "-m", "app"],
+        "trireme": [sys.executable, "-m", "trireme"],
         "python": [sys.executable],
         "torchrun": [sys.executable, "-m", "torch.distributed.run", f"--master-port={free_port()}"],
     }
