@@ -18,7 +18,7 @@ from app.config.check import check_trainable
 from app.console.terminal import Console, log_labels
 from app.errors import UserError
 from app.launchers.crash_notice import announce_crash
-from app.run.manifest import Outcome, Run, under_free_name
+from app.run.manifest import Outcome, Run, run_folder, under_free_name
 from app.tracking.settings import Settings, resolve_tracking
 from app.training.events import WorkerInfo
 from cluster.environment import set_defaults
@@ -92,11 +92,18 @@ def train(
 
 
 def chosen_launcher(config: Config) -> str:
-    """The launcher to use; `auto` means torchrun if its variables are set, and otherwise Ray."""
+    """The launcher to use.
+
+    `auto` means torchrun if this process is one of several that torchrun or Slurm's srun started,
+    and otherwise Ray. The script of an sbatch job has Slurm's variables too, but is no step of
+    several tasks, so it begins a run in Ray.
+    """
     if config.launcher != "auto":
         return config.launcher
-    is_rank = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    return "torchrun" if is_rank else "ray"
+    is_rank_of_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    step_tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    is_one_of_several_tasks = "SLURM_PROCID" in os.environ and step_tasks != "1"
+    return "torchrun" if is_rank_of_torchrun or is_one_of_several_tasks else "ray"
 
 
 def _in_a_run(
@@ -231,7 +238,7 @@ def _under_torchrun(config: Config, console: Console, take_over: bool) -> Outcom
     """Trains in the processes that torchrun or Slurm has started, of which this is one.
 
     Returns:
-        On rank 0 the outcome; on other ranks its status and summary only.
+        The outcome; on ranks other than 0 without what MLflow has.
     """
     from app.launchers.torchrun import Ranks, train_as_other_rank
 
@@ -239,7 +246,7 @@ def _under_torchrun(config: Config, console: Console, take_over: bool) -> Outcom
     if ranks.place.rank:
         summary = train_as_other_rank(ranks)
         status = "already_finished" if summary is None else "finished"
-        outcome = Outcome(status, config.run.name, "", summary or {}, {})
+        outcome = Outcome(status, config.run.name, run_folder(config).url, summary or {}, {})
     else:
         outcome = _as_rank_0(ranks, config, console, take_over)
     ranks.leave()

@@ -186,10 +186,13 @@ def _compared_with_one_gpu(plan: Plan, best: Estimate) -> list[str]:
     if world == 1:
         return [f"The model fits one {device} ({needed} of {capacity})."]
     gain = single.step_seconds / best.step_seconds
+    if gain < world:
+        consequence = f"so one {device} costs less while time does not matter"
+    else:
+        consequence = "so they cost no more"
     return [
         f"The model fits one {device} ({figures(single)}); {world} are {gain:.1f} × as fast, "
-        f"{100 * gain / world:.0f} % of ideal, so one {device} costs less while time does not "
-        "matter."
+        f"{100 * gain / world:.0f} % of ideal, {consequence}."
     ]
 
 
@@ -198,8 +201,8 @@ def _compared_with_twice_as_many(plan: Plan, best: Estimate) -> list[str]:
     world = plan.machine.world
     if plan.machine.device.is_cpu or world > MOST_GPUS_DOUBLED:
         return []
-    fixed = {"train.activation_checkpointing": best.candidate.checkpointing}
-    doubled = _fastest(plan.on_gpus(2 * world, fixed))
+    # What a plan for that many would choose from, so that the two do not contradict each other.
+    doubled = _fastest(plan.on_gpus(2 * world, plan.fixed, pipelines=True))
     if doubled is None or not doubled.fits:
         return []
     gain = best.step_seconds / doubled.step_seconds

@@ -88,10 +88,11 @@ def _summary(plan: Plan) -> str:
     device = machine.device
     millions = quantity(plan.reader.parameters / 1e6)
     fitting = sum(row.fits for row in plan.rows)
+    layouts = "1 layout" if len(plan.rows) == 1 else f"{len(plan.rows):,} layouts"
     return (
         f"{millions} million parameters in {plan.reader.blocks} blocks, on {machine.world} × "
         f"{device.gpu.name} ({device.capacity / GIB:.0f} GiB each, {machine.per_node} to a node): "
-        f"{len(plan.rows):,} layouts, of which {fitting:,} fit"
+        f"{layouts}, of which {fitting:,} fit"
     )
 
 

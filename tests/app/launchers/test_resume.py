@@ -231,6 +231,7 @@ def of_ray(address: str, *titles: str) -> set[psutil.Process]:
 def slurm(arguments: list[str]) -> list[Any]:
     """Two processes as srun would start them: no agent watches them."""
     own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SLURM_NTASKS": "2"}
+    own["SLURM_STEP_NUM_TASKS"] = "2"
     ranks = ({"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1))
     return [start(arguments, env=running.environment(**own, SLURM_NTASKS_PER_NODE="2", **rank)) for rank in ranks]
 
@@ -238,7 +239,7 @@ def slurm(arguments: list[str]) -> list[Any]:
 @SLOW
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_under_slurm_ends_all_and_the_same_command_goes_on(tmp_path: Path, rank: int) -> None:
-    arguments = command(tmp_path, *PLAIN, "launcher=torchrun")
+    arguments = command(tmp_path, *PLAIN)
     both = slurm(arguments)
     lines = [Lines(process) for process in both]
     try:
