@@ -52,7 +52,7 @@ from strategies.dims import LayoutError
 from strategies.parallel import Loss, Parallel
 from strategies.tensor.loss import VocabularyLogits
 from strategies.torch_internals import all_gather_into
-from strategies.tree import tree_map
+from strategies.tree import clone_tensors
 
 LIKE = 1e-2
 """How far apart, relative to their norm, the rows of two forwards of one micro-batch may be: rounding, in 16 bits."""
@@ -486,7 +486,7 @@ class BatchGather:
 
     def _computed(self, batch: Any, loss: Loss, part: _Pass, *, last: bool) -> Tensor:
         """A forward before the one that counts, so on a copy of the batch, which the model may change in place."""
-        batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+        batch = clone_tensors(batch)
         with self.parallel.micro_step(last=last):
             return self._called(batch, loss, part)
 

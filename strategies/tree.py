@@ -8,6 +8,8 @@ import copy
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+from torch import Tensor
+
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     """The tree with every leaf replaced by `function(leaf)`."""
@@ -21,6 +23,11 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
         is_named_tuple = hasattr(tree, "_fields")
         return type(tree)(*values) if is_named_tuple else type(tree)(values)
     return function(tree)
+
+
+def clone_tensors(tree: Any) -> Any:
+    """The tree with a copy of every tensor: a batch for code that may change it in place."""
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def tree_leaves(tree: Any) -> list[Any]:

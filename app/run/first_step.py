@@ -33,6 +33,7 @@ from strategies.dims import Layout, LayoutError
 from strategies.options import Options
 from strategies.rehearsal.observe import observe
 from strategies.traits import Observation, Trait, broken_by, require_kept
+from strategies.tree import clone_tensors
 
 SAMPLES = 4
 """Samples in the batch that is looked at. Each half has two of them, which BatchNorm needs."""
@@ -249,7 +250,7 @@ def _count_operations(config: Config, task: Task, batch: Batch) -> float:
         model = _build(config, task, CPU)
         if _count_parameters(model) > MAX_PARAMETERS // 20:
             return math.inf
-        return _operations_of_loss(task, model, _copied(batch))
+        return _operations_of_loss(task, model, clone_tensors(batch))
     return math.inf
 
 
@@ -290,7 +291,7 @@ def _step_with_numbers(
             remark = items_remark(
                 task,
                 batches[0],
-                lambda batch: task.loss(_build(config, task, CPU).eval(), _copied(batch)),
+                lambda batch: task.loss(_build(config, task, CPU).eval(), clone_tensors(batch)),
             )
     return FirstStep(
         observations=observations,
@@ -362,7 +363,7 @@ def _recomputing_error(config: Config, task: Task, batch: Batch) -> str:
         if recompute:
             activation_checkpointing.apply(model, find_blocks(model, task.blocks(model)), mode)
         seed_step(config.train.seed, 0, data_rank=0, device=CPU)
-        task.loss(model, _copied(batch)).backward()
+        task.loss(model, clone_tensors(batch)).backward()
 
     try:
         take_step(recompute=False)
@@ -444,11 +445,6 @@ def _doubled(batch: Batch) -> Batch:
     )
 
 
-def _copied(batch: Batch) -> Batch:
-    """The batch for one call of the model, which may change it in place."""
-    return map_tensors(torch.Tensor.clone, batch)
-
-
 # --- samples that depend on one another -----------------------------------------------------------
 
 
@@ -472,7 +468,7 @@ class _Evaluation:
 
 
 def _evaluate(task: Task, model: nn.Module, batch: Batch, *, with_gradient: bool) -> _Evaluation:
-    loss = task.loss(model.eval(), _copied(batch))
+    loss = task.loss(model.eval(), clone_tensors(batch))
     if with_gradient:
         loss.backward()
     flat_gradients = [loss.new_empty(0, dtype=torch.double)]

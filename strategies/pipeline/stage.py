@@ -36,12 +36,11 @@ from strategies.pipeline.trace import (
     Trace,
     Tracer,
     call_name,
-    cloned,
     path_of_call,
     remember_in_evaluation,
     traced_modules,
 )
-from strategies.tree import tree_leaves, tree_map
+from strategies.tree import clone_tensors, tree_leaves, tree_map
 
 T = TypeVar("T")
 
@@ -351,7 +350,7 @@ class Stage(PipelineStage):
         if len(self._parts) > 1:
             # Each part runs the model's code from its beginning, which may change the batch in
             # place.
-            batch = cloned(batch)
+            batch = clone_tensors(batch)
         received_calls = self._assignment.sends[part - 1] if part > 0 else ()
         sends = () if is_last else self._assignment.sends[part]
         forward = _Forward(

@@ -40,7 +40,7 @@ from strategies.pipeline.placeholder import (
 )
 from strategies.state import tensor_attributes
 from strategies.torch_internals import OperationMode
-from strategies.tree import tree_leaves, tree_map
+from strategies.tree import clone_tensors, tree_leaves
 
 FLOPS_PER_ELEMENT = 50.0
 """What reading or writing one number outside of matrix products costs, in floating-point
@@ -178,7 +178,7 @@ class Tracer:
         with _OperationCount() as self._count, torch.no_grad():
             with PlaceholderTensor.recorded_sources() as self._used_sources:
                 try:
-                    function(self._module, cloned(batch))
+                    function(self._module, clone_tensors(batch))
                 except Exception as error:
                     if not self._all_were_called():
                         raise
@@ -288,11 +288,6 @@ def _kept_tensors(module: nn.Module) -> dict[tuple[nn.Module, str], Tensor]:
         for name, value in vars(owner).items()
         if isinstance(value, Tensor)
     }
-
-
-def cloned(batch: Any) -> Any:
-    """A copy of a batch with copies of its tensors."""
-    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def remember_in_evaluation(module: nn.Module) -> None:

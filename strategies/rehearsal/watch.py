@@ -31,7 +31,7 @@ from strategies.rehearsal.torch_calls import (
 )
 from strategies.state import BATCH_NORMS
 from strategies.traits import Observation, Trait
-from strategies.tree import tree_leaves, tree_map
+from strategies.tree import clone_tensors, tree_leaves
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -156,7 +156,7 @@ class Watch(TorchFunctionMode):
 
         The batch is copied, so that it stays the same whatever the model does to it.
         """
-        batch = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
+        batch = clone_tensors(batch)
         self._from_batch = {id(leaf): leaf for leaf in _tensors(batch)}
         parameters_before = {name: p.detach().clone() for name, p in self.parameters.items()}
         buffers_before = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
