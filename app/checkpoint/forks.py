@@ -9,6 +9,7 @@ so, and the run that owns the checkpoint does not remove it:
 Whoever removes checkpoints reads the marks first (`held`), and removes those that are over.
 """
 
+import contextlib
 import hashlib
 import json
 import time
@@ -22,18 +23,25 @@ UNBORN_SECONDS = 3600.0
 """How long a mark holds without its fork's run.json, which a start writes before it trains."""
 
 
-def hold(commit: Commit, fork: str) -> None:
+def hold(commit: Commit, fork: str, *, until_released: bool = False) -> None:
     """Keep a checkpoint until a fork has one of its own.
 
     Args:
         commit: The checkpoint that the fork continues from.
         fork: The folder of the fork, as an absolute path or URL.
+        until_released: Keep it until `release` is called or the folder is gone: for a study whose
+            forks are yet to begin.
 
     Raises:
         UserError: The checkpoint was removed before it was marked.
     """
     folder, _, name = commit.path.rpartition("/")
-    mark = {"checkpoint": name, "fork": fork, "time": time.time()}
+    mark = {
+        "checkpoint": name,
+        "fork": fork,
+        "time": time.time(),
+        "until_released": until_released,
+    }
     Storage(folder).join(MARKS).make()
     Storage(folder).write_bytes(f"{MARKS}/{_mark_name(fork)}", json.dumps(mark).encode())
     if all(existing.path != commit.path for existing in survey(folder).commits):
@@ -43,15 +51,16 @@ def hold(commit: Commit, fork: str) -> None:
         )
 
 
-def release(commit_path: str, fork: str) -> None:
-    """Remove the mark of a fork that will not start.
+def release(checkpoint: str, fork: str) -> None:
+    """Remove the mark of a fork, or of a study of forks, that needs the checkpoint no longer.
 
     Args:
-        commit_path: The folder of the checkpoint that the fork would have continued from.
-        fork: The folder of the fork.
+        checkpoint: The folder of the checkpoint, as an absolute path or URL.
+        fork: The folder that was given to `hold`.
     """
-    folder = commit_path.rpartition("/")[0]
-    Storage(folder).remove(f"{MARKS}/{_mark_name(fork)}")
+    folder = checkpoint.rpartition("/")[0]
+    with contextlib.suppress(FileNotFoundError):
+        Storage(folder).remove(f"{MARKS}/{_mark_name(fork)}")
 
 
 def held(folder: str | Storage) -> set[str]:
@@ -83,6 +92,8 @@ def held(folder: str | Storage) -> set[str]:
 
 def _is_needed(mark: dict[str, str | float]) -> bool:
     fork = Storage(str(mark["fork"]))
+    if mark.get("until_released"):
+        return fork.exists()
     if not fork.exists("run.json"):
         return time.time() - float(mark["time"]) < UNBORN_SECONDS
     return not survey(fork.join("checkpoints")).commits

@@ -56,6 +56,7 @@ def fork_config(run: str, arguments: tuple[str, ...], at: int | None = None) -> 
         UserError: There is no such run or checkpoint, or something in the arguments is wrong.
     """
     from app.config.io import load_config
+    from app.run.fork import config_file
     from app.run.look import open_run
 
     files, overrides = files_and_overrides(arguments)
@@ -72,12 +73,11 @@ def fork_config(run: str, arguments: tuple[str, ...], at: int | None = None) -> 
         defaults.append("train.steps=null")
     if "train.steps" in keys:
         defaults.append("train.epochs=null")
-    config = load_config([_local_file(storage)], [*defaults, *overrides])
+    file = config_file(storage)
+    config = load_config([file], [*defaults, *overrides])
     _require_secrets(config)
     checkpoint = _origin_of(config) or _checkpoint(storage, at)
-    return load_config(
-        [_local_file(storage)], [*defaults, *overrides, f"checkpoint.fork={checkpoint}"]
-    )
+    return load_config([file], [*defaults, *overrides, f"checkpoint.fork={checkpoint}"])
 
 
 def fork_name(parent: str, overrides: list[str], at: int | None) -> str:
@@ -93,18 +93,6 @@ def fork_name(parent: str, overrides: list[str], at: int | None) -> str:
         digest = hashlib.sha256("\n".join(sorted(overrides)).encode()).hexdigest()
         name = f"{name}-{digest[:6]}"
     return name
-
-
-def _local_file(storage: Storage) -> str:
-    """The run's config.yaml as a file on this machine."""
-    import tempfile
-    from pathlib import Path
-
-    if storage.is_local:
-        return str(storage.local_path / "config.yaml")
-    file = Path(tempfile.mkdtemp(prefix="trireme-fork-"), "config.yaml")
-    file.write_bytes(storage.read_bytes("config.yaml"))
-    return str(file)
 
 
 def _require_secrets(config: Config) -> None:

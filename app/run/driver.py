@@ -355,7 +355,7 @@ class Driver:
         """Starts the MLflow run, and logs the configuration and the installed packages."""
         values = to_dict(self.config)
         self.tracker.start()
-        self.tracker.tags(tags_of(self.run.manifest.fork))
+        self.tracker.tags(tags_of(self.run.manifest.fork, is_child=self.tracker.is_child))
         self.tracker.params(flatten(values))
         self.tracker.text(to_yaml(mask_tree(values)), "config.yaml")
         self.tracker.text(environment_text(), "packages.txt")

@@ -8,6 +8,8 @@ later start of the fork takes it from there.
 from __future__ import annotations
 
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from app.checkpoint import Commit, find
@@ -51,6 +53,19 @@ def find_origin(config: Config, run: Run, steps: int | None) -> Commit | None:
     return commit
 
 
+def config_file(run: Storage) -> Path:
+    """A run's config.yaml as a file on this machine.
+
+    Args:
+        run: The run's folder.
+    """
+    if run.is_local:
+        return run.local_path / "config.yaml"
+    file = Path(tempfile.mkdtemp(prefix="trireme-fork-"), "config.yaml")
+    file.write_bytes(run.read_bytes("config.yaml"))
+    return file
+
+
 def adopt(commit: Commit, run: Run) -> None:
     """Write down where a fork begins, and keep that checkpoint until the fork has its own.
 
@@ -89,16 +104,17 @@ def origin_name(checkpoint: str) -> str:
     return f"{run_name}@{step}"
 
 
-def tags_of(checkpoint: str) -> dict[str, str]:
+def tags_of(checkpoint: str, *, is_child: bool = False) -> dict[str, str]:
     """MLflow's tags of a fork: where it begins, and the run below which MLflow shows it.
 
     Args:
         checkpoint: The checkpoint's folder; "" for a run that is no fork.
+        is_child: Whether MLflow shows the fork below another run already, that of its sweep.
     """
     if not checkpoint:
         return {}
     tags = {"trireme.fork": origin_name(checkpoint)}
-    parent = _mlflow_run_id(run_of(checkpoint))
+    parent = "" if is_child else _mlflow_run_id(run_of(checkpoint))
     if parent:
         tags["mlflow.parentRunId"] = parent
     return tags
