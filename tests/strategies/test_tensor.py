@@ -98,7 +98,7 @@ def _beside(rank: int) -> tuple[list[str], list[Tensor], list[Tensor]]:
 
     class Multiplying:
         def __getattr__(self, name: str) -> Any:
-            happened.extend(["multiply"] * (name in ("forward", "of_input")))
+            happened.extend(["multiply"] * (name in ("forward", "input_gradient")))
             return getattr(Product, name)
 
     peers, product = ops.Peers(dist.group.WORLD), cast(Any, Multiplying())  # type: ignore[arg-type]
