@@ -4,7 +4,9 @@
 row per expert, (E, …), and at least one has a matrix per expert. The module is called with tokens,
 the experts that each token chose, and how much each of them counts:
 
-    forward(x (…, D), index (…, k) int, weights (…, k)) → Σ over k of weights · expert_index(x), (…, D)
+    forward(x (…, D), index (…, k) int, weights (…, k)) → (…, D)
+
+    forward(x, index, weights) = Σ over k of weights · expert_index(x)
 
 `weights` may have the default None, which stands for 1.
 

@@ -107,5 +107,5 @@ class Options:
     chunks: int = 1
     """With pp: chunks of the model on each stage; 2 or more for interleaved_1f1b, 2 for zbv."""
     stages: tuple[int, ...] | None = None
-    """With pp: blocks of each chunk, first to last (pp · chunks numbers). None: balanced by estimated
-    cost."""
+    """With pp: blocks of each chunk, first to last (pp · chunks numbers). None: balanced by
+    estimated cost."""

@@ -71,7 +71,7 @@ DTYPES = {
     "fp16": torch.float16,
     "fp8": torch.bfloat16,
 }
-"""The type of matrix products. With fp8, those that `use_float8` does not change are in bfloat16."""
+"""The type of matrix products. With fp8, those that `use_float8` does not change have it."""
 
 
 def autocast(precision: str, device_type: str) -> Callable[[], AbstractContextManager[object]]:
@@ -107,8 +107,8 @@ def cast_calls(module: nn.Module, precision: str, float_output: bool) -> None:
     """Make a model with sharded parameters cast its inputs to 16 bits and its output to float32.
 
     Inside the model, the inputs of every layer with parameters of its own are cast too, as autocast
-    does for replicated parameters: a float32 mask times an embedding is float32. A layer whose first
-    call needs no cast is not looked at again.
+    does for replicated parameters: a float32 mask times an embedding is float32. If the first call
+    of a layer needs no cast, its later calls are not checked.
 
     Args:
         module: The model; hooks are added in place.
@@ -126,7 +126,7 @@ def cast_calls(module: nn.Module, precision: str, float_output: bool) -> None:
 
 
 class _InputCast:
-    """A hook that casts the inputs of one layer, and removes itself if the first call needs none."""
+    """A hook that casts a layer's inputs, and removes itself if the first call needs no cast."""
 
     def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
         self.dtype = dtype

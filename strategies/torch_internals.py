@@ -288,7 +288,7 @@ class _AttentionKernel:
             return self._backward(
                 grad, q, k, v, out, lse, dropout_p=0.0, is_causal=is_causal, scale=scale
             )
-        # The kernels ask for the random state of a dropout. There is no dropout, so any state will do.
+        # The kernels ask for the random state of a dropout. Without a dropout they do not use it.
         if _prefers_cudnn(q, k, v, is_causal=is_causal):
             return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
                 grad_out=grad,
