@@ -21,7 +21,13 @@ from tests.running import POINTS, Lines, committed, torchrun_program, wait_until
 
 SETTLE_SECONDS = 30.0  # for all of a run to be gone: some seconds, but the machine may be busy; Ray's agents take 60
 STEPS = 60
-RUN = [*POINTS, f"train.steps={STEPS}", "checkpoint.every_steps=5", "train.log_every=5", "run.name=run"]
+RUN = [
+    *POINTS,
+    f"train.steps={STEPS}",
+    "checkpoint.every_steps=5",
+    "train.log_every=5",
+    "run.name=run",
+]
 PACE = "task_args.step_seconds=0.1"
 TORCHRUN = torchrun_program()
 TWO = ["workers=2", "strategy=ddp", "resources_per_worker.CPU=0.5", "fault.hang_seconds=10"]
@@ -64,7 +70,11 @@ class Host:
         for process in psutil.process_iter():
             with contextlib.suppress(OSError, psutil.Error):
                 same = os.readlink(f"/proc/{process.pid}/ns/pid") == self.space
-                if same and process.status() != psutil.STATUS_ZOMBIE and Path(process.name()).name not in ("sleep",):
+                if (
+                    same
+                    and process.status() != psutil.STATUS_ZOMBIE
+                    and Path(process.name()).name not in ("sleep",)
+                ):
                     found.append(process)
         return found
 
@@ -74,13 +84,20 @@ class Host:
             with contextlib.suppress(psutil.Error):
                 if part in " ".join(process.cmdline()).partition(" --")[0]:
                     return process
-        raise AssertionError(f"no process {part} on this host: {[p.cmdline() for p in self.processes()]}")
+        raise AssertionError(
+            f"no process {part} on this host: {[p.cmdline() for p in self.processes()]}"
+        )
 
     def worker(self, storage: Path, rank: int) -> psutil.Process:
         log = str(storage / "run" / "logs" / f"rank-{rank}.log")
-        return wait_until(lambda: next((process for process in self.processes() if writes(process, log)), None), 60)
+        return wait_until(
+            lambda: next((process for process in self.processes() if writes(process, log)), None),
+            60,
+        )
 
-    def start(self, *words: str, program: list[str] | None = None, env: dict[str, str] | None = None) -> Started:
+    def start(
+        self, *words: str, program: list[str] | None = None, env: dict[str, str] | None = None
+    ) -> Started:
         """`trireme WORDS` there."""
         begin = program or [sys.executable, "-m", "app"]  # program: in place of `trireme`
         popen = self.lab.start(self.number, [*begin, *words], env)
@@ -91,7 +108,9 @@ class Host:
         """What lives or lies there and is not the host's own: processes, sockets, shared memory, temporary files."""
         first = self.lab.first_process(self.number)
         root = Path(f"/proc/{first}/root")
-        rows = [line.split() for line in Path(f"/proc/{first}/net/unix").read_text().splitlines()[1:]]
+        rows = [
+            line.split() for line in Path(f"/proc/{first}/net/unix").read_text().splitlines()[1:]
+        ]
         titles = []
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
@@ -100,21 +119,29 @@ class Host:
         return {
             "processes": titles,
             "sockets": sorted({row[7] for row in rows if len(row) > 7}),
-            "shared memory": sorted(n for n in os.listdir(root / "dev" / "shm") if "faketime" not in n),  # not ours
+            "shared memory": sorted(
+                n for n in os.listdir(root / "dev" / "shm") if "faketime" not in n
+            ),  # not ours
             "temporary": sorted(
                 str(path.relative_to(root))
                 for path in [*(root / "tmp").glob("*"), *(root / "tmp").glob("trireme-0/*")]
-                if path.name not in ("trireme-0", "lock", "torchinductor_root")  # one a user, for ever
+                if path.name
+                not in ("trireme-0", "lock", "torchinductor_root")  # one a user, for ever
                 and not path.name.startswith("torchelastic_")  # torchrun's own logs
             ),
         }
 
-    def settled(self, before: dict[str, list[str]] | None = None) -> tuple[dict[str, list[str]], float]:
+    def settled(
+        self, before: dict[str, list[str]] | None = None
+    ) -> tuple[dict[str, list[str]], float]:
         """What is left that was not there before, after SETTLE_SECONDS at most, and the seconds until then."""
         began = time.monotonic()
         while True:
             left, known = self.left(), before or {}
-            more = {kind: [one for one in ones if one not in known.get(kind, [])] for kind, ones in left.items()}
+            more = {
+                kind: [one for one in ones if one not in known.get(kind, [])]
+                for kind, ones in left.items()
+            }
             if not any(more.values()) or time.monotonic() > began + SETTLE_SECONDS:
                 return more, time.monotonic() - began
             time.sleep(0.5)
@@ -132,10 +159,14 @@ def kill(process: psutil.Process) -> None:
 def memory_group(limit: int) -> Iterator[Path]:
     """A control group of the kernel whose processes may take `limit` bytes more than they have; either version."""
     first = Path("/sys/fs/cgroup/memory")
-    group = (first if first.is_dir() else Path("/sys/fs/cgroup")) / f"trireme-test-{uuid.uuid4().hex[:8]}"
+    group = (
+        first if first.is_dir() else Path("/sys/fs/cgroup")
+    ) / f"trireme-test-{uuid.uuid4().hex[:8]}"
     try:
         group.mkdir()
-        (group / ("memory.limit_in_bytes" if first.is_dir() else "memory.max")).write_text(str(limit))
+        (group / ("memory.limit_in_bytes" if first.is_dir() else "memory.max")).write_text(
+            str(limit)
+        )
     except OSError as error:
         if group.is_dir():
             group.rmdir()

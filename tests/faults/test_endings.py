@@ -49,7 +49,9 @@ def take_over(*words: str, stopped: bool = False) -> Act:
         again.lines.when("taking the run over from process")
         again.lines.when("continuing after step")
         if stopped:
-            run.popen.send_signal(signal.SIGCONT)  # the way in has stopped with it, and lets it go on
+            run.popen.send_signal(
+                signal.SIGCONT
+            )  # the way in has stopped with it, and lets it go on
         assert again.wait() == 0, again.lines.text
 
     return act
@@ -59,15 +61,39 @@ TRAIN = ["train", *RUN, PACE, *TWO]
 IN_RAY_TRAIN = [*TRAIN, "launcher=ray"]
 LOCAL = ["train", *RUN, PACE, "launcher=local"]
 FAILS = ["train", *RUN, *TWO, "task_args.good_steps=3"]
-PARITY = ["parity", "task=tests.tasks:Points", "train.global_batch_size=16", "--rows=ddp,fsdp", "--steps=500"]
+PARITY = [
+    "parity",
+    "task=tests.tasks:Points",
+    "train.global_batch_size=16",
+    "--rows=ddp,fsdp",
+    "--steps=500",
+]
 TERM, KILL, INT, HUP = signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP
 ROWS: dict[str, tuple[list[str], Act, Act, set[int], str]] = {
     "finishes": (TRAIN, trains, nothing, {0}, ""),
     "finishes, under Ray Train": (IN_RAY_TRAIN, trains, nothing, {0}, ""),
-    "an error in the user's code": ([*FAILS, "task=tests.tasks:Raises"], nothing, nothing, {1}, "would not help"),
-    "not finite": ([*FAILS, "task=tests.tasks:Infinite"], nothing, nothing, {1}, "not finite at step 4 on rank 1"),
+    "an error in the user's code": (
+        [*FAILS, "task=tests.tasks:Raises"],
+        nothing,
+        nothing,
+        {1},
+        "would not help",
+    ),
+    "not finite": (
+        [*FAILS, "task=tests.tasks:Infinite"],
+        nothing,
+        nothing,
+        {1},
+        "not finite at step 4 on rank 1",
+    ),
     "a wrong key": ([*TRAIN, "optimizer.lrr=1"], nothing, nothing, {2}, "did you mean"),
-    "a layout that cannot be": ([*TRAIN, "strategy=tensor", "parallel.tp=3"], nothing, nothing, {2}, "product is 2"),
+    "a layout that cannot be": (
+        [*TRAIN, "strategy=tensor", "parallel.tp=3"],
+        nothing,
+        nothing,
+        {2},
+        "product is 2",
+    ),
     "Ctrl-C": (TRAIN, trains, send(INT), {130}, "run the same command again"),
     "Ctrl-C twice": (TRAIN, trains, send(INT, times=2), {130}, ""),
     "Ctrl-C while it starts": (TRAIN, starts, send(INT), {130}, ""),
@@ -77,9 +103,21 @@ ROWS: dict[str, tuple[list[str], Act, Act, set[int], str]] = {
     "the driver is killed": (TRAIN, trains, send(KILL), {137, -KILL}, ""),
     "the driver is killed while it starts": (TRAIN, starts, send(KILL), {137, -KILL}, ""),
     "the driver is killed, under Ray Train": (IN_RAY_TRAIN, trains, send(KILL), {137, -KILL}, ""),
-    "a worker is killed": (TRAIN, trains, lambda host, _, at: kill(host.worker(at, 1)), {0}, "starting again"),
+    "a worker is killed": (
+        TRAIN,
+        trains,
+        lambda host, _, at: kill(host.worker(at, 1)),
+        {0},
+        "starting again",
+    ),
     "taken over": (TRAIN, trains, take_over(*TRAIN), {1}, "was taken over by process"),
-    "taken over while it is stopped": (LOCAL, trains, take_over(*LOCAL, stopped=True), {1}, "was taken over by"),
+    "taken over while it is stopped": (
+        LOCAL,
+        trains,
+        take_over(*LOCAL, stopped=True),
+        {1},
+        "was taken over by",
+    ),
     "one process, SIGTERM": (LOCAL, trains, send(TERM), {130}, "run the same command again"),
     "one process, killed": (LOCAL, trains, send(KILL), {137, -KILL}, ""),
     "parity, Ctrl-C": (PARITY, compares, send(INT), {130}, ""),
@@ -98,7 +136,9 @@ HEAD = f"{'how the run ended':<40} {'code':>5}  {KINDS}; seconds"
 
 
 @pytest.mark.parametrize("how", ROWS)
-def test_nothing_is_left(how: str, host: Host, record_property: Callable[[str, object], None]) -> None:
+def test_nothing_is_left(
+    how: str, host: Host, record_property: Callable[[str, object], None]
+) -> None:
     words, until, act, codes, says = ROWS[how]
     storage, before = host.lab.shared / "".join(filter(str.isalnum, how)), host.left()
     run = host.start(*words, f"run.storage={storage}")

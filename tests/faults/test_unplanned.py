@@ -23,8 +23,19 @@ pytestmark = NEEDS_LAB
 SEED = int(os.environ.get("SEED", "24"))
 SILENCE_SECONDS = 60.0
 ADDRESS = "127.0.0.1:6399"
-HEAD = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--port=6399", "--num-cpus=2"]
-HEAD += ["--include-dashboard=false", "--object-store-memory=100000000", "--node-ip-address=127.0.0.1"]
+HEAD = [
+    str(Path(sys.executable).with_name("ray")),
+    "start",
+    "--head",
+    "--block",
+    "--port=6399",
+    "--num-cpus=2",
+]
+HEAD += [
+    "--include-dashboard=false",
+    "--object-store-memory=100000000",
+    "--node-ip-address=127.0.0.1",
+]
 
 
 TABLE = f"{f'fault (seed {SEED})':<52} {'how the run ended':<34} {'silent':>7}   left behind"
@@ -51,13 +62,17 @@ class Site:
         words = ["train", *RUN, PACE, "strategy=ddp", f"run.storage={storage}", *more]
         return self.host.start(*words, program=TORCHRUN, env=env)
 
-    def row(self, fault: str, run: Started, storage: Path, end: str = "same bits", code: int = 0) -> None:
+    def row(
+        self, fault: str, run: Started, storage: Path, end: str = "same bits", code: int = 0
+    ) -> None:
         """Waits for the run's end, holds what every fault must hold, and notes it. end: for the table."""
         assert run.wait() == code, run.lines.text
         quiet, (left, _) = run.silence(), self.host.settled(self.before)
         nothing = "nothing" if not any(left.values()) else str(left)
         self.note(TABLE, f"{fault:<52} {end:<34} {quiet:>5.1f} s   {nothing}")
-        assert not end.endswith("same bits") or same_bits(weights(storage / "run"), self.truth), run.lines.text
+        assert not end.endswith("same bits") or same_bits(weights(storage / "run"), self.truth), (
+            run.lines.text
+        )
         assert quiet <= SILENCE_SECONDS, run.lines.heard
         assert nothing == "nothing", left
 
@@ -125,11 +140,15 @@ def test_a_clusters_head_is_killed_and_comes_back(site: Site, storage: Path) -> 
         for process in (*head.children(recursive=True), head):
             with contextlib.suppress(psutil.NoSuchProcess):
                 kill(process)
-        assert run.wait() == 1 and run.lines.when("run the same command again to continue", 10), run.lines.text
+        assert run.wait() == 1 and run.lines.when("run the same command again to continue", 10), (
+            run.lines.text
+        )
     with cluster_head(site):
         again = site.begin(storage, env=env)
         assert again.wait() == 0 and "continuing after step" in again.lines.text, again.lines.text
-    site.row("a cluster's head killed, and brought back", run, storage, "clear end; then same bits", 1)
+    site.row(
+        "a cluster's head killed, and brought back", run, storage, "clear end; then same bits", 1
+    )
 
 
 @contextlib.contextmanager
@@ -148,19 +167,33 @@ def cluster_head(site: Site) -> Iterator[psutil.Process]:
 
 STORAGES = {  # what is done to it, for how many seconds, and what undoes it
     "full": ("head -c 64M /dev/zero > {0}/ballast || true", 4, "rm {0}/ballast"),
-    "read-only": ("mount --bind {0} {0}; until mount -o remount,bind,ro {0}; do sleep 0.05; done", 4, "umount -l {0}"),
+    "read-only": (
+        "mount --bind {0} {0}; until mount -o remount,bind,ro {0}; do sleep 0.05; done",
+        4,
+        "umount -l {0}",
+    ),
     "hanging": ("fsfreeze -f {0}", 12, "fsfreeze -u {0}"),
-    "gone": ("mount -t tmpfs tmpfs {0}", 8, "umount {0}"),  # as where a server went: an empty folder is in its place
+    "gone": (
+        "mount -t tmpfs tmpfs {0}",
+        8,
+        "umount {0}",
+    ),  # as where a server went: an empty folder is in its place
 }
 
 
 @pytest.mark.parametrize("how", STORAGES)
 def test_the_storage(site: Site, storage: Path, how: str) -> None:
     """It is a file system of its own on a loop device."""
-    (disturb, seconds, mend), image, kept = STORAGES[how], storage.with_suffix(".img"), storage.with_suffix(".kept")
+    (disturb, seconds, mend), image, kept = (
+        STORAGES[how],
+        storage.with_suffix(".img"),
+        storage.with_suffix(".kept"),
+    )
     storage.mkdir()
     site.run(f"truncate -s 64M {image} && mkfs.ext4 -q {image} && mount -o loop {image} {storage}")
-    seen = Path(f"/proc/{site.host.lab.first_process(0)}/root{storage}")  # where it is for this process
+    seen = Path(
+        f"/proc/{site.host.lab.first_process(0)}/root{storage}"
+    )  # where it is for this process
     try:
         run = site.two_ranks(storage)
         reached(seen / "run", some_step(how))
@@ -174,7 +207,12 @@ def test_the_storage(site: Site, storage: Path, how: str) -> None:
     site.row(f"the storage: {how} for a while", run, kept)
 
 
-FILES = {".metadata", "COMMIT.json", "__0_0.distcp", "__1_0.distcp"}  # the table, the marker, each rank's shards
+FILES = {
+    ".metadata",
+    "COMMIT.json",
+    "__0_0.distcp",
+    "__1_0.distcp",
+}  # the table, the marker, each rank's shards
 
 
 def test_the_newest_checkpoint_is_damaged(site: Site, storage: Path) -> None:
@@ -182,7 +220,9 @@ def test_the_newest_checkpoint_is_damaged(site: Site, storage: Path) -> None:
     half = site.two_ranks(storage)
     reached(storage / "run", 30)
     half.process.send_signal(signal.SIGTERM)
-    assert half.wait() != 0 and "run the same command again to continue" in half.lines.text, half.lines.text
+    assert half.wait() != 0 and "run the same command again to continue" in half.lines.text, (
+        half.lines.text
+    )
     before, last = committed(storage / "run")[-2:]
     (newest,) = (storage / "run" / "checkpoints").glob(f"step-{last:08}-*")
     assert {file.name for file in newest.iterdir()} == FILES
@@ -191,7 +231,9 @@ def test_the_newest_checkpoint_is_damaged(site: Site, storage: Path) -> None:
         flip(copy / file.relative_to(storage))
         run = site.two_ranks(copy)
         site.row(f"the newest checkpoint: a bit flipped in {file.name}", run, copy)
-        assert f"continuing after step {before}" in run.lines.text and "is skipped" in run.lines.text, run.lines.text
+        assert (
+            f"continuing after step {before}" in run.lines.text and "is skipped" in run.lines.text
+        ), run.lines.text
 
 
 def test_two_drivers_at_once(site: Site, storage: Path) -> None:
@@ -226,7 +268,11 @@ def test_mlflow_is_broken(site: Site, storage: Path, how: str) -> None:
     """The run finishes, and its metrics wait on disk."""
     server = site.host.start(program=[sys.executable, "-c", BROKEN, how])
     try:
-        run = site.two_ranks(storage, "tracking.flush_timeout=5", env={"MLFLOW_TRACKING_URI": "http://127.0.0.1:5005"})
+        run = site.two_ranks(
+            storage,
+            "tracking.flush_timeout=5",
+            env={"MLFLOW_TRACKING_URI": "http://127.0.0.1:5005"},
+        )
         assert run.wait() == 0, run.lines.text
         assert "`trireme sync" in run.lines.text, run.lines.text
     finally:
@@ -240,8 +286,16 @@ def test_a_workers_clock_is_an_hour_off(site: Site, storage: Path) -> None:
     libraries = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
     if not libraries:
         pytest.skip("needs Debian's faketime")
-    wrong = {"LD_PRELOAD": str(libraries[0]), "FAKETIME": "+3600"}  # all clocks: else its sleep is refused (0.9.10)
-    ranks = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617"}
+    wrong = {
+        "LD_PRELOAD": str(libraries[0]),
+        "FAKETIME": "+3600",
+    }  # all clocks: else its sleep is refused (0.9.10)
+    ranks = {
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29617",
+    }
     own = [{**ranks, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]
     words = ["train", *RUN, PACE, "strategy=ddp", "launcher=torchrun", f"run.storage={storage}"]
     both = [site.host.start(*words, env=own[0]), site.host.start(*words, env={**own[1], **wrong})]
@@ -252,7 +306,10 @@ def test_a_workers_clock_is_an_hour_off(site: Site, storage: Path) -> None:
 
 def test_the_kernel_ends_a_worker_for_want_of_memory(site: Site, storage: Path) -> None:
     with memory_group(64 << 20) as group:
-        hungry = ["task=tests.tasks:Hungry", f"task_args={{hungry: {storage}.hungry, step_seconds: 0.1}}"]
+        hungry = [
+            "task=tests.tasks:Hungry",
+            f"task_args={{hungry: {storage}.hungry, step_seconds: 0.1}}",
+        ]
         run = site.begin(storage, *hungry)
         reached(storage / "run", some_step("memory"))
         victim = site.host.worker(storage, 1)
@@ -260,7 +317,9 @@ def test_the_kernel_ends_a_worker_for_want_of_memory(site: Site, storage: Path) 
         Path(f"{storage}.hungry").touch()
         assert run.wait() == 0, run.lines.text
     assert "killed by the kernel for memory" in run.lines.text, run.lines.text
-    plain = site.begin(storage.with_suffix(".truth"), "task=tests.tasks:Plain", "task_args.step_seconds=0")
+    plain = site.begin(
+        storage.with_suffix(".truth"), "task=tests.tasks:Plain", "task_args.step_seconds=0"
+    )
     assert plain.wait() == 0, plain.lines.text
     assert same_bits(weights(storage / "run"), weights(storage.with_suffix(".truth") / "run"))
     site.row("out of memory, by the kernel", run, storage, "same bits as of its task")
@@ -272,18 +331,39 @@ def test_hosts_are_cut_off_and_come_back(site: Site, launcher: str) -> None:
     env = {"RAY_AUTH_MODE": "disabled", "RAY_health_check_period_ms": "1000"}
     env |= {"RAY_health_check_failure_threshold": "3", "RAY_health_check_timeout_ms": "2000"}
     with Lab(4) as lab:
-        hosts, storage, address = [Host(lab, n) for n in range(4)], lab.shared / "runs", f"{lab.address(0)}:6399"
+        hosts, storage, address = (
+            [Host(lab, n) for n in range(4)],
+            lab.shared / "runs",
+            f"{lab.address(0)}:6399",
+        )
 
         def join(host: Host, *own: str) -> None:
-            words = ["start", *own, f"--node-ip-address={lab.address(host.number)}", "--num-cpus=1", "--block"]
+            words = [
+                "start",
+                *own,
+                f"--node-ip-address={lab.address(host.number)}",
+                "--num-cpus=1",
+                "--block",
+            ]
             node = host.start(program=[HEAD[0], *words, "--object-store-memory=100000000"], env=env)
             node.lines.when("Ray runtime started", 90)
 
         join(hosts[0], "--head", "--port=6399", "--include-dashboard=false")
         for host in hosts[1:]:
             join(host, f"--address={address}")
-        plain = ["task=tests.tasks:Plain", "train.global_batch_size=12"]  # no dropout, which differs between workers
-        words = ["train", *RUN, PACE, *plain, "strategy=ddp", "train.steps=600", "fault.elastic_seconds=5"]
+        plain = [
+            "task=tests.tasks:Plain",
+            "train.global_batch_size=12",
+        ]  # no dropout, which differs between workers
+        words = [
+            "train",
+            *RUN,
+            PACE,
+            *plain,
+            "strategy=ddp",
+            "train.steps=600",
+            "fault.elastic_seconds=5",
+        ]
         own = [f"launcher={launcher}", "workers=4", f"run.storage={storage}"]
         run = hosts[0].start(*words, *own, env=env | {"RAY_ADDRESS": address})
         reached(storage / "run", some_step("partition"))
@@ -296,9 +376,23 @@ def test_hosts_are_cut_off_and_come_back(site: Site, launcher: str) -> None:
             join(hosts[number], f"--address={address}")
         run.lines.when("continuing with 4 of 4 workers", 90)
         assert run.wait() == 0, run.lines.text
-        one = hosts[0].start(*words, "launcher=local", "task_args.step_seconds=0", f"run.storage={lab.shared / 'one'}")
+        one = hosts[0].start(
+            *words,
+            "launcher=local",
+            "task_args.step_seconds=0",
+            f"run.storage={lab.shared / 'one'}",
+        )
         assert one.wait() == 0, one.lines.text
-        assert curve(storage, "run") == pytest.approx(curve(lab.shared / "one", "run"), rel=1e-4, abs=0)
+        assert curve(storage, "run") == pytest.approx(
+            curve(lab.shared / "one", "run"), rel=1e-4, abs=0
+        )
         workers = list(curve(storage, "run", "fault/workers").values())
-        assert workers[:2] == [3.0, 2.0] and workers[-1] == 4.0, "the two that come may be taken one by one"
-        site.row(f"hosts cut off from each other, {launcher}", run, storage, "same curve, with 4, 3, 2, 4 workers")
+        assert workers[:2] == [3.0, 2.0] and workers[-1] == 4.0, (
+            "the two that come may be taken one by one"
+        )
+        site.row(
+            f"hosts cut off from each other, {launcher}",
+            run,
+            storage,
+            "same curve, with 4, 3, 2, 4 workers",
+        )
