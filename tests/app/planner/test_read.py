@@ -42,11 +42,11 @@ class Values(Task):
     """
 
     def __init__(self, reads_values_in: str = "") -> None:
-        self.looks = reads_values_in
+        self.reads_values_in = reads_values_in
 
     def build_model(self) -> nn.Module:
         layers = [nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)]
-        if self.looks == "building":
+        if self.reads_values_in == "building":
             float(torch.ones(1).sum())  # fails on meta
         return nn.Sequential(*layers)
 
@@ -55,7 +55,7 @@ class Values(Task):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         outputs = model(batch[0])
-        if self.looks == "loss" and float(outputs.detach().sum()) > 1e9:
+        if self.reads_values_in == "loss" and float(outputs.detach().sum()) > 1e9:
             return outputs.sum()
         return F.mse_loss(outputs, batch[1])
 
