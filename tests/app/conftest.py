@@ -1,4 +1,4 @@
-"""A bucket of a real S3 server on the loopback interface: s3fs against moto's."""
+"""A bucket on a real S3 server (moto) at the loopback interface, which s3fs uses."""
 
 import uuid
 from collections.abc import Iterator
@@ -8,8 +8,9 @@ import pytest
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """The URL of a folder in it."""
-    s3fs, moto = pytest.importorskip("s3fs"), pytest.importorskip("moto.server")
+    """The URL of a folder in the bucket."""
+    s3fs = pytest.importorskip("s3fs")
+    moto = pytest.importorskip("moto.server")
     with pytest.MonkeyPatch.context() as patch:
         s3 = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         s3.start()
@@ -18,8 +19,8 @@ def bucket() -> Iterator[str]:
         patch.setenv("AWS_ACCESS_KEY_ID", "key")
         patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
         patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        s3fs.S3FileSystem.clear_instance_cache()  # instances remember the endpoint they were made with
-        name = f"bucket-{uuid.uuid4().hex}"  # servers of one process share what they hold
+        s3fs.S3FileSystem.clear_instance_cache()  # instances keep the endpoint they were made with
+        name = f"bucket-{uuid.uuid4().hex}"  # servers of one process share their buckets
         s3fs.S3FileSystem().mkdir(name)
         yield f"s3://{name}/runs"
         s3fs.S3FileSystem.clear_instance_cache()

@@ -1,4 +1,4 @@
-"""What these tests share: a training in this process, and a run's folder as training leaves it."""
+"""A training run in this process, and a run's folder as training leaves it, for tests."""
 
 import os
 from collections.abc import Iterable
@@ -23,8 +23,9 @@ from tests.app.checkpoint.kit import save
 def training_of(
     config: Config, folder: str | Path, rank: int = 0, world: int = 1, strategy: str = "single"
 ) -> tuple[Training, list[Event]]:
-    """A training that keeps nothing, and what it will tell its driver."""
-    channel, events = SilentChannel(), list[Event]()
+    """A training run that saves nothing, and the list that gets its events."""
+    channel = SilentChannel()
+    events = list[Event]()
     channel.emit = events.append  # type: ignore[method-assign]
     degrees = {name: getattr(config.parallel, name) for name in DEGREES}
     job = Job(
@@ -41,20 +42,29 @@ def training_of(
 
 
 def logged(events: Iterable[Event], metric: str = "") -> list[MetricsLogged]:
-    """The events of metrics; with a metric's name, those that hold it."""
-    found = [event for event in events if isinstance(event, MetricsLogged)]
-    return [event for event in found if not metric or metric in event.values]
+    """The events with metrics, or only those with the given metric."""
+    metrics_events = [event for event in events if isinstance(event, MetricsLogged)]
+    return [event for event in metrics_events if not metric or metric in event.values]
 
 
-def a_run(folder: Path, task: str, task_args: dict[str, Any], steps: tuple[int, ...] = (1,)) -> list[Any]:
-    """A run's folder with a checkpoint of each of these steps; the models in them."""
+def a_run(
+    folder: Path, task: str, task_args: dict[str, Any], steps: tuple[int, ...] = (1,)
+) -> list[Any]:
+    """Makes a run's folder with a checkpoint per step, and returns the models in them."""
     folder.mkdir()
-    config = {"task": task, "task_args": task_args, "train": {"steps": steps[-1]}, "run": {"name": folder.name}}
+    config = {
+        "task": task,
+        "task_args": task_args,
+        "train": {"steps": steps[-1]},
+        "run": {"name": folder.name},
+    }
     (folder / "config.yaml").write_text(to_yaml(from_dict(config)))
     (folder / "run.json").write_text("{}")
-    made = []
+    models = []
     for step in steps:
         seed_everything(step)
-        made.append(load_task(task, task_args).build_model().eval())
-        save(folder / "checkpoints", step, state={"model": made[-1].state_dict()}, keep_last=len(steps))
-    return made
+        model = load_task(task, task_args).build_model().eval()
+        state = {"model": model.state_dict()}
+        save(folder / "checkpoints", step, state=state, keep_last=len(steps))
+        models.append(model)
+    return models

@@ -1,4 +1,4 @@
-"""`import trireme`: from a script, a thread and a notebook, on a Ray of its own and on one that is there already."""
+"""`import trireme`: from a script, a thread and a notebook, on a new Ray and on a running one."""
 
 import json
 import shutil
@@ -46,61 +46,92 @@ def work():
 thread = threading.Thread(target=work)
 thread.start()
 thread.join()
-here = dict(task=Sums, task_args={"width": 8}, launcher="local", run={"name": "main"})
-runs.append(trireme.train(**here, **common))
-again = trireme.train(**here, **common)
-found = [run.metrics()["train/loss"].dropna().to_dict() for run in runs]
-outputs = [run.model()(torch.ones(1, 4)).item() for run in runs]
-print(json.dumps({"curves": found, "outputs": outputs, "connected": ray.is_initialized(), "again": again.state.state}))
+local = dict(task=Sums, task_args={"width": 8}, launcher="local", run={"name": "main"})
+runs.append(trireme.train(**local, **common))
+again = trireme.train(**local, **common)
+print(json.dumps({
+    "curves": [run.metrics()["train/loss"].dropna().to_dict() for run in runs],
+    "outputs": [run.model()(torch.ones(1, 4)).item() for run in runs],
+    "connected": ray.is_initialized(),
+    "again": again.state.state,
+}))
 """
 
 
 @pytest.mark.slow
-def test_a_scripts_own_task_trains_on_a_ray_that_stays(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+def test_a_task_of_a_script_trains_on_a_ray_that_stays_connected(
+    tmp_path: Path, ray_environment: dict[str, str]
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import os; os.chdir({str(tmp_path)!r})\n{SCRIPT}")
     seed([f"run.storage={tmp_path}/runs"])
     ended = finish(start([], env=ray_environment, program=[sys.executable, str(script)])).expect()
-    said = json.loads(ended.out.splitlines()[-1])
-    object_in_thread, own_class = said["curves"]
-    assert set(own_class) == {"1", "4", "8", "12"} and said["again"] == "finished"
-    assert list(own_class.values()) == pytest.approx(list(object_in_thread.values()), rel=1e-5)
-    assert said["outputs"][0] == pytest.approx(said["outputs"][1], rel=1e-4)
-    assert said["connected"], "the script's own connection stays"
+    output = json.loads(ended.out.splitlines()[-1])
+    thread_curve, class_curve = output["curves"]
+    assert set(class_curve) == {"1", "4", "8", "12"} and output["again"] == "finished"
+    assert list(class_curve.values()) == pytest.approx(list(thread_curve.values()), rel=1e-5)
+    assert output["outputs"][0] == pytest.approx(output["outputs"][1], rel=1e-4)
+    assert output["connected"], "the script's own connection stays"
     run = load_run(tmp_path / "runs" / "main")
-    assert run.config.task == "python:Sums" and run.model()[0].weight.shape == (8, 4), "in another process, too"
+    assert run.config.task == "python:Sums"
+    assert run.model()[0].weight.shape == (8, 4), "in another process, too"
     logged = mlflow_run(tmp_path / "runs", "main")
     assert logged.info.run_id == run.mlflow_run_id and logged.info.status == "FINISHED"
     assert run.summary["step"] == 12 and run.checkpoint().startswith(run.folder)
 
 
-def test_values_of_python_are_the_command_lines_and_wrong_input_is_one_kind_of_error(tmp_path: Path) -> None:
-    keys = {"train": {"steps": 5, "clip_norm": None}, "run.name": "a b", "optimizer": {"lr": np.float32(0.5)}}
-    assert _overrides(keys) == ["train.steps=5", "train.clip_norm=null", 'run.name="a b"', "optimizer.lr=0.5"]
-    assert _overrides({"task_args": {"data": Path("x"), "empty": {}}}) == ['task_args.data="x"', "task_args.empty={}"]
-    known: dict[str, Any] = {"task": Plain, "launcher": "local", "train.steps": 3, "run.storage": str(tmp_path)}
-    for wrong, said in (
+def test_values_of_python_become_those_of_the_command_line() -> None:
+    keys = {
+        "train": {"steps": 5, "clip_norm": None},
+        "run.name": "a b",
+        "optimizer": {"lr": np.float32(0.5)},
+    }
+    assert _overrides(keys) == [
+        "train.steps=5",
+        "train.clip_norm=null",
+        'run.name="a b"',
+        "optimizer.lr=0.5",
+    ]
+    assert _overrides({"task_args": {"data": Path("x"), "empty": {}}}) == [
+        'task_args.data="x"',
+        "task_args.empty={}",
+    ]
+
+
+def test_wrong_input_from_python_is_a_user_error(tmp_path: Path) -> None:
+    common: dict[str, Any] = {
+        "task": Plain,
+        "launcher": "local",
+        "train.steps": 3,
+        "run.storage": str(tmp_path),
+    }
+    for mistake, message in (
         ({"task_args": {"data": object()}}, r"task_args\.data is"),
         ({"strategy": "fdsp"}, "did you mean fsdp"),
         ({"train": {"stepz": 1}}, "train.stepz"),
         ({"parallel.dp_shard": 3}, "dp_shard"),
         ({"budget": 1.0}, "costs are not counted"),
     ):
-        with pytest.raises(UserError, match=said):
-            train(**known, **{"run.name": "x"}, **wrong)
+        with pytest.raises(UserError, match=message):
+            train(**common, **{"run.name": "x"}, **mistake)
 
 
 @pytest.mark.slow
 def test_an_installed_trireme_works_from_any_folder(tmp_path: Path) -> None:
-    source, target, empty = tmp_path / "source", tmp_path / "target", tmp_path / "empty"
+    source = tmp_path / "source"
+    target = tmp_path / "target"
+    empty = tmp_path / "empty"
     folders = ("app", "strategies", "cluster", "experiments")
     for name in folders:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+        shutil.copytree(ROOT / name, source / name, ignore=ignore)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target"]
-    subprocess.run([*install, str(target), str(source)], check=True, capture_output=True)
-    assert {path.name for path in target.iterdir() if "dist-info" not in path.name} == {"bin", "trireme", "trireme.pth"}
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation"]
+    install += ["--target", str(target), str(source)]
+    subprocess.run(install, check=True, capture_output=True)
+    installed = {path.name for path in target.iterdir() if "dist-info" not in path.name}
+    assert installed == {"bin", "trireme", "trireme.pth"}
     assert {path.name for path in (target / "trireme" / "packages").iterdir()} == {*folders}
 
     def python(code: str, files: dict[str, str]) -> Any:
@@ -108,31 +139,38 @@ def test_an_installed_trireme_works_from_any_folder(tmp_path: Path) -> None:
             (empty / name).parent.mkdir(parents=True, exist_ok=True)
             (empty / name).write_text(content)
         env = environment(PYTHONPATH=str(target))
-        return subprocess.run([sys.executable, "-c", code], cwd=empty, env=env, capture_output=True, text=True)
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, cwd=empty, env=env, capture_output=True, text=True)
 
-    done = python("import trireme, app; print(trireme.__file__, app.__file__, trireme.train.__module__)", {"other": ""})
-    ours, theirs, module = done.stdout.split()
-    assert ours == str(target / "trireme" / "__init__.py") and theirs.startswith(str(target)) and module == "app.api"
-    own = {"app/__init__.py": "", "app/mine.py": "WIDTH = 3", "app/api.py": "raise ImportError"}
-    said = python("import app.mine, trireme; print(app.mine.WIDTH, trireme.train.__module__)", own)
-    assert said.stdout.split() == ["3", "app.api"], said.stderr
+    code = "import trireme, app; print(trireme.__file__, app.__file__, trireme.train.__module__)"
+    done = python(code, {"other": ""})
+    trireme_file, app_file, module = done.stdout.split()
+    assert trireme_file == str(target / "trireme" / "__init__.py")
+    assert app_file.startswith(str(target))
+    assert module == "app.api"
+    files = {"app/__init__.py": "", "app/mine.py": "WIDTH = 3", "app/api.py": "raise ImportError"}
+    ended = python(
+        "import app.mine, trireme; print(app.mine.WIDTH, trireme.train.__module__)", files
+    )
+    assert ended.stdout.split() == ["3", "app.api"], ended.stderr
     shutil.rmtree(empty / "app")
-    said = python("import trireme, app.errors; from app import serve; print(serve)", {"app.py": "serve = 7"})
-    assert said.stdout.split() == ["7"], said.stderr
-    (target / "app").mkdir()  # another distribution's, in the same site-packages
+    code = "import trireme, app.errors; from app import serve; print(serve)"
+    ended = python(code, {"app.py": "serve = 7"})
+    assert ended.stdout.split() == ["7"], ended.stderr
+    (target / "app").mkdir()  # a package of another distribution in the same site-packages
     (target / "app" / "__init__.py").write_text("WHOSE = 'theirs'")
     (empty / "app.py").unlink()
-    said = python("import app; print(app.WHOSE); import trireme, app.errors; print(app.WHOSE)", {})
-    assert said.stdout.split() == ["theirs", "theirs"], said.stderr
-    listed = "import site; site.addsitedir(PATH); import app.errors; print(app.errors.__file__)"
+    ended = python("import app; print(app.WHOSE); import trireme, app.errors; print(app.WHOSE)", {})
+    assert ended.stdout.split() == ["theirs", "theirs"], ended.stderr
+    code = "import site; site.addsitedir(PATH); import app.errors; print(app.errors.__file__)"
     shutil.rmtree(target / "app")
     env = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-c", listed.replace("PATH", repr(str(target)))]
-    alone = subprocess.run(command, cwd=empty, env=env, capture_output=True, text=True)
-    assert alone.stdout.startswith(str(target / "trireme" / "packages")), alone.stderr
+    command = [sys.executable, "-c", code.replace("PATH", repr(str(target)))]
+    ended_alone = subprocess.run(command, cwd=empty, env=env, capture_output=True, text=True)
+    assert ended_alone.stdout.startswith(str(target / "trireme" / "packages")), ended_alone.stderr
 
 
-def test_a_runs_own_task_counts_and_not_another_of_its_name(tmp_path: Path) -> None:
+def test_a_run_uses_its_own_task_and_not_another_of_the_same_name(tmp_path: Path) -> None:
     assert name_of("tabular") == "tabular" and name_of(Plain) == "tests.tasks:Plain"
     with pytest.raises(UserError, match="must be a subclass"):
         name_of(dict)  # type: ignore[arg-type]
@@ -149,13 +187,20 @@ def test_a_runs_own_task_counts_and_not_another_of_its_name(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_the_notebook_runs_and_shows_its_curve(tmp_path: Path, ray_environment: dict[str, str]) -> None:
+def test_the_notebook_runs_and_shows_its_curve(
+    tmp_path: Path, ray_environment: dict[str, str]
+) -> None:
     pytest.importorskip("nbconvert", reason="of the dev extra")
     env = ray_environment | {"PYTHONPATH": f"{ROOT}:{ROOT / 'app'}", "JUPYTER_PLATFORM_DIRS": "1"}
-    program = [sys.executable, "-m", "nbconvert", "--execute", "--to", "notebook", "--output", "executed.ipynb"]
-    here = shutil.copy(ROOT / "experiments" / "notebook.ipynb", tmp_path)  # a notebook runs in its own folder
-    done = subprocess.run([*program, str(here)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    # A notebook runs in the folder that it is in.
+    notebook = shutil.copy(ROOT / "experiments" / "notebook.ipynb", tmp_path)
+    command = [sys.executable, "-m", "nbconvert", "--execute", "--to=notebook"]
+    command += ["--output=executed.ipynb", str(notebook)]
+    captured: Any = {"capture_output": True, "text": True}
+    done = subprocess.run(command, cwd=tmp_path, env=env, timeout=300, **captured)
     assert done.returncode == 0, done.stderr
     cells = json.loads((tmp_path / "executed.ipynb").read_text())["cells"]
     outputs = json.dumps([cell.get("outputs") for cell in cells])
-    assert "image/png" in outputs and "finished, step 60 of 60" in outputs and "of training in" in outputs
+    assert "image/png" in outputs
+    assert "finished, step 60 of 60" in outputs
+    assert "of training in" in outputs

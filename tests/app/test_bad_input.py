@@ -1,4 +1,4 @@
-"""Every mistake a person can make gets one sentence, exit code 2, no traceback, and leaves nothing behind."""
+"""Every user's mistake gets one sentence and exit code 2, and leaves nothing behind."""
 
 import json
 import os
@@ -15,7 +15,7 @@ BASE = ["task=tests.tasks:Points", "train.steps=4", "train.global_batch_size=8",
 DIGITS = "task=image_classification task_args.data=digits"
 STAGES = "strategy=pipeline parallel.pp=2"
 
-# What is written after BASE, and words of the sentence.
+# The arguments after BASE, and words of the sentence.
 ROWS: list[tuple[str, ...]] = [
     ("steps=3", "steps", "train.steps"),
     ("train.steps=many", "train.steps", "many", "Integer"),
@@ -28,7 +28,11 @@ ROWS: list[tuple[str, ...]] = [
     (f"{DIGITS} task_args.augment_shift=100", "augment_shift is 100"),
     ("task_args.samples=0", "training data is empty"),
     ("checkpoint.metric=banana", "banana", "loss, accuracy"),
-    ("task=tests.tasks:Odd task_args.what=unevaluated checkpoint.metric=accuracy", "accuracy", "no eval_data"),
+    (
+        "task=tests.tasks:Odd task_args.what=unevaluated checkpoint.metric=accuracy",
+        "accuracy",
+        "no eval_data",
+    ),
     ("task=tests.tasks:WithoutLoss", "WithoutLoss has no loss"),
     ("task=tests.tasks:Odd task_args.what=vector", "loss has shape ("),
     ("task=tests.tasks:Odd task_args.what=ragged", "do not make a batch"),
@@ -56,7 +60,7 @@ ROWS: list[tuple[str, ...]] = [
     ("optimizer.name=AdamW", "did you mean 'adamw'?"),
 ]
 
-# What is written alone, the text of x.yaml, and words of the sentence.
+# All arguments, the text of x.yaml, and words of the sentence.
 FILES: list[tuple[str, str, tuple[str, ...]]] = [
     ("", "", ("experiments/mnist.yaml",)),
     ("nothere.yaml", "", ("nothere.yaml",)),
@@ -68,7 +72,7 @@ FILES: list[tuple[str, str, tuple[str, ...]]] = [
     ("x.yaml", "task: a\ntask: b", ("x.yaml", "line 2", "task", "twice")),
 ]
 
-# All of what no run could use is told at once.
+# Mistakes that are all told at once, and words of their sentences.
 SEVERAL = {
     "trian.steps=3": "there is no key 'trian",
     "train.stepz=2": "did you mean 'train.steps'",
@@ -88,93 +92,121 @@ SEVERAL = {
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def train(*words: str, code: int = 2) -> Any:
-    return invoke("train", *words, code=code)
+def train(*arguments: str, code: int = 2) -> Any:
+    return invoke("train", *arguments, code=code)
 
 
-def refused(*words: str) -> list[str]:
-    """What it says, a sentence a line; the folder of now is left as it was."""
+def refused(*arguments: str) -> list[str]:
+    """The sentences of a refused command, which leaves the current folder as it was."""
     Path("file").write_text("[]")
     Path("mnist.yaml").write_text("")
     before = set(os.listdir())
-    result = train(*words)
+    result = train(*arguments)
     assert "Traceback" not in result.output, result.output
     assert result.stderr.startswith("trireme: "), result.stderr
     assert set(os.listdir()) - before <= {"runs"} and not list(Path().glob("runs/*"))
     return result.stderr.strip().splitlines()
 
 
-@pytest.mark.parametrize(("given", "says"), [(given, says) for given, *says in ROWS], ids=[row[0] for row in ROWS])
-def test_one_sentence(given: str, says: list[str]) -> None:
-    (said,) = refused(*BASE, "run.name=refused", *shlex.split(given))
-    assert all(word in said for word in says), said
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(arguments, words) for arguments, *words in ROWS],
+    ids=[row[0] for row in ROWS],
+)
+def test_a_mistake_gets_one_sentence(arguments: str, words: list[str]) -> None:
+    (sentence,) = refused(*BASE, "run.name=refused", *shlex.split(arguments))
+    assert all(word in sentence for word in words), sentence
 
 
-@pytest.mark.parametrize(("given", "text", "says"), FILES)
-def test_one_sentence_on_a_file(given: str, text: str, says: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("arguments", "text", "words"), FILES)
+def test_a_mistake_in_a_file_gets_one_sentence(
+    arguments: str, text: str, words: tuple[str, ...]
+) -> None:
     Path("x.yaml").write_text(text)
-    (said,) = refused(*given.split())
-    assert all(word in said for word in says), said
+    (sentence,) = refused(*arguments.split())
+    assert all(word in sentence for word in words), sentence
 
 
-def test_several_mistakes_are_told_at_once_and_to_programs_too() -> None:
-    said = refused(*BASE, *SEVERAL)
-    assert len(said) == len(SEVERAL), said
+def test_several_mistakes_are_told_at_once_also_as_json() -> None:
+    sentences = refused(*BASE, *SEVERAL)
+    assert len(sentences) == len(SEVERAL), sentences
     for words in SEVERAL.values():
-        assert sum(words in sentence for sentence in said) == 1, (words, said)
-    told = json.loads(train(*BASE, "train.stepz=3", "--json").stdout)
-    assert told["status"] == "refused" and "train.stepz" in told["error"]
+        assert sum(words in sentence for sentence in sentences) == 1, (words, sentences)
+    answer = json.loads(train(*BASE, "train.stepz=3", "--json").stdout)
+    assert answer["status"] == "refused" and "train.stepz" in answer["error"]
 
 
 def test_config_lists_the_arguments_of_the_task() -> None:
     result = invoke("config", "task=tabular")
-    said = result.stdout.partition("# task_args of tabular:")[2]
-    assert "ignore: 'list[str] | None' = None" in said and "ignore: Columns to leave out." in said
+    task_args = result.stdout.partition("# task_args of tabular:")[2]
+    assert "ignore: 'list[str] | None' = None" in task_args
+    assert "ignore: Columns to leave out." in task_args
 
 
 @pytest.mark.slow
-def test_a_batch_that_does_not_divide_under_torchrun(tmp_path: Path) -> None:
-    own = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    words = ["train", *BASE[:2], "train.global_batch_size=9", "strategy=ddp", "run.name=x", f"run.storage={tmp_path}"]
-    words.append("tracking.enabled=false")
-    ranks = [start(words, env=environment(**own, RANK=rank, LOCAL_RANK=rank)) for rank in ("0", "1")]
+def test_under_torchrun_every_rank_refuses_a_batch_that_does_not_divide(tmp_path: Path) -> None:
+    variables = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    arguments = [
+        "train",
+        *BASE[:2],
+        "train.global_batch_size=9",
+        "strategy=ddp",
+        "run.name=x",
+        f"run.storage={tmp_path}",
+        "tracking.enabled=false",
+    ]
+    ranks = [
+        start(arguments, env=environment(**variables, RANK=rank, LOCAL_RANK=rank))
+        for rank in ("0", "1")
+    ]
     for ended in map(finish, ranks):
-        assert ended.code == 2 and "train.global_batch_size is 9" in ended.err and "8 or 10" in ended.err
+        assert ended.code == 2
+        assert "train.global_batch_size is 9" in ended.err
+        assert "8 or 10" in ended.err
         assert "Traceback" not in ended.err
 
 
-def test_more_workers_than_the_cluster_has(tmp_path: Path, connected: None) -> None:
+def test_more_workers_than_the_cluster_has_are_refused(tmp_path: Path, connected: None) -> None:
     ended = train(*BASE[:2], "run.name=x", f"run.storage={tmp_path}", "workers=64")
     assert "64 workers" in ended.stderr and "workers=4" in ended.stderr, ended.output
     assert not (tmp_path / "x").exists()
 
 
-def test_checkpoints_that_are_damaged_or_of_another_model(tmp_path: Path, capfd: Any, monkeypatch: Any) -> None:
-    """A stopped run with two checkpoints: damaged ones are skipped, and only damaged ones end it."""
-    again = [*BASE, "run.name=a", f"run.storage={tmp_path}", "tracking.enabled=false"]
-    result = train(*again, "checkpoint.every_steps=2", "checkpoint.weights=false", code=0)
+def test_checkpoints_of_another_model_are_refused_and_damaged_ones_skipped(
+    tmp_path: Path, capfd: Any, monkeypatch: Any
+) -> None:
+    """A stopped run has two checkpoints; it is refused only if both are damaged."""
+    arguments = [*BASE, "run.name=a", f"run.storage={tmp_path}", "tracking.enabled=false"]
+    result = train(*arguments, "checkpoint.every_steps=2", "checkpoint.weights=false", code=0)
     assert committed(tmp_path / "a") == [2, 4], result.output
-    assert not [*tmp_path.rglob("events.jsonl"), *tmp_path.rglob("mlflow.db"), *tmp_path.rglob("weights.pt")]
+    for name in ("events.jsonl", "mlflow.db", "weights.pt"):
+        assert not [*tmp_path.rglob(name)]
     manifest = tmp_path / "a" / "run.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"status": "stopped"}))
-    for more, says in (
+    for overrides, words in (
         (["run.name=b", f"checkpoint.load={tmp_path}/a"], ("another model", "16", "32")),
         (["run.name=a"], ("task_args.width", "run.name")),
     ):
-        result = train(*again, *more, "task_args.width=32")
-        assert all(word in result.stderr for word in says), result.output
-    last, first = (next(tmp_path.glob(f"a/checkpoints/step-0000000{step}*/*.distcp")) for step in (4, 2))
+        result = train(*arguments, *overrides, "task_args.width=32")
+        assert all(word in result.stderr for word in words), result.output
+    last = next(tmp_path.glob("a/checkpoints/step-00000004*/*.distcp"))
+    first = next(tmp_path.glob("a/checkpoints/step-00000002*/*.distcp"))
     last.write_bytes(last.read_bytes()[:-10])
     flip(first)
-    result = train(*again)
+    result = train(*arguments)
     assert "step-0000000" in result.stderr and "Traceback" not in result.output
     flip(first)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    result = train(*again, code=0)
-    said = result.output + capfd.readouterr().out
-    assert last.name in said and "continuing after step 2" in said
-    assert "1 of this machine's 2 GPUs are not used: workers=1 takes 1" in said
+    result = train(*arguments, code=0)
+    output = result.output + capfd.readouterr().out
+    assert last.name in output and "continuing after step 2" in output
+    assert "1 of this machine's 2 GPUs are not used: workers=1 takes 1" in output

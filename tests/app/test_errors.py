@@ -1,4 +1,4 @@
-"""Errors for a person are recognised by their class: how a command ends with each, and what a script catches."""
+"""Errors for users: how a command ends with each of their classes, and what a script catches."""
 
 import json
 
@@ -16,12 +16,15 @@ from cluster.hardware import HardwareError
 from experiments.sweep.trial import WrongMetric
 from strategies.layout import LayoutError
 
-NAMESAKES = [type(name, (Exception,), {}) for name in ("UserError", "LayoutError", "ClusterError", "RunFailed")]
-"""A user's own errors, which Trireme knows nothing of."""
+NAMESAKES = [
+    type(name, (Exception,), {})
+    for name in ("UserError", "LayoutError", "ClusterError", "RunFailed")
+]
+"""A user's classes of errors, with names of Trireme's."""
 
 
 class Narrower(LayoutError):
-    """A kind of an error whose name says nothing."""
+    """A subclass of an error, with another name."""
 
 
 def ending(error: Exception) -> tuple[int, dict[str, str]]:
@@ -35,12 +38,15 @@ def ending(error: Exception) -> tuple[int, dict[str, str]]:
     return result.exit_code, json.loads(result.stdout.splitlines()[0])
 
 
+REFUSALS = [UserError, MissingData, WrongMetric, LayoutError, Narrower, ClusterError, HardwareError]
+FAILURES = [RunFailed, NonFiniteError, CheckpointError, ClusterUnavailable]
+
+
 @pytest.mark.parametrize(
     ("kind", "code", "status"),
     [
-        *[(kind, 2, "refused") for kind in (UserError, MissingData, WrongMetric, LayoutError, Narrower)],
-        *[(kind, 2, "refused") for kind in (ClusterError, HardwareError)],
-        *[(kind, 1, "failed") for kind in (RunFailed, NonFiniteError, CheckpointError, ClusterUnavailable)],
+        *[(kind, 2, "refused") for kind in REFUSALS],
+        *[(kind, 1, "failed") for kind in FAILURES],
         (Interrupted, 130, "stopped"),
     ],
 )
@@ -69,7 +75,9 @@ def test_a_users_error_of_the_same_name_is_not_triremes(kind: type[Exception]) -
         (Interrupted, Interrupted),
     ],
 )
-def test_a_script_catches_all_of_them_by_one_class(kind: type[Exception], caught: type[Exception]) -> None:
+def test_a_script_catches_every_error_by_one_class(
+    kind: type[Exception], caught: type[Exception]
+) -> None:
     with pytest.raises(trireme.TriremeError) as raised, _one_at_a_time():
         raise kind("it is so.")
     assert type(raised.value) is caught and str(raised.value) == "it is so."

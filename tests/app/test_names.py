@@ -1,4 +1,4 @@
-"""A user's own packages with the names of Trireme's: which one an import gets, and what is refused."""
+"""A user's packages with the names of Trireme's: which one an import gets, and what is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from torch.utils.data import TensorDataset
 
 class Mine(Task):
     def build_model(self):
-        return nn.Sequential(nn.Linear(8, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1))
+        hidden = nn.Linear(WIDTH, WIDTH)
+        return nn.Sequential(
+            nn.Linear(8, WIDTH), nn.ReLU(), hidden, nn.ReLU(), nn.Linear(WIDTH, 1)
+        )
 
     def train_data(self):
         x = torch.rand(64, 8, generator=torch.Generator().manual_seed(0))
@@ -37,6 +40,7 @@ Files = dict[str, str]
 
 
 def write(folder: Path, files: Files) -> None:
+    """Writes files by their paths in a folder."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
@@ -45,19 +49,27 @@ def write(folder: Path, files: Files) -> None:
 def python(code: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs code in a folder as a script of the user's there would run."""
     env = environment(**{"PYTHONPATH": FACE, **variables})
-    return subprocess.run([sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, text=True
+    )
 
 
 FOUND: dict[str, tuple[Files, str, list[object]]] = {
     "a file": (
         {"app.py": "WIDTH = 3"},
-        "import trireme, app, app.errors; from app import WIDTH; print([WIDTH, app.errors.UserError.__module__])",
+        "import trireme, app, app.errors; from app import WIDTH\n"
+        "print([WIDTH, app.errors.UserError.__module__])",
         [3, "app.errors"],
     ),
     "a package whose __init__ imports its own modules": (
-        {"app/__init__.py": "from .sizes import WIDTH\nfrom app.shop import NAME", "app/sizes.py": "WIDTH = 3"}
-        | {"app/shop/__init__.py": "NAME = 'shop'", "app/shop/till.py": "from app import WIDTH as OPEN"},
-        "import trireme; from app import WIDTH, NAME; from app.shop.till import OPEN; print([WIDTH, NAME, OPEN])",
+        {
+            "app/__init__.py": "from .sizes import WIDTH\nfrom app.shop import NAME",
+            "app/sizes.py": "WIDTH = 3",
+            "app/shop/__init__.py": "NAME = 'shop'",
+            "app/shop/till.py": "from app import WIDTH as OPEN",
+        },
+        "import trireme; from app import WIDTH, NAME; from app.shop.till import OPEN\n"
+        "print([WIDTH, NAME, OPEN])",
         [3, "shop", 3],
     ),
     "folders without __init__": (
@@ -67,15 +79,17 @@ FOUND: dict[str, tuple[Files, str, list[object]]] = {
             "strategies/buy.py": "C = 3",
             "experiments/e.py": "D = 4",
         },
-        "import trireme; from app.mine import A; from cluster.means import B; from strategies.buy import C\n"
-        "from experiments.e import D; import app.names, cluster.environment; print([A, B, C, D])",
+        "import trireme; from app.mine import A; from cluster.means import B\n"
+        "from strategies.buy import C; from experiments.e import D\n"
+        "import app.names, cluster.environment; print([A, B, C, D])",
         [1, 2, 3, 4],
     ),
     "a package, and a file, where Trireme has a folder without __init__": (
         {"app/__init__.py": "", "app/tracking.py": "HIDDEN = 3", "app/run/__init__.py": "ROWS = 4"}
         | {"app/run/till.py": "from . import ROWS as MORE"},
-        "import trireme; from app.tracking import HIDDEN; from app.run import ROWS; from app.run.till import MORE\n"
-        "import app.tracking.spool, app.run.look; print([HIDDEN, ROWS, MORE, app.tracking.spool.__name__])",
+        "import trireme; from app.tracking import HIDDEN; from app.run import ROWS\n"
+        "from app.run.till import MORE; import app.tracking.spool, app.run.look\n"
+        "print([HIDDEN, ROWS, MORE, app.tracking.spool.__name__])",
         [3, 4, 4, "app.tracking.spool"],
     ),
     "a package where Trireme has a file": (
@@ -84,35 +98,49 @@ FOUND: dict[str, tuple[Files, str, list[object]]] = {
         "print([MINE, CODE, UserError.__module__])",
         [5, 404, "app.errors"],
     ),
-    "modules that would not even import, which nobody asks for": (
-        {f"{name}/__init__.py": "raise RuntimeError" for name in ("app", "strategies", "cluster", "experiments")}
+    "modules that cannot be imported, and are not": (
+        {
+            f"{name}/__init__.py": "raise RuntimeError"
+            for name in ("app", "strategies", "cluster", "experiments")
+        }
         | {"app/config.py": "raise RuntimeError", "cluster/connect.py": "raise RuntimeError"},
         "import trireme, app.errors, strategies, cluster.environment, experiments\n"
         "print([trireme.UserError.__module__, cluster.ClusterError.__name__])",
         ["app.errors", "ClusterError"],
     ),
     "imported before trireme": (
-        {"app/__init__.py": "WIDTH = 3", "app/models.py": "HIDDEN = 4", "app/late.py": "from app import WIDTH as L"}
+        {
+            "app/__init__.py": "WIDTH = 3",
+            "app/models.py": "HIDDEN = 4",
+            "app/late.py": "from app import WIDTH as L",
+        }
         | {"cluster.py": "def fit(): return 5"},
-        "import app, app.models, cluster; theirs = app.models; import trireme; from app.models import HIDDEN\n"
-        "import app.late; print([app.WIDTH, HIDDEN, app.late.L, theirs.HIDDEN, cluster.fit()])",
+        "import app, app.models, cluster; theirs = app.models; import trireme\n"
+        "from app.models import HIDDEN; import app.late\n"
+        "print([app.WIDTH, HIDDEN, app.late.L, theirs.HIDDEN, cluster.fit()])",
         [3, 4, 3, 4, 5],
     ),
 }
 
 
 @pytest.mark.parametrize("kind", FOUND)
-def test_both_are_found_under_one_name(kind: str, tmp_path: Path) -> None:
+def test_modules_of_the_user_and_of_trireme_are_found_under_one_name(
+    kind: str, tmp_path: Path
+) -> None:
     files, code, expected = FOUND[kind]
     write(tmp_path, files)
-    ended = python(code.replace("print([", "import json; print(json.dumps([").replace("])", "]))"), tmp_path)
+    as_json = code.replace("print([", "import json; print(json.dumps([").replace("])", "]))")
+    ended = python(as_json, tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout) == expected
 
 
-def test_an_installed_package_and_one_in_editable_mode(tmp_path: Path) -> None:
+def test_a_users_package_may_be_installed_also_in_editable_mode(tmp_path: Path) -> None:
     write(tmp_path / "site", {"app/__init__.py": "WIDTH = 3", "app/shop.py": "NAME = 'shop'"})
-    write(tmp_path / "source", {"cluster/__init__.py": "K = 2", "cluster/means.py": "from cluster import K as MEANS"})
+    write(
+        tmp_path / "source",
+        {"cluster/__init__.py": "K = 2", "cluster/means.py": "from cluster import K as MEANS"},
+    )
     finder = f"""
 import sys, importlib.util
 class Finder:
@@ -134,14 +162,16 @@ print(NAME, WIDTH, MEANS)
     assert ended.stdout.split() == ["shop", "3", "2"], ended.stderr
 
 
-def test_trireme_has_every_module_by_a_name_that_nothing_hides(tmp_path: Path) -> None:
-    write(tmp_path, {"app/__init__.py": "", "app/tasks.py": "", "app/errors.py": "class UserError(Exception): pass"})
+def test_every_module_of_trireme_has_a_name_that_nothing_hides(tmp_path: Path) -> None:
+    errors = "class UserError(Exception): pass"
+    write(tmp_path, {"app/__init__.py": "", "app/tasks.py": "", "app/errors.py": errors})
     code = """
 import trireme, trireme.errors
 from trireme.tracking import spool
 from trireme.cluster import environment
 import app.errors, app.tracking.spool, cluster.environment
-assert trireme.errors is app.errors and spool is app.tracking.spool and environment is cluster.environment
+assert trireme.errors is app.errors and spool is app.tracking.spool
+assert environment is cluster.environment
 assert app.errors.__spec__.name == "app.errors" and trireme.RunFailed is app.errors.RunFailed
 try:
     import trireme.nothing
@@ -152,10 +182,11 @@ except ModuleNotFoundError as error:
     assert ended.stdout.strip() == "No module named 'trireme.nothing'", ended.stderr
 
 
-def test_what_was_imported_before_and_is_needed_under_its_name_is_one_sentence(tmp_path: Path) -> None:
+def test_a_users_module_imported_too_early_is_refused_with_one_sentence(tmp_path: Path) -> None:
     write(tmp_path, {"app/__init__.py": "", "app/errors.py": "class UserError(Exception): pass"})
     ended = python("import app.errors\nimport trireme", tmp_path)
-    assert f"{tmp_path}/app/errors.py was imported as app.errors before trireme, which needs UserError" in ended.stderr
+    place = f"{tmp_path}/app/errors.py was imported as app.errors before trireme"
+    assert f"{place}, which needs UserError" in ended.stderr
     assert f"({ROOT}/app/errors.py): import trireme first" in ended.stderr
 
 
@@ -166,15 +197,31 @@ REFUSED: dict[str, tuple[Files, str, str]] = {
         "mine",
         "mine.py, line 2, takes Config from app.con",
     ),
-    "all names": ({"mine.py": "from app.config import *"}, "mine", "mine.py, line 1, takes Config from app.config"),
-    "an attribute": ({"mine.py": "import app.config as c\nc.Config()"}, "mine", "takes Config from app.config"),
-    "a module": ({"mine.py": "from app import config\nconfig.Config()"}, "mine", "takes Config from app.config"),
+    "all names": (
+        {"mine.py": "from app.config import *"},
+        "mine",
+        "mine.py, line 1, takes Config from app.config",
+    ),
+    "an attribute": (
+        {"mine.py": "import app.config as c\nc.Config()"},
+        "mine",
+        "takes Config from app.config",
+    ),
+    "a module": (
+        {"mine.py": "from app import config\nconfig.Config()"},
+        "mine",
+        "takes Config from app.config",
+    ),
     "in a module that it imports": (
         {"mine.py": "def later():\n    import aid", "aid.py": "from app.config import Config"},
         "mine",
         "aid.py, line 1, takes Config",
     ),
-    "relatively": ({"app/shop/__init__.py": "from ..config import Config"}, "app.shop", "shop/__init__.py, line 1"),
+    "relatively": (
+        {"app/shop/__init__.py": "from ..config import Config"},
+        "app.shop",
+        "shop/__init__.py, line 1",
+    ),
     "in the package that it is in": (
         {"app/shop/__init__.py": "from app.config import Config", "app/shop/mine.py": ""},
         "app.shop.mine",
@@ -199,7 +246,10 @@ REFUSED: dict[str, tuple[Files, str, str]] = {
 ALLOWED: dict[str, tuple[Files, str]] = {
     "what only the user has": ({"mine.py": "from app.config import RATE"}, "mine"),
     "what only Trireme has": ({"mine.py": "from app.config import TrainConfig"}, "mine"),
-    "a module of which other things are used": ({"mine.py": "import app.config as c\nc.RATE"}, "mine"),
+    "a module of which other things are used": (
+        {"mine.py": "import app.config as c\nc.RATE"},
+        "mine",
+    ),
     "by Trireme's own name": ({"mine.py": "from trireme.config import Config"}, "mine"),
     "what does not parse": ({"mine.py": "from app.config import ("}, "mine"),
     "a name of Python's": ({"mine.py": "import json, torch"}, "mine"),
@@ -207,7 +257,7 @@ ALLOWED: dict[str, tuple[Files, str]] = {
 
 
 def ask(folder: Path, rows: dict[str, str]) -> dict[str, str]:
-    """What is said about each module, in a folder of its own, in one process."""
+    """The refusals of modules by kind; row n is in the folder n."""
     code = """
 import json, os, sys
 from app.errors import UserError
@@ -228,7 +278,7 @@ print(json.dumps(answers))
     return json.loads(ended.stdout)
 
 
-def test_what_could_be_eithers_is_refused_before_it_runs(tmp_path: Path) -> None:
+def test_an_ambiguous_import_is_refused_before_it_runs(tmp_path: Path) -> None:
     for number, (files, _, _) in enumerate(REFUSED.values()):
         write(tmp_path / str(number), CONFIG | files)
     answers = ask(tmp_path, {kind: name for kind, (_, name, _) in REFUSED.items()})
@@ -237,13 +287,13 @@ def test_what_could_be_eithers_is_refused_before_it_runs(tmp_path: Path) -> None
         assert f"Trireme's ({ROOT}/" in answers[kind] and f"yours ({tmp_path}/" in answers[kind]
 
 
-def test_what_can_only_be_ones_is_not_refused(tmp_path: Path) -> None:
+def test_an_unambiguous_import_is_not_refused(tmp_path: Path) -> None:
     for number, (files, _) in enumerate(ALLOWED.values()):
         write(tmp_path / str(number), CONFIG | files)
     assert ask(tmp_path, {kind: name for kind, (_, name) in ALLOWED.items()}) == {}
 
 
-# --- whole trainings -------------------------------------------------------------------------------------------------
+# --- training runs --------------------------------------------------------------------------------
 
 SHOP = {
     "app/__init__.py": "from app.sizes import WIDTH",
@@ -257,16 +307,18 @@ SHOP = {
 WORDS = ["train.steps=2", "train.global_batch_size=4", "tracking.enabled=false"]
 
 
-def train(folder: Path, *words: str, program: tuple[str, ...] = ("-m", "trireme"), **variables: str) -> str:
-    """Trains in a folder, and returns what is shown of it."""
-    command = [sys.executable, *program, "train", *words, *WORDS, f"run.name=r{len(words)}"]
+def train(
+    folder: Path, *arguments: str, program: tuple[str, ...] = ("-m", "trireme"), **variables: str
+) -> str:
+    """Trains in a folder, and returns the output."""
+    command = [sys.executable, *program, "train", *arguments, *WORDS, f"run.name=r{len(arguments)}"]
     env = environment(**{"PYTHONPATH": FACE, **variables})
     ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 
 
-def test_a_task_of_ones_own_trains_beside_packages_of_ones_own(tmp_path: Path) -> None:
+def test_a_users_task_trains_beside_packages_with_triremes_names(tmp_path: Path) -> None:
     write(tmp_path, SHOP)
     assert "2 steps" in train(tmp_path, "task=app.till:Mine", "launcher=local")
 
@@ -279,18 +331,24 @@ def test_a_task_of_ones_own_trains_beside_packages_of_ones_own(tmp_path: Path) -
     ],
     ids=lambda row: row[0],
 )
-def test_the_same_on_workers_in_ray(layout: tuple[str, ...], tmp_path: Path, ray_environment: dict[str, str]) -> None:
+def test_a_users_task_trains_so_on_workers_in_ray(
+    layout: tuple[str, ...], tmp_path: Path, ray_environment: dict[str, str]
+) -> None:
     write(tmp_path, SHOP)
-    known = {name: ray_environment[name] for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_TMPDIR")}
-    assert "2 steps" in train(tmp_path, "task=mine:Mine", *layout, **known)
+    variables = {
+        name: ray_environment[name] for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_TMPDIR")
+    }
+    assert "2 steps" in train(tmp_path, "task=mine:Mine", *layout, **variables)
 
 
 @pytest.mark.slow
-def test_the_same_in_a_ray_of_its_own_and_under_torchrun(tmp_path: Path) -> None:
+def test_a_users_task_trains_so_in_a_new_ray_and_under_torchrun(tmp_path: Path) -> None:
     write(tmp_path, SHOP)
     assert "2 steps" in train(tmp_path, "task=mine:Mine", "workers=2")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "trireme")
-    assert "2 steps" in train(tmp_path, "task=mine:Mine", "strategy=ddp", "seed=1", program=torchrun)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    program = (*torchrun, "-m", "trireme")
+    arguments = ("task=mine:Mine", "strategy=ddp", "seed=1")
+    assert "2 steps" in train(tmp_path, *arguments, program=program)
 
 
 SAVE = """
@@ -331,9 +389,13 @@ class Mine(Mine):
 
 
 @pytest.mark.slow
-def test_a_trained_model_loads_in_a_program_that_has_an_app_of_its_own(tmp_path: Path) -> None:
+def test_a_trained_model_loads_in_a_program_with_another_package_app(tmp_path: Path) -> None:
     write(tmp_path / "train", SHOP | {"mine.py": SHOP["mine.py"] + NET})
-    web = {"app/__init__.py": "", "app/models.py": "ORDER = 7", "app/later.py": "from app.models import ORDER"}
+    web = {
+        "app/__init__.py": "",
+        "app/models.py": "ORDER = 7",
+        "app/later.py": "from app.models import ORDER",
+    }
     write(tmp_path / "web", web | {"cluster.py": "K = 2"})
     env = environment(PYTHONPATH=FACE)
     save = [sys.executable, "-c", SAVE, str(tmp_path)]
@@ -347,7 +409,7 @@ def test_a_trained_model_loads_in_a_program_that_has_an_app_of_its_own(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("words", "module"),
+    ("arguments", "module"),
     [
         (["python", "-m", "app", "train", "x.yaml"], "app"),
         (["python", "-u", "-m", "app", "train"], "app"),
@@ -355,7 +417,7 @@ def test_a_trained_model_loads_in_a_program_that_has_an_app_of_its_own(tmp_path:
     ],
 )
 def test_advice_names_the_module_that_this_program_was_started_by(
-    words: list[str], module: str, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "orig_argv", words)
+    monkeypatch.setattr(sys, "orig_argv", arguments)
     assert names.module() == module

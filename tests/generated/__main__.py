@@ -1,6 +1,8 @@
-"""`python -m tests.generated --models 2000 --seed 1`: drawn models, every strategy beside one device, and a table.
+"""Compares every strategy with one device on models drawn at random, and prints a table.
 
-What is wrong is shown as the shortest model that is wrong in the same way, once for each strategy and way.
+    python -m tests.generated --models 2000 --seed 1
+
+Each mistake is shown once, with the shortest model that fails in the same way.
 """
 
 from __future__ import annotations
@@ -12,14 +14,24 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.generated.compare import RIVALS, WIDE, Comparison, Invalid, Kind, Rival, Verdict, drawn, shrunk
+from tests.generated.compare import (
+    RIVALS,
+    WIDE,
+    Comparison,
+    Invalid,
+    Kind,
+    Rival,
+    Verdict,
+    drawn,
+    shrunk,
+)
 from tests.generated.grammar import Model
 from tests.pool import close
 
 
 @dataclass
 class Mistake:
-    """A way of being wrong: the smallest model that shows it, and with which strategies."""
+    """One way to fail: the smallest model that shows it, and the strategies that fail so."""
 
     model: Model
     verdict: Verdict
@@ -29,18 +41,28 @@ class Mistake:
 
 @dataclass
 class Survey:
-    """What became of many models."""
+    """The verdicts on many models.
 
-    counts: Counter[tuple[str, Kind]] = field(default_factory=Counter)  # of each rival
-    features: Counter[tuple[str, Kind]] = field(default_factory=Counter)  # of each unusual choice
+    Attributes:
+        counts: Verdicts by rival and kind.
+        features: Verdicts by unusual choice and kind.
+        mistakes: The different mistakes.
+        models: The number of models that one device trains.
+        invalid: The error of each model that one device does not train, by seed.
+    """
+
+    counts: Counter[tuple[str, Kind]] = field(default_factory=Counter)
+    features: Counter[tuple[str, Kind]] = field(default_factory=Counter)
     mistakes: list[Mistake] = field(default_factory=list)
     models: int = 0
-    invalid: dict[int, str] = field(default_factory=dict)  # by seed, why it does not train on one device
+    invalid: dict[int, str] = field(default_factory=dict)
 
-    def look_at(self, seed: int, rivals: tuple[Rival, ...], more: int, shrink: bool = True) -> list[Verdict]:
-        """Compares the model of this seed; the verdicts."""
+    def look_at(
+        self, seed: int, rivals: tuple[Rival, ...], extra: int, shrink: bool = True
+    ) -> list[Verdict]:
+        """Compares the model of this seed with some rivals, and returns their verdicts."""
         model = Model.draw(seed)
-        chosen = drawn(seed, rivals, more)
+        chosen = drawn(seed, rivals, extra)
         try:
             verdicts = Comparison(model).verdicts(chosen)
         except Invalid as error:
@@ -60,7 +82,7 @@ class Survey:
         return list(verdicts.values())
 
     def _is_known(self, seed: int, model: Model, rival: Rival, verdict: Verdict) -> bool:
-        """Whether a smaller model is known that is wrong in the same way."""
+        """Whether a smaller model is known that fails in the same way."""
         for mistake in self.mistakes:
             alike = mistake.verdict.signature == verdict.signature and rival.name in mistake.rivals
             if alike and mistake.model.unusual - {"two_blocks"} <= model.unusual:
@@ -77,13 +99,16 @@ class Survey:
         self.mistakes.append(Mistake(small[0], small[1], [rival.name], [seed]))
 
     def table(self) -> str:
+        """The numbers of verdicts by strategy and by choice."""
         return "\n".join([*_rows("strategy", self.counts), "", *_rows("choice", self.features)])
 
     def findings(self) -> str:
-        """Each mistake with its model, the most frequent first."""
+        """Each mistake with its model, the most frequent one first."""
         parts = []
         for mistake in sorted(self.mistakes, key=lambda mistake: -len(mistake.seeds)):
-            head = f"## {mistake.model} under {', '.join(mistake.rivals)}: {len(mistake.seeds)} times"
+            head = (
+                f"## {mistake.model} under {', '.join(mistake.rivals)}: {len(mistake.seeds)} times"
+            )
             first = f"seed {mistake.seeds[0]}: {mistake.verdict.text[:600]}"
             parts.append(f"{head}\n\n{first}\n\n```python\n{mistake.model.source().strip()}\n```")
         return "\n\n".join(parts)
@@ -101,25 +126,36 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.generated", description=__doc__)
     parser.add_argument("--models", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0, help="of the first model; the others follow")
-    parser.add_argument("--more", type=int, default=3, help="strategies beside the four that every model meets")
+    parser.add_argument(
+        "--more", type=int, default=3, help="strategies besides the four that every model meets"
+    )
     parser.add_argument("--wide", action="store_true", help="also on four ranks")
     parser.add_argument("--no-shrink", action="store_true")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further model is begun")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=float("inf"),
+        help="after which no further model is started",
+    )
     parser.add_argument("--out", type=Path, help="a file for the findings, kept up to date")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     survey = Survey()
-    begun = time.monotonic()
-    rivals = (*RIVALS, *WIDE) if given.wide else RIVALS
-    for seed in range(given.seed, given.seed + given.models):
-        if time.monotonic() - begun > given.seconds:
+    start = time.monotonic()
+    rivals = (*RIVALS, *WIDE) if options.wide else RIVALS
+    for seed in range(options.seed, options.seed + options.models):
+        if time.monotonic() - start > options.seconds:
             break
         before = len(survey.mistakes)
-        verdicts = survey.look_at(seed, rivals, given.more, shrink=not given.no_shrink)
+        verdicts = survey.look_at(seed, rivals, options.more, shrink=not options.no_shrink)
         wrong = sum(verdict.kind is Kind.WRONG for verdict in verdicts)
-        if len(survey.mistakes) > before and given.out:
-            given.out.write_text(survey.findings())
-        print(f"{seed}: {len(verdicts)} compared, {wrong} wrong; {Model.draw(seed)}", file=sys.stderr, flush=True)
-    seconds = time.monotonic() - begun
+        if len(survey.mistakes) > before and options.out:
+            options.out.write_text(survey.findings())
+        print(
+            f"{seed}: {len(verdicts)} compared, {wrong} wrong; {Model.draw(seed)}",
+            file=sys.stderr,
+            flush=True,
+        )
+    seconds = time.monotonic() - start
     print(survey.table())
     compared = sum(survey.counts.values())
     rate = f"{60 * compared / seconds:.0f} comparisons a minute"

@@ -1,9 +1,9 @@
-"""Every strategy beside one device, on one model: equal, refused before start, or wrong.
+"""Compares every strategy with one device on one model: equal, refused before it starts, or wrong.
 
-A rival is a strategy with some configuration. What a run does is done: `app.run.prepare.prepare` in this process, as
-in a driver, then the training loop's own `Training` (parallelize, the optimizer, forward and backward, clipping) for a
-few steps, in this process or on the warm ranks of tests/pool.py. A rival that ends in an error after `prepare` has let
-it through is as wrong as one with other numbers.
+A rival is a strategy with some configuration. It runs as a run does: `app.run.prepare.prepare` in
+this process, as in a driver, then the loop's `Training` (parallelize, optimizer, forward, backward
+and clipping) for a few steps, in this process or on the warm ranks of tests/pool.py. A rival that
+fails after `prepare` has accepted it is as wrong as one with other results.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ MODULE = "generated_model"
 COARSE = 3e-3
 """Tolerance where a part of the model has 16 bits."""
 MAGNIFIED = 3.0
-"""How many times rounding's effect on one device a difference may be that is rounding's."""
+"""A difference is rounding up to this many times rounding's effect on one device."""
 TIMEOUT = 30.0
-"""Seconds for all that ranks train of one model, at most."""
+"""Seconds that ranks may take for all rivals of a model."""
 PATIENCE = 4
-"""How many times as long a second try may take, after which what does not end hangs."""
+"""How many times as long a second try may take before it counts as a hang."""
 GRACE = 3.0
-"""Seconds in which other ranks must end, after one has failed."""
+"""Seconds in which the other ranks must end after one has failed."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Rival:
     """A strategy that is compared with one device.
 
     Args:
-        name: As it is written in tables.
-        strategy: As in the configuration.
-        workers: How many; one is trained in this process.
+        name: Its name in tables.
+        strategy: The strategy's name in the configuration.
+        workers: The number of workers; a single one trains in this process.
         values: Further values of the configuration, by dotted key.
-        tolerance: On the relative difference of the loss, in float32.
-        splits_batch: Whether its numbers may depend on how a batch is split.
-        domains: Of models that it is for; empty: all.
+        tolerance: The largest relative difference of the loss, in float32.
+        splits_batch: Whether results may depend on how a batch is split.
+        domains: The domains of models that it is for; empty for all.
     """
 
     name: str
@@ -75,8 +75,19 @@ class Rival:
     domains: tuple[str, ...] = ()
 
 
-def _pipeline(schedule: str, stages: int = 2, strategy: str = "pipeline", workers: int = 2, **more: Any) -> Rival:
-    values = {"parallel.pp": stages, "parallel.schedule": schedule, "train.micro_batch_size": 2, **more}
+def _pipeline(
+    schedule: str,
+    stages: int = 2,
+    strategy: str = "pipeline",
+    workers: int = 2,
+    **extra_values: Any,
+) -> Rival:
+    values = {
+        "parallel.pp": stages,
+        "parallel.schedule": schedule,
+        "train.micro_batch_size": 2,
+        **extra_values,
+    }
     name = f"{strategy} {schedule}"
     return Rival(name, strategy, workers, values)
 
@@ -101,7 +112,13 @@ RIVALS: tuple[Rival, ...] = (
     Rival("ddp_model_parallel", "ddp_model_parallel"),
     Rival("single micro", "single", 1, _MICRO),
     Rival("single checkpointing", "single", 1, _FULL, splits_batch=False),
-    Rival("single selective", "single", 1, {"train.activation_checkpointing": "selective"}, splits_batch=False),
+    Rival(
+        "single selective",
+        "single",
+        1,
+        {"train.activation_checkpointing": "selective"},
+        splits_batch=False,
+    ),
     Rival("model_parallel", "model_parallel", 1, splits_batch=False),
     Rival("dp", "dp", 1, splits_batch=False),
 )
@@ -128,16 +145,20 @@ ALWAYS = ("ddp", "fsdp", "tensor", "pipeline 1f1b")
 
 
 class Kind(enum.StrEnum):
+    """The result of a comparison."""
+
     EQUAL = "equal"
     REFUSED = "refused"
-    NOTED = "noted"  # other numbers, as a note says: samples of a batch depend on one another, or calls are counted
-    RANDOM = "random"  # trained; what it draws depends on how the batch is split
+    # Other results, as a note says: samples of a batch depend on one another, or calls are counted.
+    NOTED = "noted"
+    # Trained, with random numbers that depend on how the batch is split.
+    RANDOM = "random"
     WRONG = "WRONG"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one rival. signature: two of the same are the same mistake, for all that is known."""
+    """The result of one rival; verdicts with the same signature are taken for the same mistake."""
 
     kind: Kind
     text: str = ""
@@ -145,14 +166,14 @@ class Verdict:
 
 
 class Invalid(Exception):
-    """One device does not train it: no model."""
+    """A model that one device does not train."""
 
 
-# --- one training -----------------------------------------------------------------------------------------------------
+# --- one training run -----------------------------------------------------------------------------
 
 
 def _train(rank: int, job: Any, folder: str) -> None:
-    """A few steps as in a run; what they leave is written by rank 0."""
+    """Trains a few steps as a run does; rank 0 writes the results."""
     from app.training.job import Place, SilentChannel
     from app.training.loop import Training
     from app.training.persistence import NullPersistence
@@ -167,11 +188,13 @@ def _train(rank: int, job: Any, folder: str) -> None:
                 training.step(micro_batches)
         finally:
             batches.close()
-        agreed = training.sync.agree(STEPS, stop=False, save=False)
+        result = training.sync.agree(STEPS, stop=False, save=False)
         weights = training.parallel.full_model_state()
         if rank == 0:
-            losses = [entry.loss for entry in agreed.logged]
-            norms = [float(entry.grad_norm) for entry in agreed.logged if entry.grad_norm is not None]
+            losses = [entry.loss for entry in result.logged]
+            norms = [
+                float(entry.grad_norm) for entry in result.logged if entry.grad_norm is not None
+            ]
             torch.save((losses, norms, weights, training.parallel.notes), f"{folder}.new")
             os.replace(f"{folder}.new", f"{folder}/{job.attempt}.pt")
     finally:
@@ -179,10 +202,10 @@ def _train(rank: int, job: Any, folder: str) -> None:
 
 
 def _train_all(rank: int, source: str, jobs: Sequence[Any], folder: str, double: bool) -> str:
-    """Trains one after the other, up to the first that raises; that one's last words.
+    """Trains one job after the other up to the first that raises, and returns its error.
 
-    Where all ranks raise they end here in good order, and the processes serve again. One that waits in vain for the
-    others raises, which ends the processes.
+    Where all ranks raise, they end in good order and the processes can be used again. A rank that
+    waits in vain for the others raises, which ends the processes.
     """
     with _module(source, double):
         for job in jobs:
@@ -203,12 +226,14 @@ def _train_all(rank: int, source: str, jobs: Sequence[Any], folder: str, double:
 
 
 def _marks(folder: str, job: Any, failure: str) -> list[str]:
-    """What each rank has to say of the job, when all have ended it."""
+    """The error of each rank, or "", once all have ended the job."""
     marks = [Path(folder, f"{job.attempt}.{rank}") for rank in range(job.layout.dims.world_size)]
     deadline = time.monotonic() + (GRACE if failure else TIMEOUT)
     while not all(mark.exists() for mark in marks):
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{failure or 'nothing wrong here'} (and another rank has not ended)")
+            raise RuntimeError(
+                f"{failure or 'nothing wrong here'} (and another rank has not ended)"
+            )
         if not failure and any(mark.exists() and mark.read_text() for mark in marks):
             deadline = min(deadline, time.monotonic() + GRACE)
         time.sleep(0.002)
@@ -217,10 +242,15 @@ def _marks(folder: str, job: Any, failure: str) -> list[str]:
 
 @contextlib.contextmanager
 def _module(source: str, double: bool = False) -> Iterator[types.ModuleType]:
-    """While it lasts the text is a module that can be imported."""
+    """Makes the text an importable module as long as the context lasts."""
     module = types.ModuleType(MODULE)
     module.__file__ = f"<{MODULE}>"
-    linecache.cache[module.__file__] = (len(source), None, source.splitlines(keepends=True), module.__file__)
+    linecache.cache[module.__file__] = (
+        len(source),
+        None,
+        source.splitlines(keepends=True),
+        module.__file__,
+    )
     before = torch.get_default_dtype()
     sys.modules[MODULE] = module
     try:
@@ -233,24 +263,26 @@ def _module(source: str, double: bool = False) -> Iterator[types.ModuleType]:
         sys.modules.pop(MODULE, None)
 
 
-# --- beside one device ------------------------------------------------------------------------------------------------
+# --- compared with one device ---------------------------------------------------------------------
 
 
 class Comparison:
-    """One model: what it is on one device, and what its rivals make of it.
+    """One model on one device, and its rivals.
 
     Args:
-        model: Compared in float32, or in float64 to tell rounding from mistakes (`double`).
+        model: The model.
+        double: Whether it trains in float64, to tell rounding from mistakes; else in float32.
 
     Raises:
-        Invalid: It does not train on one device.
+        Invalid: The model does not train on one device.
     """
 
     def __init__(self, model: Model, double: bool = False) -> None:
         self.model = model
         self.double = double
-        self.source = model.source().replace("torch.bfloat16", "torch.float64") if double else model.source()
+        self.source = model.source()
         if double:
+            self.source = self.source.replace("torch.bfloat16", "torch.float64")
             self.source = self.source.replace(".float()", ".double()").replace("cfloat", "cdouble")
         config = dict(model.config())
         self.coarse = bool(config.pop("coarse", False))
@@ -269,24 +301,32 @@ class Comparison:
         self.truth = curve
 
     def verdicts(self, rivals: Sequence[Rival]) -> dict[str, Verdict]:
-        """Of each rival, by name."""
-        found: dict[str, Verdict] = {}
-        waiting: dict[str, tuple[Rival, Any, tuple[str, ...]]] = {}
+        """The verdict on each rival, by its name."""
+        verdict_by_rival: dict[str, Verdict] = {}
+        jobs_by_rival: dict[str, tuple[Rival, Any, tuple[str, ...]]] = {}
         for rival in rivals:
-            if rival.domains and self.model.named["domain"] not in rival.domains:
+            if rival.domains and self.model.choice_by_axis["domain"] not in rival.domains:
                 continue
             outcome = self._prepared(rival)
             if isinstance(outcome, Verdict):
-                found[rival.name] = outcome
+                verdict_by_rival[rival.name] = outcome
             else:
-                waiting[rival.name] = (rival, *outcome)
-        for name, curve in self._trained({name: (rival.workers, job) for name, (rival, job, _) in waiting.items()}):
-            rival, _, notes = waiting[name]
-            found[name] = curve if isinstance(curve, Verdict) else self._judged(rival, curve, notes)
-        return {rival.name: found[rival.name] for rival in rivals if rival.name in found}
+                jobs_by_rival[rival.name] = (rival, *outcome)
+        for name, curve in self._trained(
+            {name: (rival.workers, job) for name, (rival, job, _) in jobs_by_rival.items()}
+        ):
+            rival, _, notes = jobs_by_rival[name]
+            verdict_by_rival[name] = (
+                curve if isinstance(curve, Verdict) else self._judged(rival, curve, notes)
+            )
+        return {
+            rival.name: verdict_by_rival[rival.name]
+            for rival in rivals
+            if rival.name in verdict_by_rival
+        }
 
     def _prepared(self, rival: Rival) -> tuple[Any, tuple[str, ...]] | Verdict:
-        """The job that workers would be given, and remarks for the user; or that it is refused."""
+        """The job that workers would get, with the user's notes; or a verdict that refuses it."""
         from app.training.job import Job
 
         values = {
@@ -333,7 +373,7 @@ class Comparison:
         return _read(folder, job)
 
     def _trained(self, jobs: dict[str, tuple[int, Any]]) -> Iterator[tuple[str, Curve | Verdict]]:
-        """Trains each, those of several ranks together; what raises or dies is the one that has left nothing."""
+        """Trains all jobs, those of several ranks together; a job without results has failed."""
         with tempfile.TemporaryDirectory(prefix="generated-") as folder:
             for name, (workers, job) in jobs.items():
                 if workers == 1:
@@ -343,15 +383,17 @@ class Comparison:
                         text = f"{type(error).__name__}: {error}"
                         yield name, Verdict(Kind.WRONG, text, _signature(text))
             for workers in sorted({workers for workers, _ in jobs.values() if workers > 1}):
-                left = [(name, job) for name, (wanted, job) in jobs.items() if wanted == workers]
+                remaining = [
+                    (name, job) for name, (needed, job) in jobs.items() if needed == workers
+                ]
                 timeout = TIMEOUT
-                while left:
+                while remaining:
                     try:
                         (failure, *_) = run_distributed(
                             _train_all,
                             workers,
                             self.source,
-                            [job for _, job in left],
+                            [job for _, job in remaining],
                             folder,
                             self.double,
                             timeout=timeout,
@@ -363,44 +405,53 @@ class Comparison:
                         is_slow = "did not end within" in failure and timeout == TIMEOUT
                     else:
                         is_slow = False
-                    done = [name for name, job in left if Path(folder, f"{job.attempt}.pt").exists()]
-                    for name, job in left:
+                    done = [
+                        name
+                        for name, job in remaining
+                        if Path(folder, f"{job.attempt}.pt").exists()
+                    ]
+                    for name, job in remaining:
                         if name in done:
                             yield name, _read(folder, job)
-                    left = [(name, job) for name, job in left if name not in done]
-                    if left and is_slow:  # a machine that others use too: the same once more, with patience
+                    remaining = [(name, job) for name, job in remaining if name not in done]
+                    if remaining and is_slow:
+                        # The machine may be busy with other work: try again, and wait longer.
                         timeout = PATIENCE * TIMEOUT
-                        for mark in Path(folder).glob(f"{left[0][1].attempt}.*"):
+                        for mark in Path(folder).glob(f"{remaining[0][1].attempt}.*"):
                             mark.unlink()
-                    elif left:
-                        yield left.pop(0)[0], Verdict(Kind.WRONG, failure, _signature(failure))
+                    elif remaining:
+                        yield remaining.pop(0)[0], Verdict(Kind.WRONG, failure, _signature(failure))
 
     def _judged(self, rival: Rival, curve: Curve, notes: tuple[str, ...]) -> Verdict:
         is_coarse = self.coarse and not self.double
         tolerance = max(rival.tolerance, COARSE) if is_coarse else rival.tolerance
-        apart = difference(self.truth, curve)
-        if apart.within(tolerance):
+        distance = difference(self.truth, curve)
+        if distance.within(tolerance):
             return Verdict(Kind.EQUAL)
         if self.random:
             return Verdict(Kind.RANDOM)
         every_note = (*notes, *curve.notes)
-        on_batches = [note for note in every_note if "batch" in note.lower() or "sample" in note.lower()]
-        on_state = [note for note in every_note if "changes the buffer" in note or "how often it is called" in note]
+
+        def with_any(*words: str) -> list[str]:
+            return [note for note in every_note if any(word in note.lower() for word in words)]
+
+        on_batches = with_any("batch", "sample")
+        on_state = with_any("changes the buffer", "how often it is called")
         if self.couples and rival.splits_batch and on_batches:
             return Verdict(Kind.NOTED, on_batches[0])
         if self.counts and rival.splits_batch and on_state:
             return Verdict(Kind.NOTED, on_state[0])
-        if not self.double and self._is_rounding(rival, apart, tolerance):
+        if not self.double and self._is_rounding(rival, distance, tolerance):
             return Verdict(Kind.EQUAL, "but for rounding: equal in float64")
-        return Verdict(Kind.WRONG, self._told(apart, curve), "other numbers")
+        return Verdict(Kind.WRONG, self._told(distance, curve), "other numbers")
 
-    def _is_rounding(self, rival: Rival, apart: Difference, tolerance: float) -> bool:
-        """Whether a difference that is not large is gone where all of the model computes in float64.
+    def _is_rounding(self, rival: Rival, distance: Difference, tolerance: float) -> bool:
+        """Whether a difference that is not large vanishes when the whole model uses float64.
 
-        In 16 bits some models magnify rounding within three steps beyond any fixed bound, so a difference is not large
-        either where it is of the size by which one device in 16 bits is apart from one device in 64.
+        In 16 bits some models magnify rounding within three steps beyond any fixed bound. There, a
+        difference is not large either if one device in 16 bits differs as much from one in 64.
         """
-        is_small = apart.within((30 if self.coarse else 1000) * tolerance)
+        is_small = distance.within((30 if self.coarse else 1000) * tolerance)
         if not (is_small or self.coarse):
             return False
         try:
@@ -409,13 +460,16 @@ class Comparison:
             return False
         magnified = difference(exact.truth, self.truth)
         limit = Difference(*(MAGNIFIED * value for value in vars(magnified).values()))
-        if not (is_small or apart.within(limit)):
+        if not (is_small or distance.within(limit)):
             return False
         return exact.verdicts([rival])[rival.name].kind is Kind.EQUAL
 
-    def _told(self, apart: Difference, curve: Curve) -> str:
-        figures = ", ".join(f"{name} {value:.1e}" for name, value in vars(apart).items())
-        losses = [f"{a:.5f} for {b:.5f}" for a, b in zip(curve.losses, self.truth.losses)]
+    def _told(self, distance: Difference, curve: Curve) -> str:
+        figures = ", ".join(f"{name} {value:.1e}" for name, value in vars(distance).items())
+        losses = [
+            f"{loss:.5f} for {expected_loss:.5f}"
+            for loss, expected_loss in zip(curve.losses, self.truth.losses)
+        ]
         missing = sorted(self.truth.weights.keys() ^ curve.weights.keys())
         names = f"; names differ: {', '.join(missing[:4])}" if missing else ""
         return f"apart by {figures}; losses {', '.join(losses)}{names}"
@@ -426,12 +480,14 @@ def _file(name: str) -> str:
 
 
 def _read(folder: str, job: Any) -> Curve:
-    losses, norms, weights, notes = torch.load(Path(folder, f"{job.attempt}.pt"), weights_only=False)
+    losses, norms, weights, notes = torch.load(
+        Path(folder, f"{job.attempt}.pt"), weights_only=False
+    )
     return Curve(losses, norms, weights, notes)
 
 
 def _last_words(text: str) -> str:
-    """Of a failure on ranks, its exception's own lines, of the first rank that raised."""
+    """The lines of the exception of the first rank that raised."""
     parts = text.split("--- rank ")[1:] or [text]
     lines = [line for line in parts[0].splitlines() if line.strip()]
     raised = [i for i, line in enumerate(lines) if re.match(r"[\w.]+(Error|Exception)\b", line)]
@@ -440,36 +496,49 @@ def _last_words(text: str) -> str:
 
 
 def _signature(text: str) -> str:
-    """The text without what differs from model to model."""
+    """The text without parts that differ between models, such as numbers and names."""
     return re.sub(r"0x[0-9a-f]+|[\d.]+|'[^']*'|\"[^\"]*\"|\[[^\]]*\]", "…", text)[:110]
 
 
-# --- many -------------------------------------------------------------------------------------------------------------
+# --- many models ----------------------------------------------------------------------------------
 
 
-def drawn(seed: int, rivals: Sequence[Rival] = RIVALS, more: int = 4) -> list[Rival]:
-    """The rivals that the model of this seed meets."""
+def drawn(seed: int, rivals: Sequence[Rival] = RIVALS, extra: int = 4) -> list[Rival]:
+    """The rivals of the model of this seed: some that all models have, and others by chance."""
     generator = random.Random(~seed)
-    others = [rival for rival in rivals if rival.name not in ALWAYS]
-    chosen = {rival.name for rival in generator.sample(others, min(more, len(others)))}
+    optional = [rival for rival in rivals if rival.name not in ALWAYS]
+    chosen = {rival.name for rival in generator.sample(optional, min(extra, len(optional)))}
     return [rival for rival in rivals if rival.name in ALWAYS or rival.name in chosen]
 
 
 def shrunk(model: Model, rival: Rival, signature: str) -> tuple[Model, Verdict]:
-    """A model with as few unusual choices as can be that goes wrong in the same way, and what becomes of it."""
+    """The model with the fewest unusual choices that fails in the same way, and its verdict."""
     smallest = model, Verdict(Kind.WRONG, "", signature)
-    again = True
-    while again:
-        again = False
+    is_smaller = True
+    while is_smaller:
+        is_smaller = False
         for smaller in smallest[0].smaller():
             try:
                 verdict = Comparison(smaller).verdicts([rival]).get(rival.name)
             except Invalid:
                 continue
-            if verdict is not None and verdict.kind is Kind.WRONG and verdict.signature == signature:
-                smallest, again = (smaller, verdict), True
+            is_wrong = verdict is not None and verdict.kind is Kind.WRONG
+            if is_wrong and verdict.signature == signature:
+                smallest = (smaller, verdict)
+                is_smaller = True
                 break
     return smallest
 
 
-__all__ = ["RIVALS", "WIDE", "Comparison", "Invalid", "Kind", "Rival", "Verdict", "bounds", "drawn", "shrunk"]
+__all__ = [
+    "RIVALS",
+    "WIDE",
+    "Comparison",
+    "Invalid",
+    "Kind",
+    "Rival",
+    "Verdict",
+    "bounds",
+    "drawn",
+    "shrunk",
+]

@@ -1,6 +1,6 @@
-"""Drawn models under every strategy: equal to one device, or refused before start (`run_distributed`'s ranks, pool.py).
+"""Models drawn at random under every strategy: equal to one device, or refused before they start.
 
-Longer: `python -m tests.generated --models 2000 --seed 1`.
+For a longer survey: `python -m tests.generated --models 2000 --seed 1`.
 """
 
 from __future__ import annotations
@@ -14,26 +14,43 @@ import torch
 
 from tests.generated import compare
 from tests.generated.__main__ import Survey
-from tests.generated.compare import ALWAYS, RIVALS, WIDE, Comparison, Invalid, Kind, Rival, Verdict, drawn, shrunk
+from tests.generated.compare import (
+    ALWAYS,
+    RIVALS,
+    WIDE,
+    Comparison,
+    Invalid,
+    Kind,
+    Rival,
+    Verdict,
+    drawn,
+    shrunk,
+)
 from tests.generated.grammar import AXES, PLAIN, Model
 
 pytestmark = [pytest.mark.alone, pytest.mark.pure]
 SECONDS = float(os.environ.get("TRIREME_GENERATED", "240"))
-"""Of a drawn survey."""
+"""How long a survey of drawn models takes."""
 RIGHT = (Kind.EQUAL, Kind.REFUSED, Kind.NOTED, Kind.RANDOM)
 BY_NAME = {rival.name: rival for rival in (*RIVALS, *WIDE)}
 CORE = [BY_NAME[name] for name in ALWAYS]
 
 
 def model(*names: str) -> Model:
-    """The plain model but for these choices, in the first domain that all of them know."""
+    """The plain model but for these choices, in the first domain that all of them fit."""
     axis_of = {name: axis for axis, features in AXES.items() for name in features}
     choices = {axis_of[name]: name for name in names}
-    domains = [d for d in AXES["domain"] if all(d in AXES[axis][n].domains for axis, n in choices.items())]
+    features = [AXES[axis][name] for axis, name in choices.items()]
+    domains = [
+        domain
+        for domain in AXES["domain"]
+        if all(domain in feature.domains for feature in features)
+    ]
     return Model.of(**{"domain": domains[0], **choices})
 
 
 def wrong(verdicts: dict[str, Verdict]) -> dict[str, str]:
+    """The texts of the verdicts that are mistakes, by rival."""
     return {name: verdict.text for name, verdict in verdicts.items() if verdict.kind not in RIGHT}
 
 
@@ -48,27 +65,77 @@ FIXED = (
 
 @pytest.mark.parametrize("names", FIXED)
 def test_a_model_is_equal_under_every_strategy_or_refused(names: str) -> None:
-    rivals = drawn(seed=len(names), more=2)
+    rivals = drawn(seed=len(names), extra=2)
     assert wrong(Comparison(model(*names.split())).verdicts(rivals)) == {}
 
 
 MENDED = {
-    "complex parameters": ("complex clipped", "complex_linear", "net_complex sgd", "complex module_dict own_groups"),
+    "complex parameters": (
+        "complex clipped",
+        "complex_linear",
+        "net_complex sgd",
+        "complex module_dict own_groups",
+    ),
     "sparse embeddings": ("sparse sgd", "sparse clipped", "sparse_bag sgd_plain", "sparse rmsprop"),
-    "parameters that are not contiguous": ("strided", "net_strided clipped", "expanded", "channels_last sgd"),
-    "several types in one unit": ("float32_norms", "float32_head dict", "net_double sgd", "net_half skip"),
-    "parameters without elements or dimensions": ("empty", "empty sgd clipped", "scalar nested", "net_scalar nesterov"),
-    "weights made of other parameters": ("old_weight_norm", "weight_norm_head", "weight_norm", "orthogonal attributes"),
+    "parameters that are not contiguous": (
+        "strided",
+        "net_strided clipped",
+        "expanded",
+        "channels_last sgd",
+    ),
+    "several types in one unit": (
+        "float32_norms",
+        "float32_head dict",
+        "net_double sgd",
+        "net_half skip",
+    ),
+    "parameters without elements or dimensions": (
+        "empty",
+        "empty sgd clipped",
+        "scalar nested",
+        "net_scalar nesterov",
+    ),
+    "weights made of other parameters": (
+        "old_weight_norm",
+        "weight_norm_head",
+        "weight_norm",
+        "orthogonal attributes",
+    ),
     "lazy layers": ("lazy", "lazy_head", "lazy module_dict", "lazy_head answer_dict sgd"),
-    "tensors in a list": ("listed_tensors", "in_a_list", "listed_tensors tied_blocks", "in_a_list layers dict"),
-    "stochastic gradient descent": ("sgd", "sgd_plain skip", "nesterov multihead", "sgd clipped frozen_block"),
+    "tensors in a list": (
+        "listed_tensors",
+        "in_a_list",
+        "listed_tensors tied_blocks",
+        "in_a_list layers dict",
+    ),
+    "stochastic gradient descent": (
+        "sgd",
+        "sgd_plain skip",
+        "nesterov multihead",
+        "sgd clipped frozen_block",
+    ),
     "norms over a batch": ("batch_norm", "net_batch_norm", "conv_batch_norm", "batch_norm layers"),
-    "hooks on tensors": ("tensor_hook", "retain_grad", "block_tensor_hook", "tensor_hook layers dict"),
-    "tensors that blocks keep": ("left_by_blocks", "cached", "left_by_net", "left_by_blocks layers pair"),
-    "blocks inside containers": ("sequences", "sequences dict", "sequences sgd", "sequences tensor_hook"),
+    "hooks on tensors": (
+        "tensor_hook",
+        "retain_grad",
+        "block_tensor_hook",
+        "tensor_hook layers dict",
+    ),
+    "tensors that blocks keep": (
+        "left_by_blocks",
+        "cached",
+        "left_by_net",
+        "left_by_blocks layers pair",
+    ),
+    "blocks inside containers": (
+        "sequences",
+        "sequences dict",
+        "sequences sgd",
+        "sequences tensor_hook",
+    ),
     "float64": ("float64", "float64 sgd", "float64 multihead", "float64 clipped tied_blocks"),
 }
-"""Kinds that once ended in torch's own words from a worker or in other numbers. The first is tried in `make test`."""
+"""Kinds of models that once failed in a worker or gave other results; `make test` has the first."""
 
 
 @pytest.mark.parametrize(
@@ -79,10 +146,11 @@ MENDED = {
         for names in several
     ],
 )
-def test_a_kind_that_once_went_wrong(names: str) -> None:
+def test_a_kind_of_model_that_once_failed_is_trained(names: str) -> None:
     verdicts = Comparison(model(*names.split())).verdicts(CORE)
     assert wrong(verdicts) == {}
-    assert {verdicts[name].kind for name in ("ddp", "fsdp")} <= {Kind.EQUAL, Kind.NOTED}, "trained, not refused"
+    kinds = {verdicts[name].kind for name in ("ddp", "fsdp")}
+    assert kinds <= {Kind.EQUAL, Kind.NOTED}, "it is trained, not refused"
 
 
 SURVEYED = {
@@ -128,17 +196,19 @@ SURVEYED = {
     ("attributes conv in_place", "single selective"): Kind.REFUSED,
     ("functional_call weight_norm_head", "pipeline 1f1b"): Kind.REFUSED,
 }
-"""What a survey of drawn models found wrong: choices, a strategy, and what becomes of it. `make test` has some."""
+"""Mistakes of earlier surveys: choices, a strategy, and the right verdict; `make test` has some."""
 
 
 @pytest.mark.parametrize(
     ("names", "rival", "kind"),
     [
-        pytest.param(*key, kind, id=" under ".join(key), marks=[pytest.mark.slow] * (number % 8 != 0))
+        pytest.param(
+            *key, kind, id=" under ".join(key), marks=[pytest.mark.slow] * (number % 8 != 0)
+        )
         for number, (key, kind) in enumerate(SURVEYED.items())
     ],
 )
-def test_what_a_survey_found(names: str, rival: str, kind: Kind) -> None:
+def test_a_mistake_that_a_survey_found_is_mended(names: str, rival: str, kind: Kind) -> None:
     verdict = Comparison(model(*names.split())).verdicts([BY_NAME[rival]])[rival]
     assert verdict.kind is kind, verdict.text
 
@@ -163,25 +233,25 @@ REPORTED = {
     "blocks that change their input": "in_place",
     "negatives within the batch": "contrastive",
 }
-"""What people have reported of their models, as points of the grammar."""
+"""What users have reported of their models, as choices of the grammar."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("names", REPORTED.values(), ids=REPORTED.keys())
-def test_what_people_reported(names: str) -> None:
+def test_a_model_that_users_reported_is_right(names: str) -> None:
     assert wrong(Comparison(model(*names.split())).verdicts(RIVALS)) == {}
 
 
 @functools.cache
 def survey() -> Survey:
-    """Of a fresh seed, for some minutes: TRIREME_GENERATED seconds."""
-    found = Survey()
+    """A survey of models with new seeds for TRIREME_GENERATED seconds."""
+    new_survey = Survey()
     seed = time.time_ns() % 10**6 * 1000
     until = time.monotonic() + SECONDS
     while time.monotonic() < until:
-        found.look_at(seed, (*RIVALS, *WIDE), more=3)
+        new_survey.look_at(seed, (*RIVALS, *WIDE), extra=3)
         seed += 1
-    return found
+    return new_survey
 
 
 @pytest.mark.slow
@@ -191,12 +261,12 @@ def test_no_drawn_model_is_wrong() -> None:
 
 @pytest.mark.slow
 def test_one_device_trains_nearly_all_that_is_drawn() -> None:
-    """A grammar whose models do not train proves nothing."""
+    """A grammar of models that do not train would prove nothing."""
     assert len(survey().invalid) <= 0.1 * survey().models, survey().invalid
 
 
-def test_a_mistake_is_seen_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a strategy's: on one device, with a model whose gradients depend on what else a model is."""
+def test_a_mistake_is_noticed_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted mistake depends on two choices, not on a strategy."""
     shifted = Rival("shifted", "single", 1)
 
     def verdicts(self: Comparison, rivals: list[Rival]) -> dict[str, Verdict]:
@@ -210,12 +280,14 @@ def test_a_mistake_is_seen_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict.kind is Kind.WRONG
 
 
-@pytest.mark.parametrize("change", ["optimizer.lr", "optimizer.weight_decay", "train.clip_norm", "train.seed"])
-def test_other_numbers_are_told_from_rounding(change: str) -> None:
-    """One device with another learning rate, decay, bound or seed is no rounding."""
+@pytest.mark.parametrize(
+    "change", ["optimizer.lr", "optimizer.weight_decay", "train.clip_norm", "train.seed"]
+)
+def test_other_results_are_distinguished_from_rounding(change: str) -> None:
+    """A changed learning rate, decay, clipping bound or seed is not taken for rounding."""
     value = {"train.clip_norm": 0.1, "train.seed": 1}.get(change, 0.012)
-    other = Rival("other", "single", 1, {change: value})
-    assert Comparison(model("mlp")).verdicts([other])["other"].kind is Kind.WRONG
+    changed = Rival("other", "single", 1, {change: value})
+    assert Comparison(model("mlp")).verdicts([changed])["other"].kind is Kind.WRONG
 
 
 def test_a_slow_machine_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,22 +309,20 @@ def test_a_seed_is_a_model_and_every_choice_is_drawn() -> None:
     assert drawn_names == {name for features in AXES.values() for name in features}
 
 
-def test_models_are_python() -> None:
+PLACEHOLDERS = ("BLOCKS", "CALL", "STEP", "ANSWER", "CRITERION", "PREDICTION", "AGAIN")
+
+
+def test_models_are_valid_python() -> None:
     for seed in range(300):
         source = Model.draw(seed).source()
         compile(source, f"seed {seed}", "exec")
-        assert not any(
-            word in source for word in ("BLOCKS", "CALL", "STEP", "ANSWER", "CRITERION", "PREDICTION", "AGAIN")
-        )
+        assert not any(placeholder in source for placeholder in PLACEHOLDERS)
 
 
 def test_a_smaller_model_has_one_unusual_choice_less() -> None:
     big = model("clipped", "dict", "skip")
-    assert {frozenset({"clipped", "dict", "skip"}) - small.unusual for small in big.smaller()} >= {
-        frozenset({"clipped"}),
-        frozenset({"dict"}),
-        frozenset({"skip"}),
-    }
+    removed = {frozenset({"clipped", "dict", "skip"}) - small.unusual for small in big.smaller()}
+    assert removed >= {frozenset({name}) for name in ("clipped", "dict", "skip")}
 
 
 def test_the_plain_model_is_plain() -> None:

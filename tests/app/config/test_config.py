@@ -23,10 +23,14 @@ from strategies.dims import LayoutError
 from strategies.options import STRATEGIES
 from tests.running import ROOT
 
-EXPERIMENTS = sorted(p for p in (ROOT / "experiments").glob("*.yaml") if not p.name.startswith("sweep_"))
+EXPERIMENTS = sorted(
+    p for p in (ROOT / "experiments").glob("*.yaml") if not p.name.startswith("sweep_")
+)
 
 
-def test_defaults_then_files_then_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_override_defaults_and_the_command_line_overrides_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.yaml").write_text("train: {steps: 1, seed: 1, log_every: 7}\nrun: {name: first}")
     (tmp_path / "b.yaml").write_text("train: {steps: 2, seed: 2}")
     config = load_config([tmp_path / "a.yaml", tmp_path / "b.yaml"], ["train.steps=3"])
@@ -34,15 +38,18 @@ def test_defaults_then_files_then_command_line(tmp_path: Path, monkeypatch: pyte
     assert config.train.global_batch_size == Config().train.global_batch_size
     assert config.run.name == "first" and load_config([tmp_path / "b.yaml"]).run.name == "b"
     monkeypatch.setenv("TRIREME_TEST_NAME", "from-the-environment")
-    assert load_config([], ["run.name=${oc.env:TRIREME_TEST_NAME}"]).run.name == "from-the-environment"
+    from_environment = load_config([], ["run.name=${oc.env:TRIREME_TEST_NAME}"])
+    assert from_environment.run.name == "from-the-environment"
     with pytest.raises(UserError, match="TRIREME_NOT_THERE"):
         load_config([], ["run.name=${oc.env:TRIREME_NOT_THERE}"])
 
 
-@pytest.mark.parametrize(("given", "left"), [("train.steps=5", "epochs"), ("train.epochs=2", "steps")])
-def test_the_length_given_last_counts(tmp_path: Path, given: str, left: str) -> None:
-    (tmp_path / "a.yaml").write_text(f"train: {{{left}: 1}}")
-    assert getattr(load_config([tmp_path / "a.yaml"], [given]).train, left) is None
+@pytest.mark.parametrize(
+    ("override", "other_key"), [("train.steps=5", "epochs"), ("train.epochs=2", "steps")]
+)
+def test_the_length_given_last_counts(tmp_path: Path, override: str, other_key: str) -> None:
+    (tmp_path / "a.yaml").write_text(f"train: {{{other_key}: 1}}")
+    assert getattr(load_config([tmp_path / "a.yaml"], [override]).train, other_key) is None
 
 
 def test_every_key_is_documented() -> None:
@@ -62,30 +69,40 @@ def test_what_config_prints_is_the_same_experiment(file: Path, tmp_path: Path) -
 def test_completion_offers_keys_and_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     complete = ShellComplete(group, {}, "trireme", "_TRIREME_COMPLETE").get_completions
-    for begun, word in ("train.glo", "global_batch_size="), ("exp", "experiments/"), ("train.precision=b", "bf16"):
-        assert any(found.value.endswith(word) for found in complete(["train"], begun))
+    for typed, completion in (
+        ("train.glo", "global_batch_size="),
+        ("exp", "experiments/"),
+        ("train.precision=b", "bf16"),
+    ):
+        assert any(offer.value.endswith(completion) for offer in complete(["train"], typed))
 
 
 def test_words_of_other_trainers_are_answered_with_the_key() -> None:
-    """And each key that is named for them exists."""
+    """Each key that is named instead exists."""
     keys = {key: documentation() for key in OTHER_NAMES}
     assert all(key in docs or key.startswith("task_args.") for key, docs in keys.items())
     words = [word for words in OTHER_NAMES.values() for word in words.split()]
     assert len(words) == len(set(words)), "a word means one key"
-    for written, key in (
+    for other_name, key in (
         ("batch_size", "train.global_batch_size"),
         ("gpus", "workers"),
         ("max_epochs", "train.epochs"),
     ):
-        with pytest.raises(UserError, match=f"there is no key '{written}'.*did you mean '{key}'?"):
-            load_config([], [f"{written}=1"])
-    for option, key in (("--workers", "workers"), ("--per-device-train-batch-size", "train.micro_batch_size")):
+        with pytest.raises(
+            UserError, match=f"there is no key '{other_name}'.*did you mean '{key}'?"
+        ):
+            load_config([], [f"{other_name}=1"])
+    for option, key in (
+        ("--workers", "workers"),
+        ("--per-device-train-batch-size", "train.micro_batch_size"),
+    ):
         with pytest.raises(click.NoSuchOption) as refused:
             group.main(["train", option, "4"], standalone_mode=False)
-        assert usage_error(refused.value) == f"there is no option {option}: write {key}=VALUE, without dashes"
+        expected = f"there is no option {option}: write {key}=VALUE, without dashes"
+        assert usage_error(refused.value) == expected
 
 
-def test_a_digit_that_is_no_number_is_refused_in_a_sentence() -> None:
+def test_a_digit_that_is_not_a_number_is_refused_in_one_sentence() -> None:
     """str.isdigit accepts ², which int does not read."""
     with pytest.raises(UserError, match="workers is '²', but it must be auto or a whole number"):
         load_config([], ["workers=²"])
@@ -94,7 +111,7 @@ def test_a_digit_that_is_no_number_is_refused_in_a_sentence() -> None:
     assert split_address("host:²") is None
 
 
-def test_the_names_that_are_checked_before_torch_is_imported_are_those_that_there_are() -> None:
+def test_names_that_are_checked_without_torch_are_those_that_exist() -> None:
     assert set(STRATEGIES) == set(registry.STRATEGIES)
     assert set(OPTIMIZERS) == set(BUILT_IN)
     code = "import sys, app.config.check; sys.exit('torch' in sys.modules)"

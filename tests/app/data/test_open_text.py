@@ -1,5 +1,7 @@
-"""Text files as people have them: compressed, with byte-order marks, in other encodings, damaged; tables with other
-separators and decimal commas."""
+"""Text files as users have them: compressed, in several encodings, with unusual line ends, damaged.
+
+Tables may have other separators and decimal commas.
+"""
 
 import bz2
 import gzip
@@ -39,25 +41,26 @@ def plain(content: bytes) -> bytes:
 
 
 def rows_of(path: Path) -> list[Any]:
+    """The rows of a JSON file, without their places."""
     return [row for _, row in json_rows(path)]
 
 
-@pytest.mark.parametrize("pack", [plain, gzip.compress, bz2.compress, lzma.compress, zstd])
+@pytest.mark.parametrize("compress", [plain, gzip.compress, bz2.compress, lzma.compress, zstd])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
-def test_a_text_is_the_same_however_it_is_packed_and_encoded(
-    tmp_path: Path, pack: Callable[[bytes], bytes], encoding: str
+def test_a_text_is_the_same_in_every_compression_and_encoding(
+    tmp_path: Path, compress: Callable[[bytes], bytes], encoding: str
 ) -> None:
     path = tmp_path / "name says nothing.csv"
-    path.write_bytes(pack(LINES.encode(encoding)))
+    path.write_bytes(compress(LINES.encode(encoding)))
     assert rows_of(path) == ROWS
     with open_utf8(path) as file:
         assert file.read() == LINES.encode()
     assert utf8_size(path) == len(LINES.encode())
-    assert file_format(path).is_plain == (pack is plain and encoding == "utf-8")
+    assert file_format(path).is_plain == (compress is plain and encoding == "utf-8")
 
 
-def test_big_endian_and_large_files(tmp_path: Path) -> None:
-    """Decoded a piece at a time, of which none is lost and no character is cut."""
+def test_large_and_big_endian_files_are_read(tmp_path: Path) -> None:
+    """They are decoded piece by piece, without losing a piece or cutting a character."""
     text = "€uro, 😀\r\n" * 300_000
     path = tmp_path / "large.txt"
     path.write_bytes(b"\xfe\xff" + text.encode("utf-16-be"))
@@ -78,13 +81,13 @@ def test_big_endian_and_large_files(tmp_path: Path) -> None:
         f"\n {json.dumps(ROWS)}\n\n",
     ],
 )
-def test_blank_lines_line_ends_and_arrays(tmp_path: Path, content: str) -> None:
+def test_blank_lines_line_ends_and_arrays_do_not_matter(tmp_path: Path, content: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content.encode())
     assert rows_of(path) == ROWS
 
 
-def test_nothing_is_no_rows(tmp_path: Path) -> None:
+def test_an_empty_file_has_no_rows(tmp_path: Path) -> None:
     path = tmp_path / "empty.jsonl"
     for content in (b"", b"\xef\xbb\xbf", b"\n \n", b"[]"):
         path.write_bytes(content)
@@ -93,7 +96,10 @@ def test_nothing_is_no_rows(tmp_path: Path) -> None:
 
 GOOD = LINES.encode()
 BAD: list[tuple[bytes, str]] = [
-    (GOOD + "{'é'}".encode("latin-1"), r"f\.jsonl, line 3: .*\\xe9.* is not UTF-8; .*iconv -f windows-1252"),
+    (
+        GOOD + "{'é'}".encode("latin-1"),
+        r"f\.jsonl, line 3: .*\\xe9.* is not UTF-8; .*iconv -f windows-1252",
+    ),
     (LINES.encode("cp1252"), r"f\.jsonl, line 1: .*\\xfc"),
     (GOOD + b'{"text": "\xed\xa0\x80"}', r"line 3: .* is not UTF-8"),
     (GOOD * 3000 + b"\xff", "line 6001: .* is not UTF-8"),
@@ -105,7 +111,10 @@ BAD: list[tuple[bytes, str]] = [
     (lzma.compress(GOOD * 99)[:-9], "cannot be read as xz"),
     (zstd(GOOD * 99)[:-9], "cannot be read as zstd"),
     (b"\x1f\x8bnot really", "cannot be read as gzip"),
-    (GOOD + b'{"text": "x', r"f\.jsonl:3 is not JSON: Unterminated string .* at character 10; write one object"),
+    (
+        GOOD + b'{"text": "x',
+        r"f\.jsonl:3 is not JSON: Unterminated string .* at character 10; write one object",
+    ),
     (GOOD + b"\n{]\n", r"f\.jsonl:4 is not JSON"),
     (b'[{"text": 1},', r"f\.jsonl is not JSON"),
     (GOOD + b'{"a": ' * 100_000, r"f\.jsonl:3 cannot be read as JSON"),
@@ -113,11 +122,13 @@ BAD: list[tuple[bytes, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("content", "says"), BAD, ids=[says for _, says in BAD])
-def test_what_is_not_text_is_one_sentence(tmp_path: Path, content: bytes, says: str) -> None:
+@pytest.mark.parametrize(("content", "message"), BAD, ids=[message for _, message in BAD])
+def test_a_file_that_is_not_text_is_refused_with_one_sentence(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     path = tmp_path / "f.jsonl"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=says) as raised:
+    with pytest.raises(UserError, match=message) as raised:
         rows_of(path)
     assert "\n" not in str(raised.value)
 
@@ -138,15 +149,19 @@ DIALECTS: list[tuple[str, Dialect]] = [
     ("a;b\n1,5;x\n", Dialect(";", ",")),
     ("a;b\n1.234,5;x\n", Dialect(";", ",")),
     ("a\tb\n-0,125\tx\n", Dialect("\t", ",")),
-    ("a;b\n1,234;x\n", Dialect(";")),  # or a thousand
+    ("a;b\n1,234;x\n", Dialect(";")),  # the comma may separate thousands
     ("a;b\n1,5;2.5\n", Dialect(";")),
     ("a;b\n" + "1;2\n" * 100_000, Dialect(";")),
     ("a,b\n" + "1,2\n" * 30_000 + '"', Dialect(",")),
 ]
 
 
-@pytest.mark.parametrize(("content", "dialect"), DIALECTS, ids=[content[:30] for content, _ in DIALECTS])
-def test_separators_and_decimal_commas(tmp_path: Path, content: str, dialect: Dialect) -> None:
+@pytest.mark.parametrize(
+    ("content", "dialect"), DIALECTS, ids=[content[:30] for content, _ in DIALECTS]
+)
+def test_separators_and_decimal_commas_are_recognized(
+    tmp_path: Path, content: str, dialect: Dialect
+) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(content.encode())
     assert table_dialect(path) == dialect

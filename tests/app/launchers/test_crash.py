@@ -1,4 +1,4 @@
-"""What a worker's log says of the signal that it died by. True processes die here, of each signal that has a name."""
+"""The signal that a worker died by, read from its log. Real processes die by each signal."""
 
 import signal
 import socket
@@ -15,7 +15,7 @@ from app.launchers.workers import WorkerLost
 from app.training.events import WorkerInfo
 from tests.running import ROOT, environment, trireme
 
-BY = ["SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"]
+SIGNALS = ["SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT"]
 DIE = """
 import faulthandler, os, signal
 faulthandler.enable(all_threads=False)
@@ -30,46 +30,64 @@ from app.launchers.crash_notice import announce_crash
 with announce_crash("worker 0, process 7 on node-1,", Path("driver.log"), sys.stderr):
     {}
 """
-LOST_PEER = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:15779")
+LOST_PEER = RuntimeError(
+    "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:15779"
+)
 
 
-def dies(log: Path, by: str) -> int:
-    """A process that writes to this log dies by that signal; its number."""
+def dies(log: Path, signal_name: str) -> int:
+    """Runs a process that writes to this log and dies by that signal; returns its process ID."""
     script = log.with_name("model.py")
-    script.write_text(DIE.format(by))
+    script.write_text(DIE.format(signal_name))
     with log.open("a") as file:
-        process = subprocess.Popen([sys.executable, str(script)], stderr=file, env=environment(), cwd=ROOT)
-    assert process.wait() == -signal.Signals[by]
+        process = subprocess.Popen(
+            [sys.executable, str(script)], stderr=file, env=environment(), cwd=ROOT
+        )
+    assert process.wait() == -signal.Signals[signal_name]
     return process.pid
 
 
-@pytest.mark.parametrize("by", BY)
-def test_a_worker_that_crashed_says_by_which_signal_and_where(by: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signal_name", SIGNALS)
+def test_a_crash_of_a_worker_is_told_with_its_signal_and_place(
+    signal_name: str, tmp_path: Path
+) -> None:
     (tmp_path / "rank-1.log").write_text("epoch 1\n")
     sizes = log_sizes(tmp_path)
-    dies(tmp_path / "rank-1.log", by)
-    infos = {rank: WorkerInfo(rank=rank, pid=100 + rank, ip=f"10.0.0.{rank}", node="node") for rank in range(2)}
-    state = State(workers=infos, step=7, progressed=True, logs=tmp_path, nodes=Nodes(), log_sizes=sizes)
+    dies(tmp_path / "rank-1.log", signal_name)
+    infos = {
+        rank: WorkerInfo(rank=rank, pid=100 + rank, ip=f"10.0.0.{rank}", node="node")
+        for rank in range(2)
+    }
+    state = State(
+        workers=infos, step=7, progressed=True, logs=tmp_path, nodes=Nodes(), log_sizes=sizes
+    )
     for failures in ({1: WorkerLost(details="End of file")}, {0: LOST_PEER}):
         failure = classify(failures, state, [])
-        assert (failure.kind, failure.signal) == (Kind.CRASHED, by)
-        assert f"worker 1, process 101 on 10.0.0.1, died after step 7 by {by} (" in failure.sentence
+        assert (failure.kind, failure.signal) == (Kind.CRASHED, signal_name)
+        assert (
+            f"worker 1, process 101 on 10.0.0.1, died after step 7 by {signal_name} ("
+            in failure.sentence
+        )
         assert f"model.py:5 in loss (see {tmp_path}/rank-1.log)" in failure.sentence
 
 
 def run_announced(statement: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """A process in which that statement is announced if it crashes."""
+    """Runs a statement in a process that announces a crash."""
     script = folder / "model.py"
     script.write_text(RUN.format(statement))
     env = environment()
-    return subprocess.run([sys.executable, str(script)], cwd=folder, env=env, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, str(script)], cwd=folder, env=env, capture_output=True, text=True
+    )
 
 
 def test_a_crash_of_the_driver_itself_is_one_sentence(tmp_path: Path) -> None:
     ended = run_announced("import ctypes; ctypes.string_at(0)", tmp_path)
     assert ended.returncode == -signal.SIGSEGV
-    assert ended.stderr.startswith("trireme: worker 0, process 7 on node-1, died by SIGSEGV (it used memory")
-    assert f"at {tmp_path}/model.py:6 in <module> (see driver.log): run the same command again" in ended.stderr
+    beginning = "trireme: worker 0, process 7 on node-1, died by SIGSEGV (it used memory"
+    assert ended.stderr.startswith(beginning)
+    place = f"at {tmp_path}/model.py:6 in <module> (see driver.log): run the same command again"
+    assert place in ended.stderr
     assert ended.stderr.count("\n") == 1, "no stack on the terminal"
     assert "Stack (most recent call first)" in (tmp_path / "driver.log").read_text()
 
@@ -80,23 +98,32 @@ def test_a_process_that_does_not_crash_announces_nothing(statement: str, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_run_in_one_process_says_what_it_died_by(tmp_path: Path) -> None:
-    words = ["task=tests.tasks:Crashes", "strategy=single", "train.steps=20", "train.global_batch_size=16"]
-    ended = trireme("train", "launcher=local", *words, f"run.storage={tmp_path}", "run.name=run")
+def test_a_run_in_one_process_tells_the_signal_that_it_died_by(tmp_path: Path) -> None:
+    overrides = [
+        "task=tests.tasks:Crashes",
+        "strategy=single",
+        "train.steps=20",
+        "train.global_batch_size=16",
+    ]
+    ended = trireme(
+        "train", "launcher=local", *overrides, f"run.storage={tmp_path}", "run.name=run"
+    )
     assert ended.code == -signal.SIGSEGV
     assert "worker 0, process" in ended.err and "died by SIGSEGV" in ended.err, ended.err
     assert "tests/tasks.py:" in ended.err and "Stack" not in ended.err, ended.err
 
 
-def test_what_an_earlier_attempt_died_by_is_not_said_of_a_later_one(tmp_path: Path) -> None:
+def test_the_signal_of_an_earlier_attempt_is_not_told_of_a_later_one(tmp_path: Path) -> None:
     dies(tmp_path / "rank-1.log", "SIGSEGV")
     assert fatal_signal(tmp_path / "rank-1.log", {}) is not None
     assert fatal_signal(tmp_path / "rank-1.log", log_sizes(tmp_path)) is None
     assert fatal_signal(tmp_path / "rank-9.log", {}) is None, "a worker that wrote nothing"
 
 
-def test_ray_own_words_for_it_are_understood(tmp_path: Path) -> None:
-    (tmp_path / "rank-0.log").write_text("*** SIGSEGV received at time=1764176567 on cpu 1 ***\nPC: @ 0x7f\n")
+def test_rays_message_about_a_signal_is_understood(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").write_text(
+        "*** SIGSEGV received at time=1764176567 on cpu 1 ***\nPC: @ 0x7f\n"
+    )
     assert fatal_signal(tmp_path / "rank-0.log", {}) == ("SIGSEGV", "")
 
 
@@ -104,7 +131,10 @@ def test_a_killed_rank_of_torchrun_is_named_by_the_rank_that_lost_it(tmp_path: P
     log = tmp_path / "rank-1.log"
     pid = dies(log, "SIGKILL")
     host = socket.gethostname()
-    infos = {rank: WorkerInfo(rank=rank, pid=each, ip=host, node="") for rank, each in enumerate((1, pid))}
+    infos = {
+        rank: WorkerInfo(rank=rank, pid=each, ip=host, node="")
+        for rank, each in enumerate((1, pid))
+    }
     failures = {0: LOST_PEER}
     state = State(workers=infos, step=4, progressed=True, logs=tmp_path, nodes=Nodes())
     failure = classify(failures, state, [])

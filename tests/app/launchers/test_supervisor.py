@@ -1,4 +1,4 @@
-"""The supervisor, and how many workers it continues with: workers and nodes are stand-ins, no process is started."""
+"""The supervisor, and how many workers it continues with. Workers and nodes are fakes."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +25,15 @@ pytestmark = pytest.mark.pure
 Free = Callable[[Sequence[str]], Mapping[str, Mapping[str, float]]]
 
 
-def elastic(*more: str, free: Free = lambda excluded: {}) -> Elastic:
-    """Of four workers with a CPU each; free: as `Elastic` takes it."""
-    wanted = config("workers=4", "train.global_batch_size=12", "tracking.enabled=false", *more)
-    prepare_for = functools.partial(prepare, task=read_task(wanted), devices_per_node=None)
+def elastic(*overrides: str, free: Free = lambda excluded: {}) -> Elastic:
+    """An `Elastic` for four workers with one CPU each; `free` tells the free resources by node."""
+    run_config = config(
+        "workers=4", "train.global_batch_size=12", "tracking.enabled=false", *overrides
+    )
+    prepare_for = functools.partial(prepare, task=read_task(run_config), devices_per_node=None)
     return Elastic(
-        config=wanted,
-        first=prepare_for(wanted, workers=4),
+        config=run_config,
+        first=prepare_for(run_config, workers=4),
         per_worker={"CPU": 1.0},
         prepare=lambda config, workers: prepare_for(config, workers=workers),
         free=free,
@@ -39,15 +41,23 @@ def elastic(*more: str, free: Free = lambda excluded: {}) -> Elastic:
 
 
 class Scene:
-    """A run of four workers on nodes a, b, c and d; it is its own `Workers`, playing one attempt after another."""
+    """A run of four workers on nodes a, b, c and d, which plays one attempt after another.
+
+    It is the supervisor's `Workers` itself.
+    """
 
     restartable = True
     kill = stop = mock.Mock()
 
-    def __init__(self, cpus: Mapping[str, float] = dict.fromkeys("abcd", 1.0), **fault: float) -> None:
-        self.nodes = {name: {"CPU": cpu} for name, cpu in cpus.items()}
-        keys = [f"fault.{key}={value}" for key, value in ({"elastic_seconds": 0.0} | fault).items()]
-        self.elastic = elastic("strategy=ddp", *keys, free=self.free)
+    def __init__(
+        self, cpus_by_node: Mapping[str, float] = dict.fromkeys("abcd", 1.0), **fault_options: float
+    ) -> None:
+        self.nodes = {name: {"CPU": cpu} for name, cpu in cpus_by_node.items()}
+        overrides = [
+            f"fault.{key}={value}"
+            for key, value in ({"elastic_seconds": 0.0} | fault_options).items()
+        ]
+        self.elastic = elastic("strategy=ddp", *overrides, free=self.free)
         first = self.elastic.first
         self.job = Job(
             config=first.config,
@@ -65,14 +75,17 @@ class Scene:
         self.logged: list[tuple[int, dict[str, float]]] = []
         tracker = mock.Mock(tags=self.tags.update)
         tracker.metrics = lambda step, values, time=None: self.logged.append((step, values))
-        self.driver = Driver(run, first.config, mock.Mock(say=self.said.append), settings, tracker=tracker)
+        self.driver = Driver(
+            run, first.config, mock.Mock(say=self.said.append), settings, tracker=tracker
+        )
         self.driver.progress = mock.Mock()
         nodes = Nodes(is_alive=lambda node: node in self.nodes, oom_kills=lambda node: 0)
         self.supervisor = Supervisor(self, self.driver, self.elastic, nodes=nodes)  # type: ignore[arg-type]
 
     def go(self, *attempts: Any) -> list[int]:
-        """Trains; the numbers of workers of all attempts."""
-        self.left, self.sizes = iter(attempts), list[int]()
+        """Trains through these attempts, and returns the number of workers of each."""
+        self.left = iter(attempts)
+        self.sizes = list[int]()
         self.supervisor.run(self.job)
         return self.sizes
 
@@ -80,6 +93,7 @@ class Scene:
         return {name: has for name, has in self.nodes.items() if name not in excluded}
 
     def steps(self, step: int) -> None:
+        """Reports to the driver that the run has reached this step."""
         done = StepsDone(
             step=step,
             steps=60,
@@ -95,14 +109,15 @@ class Scene:
         )
         self.driver.handle(done)
 
-    # --- Workers --------------------------------------------------------------------------------------------------
+    # --- Workers ----------------------------------------------------------------------------------
 
     def start(self, job: Job) -> None:
         self.now = job
         self.sizes.append(job.layout.dims.world_size)
         places = ([*self.free(job.excluded_nodes)] * 4)[: self.sizes[-1]]
         self.infos = [
-            WorkerInfo(rank=rank, pid=100 + rank, ip=f"10.0.0.{rank}", node=name) for rank, name in enumerate(places)
+            WorkerInfo(rank=rank, pid=100 + rank, ip=f"10.0.0.{rank}", node=name)
+            for rank, name in enumerate(places)
         ]
         self.attempt = next(self.left)
         self.statuses: dict[int, Status] = {}
@@ -118,11 +133,14 @@ class Scene:
 
 
 Attempt = Callable[[Scene], Failures | None]
-"""What it does when the workers run, and what ends them."""
+"""Plays an attempt while the workers run, and returns the failures that end it."""
 
 
 def dies(step: int, *, on: str, goes: bool = False) -> Attempt:
-    """A worker on this node, maybe with it; its neighbour says so, too."""
+    """An attempt in which a worker on this node dies, and its neighbour loses the connection.
+
+    With `goes` the node goes too.
+    """
 
     def attempt(scene: Scene) -> Failures:
         scene.steps(step)
@@ -150,33 +168,39 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Supervisor, "_pause", lambda self, seconds: None)
 
 
-def test_four_three_two_four_workers_of_the_same_run() -> None:
+def test_a_run_shrinks_when_nodes_go_and_grows_when_they_return() -> None:
     def pauses_for_more(scene: Scene) -> Failures | None:
-        """Nodes come back; once the supervisor has noticed them the workers pause."""
+        """Two nodes come back; once the supervisor has noticed, the workers pause."""
         scene.nodes |= {name: {"CPU": 1.0} for name in "cd"}
         scene.steps(30)
         scene.driver.handle(TrainingDone(summary={"stopped": True, "step": 30}))
         return None if scene.supervisor.larger_size is None else {}
 
     scene = Scene()
-    assert scene.go(dies(10, on="d", goes=True), dies(8, on="c", goes=True), pauses_for_more, finishes) == [4, 3, 2, 4]
-    sizes = {step: v["fault/workers"] for step, v in scene.logged if "fault/workers" in v}
-    assert [sizes[step] for step in sorted(sizes)] == [3.0, 2.0, 4.0], "each above the one before, also after a rewind"
-    said = "worker 3, process 103 on 10.0.0.3, died after step 10 with its node; there is room for 3 of 4"
-    assert said in scene.said[0]
+    d_goes = dies(10, on="d", goes=True)
+    c_goes = dies(8, on="c", goes=True)
+    assert scene.go(d_goes, c_goes, pauses_for_more, finishes) == [4, 3, 2, 4]
+    sizes = {
+        step: values["fault/workers"] for step, values in scene.logged if "fault/workers" in values
+    }
+    in_order = [sizes[step] for step in sorted(sizes)]
+    assert in_order == [3.0, 2.0, 4.0], "logged at rising steps, also after a rewind"
+    message = "worker 3, process 103 on 10.0.0.3, died after step 10 with its node"
+    assert f"{message}; there is room for 3 of 4" in scene.said[0]
     assert scene.tags["trireme.restarts"] == "2", "growing is no failure"
     assert scene.driver.metrics._values["restarts"] == 2
     assert scene.now.layout == scene.job.layout
 
 
-def test_a_place_that_does_not_come_back_in_time() -> None:
+def test_a_run_continues_smaller_when_a_node_does_not_return_in_time() -> None:
     scene = Scene(max_restarts=1, elastic_seconds=0.3)
     sizes = scene.go(dies(10, on="d", goes=True), finds_no_place, finishes)
-    assert sizes == [4, 4, 3], "waiting counts for nothing"
-    assert "waiting for their places" in scene.said[0] and "worker 3" in scene.said[1], "the cause is what it was"
+    assert sizes == [4, 4, 3], "waiting is not counted as a restart"
+    assert "waiting for their places" in scene.said[0]
+    assert "worker 3" in scene.said[1], "the first cause is still named"
 
 
-def test_an_excluded_node_is_used_again_when_the_others_go() -> None:
+def test_an_excluded_node_is_used_again_when_the_other_node_goes() -> None:
     def b_goes(scene: Scene) -> Failures | None:
         assert scene.now.excluded_nodes == ["a"] and scene.tags["trireme.excluded_nodes"] == "a"
         assert "2 failures began at that node" in scene.said[1]
@@ -188,7 +212,7 @@ def test_an_excluded_node_is_used_again_when_the_others_go() -> None:
     assert "with its node; continuing with 4 of 4" in scene.said[2]
 
 
-def test_a_worker_that_does_not_begin_is_a_failure() -> None:
+def test_a_worker_that_does_not_start_in_time_is_a_failure() -> None:
     def waits(scene: Scene) -> Failures | None:
         scene.statuses.pop(2, None)
         return None
@@ -198,47 +222,59 @@ def test_a_worker_that_does_not_begin_is_a_failure() -> None:
     assert "worker 2 did not start within 0.2 s" in scene.said[0]
 
 
-def test_rewinds_are_marked() -> None:
+def test_rewinds_are_logged() -> None:
     scene = Scene()
     scene.steps(17)
+    started = TrainingStarted(
+        time=1.0, resumed_from=15, step=15, steps=60, device="cpu", parameters=1
+    )
     for _ in range(2):
-        scene.driver.handle(TrainingStarted(time=1.0, resumed_from=15, step=15, steps=60, device="cpu", parameters=1))
+        scene.driver.handle(started)
     assert {"fault/rewind_steps": 2.0} in [values for step, values in scene.logged if step == 17]
 
 
-# --- numbers of workers: which make a layout, how many find room, and when to use it --------------------------------
+# --- numbers of workers: which make a layout, how many have room, and when to grow ----------------
 
 
 @pytest.mark.parametrize(
-    ("more", "sizes"),
+    ("overrides", "sizes"),
     [
         (["strategy=ddp"], [0, 1, 2, 3, 4, 4]),
-        (["strategy=fsdp", "train.global_batch_size=16"], [0, 1, 2, 2, 4, 4]),  # 16 does not divide by 3
+        # 3 does not divide 16.
+        (["strategy=fsdp", "train.global_batch_size=16"], [0, 1, 2, 2, 4, 4]),
         (["strategy=ddp+pipeline", "parallel.pp=2"], [0, 0, 2, 2, 4, 4]),
         (["strategy=ddp", "parallel.dp_replicate=4"], [0, 1, 2, 3, 4, 4]),
     ],
 )
-def test_whole_groups_and_the_same_global_batch(more: list[str], sizes: list[int]) -> None:
-    found = elastic(*more)
-    assert [found.largest(n) for n in range(len(sizes))] == sizes
-    first, fewer = found.first, found.prepared(max(n for n in sizes if 0 < n < 4))
-    assert fewer is not None and fewer.layout.dims.pp == first.layout.dims.pp
-    assert fewer.config.train.global_batch_size == first.config.train.global_batch_size
+def test_a_smaller_run_has_complete_groups_and_the_same_global_batch(
+    overrides: list[str], sizes: list[int]
+) -> None:
+    """`sizes` are the largest runs for 0, 1, 2, … free places."""
+    elastic_run = elastic(*overrides)
+    assert [elastic_run.largest(count) for count in range(len(sizes))] == sizes
+    first = elastic_run.first
+    smaller = elastic_run.prepared(max(count for count in sizes if 0 < count < 4))
+    assert smaller is not None and smaller.layout.dims.pp == first.layout.dims.pp
+    assert smaller.config.train.global_batch_size == first.config.train.global_batch_size
     share = first.config.train.global_batch_size // first.layout.dims.dp
-    assert (fewer.config.train.micro_batch_size or share + 1) <= share, "more accumulation"
-    assert fewer.steps == first.steps
+    assert (smaller.config.train.micro_batch_size or share + 1) <= share, "more accumulation"
+    assert smaller.steps == first.steps
 
 
-def test_nodes_that_come_back_one_after_another_cost_one_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_that_come_back_one_after_another_cost_one_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("app.launchers.elastic.STEADY_SECONDS", 3.0)
     nodes: dict[str, Any] = {"a": {"CPU": 2.0}}
-    found = elastic("strategy=ddp", free=lambda excluded: nodes)
-    said: dict[int, int | None] = {}
+    arrivals = {"b": 102, "c": 104}
+    elastic_run = elastic("strategy=ddp", free=lambda excluded: nodes)
+    growth: dict[int, int | None] = {}
     for second in range(100, 112):
-        monkeypatch.setattr("app.launchers.elastic.time.monotonic", lambda now=float(second): now)
-        nodes |= {name: {"CPU": 1.0} for name, since in (("b", 102), ("c", 104)) if second >= since}
-        said[second] = found.growth(2)
-    assert said == dict.fromkeys(range(100, 107)) | dict.fromkeys(range(107, 112), 4), "never 3"
+        monkeypatch.setattr("app.launchers.elastic.time.monotonic", lambda time=float(second): time)
+        nodes |= {name: {"CPU": 1.0} for name, arrival in arrivals.items() if second >= arrival}
+        growth[second] = elastic_run.growth(2)
+    expected = dict.fromkeys(range(100, 107)) | dict.fromkeys(range(107, 112), 4)
+    assert growth == expected, "the run never grows to 3"
 
 
 def test_room_is_counted_by_node() -> None:
@@ -247,7 +283,7 @@ def test_room_is_counted_by_node() -> None:
     assert count_workers({"CPU": 1.0, "GPU": 1.0}, nodes) == 1 + 0 + 1
 
 
-def test_where_an_autoscaler_may_add_nodes_it_has_the_time_for_it() -> None:
-    wanted = config("cluster.min_workers=2")
-    assert limits_of(wanted) == Limits(3, 30.0, 2)
-    assert limits_of(wanted, autoscaling=True) == Limits(3, 600.0, 2)
+def test_a_run_waits_longer_where_an_autoscaler_may_add_nodes() -> None:
+    run_config = config("cluster.min_workers=2")
+    assert limits_of(run_config) == Limits(3, 30.0, 2)
+    assert limits_of(run_config, autoscaling=True) == Limits(3, 600.0, 2)

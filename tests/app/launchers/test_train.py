@@ -1,4 +1,4 @@
-"""Which launcher `launcher=auto` means."""
+"""The launcher that `launcher=auto` chooses."""
 
 import os
 
@@ -21,7 +21,13 @@ SLURM = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1"}
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1"}, "ray"),
         (SLURM, "ray"),
     ],
-    ids=["nothing", "torchrun", "srun of four tasks", "srun of one task", "the script of an sbatch job"],
+    ids=[
+        "nothing",
+        "torchrun",
+        "srun of four tasks",
+        "srun of one task",
+        "the script of an sbatch job",
+    ],
 )
 def test_auto_is_torchrun_where_several_processes_were_started(
     variables: dict[str, str], launcher: str, monkeypatch: pytest.MonkeyPatch

@@ -1,5 +1,7 @@
-"""What the workers of a run get: how many there are and with what, where they are placed and when there is less; CPU
-threads beside GPUs, of which none is needed here; and their environment."""
+"""The workers of a run: their number, resources, placement, CPU threads and environment.
+
+No GPU is needed.
+"""
 
 import os
 import signal
@@ -34,44 +36,55 @@ from tests.running import ROOT, environment
 
 pytestmark = pytest.mark.pure
 
-ONE, TWO = {"CPU": 1.0}, {"CPU": 2.0}
+ONE = {"CPU": 1.0}
+TWO = {"CPU": 2.0}
 
 
-def nodes(*cpus: float, **used: float) -> list[NodeState]:
-    return [node("", "", {"CPU": count}, **used) for count in cpus]
+def nodes(*cpus: float, **used_resources: float) -> list[NodeState]:
+    """Nodes with these numbers of CPUs, on each of which other jobs use the resources given."""
+    return [node("", "", {"CPU": count}, **used_resources) for count in cpus]
 
 
 UNLIKE = "[{big: 1}, {small: 2, CPU: 0.5}]"
-BIG, SMALL = {"CPU": 1.0, "big": 1.0}, {"CPU": 0.5, "small": 2.0}
-BOTH, APART = ([node("", "", own | {"CPU": 8.0}) for own in owns] for owns in ([BIG | SMALL] * 2, [BIG, SMALL]))
+BIG = {"CPU": 1.0, "big": 1.0}
+SMALL = {"CPU": 0.5, "small": 2.0}
+BOTH = [node("", "", {**BIG, **SMALL, "CPU": 8.0}) for _ in range(2)]
+APART = [node("", "", {**resources, "CPU": 8.0}) for resources in (BIG, SMALL)]
 
 
 @pytest.mark.parametrize(
-    ("dims", "asked", "found", "expected"),
+    ("dims", "stage_resources", "cluster_nodes", "expected"),
     [
-        # a copy fits on a node: its stages together, the copies apart
+        # A replica fits on a node: its stages are placed together, the replicas apart.
         (ParallelDims(dp_replicate=2, pp=2), "[]", nodes(2, 2), Placement([TWO] * 2, [0, 1, 0, 1])),
-        # it does not: a stage with its shards together
+        # A replica does not fit: the shards of a stage are placed together.
         (ParallelDims(dp_shard=2, pp=2), "[]", nodes(2, 2), Placement([TWO] * 2, [0, 0, 1, 1])),
-        # one would, but not both: stages 3 + 3 on nodes of 4 and 2
+        # One replica would fit, but not both: 3 + 3 stages on nodes of 4 and 2.
         (ParallelDims(dp_replicate=2, pp=3), "[]", nodes(4, 2), Placement([ONE] * 6, [*range(6)])),
-        # not even that
+        # No two workers fit on a node.
         (ParallelDims(tp=2, pp=2), "[]", nodes(1, 1, 1, 1), Placement([ONE] * 4, [*range(4)])),
-        # room that others hold just now counts only if there is no other: now, on two nodes; later, on one
+        # Room in use counts only where there is no other: two nodes now, or one node later.
         (ParallelDims(pp=2), "[]", nodes(2, 2, CPU=1), Placement([ONE] * 2, [0, 1])),
         (ParallelDims(pp=2), "[]", nodes(2, 2, CPU=2), Placement([TWO], [0, 0])),
-        # unlike stages; a whole copy would wait for ever where no node has both kinds
-        (ParallelDims(dp_replicate=2, pp=2), UNLIKE, BOTH, Placement([Counter(BIG) + Counter(SMALL)] * 2, [0, 1] * 2)),
+        # Stages with other resources: no replica is kept together where no node has both kinds.
+        (
+            ParallelDims(dp_replicate=2, pp=2),
+            UNLIKE,
+            BOTH,
+            Placement([Counter(BIG) + Counter(SMALL)] * 2, [0, 1] * 2),
+        ),
         (ParallelDims(pp=2), UNLIKE, APART, Placement([BIG, SMALL], [0, 1])),
     ],
 )
-def test_what_talks_most_is_placed_together(dims: ParallelDims, asked: str, found: Any, expected: Placement) -> None:
-    stages = resources_of_stages(config(f"parallel.stage_resources={asked}"), dims, ONE)
-    assert placement(dims, stages, found) == expected
+def test_workers_that_communicate_most_are_placed_together(
+    dims: ParallelDims, stage_resources: str, cluster_nodes: Any, expected: Placement
+) -> None:
+    stages = resources_of_stages(config(f"parallel.stage_resources={stage_resources}"), dims, ONE)
+    assert placement(dims, stages, cluster_nodes) == expected
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("stage_resources", "message"),
     [
         ("[{CPU: 1}]", "has 1 entries, but there are 2 stages"),
         ("[{CPU: 1}, {CPU: 9}]", r"worker 2 \(stage 1 of 2\) asks for CPU 9, for which no node"),
@@ -80,139 +93,196 @@ def test_what_talks_most_is_placed_together(dims: ParallelDims, asked: str, foun
         ("[{CPU: 3}, {CPU: 3}]", "asks for CPU 3, for which no node has room beside the others"),
     ],
 )
-def test_resources_that_cannot_be_given(asked: str, said: str) -> None:
-    wanted, dims = config(f"parallel.stage_resources={asked}"), ParallelDims(pp=2, dp_replicate=2)
-    there = [node("a", "", {"CPU": 4, "GPU": 1, "disk": 1}), node("b", "", {"CPU": 4, "GPU": 1, "net": 1})]
-    with pytest.raises(UserError, match=said):
-        placement(dims, resources_of_stages(wanted, dims, ONE), there)
-    if "no node" in said:  # but one may yet come, or come back
-        stages, everything = resources_of_stages(wanted, dims, ONE), dict.fromkeys(("CPU", "disk", "net"), 99.0)
-        assert placement(dims, stages, there, returning=True).bundles
-        assert placement(dims, stages, there, limits=everything).bundles
+def test_resources_of_stages_that_cannot_be_met_are_refused(
+    stage_resources: str, message: str
+) -> None:
+    run_config = config(f"parallel.stage_resources={stage_resources}")
+    dims = ParallelDims(pp=2, dp_replicate=2)
+    cluster_nodes = [
+        node("a", "", {"CPU": 4, "GPU": 1, "disk": 1}),
+        node("b", "", {"CPU": 4, "GPU": 1, "net": 1}),
+    ]
+    with pytest.raises(UserError, match=message):
+        placement(dims, resources_of_stages(run_config, dims, ONE), cluster_nodes)
+    if "no node" in message:  # a node with room may still come, or come back
+        stages = resources_of_stages(run_config, dims, ONE)
+        everything = dict.fromkeys(("CPU", "disk", "net"), 99.0)
+        assert placement(dims, stages, cluster_nodes, returning=True).bundles
+        assert placement(dims, stages, cluster_nodes, limits=everything).bundles
 
 
-def cluster(nodes: int, **each: float) -> Cluster:
+def cluster(nodes: int, **resources: float) -> Cluster:
+    """A connected cluster of equal nodes, the first of which is the head."""
     head = {"node:__internal_head__": 1.0}
-    totals = [each | head, *[each] * (nodes - 1)]
-    found = tuple(NodeState(address="here", kind="", total=total, available={}) for total in totals)
-    return Cluster(found, shape_of_nodes(found))
+    totals = [resources | head, *[resources] * (nodes - 1)]
+    states = tuple(
+        NodeState(address="here", kind="", total=total, available={}) for total in totals
+    )
+    return Cluster(states, shape_of_nodes(states))
 
 
-EIGHT, NONE = cluster(2, GPU=4.0, CPU=16.0), cluster(1, CPU=8.0)
+EIGHT = cluster(2, GPU=4.0, CPU=16.0)
+NONE = cluster(1, CPU=8.0)
 
 
 @pytest.mark.parametrize(
-    ("values", "found", "expected"),
+    ("overrides", "found_cluster", "expected"),
     [
         (["strategy=single"], EIGHT, (1, {"GPU": 1.0})),
         (["strategy=dp"], EIGHT, (1, {"GPU": 4.0})),
         (["strategy=dp", "resources_per_worker.GPU=2"], EIGHT, (1, {"GPU": 2.0})),
         (["strategy=ddp_model_parallel"], EIGHT, (4, {"GPU": 2.0})),
-        (["strategy=ddp"], EIGHT, (8, {"GPU": 1.0})),  # without CPUs, so that it is placed where none are free
+        # No CPUs are asked for beside a GPU, so a worker may run where no CPU is free.
+        (["strategy=ddp"], EIGHT, (8, {"GPU": 1.0})),
         (["strategy=dp"], NONE, (1, {"CPU": 1.0})),
         (["strategy=ddp"], NONE, (2, {"CPU": 1.0})),
     ],
 )
-def test_the_one_key_is_enough(values: list[str], found: Cluster, expected: tuple[int, dict[str, float]]) -> None:
-    asked = config(*values)
-    assert resources_to_ask_for(asked, found) == expected
-    assert choose(asked.strategy, expected[0]).dims.world_size == expected[0]
+def test_workers_and_resources_follow_from_the_strategy(
+    overrides: list[str], found_cluster: Cluster, expected: tuple[int, dict[str, float]]
+) -> None:
+    run_config = config(*overrides)
+    assert resources_to_ask_for(run_config, found_cluster) == expected
+    assert choose(run_config.strategy, expected[0]).dims.world_size == expected[0]
 
 
-def test_at_the_deadline_it_shrinks_or_ends() -> None:
-    held, limit = Diagnosis("bundle 6 of 8 is held", 5, True), Diagnosis("at its limit", 0, False)
-    end, shrink = (config("train.global_batch_size=12", f"cluster.when_pending={key}") for key in ("end", "shrink"))
-    assert when_over(shrink, held, 8) == 4, "the most that the batch divides by"
-    with pytest.raises(ClusterError, match=r"there is room for 5 of 8 workers after 600 s: bundle 6 of 8"):
-        when_over(end, held, 8)
-    with pytest.raises(ClusterError, match=r"layout is 4, below cluster.min_workers=5\): bundle 6 of 8"):
-        when_over(with_values(shrink, {"cluster.min_workers": 5}), held, 8)
+def test_a_run_shrinks_or_ends_when_it_has_waited_for_workers_too_long() -> None:
+    busy = Diagnosis("bundle 6 of 8 is held", 5, True)
+    at_limit = Diagnosis("at its limit", 0, False)
+    end = config("train.global_batch_size=12", "cluster.when_pending=end")
+    shrink = config("train.global_batch_size=12", "cluster.when_pending=shrink")
+    assert when_over(shrink, busy, 8) == 4, "the largest divisor of the batch that has room"
+    message = r"there is room for 5 of 8 workers after 600 s: bundle 6 of 8"
+    with pytest.raises(ClusterError, match=message):
+        when_over(end, busy, 8)
+    at_least_5 = with_values(shrink, {"cluster.min_workers": 5})
+    message = r"layout is 4, below cluster.min_workers=5\): bundle 6 of 8"
+    with pytest.raises(ClusterError, match=message):
+        when_over(at_least_5, busy, 8)
     with pytest.raises(ClusterError, match="waiting would not help"):
-        when_over(end, limit, 8)
+        when_over(end, at_limit, 8)
 
 
 def test_gpus_left_idle_are_named() -> None:
-    """Those of this machine: test_bad_input.py."""
+    """Idle GPUs of a cluster; those of this machine: test_bad_input.py."""
     prepared = Prepared(config=config(), layout=choose("ddp", 8), steps=1, samples=1)
     unused = with_idle_gpus(prepared, workers=8, gpus_per_worker=0, gpus=8, pool="the cluster")
     assert "computes on CPUs, but the cluster has 8 GPUs" in unused.notes[0]
 
 
-def test_a_share_of_the_cores() -> None:
-    assert [threads.share(*each) for each in ((96, 8, 0.5), (4, 8, 1), (8, 1, 2))] == [6, 1, 8]
+def test_workers_share_the_cores_of_a_node() -> None:
+    assert threads.share(96, 8, 0.5) == 6
+    assert threads.share(4, 8, 1) == 1
+    assert threads.share(8, 1, 2) == 8
 
 
 Env = dict[str, str]
-SET, THREE, TORCHRUN = {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "3"}, {"TORCHELASTIC_RUN_ID": "x"}
+SET = {"OMP_NUM_THREADS": "1"}
+THREE = {"OMP_NUM_THREADS": "3"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x"}
 
 
 @pytest.mark.parametrize(
-    ("gpus", "own", "starter", "taken"),
+    ("gpus", "variables", "parent_variables", "threads_taken"),
     [
-        # in Ray, started by its raylet
+        # In Ray, where the raylet starts the worker.
         (1.0, {}, {}, 2),
         (2.0, {}, {}, 4),
-        (0.0, {}, {}, 1),  # it has the threads of its CPUs
+        (0.0, {}, {}, 1),  # as many threads as CPUs
         (1.0, THREE, {}, 3),
-        (1.0, {}, SET, 1),  # where Ray was started
-        # one of four processes on a node: torchrun gives each one thread, under Slurm it is the user's
+        (1.0, {}, SET, 1),  # set where Ray was started
+        # One of four processes on a node. torchrun sets one thread; under Slurm the user has.
         (None, SET | TORCHRUN, {}, 2),
         (None, SET | TORCHRUN, SET, 1),
         (None, SET, {}, 1),
         (None, {"SLURM_CPUS_PER_TASK": "4"}, {}, 4),
     ],
 )
-def test_a_worker_takes_its_share_unless_the_user_has_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: float | None, own: Env, starter: Env, taken: int
+def test_a_worker_takes_its_share_of_cores_unless_the_user_has_set_one(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: float | None,
+    variables: Env,
+    parent_variables: Env,
+    threads_taken: int,
 ) -> None:
-    """On a node of 8 cores and 4 GPUs. gpus: that a worker has in Ray. own, starter: the environment that is asked for,
-    and that of the process which starts it, as Linux shows it."""
+    """On a node of 8 cores and 4 GPUs.
+
+    Args:
+        gpus: The GPUs of a worker in Ray; None under torchrun or Slurm.
+        variables: The environment that the user asks for.
+        parent_variables: The environment of the process that starts the worker.
+        threads_taken: The expected number of threads.
+    """
     for module in (ray_workers, threads):
         monkeypatch.setattr(module, "usable_cores", lambda: 8)
-    has = {"get_node_id.return_value": "b", "get_assigned_resources.return_value": {"GPU": gpus} if gpus else {}}
-    monkeypatch.setattr(ray, "get_runtime_context", Mock(return_value=Mock(runtime_env={"env_vars": own}, **has)))
-    nodes = [{"NodeID": name, "Resources": {"GPU": gpus}} for name, gpus in (("a", 1.0), ("b", 4.0))]
+    context = {
+        "get_node_id.return_value": "b",
+        "get_assigned_resources.return_value": {"GPU": gpus} if gpus else {},
+    }
+    runtime_context = Mock(runtime_env={"env_vars": variables}, **context)
+    monkeypatch.setattr(ray, "get_runtime_context", Mock(return_value=runtime_context))
+    nodes = [
+        {"NodeID": "a", "Resources": {"GPU": 1.0}},
+        {"NodeID": "b", "Resources": {"GPU": 4.0}},
+    ]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
-    (tmp_path / "environ").write_text("".join(f"{name}={value}\0" for name, value in {"A": "1", **starter}.items()))
+    parent_environment = {"A": "1", **parent_variables}
+    environ = "".join(f"{name}={value}\0" for name, value in parent_environment.items())
+    (tmp_path / "environ").write_text(environ)
     monkeypatch.setattr(threads, "Path", {"/proc/77/environ": tmp_path / "environ"}.__getitem__)
     monkeypatch.setattr(os, "getppid", lambda: 77)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for name, value in ((SET if gpus is not None else {}) | own | {"RAY_RAYLET_PID": "77"}).items():
+    set_by_ray = SET if gpus is not None else {}
+    for name, value in (set_by_ray | variables | {"RAY_RAYLET_PID": "77"}).items():
         monkeypatch.setenv(name, value)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        threads.take_share_of_node(4) if gpus is None else ray_workers.work_in("/nowhere")
-        assert (os.environ["OMP_NUM_THREADS"], torch.get_num_threads()) == (str(taken), taken)
+        if gpus is None:
+            threads.take_share_of_node(4)
+        else:
+            ray_workers.work_in("/nowhere")
+        assert os.environ["OMP_NUM_THREADS"] == str(threads_taken)
+        assert torch.get_num_threads() == threads_taken
     finally:
         torch.set_num_threads(before)
 
 
-def test_what_the_user_has_set_stays_and_the_rest_is_set() -> None:
-    own = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
-    set_defaults(environ := dict(own))
-    assert environ == own | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250"}
+def test_defaults_are_set_and_do_not_replace_the_users_variables() -> None:
+    user_variables = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64",
+    }
+    environ = dict(user_variables)
+    set_defaults(environ)
+    assert environ == user_variables | {
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
+    }
     assert shared_variables(environ | SET | {"HOME": "/"}) == environ | SET
-    assert shared_variables(SET | {"RAY_RAYLET_PID": "7"}) == {}, (
-        "Ray has set it for the job's own process, which has no CPUs"
-    )
+    in_job = SET | {"RAY_RAYLET_PID": "7"}
+    assert shared_variables(in_job) == {}, "Ray sets it for a job's driver, which has no CPUs"
 
 
-def test_every_launcher_sets_it_before_its_first_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers of a cluster that runs have it too: test_launchers.py."""
-    name, seen = "TORCH_NCCL_ASYNC_ERROR_HANDLING", list[str | None]()
+def test_every_launcher_sets_defaults_before_its_first_process_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Workers of a running cluster have them too: test_launchers.py."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    values = list[str | None]()
     for function in ("_under_torchrun", "_in_a_run"):
-        monkeypatch.setattr(train, function, lambda *_, **__: seen.append(os.environ.pop(name)))
+        monkeypatch.setattr(train, function, lambda *_, **__: values.append(os.environ.pop(name)))
     for launcher in ("torchrun", "local", "ray"):
         train.train(config(f"launcher={launcher}", "run.name=x"), Mock())
-    assert seen == ["2"] * 3
+    assert values == ["2"] * 3
 
 
 @pytest.mark.parametrize("error", [ProcessLookupError, PermissionError])
 def test_a_worker_that_is_gone_already_is_not_killed_again(
     error: type[OSError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a process of another user has got its number."""
+    """Nor is a process of another user that has got its process ID."""
     kill = Mock(side_effect=error)
     monkeypatch.setattr(os, "kill", kill)
     kill_process(12345)
@@ -221,10 +291,11 @@ def test_a_worker_that_is_gone_already_is_not_killed_again(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_the_allocator_takes_it_also_once_torch_is_imported() -> None:
-    import subprocess  # not above: what starts no process is `pure`
+def test_the_allocator_reads_its_defaults_also_once_torch_is_imported() -> None:
+    import subprocess  # not at the top, since the other tests start no process and are `pure`
 
-    code = "import torch; from cluster.environment import set_defaults; set_defaults(); torch.zeros(1, device='cuda');"
+    code = "import torch; from cluster.environment import set_defaults; set_defaults();"
+    code += "torch.zeros(1, device='cuda');"
     code += "print([segment['is_expandable'] for segment in torch.cuda.memory_snapshot()])"
     env = {name: value for name, value in environment().items() if "ALLOC_CONF" not in name}
     assert subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, env=env) == b"[True]\n"
@@ -234,7 +305,8 @@ def test_the_allocator_takes_it_also_once_torch_is_imported() -> None:
 def test_a_run_that_does_not_end_by_itself_when_ray_is_gone_is_ended(
     released: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    abort, driver = Mock(), Mock()
+    abort = Mock()
+    driver = Mock()
     monkeypatch.setattr("app.launchers.ray_launch.abort", abort)
     monkeypatch.setattr("app.launchers.ray_launch.END_SECONDS", 0.0)
     driver.fail = lambda reason: setattr(driver, "failed", reason)
@@ -246,16 +318,22 @@ def test_a_run_that_does_not_end_by_itself_when_ray_is_gone_is_ended(
         abort.assert_called_with(1, f"trireme: {driver.failed}", say=driver.console.error)
 
 
+SECOND_NODE = {"SLURM_TASKS_PER_NODE": "16", "SLURM_NODEID": "1"}
+
+
 @pytest.mark.parametrize(
-    ("written", "expected"),
+    ("variables", "expected"),
     [
         ({"SLURM_NTASKS_PER_NODE": "4"}, 4),
         ({"SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "1"}, 4),
         ({"SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"}, 3),
-        ({"SLURM_TASKS_PER_NODE": "16", "SLURM_STEP_TASKS_PER_NODE": "5,6", "SLURM_NODEID": "1"}, 6),
+        ({**SECOND_NODE, "SLURM_STEP_TASKS_PER_NODE": "5,6"}, 6),
         ({}, 11),
     ],
 )
-def test_slurm_says_how_many_processes_a_node_has(written: dict[str, str], expected: int) -> None:
-    here = Environment.read({"SLURM_PROCID": "7", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1"} | written)
-    assert here == Environment(rank=7, world_size=11, local_rank=1, local_world_size=expected)
+def test_slurm_tells_how_many_processes_a_node_has(
+    variables: dict[str, str], expected: int
+) -> None:
+    process = {"SLURM_PROCID": "7", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1"}
+    read = Environment.read(process | variables)
+    assert read == Environment(rank=7, world_size=11, local_rank=1, local_world_size=expected)

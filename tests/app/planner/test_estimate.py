@@ -1,4 +1,4 @@
-"""Memory of layouts, summed up again, moment by moment, from parts whose sizes are drawn at random."""
+"""The memory of layouts, summed again moment by moment over parts of random sizes."""
 
 import itertools
 import random
@@ -26,26 +26,62 @@ from tests.layout_cost import layout_cost
 
 CHAIN = ["before", *["block0"] * 4, "after"]
 COUNTS = {"before": 1, "block0": 4, "after": 1}
-CASES = [(choose(name, 4), many, "", 1) for name in ("ddp", "fsdp", "zero1", "zero2", "tensor") for many in (1, 2)]
+CASES = [
+    (choose(name, 4), micro_batches, "", 1)
+    for name in ("ddp", "fsdp", "zero1", "zero2", "tensor")
+    for micro_batches in (1, 2)
+]
 CASES += [(choose(name, 4, tp=2), 1, "", 1) for name in ("fsdp", "ddp")]
-CASES += [(choose("pipeline", 2), 4, "1f1b", 1), (choose("fsdp", 4, pp=2), 4, "interleaved_1f1b", 2)]
+CASES += [
+    (choose("pipeline", 2), 4, "1f1b", 1),
+    (choose("fsdp", 4, pp=2), 4, "interleaved_1f1b", 2),
+]
 
 
-def summed(layout: Layout, chain: list[str], parts: Any, sizes: Any, many: int, alive: float) -> dict[str, float]:
-    """On the device that has `chain`. alive: in a pipeline, micro-batches whose activations are."""
-    own = [replace(sizes[name], unit=f"{name}.{i}" if name == "block0" else "") for i, name in enumerate(chain)]
-    cost, _ = layout_cost(layout, tuple(own), None, many)
-    gradients = [layout_cost(layout, (size,), None, many)[0].gradients for size in own]
+def summed_memory(
+    *,
+    layout: Layout,
+    chain: list[str],
+    parts: Any,
+    sizes: Any,
+    micro_batches: int,
+    live_micro_batches: float,
+) -> dict[str, float]:
+    """Bytes per kind of memory on the device that holds `chain`.
+
+    Args:
+        layout: How the parameters are split.
+        chain: Names of the parts on the device, in forward order.
+        parts: The cost of each part by name.
+        sizes: The parameter of each part by name.
+        micro_batches: Micro-batches per step.
+        live_micro_batches: In a pipeline, the micro-batches whose activations are kept at once;
+            otherwise 0.
+    """
+    chain_sizes = [
+        replace(sizes[name], unit=f"{name}.{i}" if name == "block0" else "")
+        for i, name in enumerate(chain)
+    ]
+    cost, _ = layout_cost(layout, tuple(chain_sizes), None, micro_batches)
+    gradients = [
+        layout_cost(layout, (size,), None, micro_batches)[0].gradients for size in chain_sizes
+    ]
     saved = [parts[name].saved_bytes for name in chain]
-    at_work = [parts[name].recomputed_bytes + parts[name].working_bytes for name in chain]
-    early = many > 1 or ("ddp" in layout.parts and layout.dims.tp == 1)  # gradients are there from the start
-    sharded = bool({"fsdp", "zero1"} & set(layout.parts))  # but those of which whole ones wait for the last micro-batch
-    there = [cost.gradients if early else sum(gradients[i + 1 :]) for i in range(len(chain))]
-    there = [0.0] * len(chain) if sharded and many > 1 else there
-    peak = max(sum(saved[: i + 1]) + at_work[i] + there[i] for i in range(len(chain)))
-    if alive:
-        peak = sum(saved) * alive + max(at_work)
-        peak += 0 if sharded else cost.gradients
+    temporary = [parts[name].recomputed_bytes + parts[name].working_bytes for name in chain]
+    is_plain_ddp = "ddp" in layout.parts and layout.dims.tp == 1
+    gradients_preallocated = micro_batches > 1 or is_plain_ddp
+    gradients_sharded = bool({"fsdp", "zero1"} & set(layout.parts))
+    if gradients_sharded and micro_batches > 1:
+        # Unsharded gradients wait for the last micro-batch and are counted there.
+        waiting_gradients = [0.0] * len(chain)
+    elif gradients_preallocated:
+        waiting_gradients = [cost.gradients] * len(chain)
+    else:
+        waiting_gradients = [sum(gradients[i + 1 :]) for i in range(len(chain))]
+    peak = max(sum(saved[: i + 1]) + temporary[i] + waiting_gradients[i] for i in range(len(chain)))
+    if live_micro_batches:
+        peak = sum(saved) * live_micro_batches + max(temporary)
+        peak += 0 if gradients_sharded else cost.gradients
     return {
         "parameters": cost.parameters,
         "gradients": cost.gradients,
@@ -56,12 +92,14 @@ def summed(layout: Layout, chain: list[str], parts: Any, sizes: Any, many: int, 
     }
 
 
-@pytest.mark.parametrize(("layout", "many", "schedule", "chunks"), CASES)
+@pytest.mark.parametrize(("layout", "micro_batches", "schedule", "chunks"), CASES)
 def test_memory_is_that_of_the_worst_moment_on_the_fullest_device(
-    layout: Layout, many: int, schedule: str, chunks: int, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, micro_batches: int, schedule: str, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw, pp = random.Random(3), layout.dims.pp
-    for cut in ((1, 1, 1, 1) if chunks == 2 else (1, 3), (2, 0, 1, 1) if chunks == 2 else (3, 1)) * 10:
+    generator = random.Random(3)
+    pp = layout.dims.pp
+    partitions = ((1, 1, 1, 1), (2, 0, 1, 1)) if chunks == 2 else ((1, 3), (3, 1))
+    for block_counts in partitions * 10:
         parts = {
             name: PartCost(
                 name=name,
@@ -71,45 +109,75 @@ def test_memory_is_that_of_the_worst_moment_on_the_fullest_device(
                 launch_forward_seconds=0.0,
                 launch_backward_seconds=0.0,
                 flops=0.0,
-                saved_bytes=draw.randrange(500),
-                recomputed_bytes=draw.randrange(500),
-                working_bytes=draw.randrange(500),
+                saved_bytes=generator.randrange(500),
+                recomputed_bytes=generator.randrange(500),
+                working_bytes=generator.randrange(500),
                 stage_input_bytes=0.0,
                 tp_bytes=0.0,
                 tp_collectives=0.0,
             )
             for name, count in COUNTS.items()
         }
-        sizes = {name: ParameterSize(name, (draw.randint(1, 9), 4), split_dim=0) for name in COUNTS}
+        sizes = {
+            name: ParameterSize(name, (generator.randint(1, 9), 4), split_dim=0) for name in COUNTS
+        }
         model: Any = SimpleNamespace(counts=COUNTS, parts=parts, order=CHAIN[1:-1])
         model.parameters = {name: (size,) for name, size in sizes.items()}
-        monkeypatch.setattr(estimate, "part_costs", lambda *_, found=parts, **__: list(found.values()))
+        costs = list(parts.values())
+        monkeypatch.setattr(estimate, "part_costs", lambda *_, costs=costs, **__: costs)
         size = ModelSize((), 24)
-        reader: Any = SimpleNamespace(costs=lambda _, found=model, **__: found, size=size)
-        reader.sample_bytes, reader.exchanged_numel = 1.0, 0.0
-        reader.heads, reader.blocks, reader.compiles_loss = None, len(model.order), False
-        options = Options(stages=cut if pp > 1 else None)
-        candidate = Candidate(layout, 2, many, "none", "fp32", schedule, chunks)
-        found = estimate.Estimator(reader=reader, machine=cpus(4), options=options).estimate(candidate)
-        chains, expected = [CHAIN], []
+        reader: Any = SimpleNamespace(costs=lambda _, model=model, **__: model, size=size)
+        reader.sample_bytes = 1.0
+        reader.exchanged_numel = 0.0
+        reader.heads = None
+        reader.blocks = len(model.order)
+        reader.compiles_loss = False
+        options = Options(stages=block_counts if pp > 1 else None)
+        candidate = Candidate(layout, 2, micro_batches, "none", "fp32", schedule, chunks)
+        estimator = estimate.Estimator(reader=reader, machine=cpus(4), options=options)
+        estimated = estimator.estimate(candidate)
+        chains = [CHAIN]
+        expected = []
         if pp > 1:
-            spans = [CHAIN[1 + end - size : 1 + end] for size, end in zip(cut, itertools.accumulate(cut))]
+            ends = itertools.accumulate(block_counts)
+            spans = [CHAIN[1 + end - count : 1 + end] for count, end in zip(block_counts, ends)]
             spans[0], spans[-1] = ["before", *spans[0]], [*spans[-1], "after"]
             owner = Placement.of(schedule, pp, chunks).stage_of
-            chains = [[n for part, span in enumerate(spans) for n in span if owner(part) == s] for s in range(pp)]
+            chains = [[] for _ in range(pp)]
+            for part, span in enumerate(spans):
+                chains[owner(part)] += span
         for stage, chain in enumerate(chains):
-            alive = 0.0
+            live_micro_batches = 0.0
             if pp > 1:
-                numbers = {"stages": pp, "micro_batches": many, "chunks": chunks, "stage": stage}
-                alive = activations_by_formula(schedule, **numbers) / chunks
-            expected.append(summed(layout, chain, parts, sizes, many, alive))
+                numbers = {
+                    "stages": pp,
+                    "micro_batches": micro_batches,
+                    "chunks": chunks,
+                    "stage": stage,
+                }
+                live_micro_batches = activations_by_formula(schedule, **numbers) / chunks
+            memory = summed_memory(
+                layout=layout,
+                chain=chain,
+                parts=parts,
+                sizes=sizes,
+                micro_batches=micro_batches,
+                live_micro_batches=live_micro_batches,
+            )
+            expected.append(memory)
         fullest = max(expected, key=lambda memory: sum(memory.values()))
-        assert found.memory == fullest | {"margin": sum(fullest.values()) * cpus(4).device.fragmentation}
-        assert found.stages == options.stages and found.memory_bytes == sum(found.memory.values())
+        margin = sum(fullest.values()) * cpus(4).device.fragmentation
+        assert estimated.memory == fullest | {"margin": margin}
+        assert estimated.stages == options.stages
+        assert estimated.memory_bytes == sum(estimated.memory.values())
 
 
-def test_a_plan_says_what_fits_and_a_simpler_layout_within_the_range_of_the_fastest_comes_first(small: Reader) -> None:
-    plan = plan_of(small, gpus(8), "train.precision=bf16", given=("train.activation_checkpointing",))
+def test_a_simpler_layout_within_the_range_of_the_fastest_comes_first(
+    small: Reader,
+) -> None:
+    plan = plan_of(
+        small, gpus(8), "train.precision=bf16", fixed_keys=("train.activation_checkpointing",)
+    )
     row = plan.rows[0]
     assert row.verdict == "fits" and row.speed_range[0] < 1 < row.speed_range[1]
     low, high = plan.layout(row)["tokens_per_second_range"]
@@ -120,12 +188,18 @@ def test_a_plan_says_what_fits_and_a_simpler_layout_within_the_range_of_the_fast
     assert not beyond_host.fits and beyond_host.verdict == "does not fit"
     assert between(6.1e3, 7e3) == "6.1–7.0 k" and between(95, 120) == "95–120"
     simple = min((row for row in plan.rows if row.fits), key=lambda row: row.candidate.complexity)
-    other = next(row for row in plan.rows if row.fits and row.candidate.complexity > simple.candidate.complexity)
+    complex_ = next(
+        row
+        for row in plan.rows
+        if row.fits and row.candidate.complexity > simple.candidate.complexity
+    )
     slow = replace(simple, seconds={"compute": 1.0})
-    assert ranked([slow, replace(other, seconds={"compute": 0.98}, speed_range=(0.9, 1.1))])[0] is slow
-    assert ranked([slow, replace(other, seconds={"compute": 0.6}, speed_range=(0.9, 1.1))])[0] is not slow
-    wide = replace(other, seconds={"compute": 0.9}, speed_range=(0.5, 2.0))
-    assert ranked([slow, wide])[0] is not slow, "that all are known badly does not make them equal"
+    barely_faster = replace(complex_, seconds={"compute": 0.98}, speed_range=(0.9, 1.1))
+    assert ranked([slow, barely_faster])[0] is slow
+    much_faster = replace(complex_, seconds={"compute": 0.6}, speed_range=(0.9, 1.1))
+    assert ranked([slow, much_faster])[0] is not slow
+    uncertain = replace(complex_, seconds={"compute": 0.9}, speed_range=(0.5, 2.0))
+    assert ranked([slow, uncertain])[0] is not slow, "wide ranges alone do not make layouts equal"
 
 
 @pytest.mark.parametrize(
@@ -139,9 +213,12 @@ def test_a_plan_says_what_fits_and_a_simpler_layout_within_the_range_of_the_fast
         (1.2, 0.1, "safe"),
     ],
 )
-def test_speed_counts_by_the_chance_that_it_fits(small: Reader, share: float, gain: float, first: str) -> None:
-    """fast: takes `gain` of the safe one's time, and `share` of the GPU's memory."""
-    row = plan_of(small, gpus(2), "train.precision=bf16", given=("train.activation_checkpointing",)).rows[0]
+def test_speed_is_weighed_by_the_probability_that_a_layout_fits(
+    small: Reader, share: float, gain: float, first: str
+) -> None:
+    """The fast layout takes `gain` of the safe one's time and `share` of the GPU's memory."""
+    fixed_keys = ("train.activation_checkpointing",)
+    row = plan_of(small, gpus(2), "train.precision=bf16", fixed_keys=fixed_keys).rows[0]
     safe = replace(row, seconds={"compute": 1.0}, memory={"parameters": 0.3 * row.capacity})
     fast = replace(row, seconds={"compute": gain}, memory={"parameters": share * row.capacity})
     assert safe.fit_probability > 0.999 and 0 <= fast.fit_probability <= 1

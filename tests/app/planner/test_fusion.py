@@ -1,4 +1,4 @@
-"""What fused kernels move, beside what is counted by hand."""
+"""The bytes that fused kernels move, compared with a count by hand."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from app.planner.trace import watch
 
 pytestmark = pytest.mark.pure
-ROWS, WIDTH = 64, 32
+ROWS = 64
+WIDTH = 32
 SIZE = 4.0 * ROWS * WIDTH
-"""Bytes of what flows."""
+"""Bytes of one activation."""
 
 
 class _Model(nn.Module):
@@ -28,7 +29,7 @@ class _Model(nn.Module):
 
 
 def _counted(between: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """Forward's bytes and kernels between two products."""
+    """Bytes and kernels of the forward pass of what is between two matrix products."""
     x = torch.randn(ROWS, WIDTH)
     trace = watch(_Model(between), [], lambda model: model(x)[0, 0])
     values = trace.parts["before"].values
@@ -45,17 +46,19 @@ def _counted(between: Callable[[Tensor], Tensor]) -> dict[str, float]:
         (lambda x: torch.cat([x[:, WIDTH // 2 :], -x[:, : WIDTH // 2]], 1).exp(), 3),
     ],
 )
-def test_what_stands_between_two_products_is_read_once_and_written_once(
+def test_operations_between_two_products_read_and_write_memory_once(
     between: Callable[[Tensor], Tensor], operations: int
 ) -> None:
     values = _counted(between)
-    assert values["fused_moved_forward"] == pytest.approx(2 * SIZE, rel=0.02), "the norm's statistics are small"
+    assert values["fused_moved_forward"] == pytest.approx(2 * SIZE, rel=0.02), (
+        "the norm's statistics are small"
+    )
     assert values["fused_operations_forward"] == 3, "two products and one kernel"
     assert values["operations_forward"] == 2 + operations
     assert values["moved_forward"] >= 2 * SIZE
 
 
-def test_what_goes_around_a_product_is_written_and_read_again() -> None:
+def test_a_residual_around_a_product_is_written_and_read_again() -> None:
     class Residual(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -63,7 +66,8 @@ def test_what_goes_around_a_product_is_written_and_read_again() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             first, second, third = self.layers
-            x = torch.sigmoid(first(x))  # read and written, once for the product behind it and once for the sum
+            # Read, and written twice: for the product that follows and for the sum.
+            x = torch.sigmoid(first(x))
             x = x + second(x)  # both read, the sum written
             return third(x)
 
@@ -74,12 +78,17 @@ def test_what_goes_around_a_product_is_written_and_read_again() -> None:
 
 
 def test_fused_kernels_never_move_or_launch_more_than_single_ones() -> None:
-    model = nn.Sequential(*(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(2)))
+    model = nn.Sequential(
+        *(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(2))
+    )
     x = torch.randn(2, 16, 32)
     trace = watch(model, ["0", "1"], lambda m: m(x).sum())
     for name, part in trace.parts.items():
         for phase in ("forward", "backward"):
             values = defaultdict(float, part.values)
-            assert values[f"fused_operations_{phase}"] <= values[f"operations_{phase}"], (name, phase)
+            assert values[f"fused_operations_{phase}"] <= values[f"operations_{phase}"], (
+                name,
+                phase,
+            )
             if name.startswith("block"):
                 assert 0 < values[f"fused_moved_{phase}"] < values[f"moved_{phase}"], (name, phase)

@@ -1,4 +1,4 @@
-"""Ranges hold what they were made of, and are wider for what nobody has seen."""
+"""A range covers the runs that it was made from, and widens for traits that none of them had."""
 
 import pytest
 
@@ -16,18 +16,18 @@ RANGES = {"layouts": {"any": [0.8, 1.2], "tp": [0.9, 1.1]}, "seen": SEEN, "wider
 KNOWN = Traits("data", DENSE, "hopper", 7.0, 4096)
 
 
-def test_among_what_was_seen_a_range_is_that_of_the_kind_of_layout_or_of_all() -> None:
-    known = spread_of(KNOWN, RANGES)
-    assert (known.low, known.high, known.unmeasured) == (0.8, 1.2, ())
-    split = spread_of(KNOWN._replace(layout="tp"), RANGES)
-    assert (split.low, split.high) == (0.9, 1.1)
-    far = spread_of(split_far := KNOWN._replace(layout="tp", family=""), RANGES)
-    assert far.low < spread_of(split_far._replace(family="hopper"), RANGES).low ** 1.5, "as all, and then wider"
+def test_the_range_of_a_known_layout_is_its_own_and_else_that_of_all() -> None:
+    overall = spread_of(KNOWN, RANGES)
+    assert (overall.low, overall.high, overall.unmeasured) == (0.8, 1.2, ())
+    tensor = spread_of(KNOWN._replace(layout="tp"), RANGES)
+    assert (tensor.low, tensor.high) == (0.9, 1.1)
+    unknown_gpu = spread_of(KNOWN._replace(layout="tp", family=""), RANGES)
+    assert unknown_gpu.low < tensor.low**1.5, "the range of all layouts, and then wider"
     assert spread_of(KNOWN, {}).low == 0.8, "without published runs, a quarter"
 
 
 @pytest.mark.parametrize(
-    ("change", "word"),
+    ("change", "unmeasured"),
     [
         ({"model": MIXTURE}, "a mixture of experts"),
         ({"model": ADAPTERS}, "adapters"),
@@ -38,13 +38,17 @@ def test_among_what_was_seen_a_range_is_that_of_the_kind_of_layout_or_of_all() -
         ({"sequence": 32768}, ""),
     ],
 )
-def test_each_trait_that_nobody_has_seen_makes_it_wider(change: dict[str, object], word: str) -> None:
-    spread, known = spread_of(KNOWN._replace(**change), RANGES), spread_of(KNOWN, RANGES)
-    assert spread.low == pytest.approx(known.low**1.5) and spread.high == pytest.approx(known.high**1.5)
-    assert spread.unmeasured == ((word,) if word else ())
-    further = spread_of(KNOWN._replace(**{"family": "", "model": MIXTURE, **change}), RANGES)
-    assert further.low < spread.low or {"family", "model"} >= set(change)
+def test_each_trait_that_no_measured_run_has_widens_the_range(
+    change: dict[str, object], unmeasured: str
+) -> None:
+    spread = spread_of(KNOWN._replace(**change), RANGES)
+    narrow = spread_of(KNOWN, RANGES)
+    assert spread.low == pytest.approx(narrow.low**1.5)
+    assert spread.high == pytest.approx(narrow.high**1.5)
+    assert spread.unmeasured == ((unmeasured,) if unmeasured else ())
+    wider = spread_of(KNOWN._replace(**{"family": "", "model": MIXTURE, **change}), RANGES)
+    assert wider.low < spread.low or {"family", "model"} >= set(change)
 
 
-def test_a_plan_without_a_sequence_is_not_further_away_for_it() -> None:
+def test_a_missing_sequence_length_does_not_widen_the_range() -> None:
     assert spread_of(KNOWN._replace(sequence=None), RANGES) == spread_of(KNOWN, RANGES)

@@ -1,4 +1,4 @@
-"""A process that is ended at once says why and keeps what it has printed, whatever its main thread waits for."""
+"""A process that is ended at once says why, and flushes what it has printed."""
 
 import subprocess
 import sys
@@ -55,7 +55,7 @@ finally:
 
 
 def start(program: str, *arguments: str) -> subprocess.Popen[str]:
-    """With streams that keep what is printed until they are flushed."""
+    """Starts a program whose output is buffered."""
     buffered = {name: value for name, value in environment().items() if name != "PYTHONUNBUFFERED"}
     return subprocess.Popen(
         [sys.executable, "-c", program, *arguments],
@@ -67,7 +67,7 @@ def start(program: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_what_was_printed_is_kept_and_nothing_is_cleaned_up() -> None:
+def test_output_is_flushed_and_no_cleanup_runs() -> None:
     process = start(FROM_A_THREAD)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (7, "printed before", "the sentence\n")
@@ -86,7 +86,7 @@ def test_of_two_threads_that_end_the_process_the_first_says_why() -> None:
     assert (process.returncode, out) == (7, "first\n")
 
 
-def test_a_start_that_waits_while_another_takes_its_run_over_is_ended(tmp_path: Path) -> None:
+def test_a_start_whose_run_is_taken_over_is_ended(tmp_path: Path) -> None:
     process = start(SUPERSEDED, str(tmp_path))
     out, err = process.communicate(timeout=60)
     assert process.returncode == 1, err

@@ -1,4 +1,4 @@
-"""What the first step of a task shows before a worker starts: the sentence, the note, and what it may cost."""
+"""What the first step of a task shows before a worker starts: refusals, notes and its cost."""
 
 import time
 from pathlib import Path
@@ -45,7 +45,8 @@ class InBatchNegatives(Chain):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         vectors = F.normalize(model(batch[0]), dim=1)
-        return F.cross_entropy(vectors @ vectors.mT / 0.1, torch.arange(len(vectors), device=vectors.device))
+        own_rows = torch.arange(len(vectors), device=vectors.device)
+        return F.cross_entropy(vectors @ vectors.mT / 0.1, own_rows)
 
 
 class PairwiseRanking(Chain):
@@ -65,7 +66,7 @@ class BatchVariance(Chain):
 
 
 class GradientPenalty(Chain):
-    """The norm of a batch's gradient is no mean over its samples, and it cannot be taken without gradients."""
+    """The norm of a batch's gradient is not a mean over its samples, and needs gradients."""
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         loss = super().loss(model, batch)
@@ -74,7 +75,10 @@ class GradientPenalty(Chain):
 
 
 class LargestAnswer(Chain):
-    """Of two halves of the first samples the losses' mean is nearly that of the whole. On meta it has no operations."""
+    """A loss whose mean over two halves of the first samples is nearly that over all.
+
+    The meta device cannot run it.
+    """
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         weight = 3e-3 if bool(batch[0].isfinite().all()) else 1.0
@@ -89,13 +93,17 @@ class OfTheMean(Chain):
 
 
 class ByFrequency(Chain):
-    """The loss is a mean, and its gradient is not: an embedding divides it by how often a word is in the batch."""
+    """A mean whose gradient is not one: the embedding divides it by a word's count in the batch."""
 
     def build_model(self) -> nn.Module:
-        return nn.Sequential(FirstWord(), nn.Embedding(4, 8, scale_grad_by_freq=True), nn.Linear(8, 4))
+        return nn.Sequential(
+            FirstWord(), nn.Embedding(4, 8, scale_grad_by_freq=True), nn.Linear(8, 4)
+        )
 
 
 class FirstWord(nn.Module):
+    """Gives every sample the same word."""
+
     def forward(self, x: Tensor) -> Tensor:
         return x[:, 0].new_zeros(len(x), dtype=torch.long)
 
@@ -111,14 +119,14 @@ class Counts(Chain):
 
 
 class WithBatchNorm(Chain):
-    """Its statistics couple samples too, which a note of its own says."""
+    """Its statistics couple samples too, for which there is another note."""
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
 
 
 class CountsOnce(Chain):
-    """Its first loss is another one than those after."""
+    """Its first loss differs from all later ones."""
 
     calls = 0
 
@@ -128,6 +136,8 @@ class CountsOnce(Chain):
 
 
 class Counting(nn.Sequential):
+    """A model whose outputs change after two calls."""
+
     calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -136,11 +146,15 @@ class Counting(nn.Sequential):
 
 
 class CountsInTheModel(Chain):
+    """Its model counts its calls."""
+
     def build_model(self) -> nn.Module:
         return Counting(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4))
 
 
 class CountsInSixteenBits(Chain):
+    """Its model counts its calls, and has 16 bits."""
+
     def build_model(self) -> nn.Module:
         return Counting(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4)).bfloat16()
 
@@ -156,14 +170,16 @@ class Draws(Chain):
 
 
 class ByFrequencyOfRareWords(ByFrequency):
-    """No word comes twice in the few samples that are looked at."""
+    """No word comes twice in the few samples that are examined."""
 
     def build_model(self) -> nn.Module:
-        return nn.Sequential(Number(), nn.Embedding(1000, 8, scale_grad_by_freq=True), nn.Linear(8, 4))
+        return nn.Sequential(
+            Number(), nn.Embedding(1000, 8, scale_grad_by_freq=True), nn.Linear(8, 4)
+        )
 
 
 class Number(nn.Module):
-    """A word of its own for each sample."""
+    """Gives each sample another word."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x[:, 0] * 100 + x[:, 1] * 37).long() % 1000
@@ -176,13 +192,14 @@ class MostlyMasked(Chain):
         return (batch[0][:, 0] > 0.5).sum()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        counted = batch[0][:, 0] > 0.5
-        answers = model(batch[0])[counted]
-        return (F.softmax(answers.mean(1), dim=0) * F.cross_entropy(answers, batch[1][counted], reduction="none")).sum()
+        counts = batch[0][:, 0] > 0.5
+        answers = model(batch[0])[counts]
+        losses = F.cross_entropy(answers, batch[1][counts], reduction="none")
+        return (F.softmax(answers.mean(1), dim=0) * losses).sum()
 
 
 class Lazy(Chain):
-    """Nothing can be seen of parameters without a size."""
+    """A model with a lazy layer, whose parameters have no size before the first call."""
 
     def build_model(self) -> nn.Module:
         model = nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 4))
@@ -191,7 +208,7 @@ class Lazy(Chain):
 
 
 class Branches(Chain):
-    """What one sample decides is done with all of a batch; all that are looked at decide alike."""
+    """One sample decides the branch of the whole batch; all examined samples decide alike."""
 
     def build_model(self) -> nn.Module:
         return Branching()
@@ -200,14 +217,16 @@ class Branches(Chain):
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.usual, self.rare, self.out = nn.Linear(2, 8), nn.Linear(2, 8), nn.Linear(8, 4)
+        self.usual = nn.Linear(2, 8)
+        self.rare = nn.Linear(2, 8)
+        self.out = nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.rare(x) if x[0, 0] > 1e6 else self.usual(x))
 
 
 class OverwritesProducts(Chain):
-    """What a product puts out is overwritten by the activation that follows."""
+    """The output of a product is overwritten by the activation that follows."""
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(2, 8), Overwriting(), Overwriting(), nn.Linear(8, 4))
@@ -219,39 +238,48 @@ class OverwritesProducts(Chain):
 class Overwriting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.up = nn.Linear(8, 8)
+        self.down = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.relu(self.up(x), inplace=True))
 
 
 class MeanOverSamples(Chain):
-    """Beside the mean over what counts, a mean over all samples."""
+    """The mean over what counts, plus a mean over all samples."""
 
     def items(self, batch: Any) -> Tensor:
         return (batch[1] > 1).sum()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         answers = model(batch[0])
-        counted = F.cross_entropy(answers, batch[1].where(batch[1] > 1, -100))
-        return counted + 0.1 * answers.square().mean()
+        mean_over_counted = F.cross_entropy(answers, batch[1].where(batch[1] > 1, -100))
+        return mean_over_counted + 0.1 * answers.square().mean()
 
 
 class Wide(Penalised):
-    """Too many operations for real numbers, and of a size that would show if it were run."""
+    """Too large to run with real numbers; it would be noticed if it were."""
 
     def build_model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(2, 20_000), nn.ReLU(), nn.Linear(20_000, 200_000), nn.Linear(200_000, 4))
+        wide = nn.Linear(20_000, 200_000)
+        return nn.Sequential(nn.Linear(2, 20_000), nn.ReLU(), wide, nn.Linear(200_000, 4))
 
 
-def prepared(task: str, *more: str) -> Prepared:
-    wanted = config(f"task={HERE}:{task}", *more)
-    return prepare(wanted, read_task(wanted), 2, devices_per_node=2)
+def prepared(task: str, *overrides: str) -> Prepared:
+    """The run of a task of this file, prepared for two workers."""
+    run_config = config(f"task={HERE}:{task}", *overrides)
+    return prepare(run_config, read_task(run_config), 2, devices_per_node=2)
+
+
+def notes_with(words: str, run: Prepared) -> list[str]:
+    """The notes of a prepared run that contain these words."""
+    return [note for note in run.notes if words in note]
 
 
 @pytest.mark.parametrize("task", ["Penalised", "LooksAtNumbers"])
 def test_a_loss_that_reads_parameters_is_refused_by_name_before_a_worker_starts(task: str) -> None:
-    with pytest.raises(LayoutError, match=r"the loss reads entry\.weight \(and \d+ more\).*write strategy=ddp"):
+    message = r"the loss reads entry\.weight \(and \d+ more\).*write strategy=ddp"
+    with pytest.raises(LayoutError, match=message):
         prepared(task, *PIPELINE)
     assert prepared(task, "strategy=ddp").layout.name == "ddp"
 
@@ -265,19 +293,24 @@ COUPLED += ("ByFrequencyOfRareWords", "MostlyMasked", "LargestAnswer", "MeanOver
 
 
 @pytest.mark.parametrize("task", COUPLED)
-@pytest.mark.parametrize("more", [("strategy=ddp",), ("strategy=fsdp", "train.micro_batch_size=2")])
-def test_a_loss_that_couples_samples_is_noted_where_a_batch_is_split(task: str, more: tuple[str, ...]) -> None:
-    (note,) = [note for note in prepared(task, *more).notes if "depend on one another" in note]
+@pytest.mark.parametrize(
+    "overrides", [("strategy=ddp",), ("strategy=fsdp", "train.micro_batch_size=2")]
+)
+def test_a_loss_that_couples_samples_is_noted_where_a_batch_is_split(
+    task: str, overrides: tuple[str, ...]
+) -> None:
+    (note,) = notes_with("depend on one another", prepared(task, *overrides))
     assert "splits each batch into" in note and "self.gather(x)" in note
 
 
 def test_a_loss_that_takes_gradients_is_tried_with_numbers() -> None:
-    (note,) = [note for note in prepared("GradientPenalty", "strategy=ddp").notes if "depend on one another" in note]
+    run = prepared("GradientPenalty", "strategy=ddp")
+    (note,) = notes_with("depend on one another", run)
     assert "splits each batch into" in note
 
 
 class InSixteenBits(Chain):
-    """Its rounding is not a loss that couples samples."""
+    """Its rounding must not be taken for a loss that couples samples."""
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4)).bfloat16()
@@ -287,70 +320,79 @@ class InSixteenBits(Chain):
 
 
 def test_a_loss_that_is_a_mean_is_not_noted() -> None:
-    assert not [note for note in prepared("InSixteenBits", "strategy=ddp").notes if "depend on" in note]
-    assert not [note for note in prepared("Penalised", "strategy=ddp").notes if "depend on" in note]
-    assert not [note for note in prepared("WithBatchNorm", "strategy=ddp").notes if "depend on" in note]
+    for task in ("InSixteenBits", "Penalised", "WithBatchNorm"):
+        assert not notes_with("depend on", prepared(task, "strategy=ddp")), task
 
 
-@pytest.mark.parametrize("task", ["Counts", "CountsOnce", "CountsInTheModel", "CountsInSixteenBits"])
+@pytest.mark.parametrize(
+    "task", ["Counts", "CountsOnce", "CountsInTheModel", "CountsInSixteenBits"]
+)
 def test_a_loss_that_counts_its_calls_is_noted_where_there_are_micro_batches(task: str) -> None:
-    (note,) = [note for note in prepared(task, "strategy=ddp", "train.micro_batch_size=2").notes if "often" in note]
+    (note,) = notes_with("often", prepared(task, "strategy=ddp", "train.micro_batch_size=2"))
     assert "4 times in a step" in note
-    assert not [note for note in prepared(task, "strategy=ddp").notes if "often" in note]
-    drawn = prepared("Draws", "strategy=ddp", "train.micro_batch_size=2")
-    assert not [note for note in drawn.notes if "often" in note]
+    assert not notes_with("often", prepared(task, "strategy=ddp"))
+    random_loss = prepared("Draws", "strategy=ddp", "train.micro_batch_size=2")
+    assert not notes_with("often", random_loss)
 
 
 def test_the_task_is_as_it_was_after_the_first_step() -> None:
-    wanted = config(f"task={HERE}:CountsOnce")
-    task = read_task(wanted)
-    take_first_step(wanted, task)
+    run_config = config(f"task={HERE}:CountsOnce")
+    task = read_task(run_config)
+    take_first_step(run_config, task)
     assert vars(task).get("calls", 0) == 0
 
 
-def test_layers_without_a_size_get_it_before_they_are_looked_at() -> None:
-    with pytest.raises(LayoutError, match=r"2\.weight has a hook that sees or changes its gradient"):
+def test_lazy_layers_get_their_size_before_they_are_examined() -> None:
+    message = r"2\.weight has a hook that sees or changes its gradient"
+    with pytest.raises(LayoutError, match=message):
         prepared("Lazy", "strategy=ddp")
 
 
-def test_a_branch_that_no_sample_here_takes_is_refused_by_name() -> None:
+def test_a_branch_that_no_examined_sample_takes_is_refused_by_name() -> None:
     with pytest.raises(LayoutError, match=r"rare\.bias \(and \d more\) is used for some samples"):
         prepared("Branches", "strategy=fsdp")
 
 
 @pytest.mark.parametrize(
-    ("task", "sentence"), [("Branches", "a number of the batch decides"), ("WithBatchNorm", "1 normalises over")]
+    ("task", "sentence"),
+    [("Branches", "a number of the batch decides"), ("WithBatchNorm", "1 normalises over")],
 )
-def test_one_device_in_micro_batches_is_told_what_they_change(task: str, sentence: str) -> None:
-    in_parts = config(f"task={HERE}:{task}", "strategy=single", "workers=1", "train.micro_batch_size=4")
-    (note,) = [n for n in prepare(in_parts, read_task(in_parts), 1, devices_per_node=None).notes if sentence in n]
+def test_on_one_device_a_note_says_what_micro_batches_change(task: str, sentence: str) -> None:
+    single = (f"task={HERE}:{task}", "strategy=single", "workers=1")
+    run_config = config(*single, "train.micro_batch_size=4")
+    run = prepare(run_config, read_task(run_config), 1, devices_per_node=None)
+    (note,) = notes_with(sentence, run)
     assert "this run differs from one" in note
-    whole = config(f"task={HERE}:{task}", "strategy=single", "workers=1")
-    assert prepare(whole, read_task(whole), 1, devices_per_node=None).notes == ()
+    full_batch = config(*single)
+    assert prepare(full_batch, read_task(full_batch), 1, devices_per_node=None).notes == ()
 
 
 def test_a_micro_batch_of_one_sample_is_refused_where_the_model_does_not_take_it() -> None:
-    with pytest.raises(LayoutError, match=r"one sample here, which the model does not take \(Expected more than 1"):
+    message = r"one sample here, which the model does not take \(Expected more than 1"
+    with pytest.raises(LayoutError, match=message):
         prepared("WithBatchNorm", "strategy=ddp", "train.micro_batch_size=1")
 
 
-def test_what_cannot_be_recomputed_is_refused_and_the_mode_that_can_is_named() -> None:
-    asked = ("strategy=ddp", "train.activation_checkpointing=selective")
-    with pytest.raises(LayoutError, match=r"activation_checkpointing=selective does \(.*mutated\): write full instead"):
-        prepared("OverwritesProducts", *asked)
-    assert prepared("OverwritesProducts", "strategy=ddp", "train.activation_checkpointing=full").layout.name == "ddp"
+def test_a_checkpointing_mode_that_fails_is_refused_and_another_named() -> None:
+    message = r"activation_checkpointing=selective does \(.*mutated\): write full instead"
+    selective = "train.activation_checkpointing=selective"
+    with pytest.raises(LayoutError, match=message):
+        prepared("OverwritesProducts", "strategy=ddp", selective)
+    full = "train.activation_checkpointing=full"
+    assert prepared("OverwritesProducts", "strategy=ddp", full).layout.name == "ddp"
 
 
-def test_what_is_large_is_looked_at_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    began = time.monotonic()
-    seen = take_first_step(config(), Wide())
-    assert not seen.with_numbers
-    assert Trait.LOSS_READS_PARAMETERS in {observation.trait for observation in seen.observations}
-    assert time.monotonic() - began < 60  # on real numbers its four billion parameters would take 16 GB
+def test_a_large_model_is_examined_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = time.monotonic()
+    first = take_first_step(config(), Wide())
+    assert not first.with_numbers
+    assert Trait.LOSS_READS_PARAMETERS in {observation.trait for observation in first.observations}
+    # With real numbers, its four billion parameters would take 16 GB.
+    assert time.monotonic() - start < 60
     monkeypatch.setattr(first_step, "MAX_OPERATIONS", 0.0)
     assert not take_first_step(config(), Chain()).with_numbers
 
 
-def test_what_the_task_raises_is_left_to_the_workers(tmp_path: Path) -> None:
-    wanted = config("task=tests.tasks:Raises")
-    assert take_first_step(wanted, read_task(wanted)).observations == ()
+def test_an_exception_of_the_task_is_left_to_the_workers(tmp_path: Path) -> None:
+    run_config = config("task=tests.tasks:Raises")
+    assert take_first_step(run_config, read_task(run_config)).observations == ()

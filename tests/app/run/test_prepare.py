@@ -1,4 +1,4 @@
-"""What is known and refused before a worker starts: layouts, batches and models that cannot work."""
+"""Layouts, batches and models that cannot work are refused before a worker starts."""
 
 from pathlib import Path
 
@@ -15,62 +15,110 @@ from tests.chain import config
 pytestmark = pytest.mark.pure
 
 PIPELINE = ["strategy=pipeline", "parallel.pp=2"]
-INTERLEAVED = ["parallel.schedule=interleaved_1f1b", "parallel.chunks=2", "train.micro_batch_size=6"]
+INTERLEAVED = [
+    "parallel.schedule=interleaved_1f1b",
+    "parallel.chunks=2",
+    "train.micro_batch_size=6",
+]
 TRACED = ["parallel.trace_step=50", "train.steps=5", "train.micro_batch_size=4"]
 WRONG = "task=tests.chain:Wrong"
 SPLIT = ["strategy=context", "parallel.cp=2"]
 RING = [*SPLIT, "parallel.context=ring"]
 GPT = ["task=language_modelling", "task_args={data: strategies/fsdp.py, n_layers: 1, d_model: 96}"]
-TWO_THIRDS = int(psutil.virtual_memory().total / PICK_BYTES * 2 / 3) // 2 * 2  # of this machine's memory
+TOO_MANY = int(psutil.virtual_memory().total / PICK_BYTES * 2 / 3) // 2 * 2
+"""A batch whose order of samples would take two thirds of this machine's memory."""
 
 
-def prepared(*more: str) -> Prepared:
-    wanted = config(*more)
-    return prepare(wanted, read_task(wanted), wanted.parallel.pp or 2, devices_per_node=2)
+def prepared(*overrides: str) -> Prepared:
+    """The run prepared for two workers, or one per stage of its pipeline."""
+    run_config = config(*overrides)
+    return prepare(
+        run_config, read_task(run_config), run_config.parallel.pp or 2, devices_per_node=2
+    )
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("overrides", "message"),
     [
         (["strategy=ddp", "train.global_batch_size=2"], "computes one sample per step"),
         (["strategy=ddp", "train.global_batch_size=10000"], "but the data has"),
-        ([*PIPELINE, *TRACED], "parallel.trace_step is 50, but the run has 5 steps: no step is traced"),
-        (["strategy=ddp", "train.steps=5", "schedule.warmup_steps=9"], "is 9, but the run has 5 steps: the learning"),
+        (
+            [*PIPELINE, *TRACED],
+            "parallel.trace_step is 50, but the run has 5 steps: no step is traced",
+        ),
+        (
+            ["strategy=ddp", "train.steps=5", "schedule.warmup_steps=9"],
+            "is 9, but the run has 5 steps: the learning",
+        ),
     ],
 )
-def test_remarks_on_the_batch_and_the_length(more: list[str], said: str) -> None:
-    (note,) = prepared(*more).notes
-    assert said in note and not prepared("strategy=ddp", "train.global_batch_size=16").notes
+def test_an_odd_batch_or_length_gets_a_note(overrides: list[str], message: str) -> None:
+    (note,) = prepared(*overrides).notes
+    assert message in note
+    assert not prepared("strategy=ddp", "train.global_batch_size=16").notes
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("overrides", "message"),
     [
-        ([*PIPELINE, "parallel.pp=5"], "parallel.pp is 5, but the model has only 4 blocks: write at most 4"),
-        ([*PIPELINE, *INTERLEAVED], "groups of 2, one per stage, but a step has 3: .*schedule=1f1b, which takes any"),
+        (
+            [*PIPELINE, "parallel.pp=5"],
+            "parallel.pp is 5, but the model has only 4 blocks: write at most 4",
+        ),
+        (
+            [*PIPELINE, *INTERLEAVED],
+            "groups of 2, one per stage, but a step has 3: .*schedule=1f1b, which takes any",
+        ),
         ([WRONG, "task_args.what=empty", "strategy=ddp"], "Sequential has no parameters"),
-        ([WRONG, "task_args.what=misnamed", "strategy=fsdp"], r"names the block 'bloks.1'.*did you mean blocks.1"),
-        ([WRONG, "task_args.what=fork", "strategy=tensor"], r"'blocks.\*.upp' matches no module of Net"),
+        (
+            [WRONG, "task_args.what=misnamed", "strategy=fsdp"],
+            r"names the block 'bloks.1'.*did you mean blocks.1",
+        ),
+        (
+            [WRONG, "task_args.what=fork", "strategy=tensor"],
+            r"'blocks.\*.upp' matches no module of Net",
+        ),
         ([WRONG, "task_args.what=fork", *PIPELINE], "blocks.1 does not use what blocks.0 puts out"),
         ([WRONG, "task_args.what=misnamed", *PIPELINE, "parallel.schedule=zbv"], "names the block"),
         ([WRONG, "task_args.what=twice", *PIPELINE], "the task calls the model twice"),
         ([WRONG, "task_args.what=twice in metrics", *PIPELINE], "the task calls the model twice"),
-        ([*GPT, *RING, "task_args.sequence_length=130"], "130 tokens.*4 equal pieces: write a sequence length of 128"),
-        ([*GPT, "strategy=fsdp", "parallel.ep=2"], "parallel.ep is 2, but GPT has no experts that can be split"),
-        ([*GPT, *SPLIT, "parallel.context=ulysses", "task_args.n_heads=3"], "3 heads over .* = 2 .*context=ring"),
-        ([WRONG, "task_args.what=fork", *SPLIT], "Net cannot be told where in the sequence its tokens are"),
-        ([WRONG, "task_args.what=own generator", *PIPELINE], "a random generator of its own.*2 workers need the same"),
-        (["strategy=ddp", f"train.global_batch_size={TWO_THIRDS}"], "samples on a machine take .* GB, and this one"),
+        (
+            [*GPT, *RING, "task_args.sequence_length=130"],
+            "130 tokens.*4 equal pieces: write a sequence length of 128",
+        ),
+        (
+            [*GPT, "strategy=fsdp", "parallel.ep=2"],
+            "parallel.ep is 2, but GPT has no experts that can be split",
+        ),
+        (
+            [*GPT, *SPLIT, "parallel.context=ulysses", "task_args.n_heads=3"],
+            "3 heads over .* = 2 .*context=ring",
+        ),
+        (
+            [WRONG, "task_args.what=fork", *SPLIT],
+            "Net cannot be told where in the sequence its tokens are",
+        ),
+        (
+            [WRONG, "task_args.what=own generator", *PIPELINE],
+            "a random generator of its own.*2 workers need the same",
+        ),
+        (
+            ["strategy=ddp", f"train.global_batch_size={TOO_MANY}"],
+            "samples on a machine take .* GB, and this one",
+        ),
     ],
 )
-def test_what_does_not_fit_the_model_is_known_before_a_worker_starts(more: list[str], said: str) -> None:
-    with pytest.raises((LayoutError, UserError), match=said):
-        prepared(*more)
+def test_a_layout_that_does_not_fit_the_model_is_refused(
+    overrides: list[str], message: str
+) -> None:
+    with pytest.raises((LayoutError, UserError), match=message):
+        prepared(*overrides)
 
 
 def test_a_deepspeed_file_is_read_before_a_worker_starts(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     file.write_text('{"zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam"}}')
-    wanted = config(f"parallel.deepspeed={file}", "strategy=ddp")
-    with pytest.raises(LayoutError, match="the DeepSpeed configuration sets optimizer, which the experiment decides"):
-        check(choose("deepspeed", 2), strategy_options(wanted))
+    run_config = config(f"parallel.deepspeed={file}", "strategy=ddp")
+    message = "the DeepSpeed configuration sets optimizer, which the experiment decides"
+    with pytest.raises(LayoutError, match=message):
+        check(choose("deepspeed", 2), strategy_options(run_config))

@@ -1,4 +1,4 @@
-"""How commands end when they are asked to, and when nobody reads what they print; each is a process of its own."""
+"""How commands end on signals, and when nobody reads their output; each runs in a process."""
 
 import os
 import signal
@@ -14,59 +14,83 @@ import pytest
 
 from tests.running import POINTS, ROOT, Lines, committed, environment, wait_until
 
-TERM, HUP, INT = signal.SIGTERM, signal.SIGHUP, signal.SIGINT
-LOCAL = ["train", *POINTS, "launcher=local", "tracking.enabled=false", "train.steps=100000", "run.name=run"]
+TERM = signal.SIGTERM
+HUP = signal.SIGHUP
+INT = signal.SIGINT
+LOCAL = [
+    "train",
+    *POINTS,
+    "launcher=local",
+    "tracking.enabled=false",
+    "train.steps=100000",
+    "run.name=run",
+]
 SLOW = ["task_args.step_seconds=0.02", "checkpoint.every_seconds=null"]
 PROGRAM = [sys.executable, "-m", "app"]
 
 
-def begin(*words: str, program: list[str] | None = None, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """The command in a process group of its own, as a scheduler starts it."""
+def begin(
+    *arguments: str, program: list[str] | None = None, env: dict[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Starts the command in a new process group, as a scheduler does."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    command = [*(program or PROGRAM), *words]
-    return subprocess.Popen(command, cwd=ROOT, env=env or environment(), text=True, start_new_session=True, **streams)
+    command = [*(program or PROGRAM), *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env or environment(), text=True, start_new_session=True, **streams
+    )
 
 
-def wait_until_caught(process: subprocess.Popen[str], number: int) -> None:
-    """Returns when the process has a handler for the signal, as Linux tells (proc(5), SigCgt); within a minute."""
+def wait_until_caught(process: subprocess.Popen[str], signal_number: int) -> None:
+    """Waits up to a minute for the process to have a handler of the signal (proc(5), SigCgt)."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         status = Path(f"/proc/{process.pid}/status").read_text()
         (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
-        if int(caught, 16) >> (number - 1) & 1:
+        if int(caught, 16) >> (signal_number - 1) & 1:
             return
         time.sleep(0.02)
-    raise AssertionError(f"the command has set no handler for {signal.Signals(number).name} in a minute")
+    name = signal.Signals(signal_number).name
+    raise AssertionError(f"the command has set no handler for {name} in a minute")
 
 
 SLOW_TOO = pytest.mark.slow
-"""Of rows whose path another row takes in `make test`: each starts a command."""
+"""For rows that test much the same as another row of `make test`, and start a command."""
 
 
-@pytest.mark.parametrize("number", [TERM, *(pytest.param(one, marks=SLOW_TOO) for one in (HUP, INT))])
-def test_the_whole_group_is_signalled_while_it_trains(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "signal_number", [TERM, *(pytest.param(number, marks=SLOW_TOO) for number in (HUP, INT))]
+)
+def test_training_stops_when_its_process_group_gets_a_signal(
+    signal_number: int, tmp_path: Path
+) -> None:
     process = begin(*LOCAL, *SLOW, f"run.storage={tmp_path}")
     lines = Lines(process)
     lines.when("step 1/")
-    os.killpg(process.pid, number)
-    os.killpg(process.pid, number)  # as `timeout` does: its child, then the group that both are in
+    os.killpg(process.pid, signal_number)
+    os.killpg(process.pid, signal_number)  # `timeout` too signals twice: its child, then the group
     assert process.wait(120) == 130, lines.text
     lines.when("run the same command again to continue")
     assert committed(tmp_path / "run")
 
 
-@pytest.mark.parametrize("seconds", [0.8, *(pytest.param(other, marks=SLOW_TOO) for other in (0.0, 0.4, 1.6, 2.4))])
-@pytest.mark.parametrize("number", [TERM, pytest.param(HUP, marks=SLOW_TOO)])
-def test_a_command_that_starts_is_ended_at_any_moment(number: int, seconds: float, tmp_path: Path) -> None:
-    """From when it has set its handlers on; most of this time it imports, where an exception that a signal's handler
-    raises would be lost."""
+@pytest.mark.parametrize(
+    "seconds", [0.8, *(pytest.param(delay, marks=SLOW_TOO) for delay in (0.0, 0.4, 1.6, 2.4))]
+)
+@pytest.mark.parametrize("signal_number", [TERM, pytest.param(HUP, marks=SLOW_TOO)])
+def test_a_command_that_starts_is_ended_at_any_moment(
+    signal_number: int, seconds: float, tmp_path: Path
+) -> None:
+    """At any moment after it has set its signal handlers.
+
+    Most of that time it imports modules, where an exception of a signal handler would be lost.
+    """
     process = begin(*LOCAL, *SLOW, f"run.storage={tmp_path}")
     lines = Lines(process)
-    wait_until_caught(process, number)
+    wait_until_caught(process, signal_number)
     time.sleep(seconds)
-    process.send_signal(number)
+    process.send_signal(signal_number)
     assert process.wait(60) == 130, lines.text
-    lines.when(signal.Signals(number).name if "training run" not in lines.text else "stop")
+    lines.when(signal.Signals(signal_number).name if "training run" not in lines.text else "stop")
     assert "Traceback" not in lines.text
     assert "Exception ignored" not in lines.text
 
@@ -110,7 +134,7 @@ Finalizer()
 """
 
 
-def test_a_process_that_does_not_end_when_asked_is_ended() -> None:
+def test_a_process_that_does_not_end_in_time_is_killed() -> None:
     process = begin(program=[sys.executable, "-c", LOST])
     lines = Lines(process)
     lines.when("waits")
@@ -120,11 +144,9 @@ def test_a_process_that_does_not_end_when_asked_is_ended() -> None:
 
 
 def test_under_nohup_a_run_outlives_its_terminal(tmp_path: Path) -> None:
-    program = [
-        sys.executable,
-        "-c",
-        "import signal, os, sys; signal.signal(1, signal.SIG_IGN); os.execv(*sys.argv[1:2], sys.argv[1:])",
-    ]
+    nohup = "import signal, os, sys; signal.signal(1, signal.SIG_IGN)"
+    nohup += "; os.execv(*sys.argv[1:2], sys.argv[1:])"
+    program = [sys.executable, "-c", nohup]
     process = begin(*PROGRAM, *LOCAL, *SLOW, f"run.storage={tmp_path}", program=program)
     lines = Lines(process)
     lines.when("step 1/")
@@ -135,82 +157,107 @@ def test_under_nohup_a_run_outlives_its_terminal(tmp_path: Path) -> None:
     assert process.wait(60) == 130, lines.text
 
 
-# --- a Ray of the command's own -------------------------------------------------------------------------------------
+# --- a Ray that the command starts ----------------------------------------------------------------
 
-OWN_RAY = [*POINTS, "tracking.enabled=false", "train.steps=100000", "run.name=run", "workers=2", "strategy=ddp", *SLOW]
+PRIVATE_RAY = [
+    *POINTS,
+    "tracking.enabled=false",
+    "train.steps=100000",
+    "run.name=run",
+    "workers=2",
+    "strategy=ddp",
+    *SLOW,
+]
 
 
-def group(process: subprocess.Popen[str]) -> None:
-    """As `timeout`, a shell and CI do."""
+def end_group(process: subprocess.Popen[str]) -> None:
+    """Signals the process group, as `timeout`, a shell and CI do."""
     os.killpg(process.pid, TERM)
 
 
-def all_processes(process: subprocess.Popen[str]) -> None:
-    """As systemd and Slurm do."""
+def end_all_processes(process: subprocess.Popen[str]) -> None:
+    """Signals every process, as systemd and Slurm do."""
     command = psutil.Process(process.pid)
     for each in [*command.children(recursive=True), command]:
         each.send_signal(TERM)
 
 
-def command_alone(process: subprocess.Popen[str]) -> None:
+def kill_command_alone(process: subprocess.Popen[str]) -> None:
     process.kill()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("act", "code"), [(group, 130), (all_processes, 130), (command_alone, -signal.SIGKILL)])
-def test_ray_outlives_what_ends_its_command_and_never_the_command(
-    act: Callable[[Any], None], code: int, tmp_path: Path
+@pytest.mark.parametrize(
+    ("end", "exit_code"),
+    [(end_group, 130), (end_all_processes, 130), (kill_command_alone, -signal.SIGKILL)],
+)
+def test_ray_lives_until_its_command_has_ended_and_no_longer(
+    end: Callable[[Any], None], exit_code: int, tmp_path: Path
 ) -> None:
-    process = begin("train", *OWN_RAY, f"run.storage={tmp_path}")
+    process = begin("train", *PRIVATE_RAY, f"run.storage={tmp_path}")
     lines = Lines(process)
     lines.when("step 1/")
     tree = psutil.Process(process.pid).children(recursive=True)
     assert {"gcs_server", "raylet"} <= {each.name() for each in tree}
-    act(process)
-    assert process.wait(120) == code, lines.text
-    assert bool(committed(tmp_path / "run")) == (code == 130), lines.text
-    wait_until(lambda: not [each for each in tree if each.is_running() and each.status() != psutil.STATUS_ZOMBIE], 30)
+
+    def is_alive(each: psutil.Process) -> bool:
+        return each.is_running() and each.status() != psutil.STATUS_ZOMBIE
+
+    end(process)
+    assert process.wait(120) == exit_code, lines.text
+    assert bool(committed(tmp_path / "run")) == (exit_code == 130), lines.text
+    wait_until(lambda: not any(is_alive(each) for each in tree), 30)
 
 
 @pytest.mark.slow
 def test_a_worker_that_crashes_at_the_same_step_again_is_given_up(tmp_path: Path) -> None:
-    words = [word for word in OWN_RAY if not word.startswith("task")]
-    words = [word for word in words if not word.startswith("task_args")] + ["task=tests.tasks:Crashes"]
-    process = begin("train", *words, f"run.storage={tmp_path}")
+    overrides = [word for word in PRIVATE_RAY if not word.startswith("task")]
+    overrides.append("task=tests.tasks:Crashes")
+    process = begin("train", *overrides, f"run.storage={tmp_path}")
     lines = Lines(process)
     assert process.wait(200) == 1, lines.text
     lines.when("by SIGSEGV (it used memory that is not its own)")
     lines.when("for the second time and no step further: trying again would not help")
-    assert lines.text.count("starting again from the last checkpoint") <= 2, "the driver's step lags by a report"
+    restarts = lines.text.count("starting again from the last checkpoint")
+    assert restarts <= 2, "two, since the step that the driver knows lags by a report"
 
 
-# --- nobody reads ---------------------------------------------------------------------------------------------------
+# --- output that nobody reads ---------------------------------------------------------------------
 
 
 def shell(command: str) -> subprocess.CompletedProcess[str]:
     env = environment(TRIREME=" ".join(PROGRAM))
-    return subprocess.run(["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    )
 
 
-@pytest.mark.parametrize("command", ["--help", "config experiments/mnist.yaml", "runs {}", "doctor --help"])
-def test_a_reader_that_has_read_enough_ends_no_command(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command", ["--help", "config experiments/mnist.yaml", "runs {}", "doctor --help"]
+)
+def test_a_closed_pipe_is_no_error_of_a_command(command: str, tmp_path: Path) -> None:
     done = shell(f"$TRIREME {command.format(tmp_path)} | head -0; echo ${{PIPESTATUS[0]}}")
-    assert done.stdout == "0\n" and "Traceback" not in done.stderr and "Broken" not in done.stderr, done
+    assert done.stdout == "0\n"
+    assert "Traceback" not in done.stderr
+    assert "Broken" not in done.stderr, done
 
 
-def test_training_goes_on_when_nobody_reads_about_it_any_more(tmp_path: Path) -> None:
-    words = " ".join([*LOCAL, "train.steps=20", f"run.storage={tmp_path}"])
-    done = shell(f"$TRIREME {words} 2>&1 | head -1; echo ${{PIPESTATUS[0]}}")
+def test_training_continues_when_nobody_reads_its_output(tmp_path: Path) -> None:
+    arguments = " ".join([*LOCAL, "train.steps=20", f"run.storage={tmp_path}"])
+    done = shell(f"$TRIREME {arguments} 2>&1 | head -1; echo ${{PIPESTATUS[0]}}")
     assert done.stdout.splitlines()[-1] == "0", done
     assert committed(tmp_path / "run") == [20]
 
 
 @pytest.mark.parametrize(
-    "closed", [*(pytest.param(one, marks=SLOW_TOO) for one in (">&-", "2>&-", "<&-")), "<&- >&- 2>&-"]
+    "closed",
+    [*(pytest.param(each, marks=SLOW_TOO) for each in (">&-", "2>&-", "<&-")), "<&- >&- 2>&-"],
 )
-def test_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
-    words = " ".join([*LOCAL, "train.steps=20", f"run.storage={tmp_path}"])
-    done = shell(f"$TRIREME {words} {closed}")
+def test_training_runs_with_closed_streams(closed: str, tmp_path: Path) -> None:
+    arguments = " ".join([*LOCAL, "train.steps=20", f"run.storage={tmp_path}"])
+    done = shell(f"$TRIREME {arguments} {closed}")
     assert done.returncode == 0, done
     assert committed(tmp_path / "run") == [20]
-    assert "step" not in (tmp_path / "run" / "run.json").read_text().partition("summary")[0].replace('"steps"', "")
+    manifest = (tmp_path / "run" / "run.json").read_text()
+    before_summary, _, _ = manifest.partition("summary")
+    assert "step" not in before_summary.replace('"steps"', "")

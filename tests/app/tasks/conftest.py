@@ -1,4 +1,4 @@
-"""Data of the tasks' tests, and a model that somebody has trained."""
+"""Data for the tests of tasks, and a pretrained model in a folder."""
 
 import json
 from pathlib import Path
@@ -11,14 +11,20 @@ from app.tasks import load_task
 
 @pytest.fixture
 def data(tmp_path: Path, text: str, own_cache: Path) -> Path:
-    """A folder with text.txt, reviews.csv, conversations in talk.jsonl and pairs of texts in pairs.csv."""
-    rows = [f"{'good' if i % 2 else 'bad'} {'day ' * (1 + i * 7 % 5)},{'yes' if i % 2 else 'no'}" for i in range(40)]
+    """A folder with text.txt, reviews.csv, talk.jsonl (conversations) and pairs.csv (of texts)."""
+    rows = []
+    for i in range(40):
+        mood, label = ("good", "yes") if i % 2 else ("bad", "no")
+        rows.append(f"{mood} {'day ' * (1 + i * 7 % 5)},{label}")
     (tmp_path / "reviews.csv").write_text("\n".join(["text,label", *rows, ",yes", "lost,"]) + "\n")
-    talk = [
-        [{"role": "user", "content": f"{i} + {i}?"}, {"role": "assistant", "content": f"it is {2 * i}"}] * (1 + i % 3)
-        for i in range(24)
-    ]
-    (tmp_path / "talk.jsonl").write_text("\n".join(json.dumps({"messages": each}) for each in talk))
+    conversations = []
+    for i in range(24):
+        question = {"role": "user", "content": f"{i} + {i}?"}
+        answer = {"role": "assistant", "content": f"it is {2 * i}"}
+        conversations.append([question, answer] * (1 + i % 3))
+    (tmp_path / "talk.jsonl").write_text(
+        "\n".join(json.dumps({"messages": messages}) for messages in conversations)
+    )
     pairs = [f"count to {i},{' '.join(map(str, range(i % 7)))}." for i in range(24)]
     (tmp_path / "pairs.csv").write_text("\n".join(["text,target", *pairs]))
     return tmp_path
@@ -26,10 +32,21 @@ def data(tmp_path: Path, text: str, own_cache: Path) -> Path:
 
 @pytest.fixture
 def base(data: Path) -> Path:
-    """The same with somebody's Llama in `base`."""
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 32}
-    config = sizes | {"num_key_value_heads": 2, "vocab_size": 264}
-    args = {"model": "llama", "config": config, "data": str(data / "text.txt"), "sequence_length": 8}
+    """The folder of `data` with a pretrained Llama in `base`."""
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 32,
+        "num_key_value_heads": 2,
+        "vocab_size": 264,
+    }
+    args = {
+        "model": "llama",
+        "config": sizes,
+        "data": str(data / "text.txt"),
+        "sequence_length": 8,
+    }
     task = load_task("huggingface", args)
     seed_everything(5)
     task.build_model().save_pretrained(data / "base")  # type: ignore[operator]

@@ -1,5 +1,6 @@
-"""Images that tasks get from people: learnt as they are meant, or answered with one sentence."""
+"""Images as users have them: each is read as it is meant, or refused with one sentence."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,31 @@ PIXELS = np.random.RandomState(0).randint(0, 255, (40, 8, 8)).astype(np.uint8)
 LABELS = np.arange(40) % 2
 
 
-def images(path: Path, pixels: Any = PIXELS, labels: Any = LABELS, **more: Any) -> Any:
+def images(path: Path, pixels: Any = PIXELS, labels: Any = LABELS, **task_args: Any) -> Any:
+    """A task on these images, written to a .npz or .pt file."""
     content = {"images": pixels, "labels": labels}
-    np.savez(path, **content) if path.suffix == ".npz" else torch.save(content, path)
-    return load_task("image_classification", {"data": str(path), "model": "mlp", **more})
+    if path.suffix == ".npz":
+        np.savez(path, **content)
+    else:
+        torch.save(content, path)
+    return load_task("image_classification", {"data": str(path), "model": "mlp", **task_args})
 
 
 def colours(*, axis: int, count: int = 3, pixels: np.ndarray = PIXELS) -> np.ndarray:
+    """Images with `count` equal channels along an axis."""
     return np.stack([pixels] * count, axis)
 
 
-@pytest.mark.parametrize("kind", ["u2", "u4", "u8", "i2", "i8", "f2", "f4", "f8", ">u2", ">f4", ">i8", "g"])
-def test_pixels_of_every_type(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["u2", "u4", "u8", "i2", "i8", "f2", "f4", "f8", ">u2", ">f4", ">i8", "g"]
+)
+def test_pixels_of_every_type_are_read(tmp_path: Path, kind: str) -> None:
     expected = images(tmp_path / "a.npz", augment_shift=1)
     task = images(tmp_path / "b.npz", PIXELS.astype(kind), LABELS.astype(kind), augment_shift=1)
     for picks in ([(0, 0), (1, 1)], [(31, 7)]):
-        (inputs, targets), (same, labels) = (fetch(each.train_data(), picks) for each in (task, expected))
-        assert torch.allclose(inputs, same, atol=1e-5) and torch.equal(targets, labels)
+        inputs, targets = fetch(task.train_data(), picks)
+        expected_inputs, labels = fetch(expected.train_data(), picks)
+        assert torch.allclose(inputs, expected_inputs, atol=1e-5) and torch.equal(targets, labels)
 
 
 TENSOR = torch.from_numpy(PIXELS)
@@ -39,13 +48,21 @@ TENSOR = torch.from_numpy(PIXELS)
 
 @pytest.mark.parametrize(
     "pixels",
-    [TENSOR.float().requires_grad_(), TENSOR.bfloat16(), TENSOR.float().to_sparse(), list(TENSOR), PIXELS.tolist()],
+    [
+        TENSOR.float().requires_grad_(),
+        TENSOR.bfloat16(),
+        TENSOR.float().to_sparse(),
+        list(TENSOR),
+        PIXELS.tolist(),
+    ],
     ids=["with gradients", "bfloat16", "sparse", "list of tensors", "lists"],
 )
-def test_tensors_of_every_kind(tmp_path: Path, pixels: Any) -> None:
+def test_tensors_of_every_kind_are_read(tmp_path: Path, pixels: Any) -> None:
     task = images(tmp_path / "a.pt", pixels, LABELS.tolist())
     expected = images(tmp_path / "a.npz")
-    assert torch.allclose(fetch(task.train_data(), [(0, 0)])[0], fetch(expected.train_data(), [(0, 0)])[0], atol=1e-5)
+    inputs, _ = fetch(task.train_data(), [(0, 0)])
+    expected_inputs, _ = fetch(expected.train_data(), [(0, 0)])
+    assert torch.allclose(inputs, expected_inputs, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -60,11 +77,14 @@ def test_tensors_of_every_kind(tmp_path: Path, pixels: Any) -> None:
         (colours(axis=-1, pixels=PIXELS[:, :, :6]), (3, 8, 6)),
     ],
 )
-def test_where_channels_are(tmp_path: Path, pixels: np.ndarray, shape: tuple[int, ...]) -> None:
-    assert fetch(images(tmp_path / "a.npz", pixels).train_data(), [(0, 0)])[0].shape[1:] == shape
+def test_the_axis_of_channels_is_recognized(
+    tmp_path: Path, pixels: np.ndarray, shape: tuple[int, ...]
+) -> None:
+    inputs, _ = fetch(images(tmp_path / "a.npz", pixels).train_data(), [(0, 0)])
+    assert inputs.shape[1:] == shape
 
 
-def test_labels_that_are_true_and_false_and_a_channel_that_never_changes(tmp_path: Path) -> None:
+def test_boolean_labels_and_a_constant_channel_are_read(tmp_path: Path) -> None:
     constant = np.stack([PIXELS / 255, np.full(PIXELS.shape, 0.1)], 1)
     task = images(tmp_path / "a.npz", constant, LABELS.astype(bool))
     inputs, targets = fetch(task.train_data(), [(i, i) for i in range(8)])
@@ -72,6 +92,7 @@ def test_labels_that_are_true_and_false_and_a_channel_that_never_changes(tmp_pat
 
 
 def ragged() -> np.ndarray:
+    """Two images of different sizes."""
     return np.array([PIXELS[0], PIXELS[0, :4]], dtype=object)
 
 
@@ -94,28 +115,34 @@ BAD_IMAGES: list[tuple[Any, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("pixels", "labels", "says"), BAD_IMAGES)
+@pytest.mark.parametrize(("pixels", "labels", "message"), BAD_IMAGES)
 @pytest.mark.filterwarnings("error")
-def test_images_that_teach_nothing(tmp_path: Path, pixels: Any, labels: Any, says: str) -> None:
-    assert says in refusal(lambda: images(tmp_path / "a.npz", pixels, labels), tmp_path)
+def test_images_that_cannot_be_learnt_are_refused(
+    tmp_path: Path, pixels: Any, labels: Any, message: str
+) -> None:
+    assert message in refusal(lambda: images(tmp_path / "a.npz", pixels, labels), tmp_path)
 
 
-def test_tensors_that_are_no_arrays(tmp_path: Path) -> None:
-    for odd in ([TENSOR[0], TENSOR[0, :4]] * 20, TENSOR.float().to(torch.float8_e4m3fn)):
-        says = refusal(lambda each=odd: images(tmp_path / "a.pt", each, LABELS.tolist()), tmp_path)
-        assert "that is no array of numbers" in says
-    assert "other things than tensors, such as NumPy's" in refusal(lambda: images(tmp_path / "a.pt"), tmp_path)
+def test_tensors_that_are_no_arrays_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.pt"
+    for pixels in ([TENSOR[0], TENSOR[0, :4]] * 20, TENSOR.float().to(torch.float8_e4m3fn)):
+        message = refusal(partial(images, file, pixels, LABELS.tolist()), tmp_path)
+        assert "that is no array of numbers" in message
+    message = refusal(lambda: images(file), tmp_path)
+    assert "other things than tensors, such as NumPy's" in message
 
 
-def test_folders_and_files_of_pictures(tmp_path: Path) -> None:
+def test_folders_and_files_of_pictures_are_refused(tmp_path: Path) -> None:
     def read(path: Path) -> Any:
         return load_task("image_classification", {"data": str(path)})
 
     (tmp_path / "cats").mkdir()
     (tmp_path / "cats" / "one.JPG").write_bytes(b"\xff\xd8 damaged")
-    says = refusal(lambda: read(tmp_path), tmp_path)
-    assert "is a folder of pictures (cats/one.JPG), which are not read; write them into a .npz" in says
-    assert "is not image data but one picture" in refusal(lambda: read(tmp_path / "cats" / "one.JPG"), tmp_path)
+    message = refusal(lambda: read(tmp_path), tmp_path)
+    expected = "is a folder of pictures (cats/one.JPG), which are not read; write them into a .npz"
+    assert expected in message
+    message = refusal(lambda: read(tmp_path / "cats" / "one.JPG"), tmp_path)
+    assert "is not image data but one picture" in message
     for name in ("empty.npz", "empty.pt"):
         (tmp_path / name).write_bytes(b"")
-        assert "cannot be read" in refusal(lambda each=name: read(tmp_path / each), tmp_path)
+        assert "cannot be read" in refusal(partial(read, tmp_path / name), tmp_path)

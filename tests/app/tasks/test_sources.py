@@ -1,4 +1,4 @@
-"""Code that has changed under a run: which of a person's own files and definitions, since which step."""
+"""Code of a task that changes while its run goes on: the files, definitions and step are told."""
 
 import json
 import subprocess
@@ -35,10 +35,15 @@ class Mine(Task):
         import lazily
         return {factor} * nn.functional.mse_loss(model(batch[0]), batch[1]) * lazily.ONE
 """
+NETS = """from .layers import layer
+from torch import nn
+
+build = lambda: nn.Sequential(layer())
+"""
 FILES = {
     "my_task.py": TASK.format(factor=1, extra=""),
     "parts/__init__.py": "",
-    "parts/nets.py": "from .layers import layer\nfrom torch import nn\n\nbuild = lambda: nn.Sequential(layer())\n",
+    "parts/nets.py": NETS,
     "parts/layers.py": "from torch import nn\n\ndef layer():\n    return nn.Linear(4, 1)\n",
     "lazily.py": "ONE = 1.0\n",
     "unused.py": "TWO = 2.0\n",
@@ -47,6 +52,7 @@ FILES = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    """A user's folder with a task in several files."""
     for name, text in FILES.items():
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
@@ -55,7 +61,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """As a process finds them that starts in that folder."""
+    """The digests of the task's sources, as a process that starts in the folder finds them."""
     code = (
         "import json; from app.tasks import load_task; from app.tasks.sources import task_sources;"
         "print(json.dumps(task_sources(load_task('my_task:Mine', {}))))"
@@ -73,29 +79,37 @@ def digests(folder: Path) -> dict[str, str]:
 
 def test_a_tasks_own_files_are_digested_and_no_others(folder: Path, tmp_path: Path) -> None:
     before = digests(folder)
-    assert list(before) == ["lazily.py", "my_task.py", "parts/__init__.py", "parts/layers.py", "parts/nets.py"]
+    assert list(before) == [
+        "lazily.py",
+        "my_task.py",
+        "parts/__init__.py",
+        "parts/layers.py",
+        "parts/nets.py",
+    ]
     (folder / "unused.py").write_text("TWO = 3.0\n")
-    assert digests(folder) == before, "a file that the task does not import says nothing"
-    (folder / "parts" / "layers.py").write_text(FILES["parts/layers.py"].replace("Linear(4, 1)", "Linear(4, 1, False)"))
+    assert digests(folder) == before, "a file that the task does not import does not count"
+    layers = FILES["parts/layers.py"].replace("Linear(4, 1)", "Linear(4, 1, False)")
+    (folder / "parts" / "layers.py").write_text(layers)
     (folder / "my_task.py").write_text(TASK.format(factor=10, extra="import unused"))
     (folder / "lazily.py").write_text("ONE = 1.0\n".replace("\n", "\r\n"))
-    found = digests(folder)
-    assert changes(before, found) == ["my_task.py", "parts/layers.py", "unused.py (new)"]
-    assert changes(found, before) == ["my_task.py", "parts/layers.py", "unused.py (no longer used)"]
+    after = digests(folder)
+    assert changes(before, after) == ["my_task.py", "parts/layers.py", "unused.py (new)"]
+    assert changes(after, before) == ["my_task.py", "parts/layers.py", "unused.py (no longer used)"]
     moved = tmp_path / "elsewhere"
     moved.mkdir()
     for name in FILES:
         (moved / name).parent.mkdir(exist_ok=True)
         (moved / name).write_bytes((folder / name).read_bytes())
-    assert digests(moved) == found, "shipped to another folder, the files have the same names"
+    assert digests(moved) == after, "in another folder, the files have the same names"
 
 
-def test_installed_code_and_built_in_tasks_are_nobodys_own(folder: Path) -> None:
+def test_installed_code_and_built_in_tasks_are_not_digested(folder: Path) -> None:
     assert task_sources(load_task("tabular", {"data": "diamonds", "target": "price"})) == {}
     installed = folder / "site-packages"
     installed.mkdir()
     (folder / "parts").rename(installed / "parts")
-    (folder / "my_task.py").write_text("import sys; sys.path.append('site-packages')\n" + FILES["my_task.py"])
+    first_line = "import sys; sys.path.append('site-packages')\n"
+    (folder / "my_task.py").write_text(first_line + FILES["my_task.py"])
     assert list(digests(folder)) == ["lazily.py", "my_task.py"]
 
 
@@ -128,14 +142,14 @@ def unused():
 
 
 def in_a_notebook(text: str) -> Any:
-    """The class that cells define, as `__main__` has it."""
+    """The task class that cells of a notebook define in `__main__`."""
     cells: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(textwrap.dedent(text), "<cell>", "exec"), cells)
     return cells["Mine"]
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "expected"),
     [
         ("math.exp(x)", "10 * math.exp(x)", ["__main__.helper"]),
         ("FACTOR = 1.0", "FACTOR = 10.0", ["__main__.helper"]),
@@ -146,45 +160,74 @@ def in_a_notebook(text: str) -> Any:
         ("import math\n", "import math\n\n\n# another line\n", []),
     ],
 )
-def test_definitions_of_a_notebook_are_digested_with_what_they_use(old: str, new: str, told: list[str]) -> None:
-    before, after = (task_sources(in_a_notebook(text)()) for text in (NOTEBOOK, NOTEBOOK.replace(old, new)))
-    assert set(before) == {"__main__.Mine", "__main__.Mine.__dict__", "__main__.Net", "__main__.helper"}
-    assert changes(before, after) == told
+def test_definitions_of_a_notebook_are_digested_with_what_they_use(
+    old: str, new: str, expected: list[str]
+) -> None:
+    before = task_sources(in_a_notebook(NOTEBOOK)())
+    after = task_sources(in_a_notebook(NOTEBOOK.replace(old, new))())
+    assert set(before) == {
+        "__main__.Mine",
+        "__main__.Mine.__dict__",
+        "__main__.Net",
+        "__main__.helper",
+    }
+    assert changes(before, after) == expected
 
 
-def test_a_pickled_task_has_the_digest_of_the_one_that_was_defined() -> None:
-    kind = in_a_notebook(NOTEBOOK)
-    assert task_sources(cloudpickle.loads(cloudpickle.dumps(kind))()) == task_sources(kind())
+def test_a_pickled_task_keeps_its_digest() -> None:
+    task_class = in_a_notebook(NOTEBOOK)
+    unpickled = cloudpickle.loads(cloudpickle.dumps(task_class))
+    assert task_sources(unpickled()) == task_sources(task_class())
 
 
 def test_the_note_names_files_and_step_and_is_silent_where_nothing_is_known() -> None:
-    said = change_note({"a.py": "1", "b.py": "2"}, {"a.py": "3", "b.py": "2"}, 1200)
-    assert said.startswith("the task's code has changed since step 1,200: a.py; ") and "b.py" not in said
-    assert change_note({"a.py": "1"}, {"a.py": "1"}, 5) == change_note(None, {"a.py": "1"}, 5) == ""
+    note = change_note({"a.py": "1", "b.py": "2"}, {"a.py": "3", "b.py": "2"}, 1200)
+    assert note.startswith("the task's code has changed since step 1,200: a.py; ")
+    assert "b.py" not in note
+    assert change_note({"a.py": "1"}, {"a.py": "1"}, 5) == ""
+    assert change_note(None, {"a.py": "1"}, 5) == ""
 
 
-def train(folder: Path, *more: str) -> str:
-    given = ["task=my_task:Mine", "launcher=local", "run.name=changing", "train.global_batch_size=8", *more]
-    given += [f"tracking.uri=sqlite:///{folder}/mlflow.db"]
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1"}
+def train(folder: Path, *overrides: str) -> str:
+    """Trains the task in a process of its own, and returns the output."""
+    arguments = [
+        "task=my_task:Mine",
+        "launcher=local",
+        "run.name=changing",
+        "train.global_batch_size=8",
+        f"tracking.uri=sqlite:///{folder}/mlflow.db",
+        *overrides,
+    ]
+    environment = {
+        "PYTHONPATH": str(ROOT),
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(folder),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "app", "train", *given], cwd=folder, env=environment, capture_output=True, text=True
+        [sys.executable, "-m", "app", "train", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout + done.stderr
 
 
-def test_a_run_that_goes_on_with_other_code_says_so_and_mlflow_keeps_both(folder: Path) -> None:
+def test_a_run_resumed_with_other_code_says_so_and_mlflow_has_both(folder: Path) -> None:
     assert "code has changed" not in train(folder, "train.steps=4")
     manifest = json.loads((folder / "runs/changing/run.json").read_text())
     old = manifest["sources"]["my_task.py"]
     (folder / "my_task.py").write_text(TASK.format(factor=10, extra=""))
-    said = train(folder, "train.steps=8")
-    assert "note: the task's code has changed since step 4: my_task.py; " in said
-    assert "code has changed" not in train(folder, "train.steps=12"), "it was said, and all of it is the new code's"
+    output = train(folder, "train.steps=8")
+    assert "note: the task's code has changed since step 4: my_task.py; " in output
+    assert "code has changed" not in train(folder, "train.steps=12"), "it is said only once"
     manifest = json.loads((folder / "runs/changing/run.json").read_text())
     new = manifest["sources"]["my_task.py"]
     from mlflow.tracking import MlflowClient
 
     data = MlflowClient(f"sqlite:///{folder}/mlflow.db").get_run(manifest["mlflow_run_id"]).data
-    assert new != old and data.params["code.my_task.py"] == old and data.tags["trireme.param.code.my_task.py"] == new
+    assert new != old
+    assert data.params["code.my_task.py"] == old
+    assert data.tags["trireme.param.code.my_task.py"] == new

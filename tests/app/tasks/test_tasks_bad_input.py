@@ -1,4 +1,4 @@
-"""What a wrong task, or wrong arguments of one, are answered with: one sentence each."""
+"""The answers to a wrong task, or wrong arguments of one: one sentence each."""
 
 import sys
 from collections.abc import Iterator
@@ -72,8 +72,8 @@ FILES = {
 
 
 @pytest.fixture(autouse=True)
-def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder with data and tasks, in which the person has started trireme; nothing of it stays imported."""
+def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The user's folder, with data and tasks; its modules are forgotten afterwards."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
@@ -81,18 +81,34 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, content in FILES.items():
         (tmp_path / name).write_text(content)
     (tmp_path / "tokens.bin").write_bytes(np.arange(1000, dtype=np.uint16).tobytes())
-    images, labels = np.zeros((8, 8, 8), dtype=np.uint8), np.arange(8) % 4
-    for name, own in (("good", labels), ("one_class", 0 * labels)):
-        np.savez(tmp_path / f"{name}.npz", images=images, labels=own)
-    np.savez(tmp_path / "odd_test.npz", x_train=images, y_train=labels, x_test=images[:, :4], y_test=0 * labels)
-    np.savez(tmp_path / "new_label.npz", x_train=images, y_train=labels, x_test=images, y_test=np.arange(8))
+    images = np.zeros((8, 8, 8), dtype=np.uint8)
+    labels = np.arange(8) % 4
+    np.savez(tmp_path / "good.npz", images=images, labels=labels)
+    np.savez(tmp_path / "one_class.npz", images=images, labels=0 * labels)
+    np.savez(
+        tmp_path / "odd_test.npz",
+        x_train=images,
+        y_train=labels,
+        x_test=images[:, :4],
+        y_test=0 * labels,
+    )
+    np.savez(
+        tmp_path / "new_label.npz",
+        x_train=images,
+        y_train=labels,
+        x_test=images,
+        y_test=np.arange(8),
+    )
     yield
     for name in set(sys.modules) - before:
         if name.startswith("own_"):
             del sys.modules[name]
 
 
-IMAGES, TEXT, TABLE, MODEL = "image_classification", "language_modelling", "tabular", "huggingface"
+IMAGES = "image_classification"
+TEXT = "language_modelling"
+TABLE = "tabular"
+MODEL = "huggingface"
 LLAMA: dict[str, Any] = {"model": "llama", "config": GROUPED, "data": "text.txt"}
 CHAT = LLAMA | {"kind": "instructions"}
 PRICE = {"data": "table.csv", "target": "price"}
@@ -100,9 +116,13 @@ MIXED: dict[str, Any] = {"data": "text.txt", "mixture": {"n_experts": 2}}
 ROBERTA: dict[str, Any] = {"model": "roberta", "data": "table.csv", "config": SMALL}
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    # the task's name
+    # The name of the task.
     ("", {}, "no task is given; write task: image_classification, language_modelling"),
-    ("image_clasification", {}, "no task 'image_clasification' (did you mean 'image_classification'?)"),
+    (
+        "image_clasification",
+        {},
+        "no task 'image_clasification' (did you mean 'image_classification'?)",
+    ),
     ("own_tasks.Mine", {}, "import path of your own class as package.module:Class"),
     ("own_task:Mine", {}, "there is no module 'own_task' on Python's path"),
     ("own_tasks:Mime", {}, "module own_tasks has no Mime (did you mean 'Mine'?)"),
@@ -110,111 +130,219 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("own_broken:Mine", {}, "own_broken.py, line 2): division by zero"),
     ("own_syntax:Mine", {}, "own_syntax.py, line 1)"),
     ("own_needs:Mine", {}, "own_needs needs 'surely_not_installed', which is not installed"),
-    # its arguments
-    ("own_tasks:Mine", {"widht": 3}, "has no such argument (did you mean 'width'?); it takes width, depth"),
+    # Its arguments.
+    (
+        "own_tasks:Mine",
+        {"widht": 3},
+        "has no such argument (did you mean 'width'?); it takes width, depth",
+    ),
     ("own_tasks:Mine", {"depth": 3}, "needs task_args.width, which is not given"),
     ("own_tasks:Bare", {"width": 3}, "it takes no arguments"),
-    # images
-    (IMAGES, {"data": "good.npz", "classes": 3}, "label 3 of image 3 is out of range; with 3 classes labels are 0 to"),
+    # Images.
+    (
+        IMAGES,
+        {"data": "good.npz", "classes": 3},
+        "label 3 of image 3 is out of range; with 3 classes labels are 0 to",
+    ),
     (IMAGES, {"data": "one_class.npz"}, "has one class only"),
     (IMAGES, {"data": "odd_test.npz"}, "they must agree"),
     (IMAGES, {"data": "new_label.npz"}, "label 4 of image 4 is out of range"),
-    (IMAGES, {"data": "good.npz", "model": "restnet"}, "task_args.model is 'restnet' (did you mean 'resnet'?)"),
-    (IMAGES, {"data": "good.npz", "model_args": {"classes": 3}}, "task_args.model_args.classes: the model has no such"),
+    (
+        IMAGES,
+        {"data": "good.npz", "model": "restnet"},
+        "task_args.model is 'restnet' (did you mean 'resnet'?)",
+    ),
+    (
+        IMAGES,
+        {"data": "good.npz", "model_args": {"classes": 3}},
+        "task_args.model_args.classes: the model has no such",
+    ),
     (IMAGES, {"data": "good.npz", "model_args": {"hidden": "many"}}, "do not make a model"),
     (IMAGES, {"data": "good.npz", "model_args": [1]}, "it must be a mapping"),
-    (IMAGES, {"data": "good.npz", "model_args": {"widths": [4] * 4}}, "halves an image of 8×8 to nothing"),
-    (IMAGES, {"data": "good.npz", "model": "resnet", "model_args": {"depth": 20}}, "of depth 20; write 18, 34, 50"),
-    (IMAGES, {"data": "good.npz", "model": "resnet", "model_args": {"norm": "layer"}}, "no norm 'layer' for a ResNet"),
-    (IMAGES, {"data": "good.npz", "eval_samples": 8}, "write a whole number below 8, the number of samples"),
+    (
+        IMAGES,
+        {"data": "good.npz", "model_args": {"widths": [4] * 4}},
+        "halves an image of 8×8 to nothing",
+    ),
+    (
+        IMAGES,
+        {"data": "good.npz", "model": "resnet", "model_args": {"depth": 20}},
+        "of depth 20; write 18, 34, 50",
+    ),
+    (
+        IMAGES,
+        {"data": "good.npz", "model": "resnet", "model_args": {"norm": "layer"}},
+        "no norm 'layer' for a ResNet",
+    ),
+    (
+        IMAGES,
+        {"data": "good.npz", "eval_samples": 8},
+        "write a whole number below 8, the number of samples",
+    ),
     (IMAGES, {"data": "good.npz", "augment_shift": -1}, "task_args.augment_shift is -1"),
-    # language
+    # Language.
     (TEXT, {"data": "short.txt"}, "5 tokens do not fill one sequence of 256"),
     (TEXT, {"data": "text.txt", "vocab_size": 100}, "vocab_size is 100, but the tokenizer has 256"),
     (TEXT, {"data": "tokens.bin"}, "task_args.vocab_size is needed"),
     (TEXT, {"data": "tokens.bin", "vocab_size": 999}, "holds token 999, but vocab_size is 999"),
-    (TEXT, {"data": "tokens.bin", "vocab_size": 1000, "token_dtype": "int8"}, "task_args.token_dtype is 'int8'"),
-    (TEXT, {"data": ["tokens.bin", "text.txt"]}, "mixes token files (tokens.bin) with text (text.txt)"),
-    (TEXT, {"data": "text.txt", "n_layers": "4"}, "task_args.n_layers is '4'; it must be a whole number"),
+    (
+        TEXT,
+        {"data": "tokens.bin", "vocab_size": 1000, "token_dtype": "int8"},
+        "task_args.token_dtype is 'int8'",
+    ),
+    (
+        TEXT,
+        {"data": ["tokens.bin", "text.txt"]},
+        "mixes token files (tokens.bin) with text (text.txt)",
+    ),
+    (
+        TEXT,
+        {"data": "text.txt", "n_layers": "4"},
+        "task_args.n_layers is '4'; it must be a whole number",
+    ),
     (TEXT, {"data": "text.txt", "n_heads": 256}, "heads of an even size"),
-    (TEXT, MIXED | {"mixture": {"n_experts": 2, "top_k": 3}}, "top_k is 3, but there are 2 experts"),
+    (
+        TEXT,
+        MIXED | {"mixture": {"n_experts": 2, "top_k": 3}},
+        "top_k is 3, but there are 2 experts",
+    ),
     (TEXT, MIXED | {"d_hidden": 64}, "write task_args.mixture.d_expert"),
-    (TEXT, {"data": ["https://h/a.parquet", "https://h/b.jsonl"]}, "task_args.data mixes files of json, parquet"),
-    # tables
+    (
+        TEXT,
+        {"data": ["https://h/a.parquet", "https://h/b.jsonl"]},
+        "task_args.data mixes files of json, parquet",
+    ),
+    # Tables.
     (TABLE, {"data": "table.csv"}, "task_args.target is needed"),
     (TABLE, {"data": "table.csv", "target": "prize"}, "no column 'prize' (did you mean 'price'?)"),
     (TABLE, PRICE | {"ignore": ["wait"]}, "task_args.ignore: table.csv has no column 'wait'"),
-    (TABLE, PRICE | {"kind": "regress"}, "task_args.kind is 'regress' (did you mean 'regression'?)"),
+    (
+        TABLE,
+        PRICE | {"kind": "regress"},
+        "task_args.kind is 'regress' (did you mean 'regression'?)",
+    ),
     (TABLE, PRICE | {"target": "shop", "kind": "regression"}, "holds text such as 'a'"),
     (TABLE, PRICE | {"target": "only"}, "has one value only, x"),
     (TABLE, PRICE | {"kind": "classification"}, "column 'price' holds fractions"),
     (TABLE, {"data": "infinite.csv", "target": "price"}, "column 'price' holds infinite numbers"),
     (TABLE, {"data": "lonely.csv", "target": "price"}, "no column besides the target"),
     (TABLE, {"data": "bare.csv", "target": "price"}, "has 1 rows with a value in 'price'"),
-    # models of Hugging Face
+    # Models of Hugging Face.
     (MODEL, LLAMA | {"model": "lama"}, "no model type 'lama' (did you mean 'llama'?)"),
     (MODEL, LLAMA | {"model": "./nowhere"}, "there is no folder"),
     (MODEL, LLAMA | {"model": 3}, "task_args.model is 3"),
     (MODEL, LLAMA | {"pretrained": "yes"}, "true or false"),
     (MODEL, LLAMA | {"attention": "fast"}, "fast"),
     (MODEL, LLAMA | {"kind": "translation"}, "task_args.kind is 'translation'"),
-    (MODEL, LLAMA | {"kind": "image_classification"}, "llama is made for causal_lm or instructions or"),
+    (
+        MODEL,
+        LLAMA | {"kind": "image_classification"},
+        "llama is made for causal_lm or instructions or",
+    ),
     (MODEL, LLAMA | {"model": "sam", "config": {}}, "sam is made for none of"),
-    (MODEL, LLAMA | {"model": "gemma3", "config": {}}, "is made of several models (text_config, vision_config)"),
-    (MODEL, LLAMA | {"model": "gemma4_assistant", "config": {}}, "gemma4_assistant has no configuration that makes"),
+    (
+        MODEL,
+        LLAMA | {"model": "gemma3", "config": {}},
+        "is made of several models (text_config, vision_config)",
+    ),
+    (
+        MODEL,
+        LLAMA | {"model": "gemma4_assistant", "config": {}},
+        "gemma4_assistant has no configuration that makes",
+    ),
     (MODEL, LLAMA | {"config": {"hidden_siz": 3}}, "did you mean 'hidden_size'?"),
     (MODEL, LLAMA | {"config": {"hidden_size": "wide"}}, "expected int, got str"),
-    (MODEL, LLAMA | {"config": GROUPED | {"vocab_size": 100}}, "vocab_size is 100, but the tokenizer has 256"),
+    (
+        MODEL,
+        LLAMA | {"config": GROUPED | {"vocab_size": 100}},
+        "vocab_size is 100, but the tokenizer has 256",
+    ),
     (MODEL, LLAMA | {"pretrained": True}, "'llama' is a model type without weights"),
-    (MODEL, LLAMA | {"model": "gpt2", "config": GPT2 | {"n_positions": 4}, "sequence_length": 8}, "has 4 positions"),
+    (
+        MODEL,
+        LLAMA | {"model": "gpt2", "config": GPT2 | {"n_positions": 4}, "sequence_length": 8},
+        "has 4 positions",
+    ),
     (MODEL, CHAT | {"data": "other.jsonl"}, "other.jsonl:2 is no conversation with an answer"),
     (MODEL, CHAT | {"data": "asked.jsonl"}, "asked.jsonl:2 is no conversation with an answer"),
     (MODEL, CHAT | {"data": "number.jsonl"}, "number.jsonl:2 is no conversation with an answer"),
     (MODEL, LLAMA | {"lora": 8}, "task_args.lora is 8; write a mapping"),
-    (MODEL, LLAMA | {"lora": {"rank": 2}}, "task_args.lora.rank: lora has no such argument; it takes r, alpha,"),
+    (
+        MODEL,
+        LLAMA | {"lora": {"rank": 2}},
+        "task_args.lora.rank: lora has no such argument; it takes r, alpha,",
+    ),
     (MODEL, LLAMA | {"lora": {"r": 2}}, "write task_args.pretrained=true and a folder"),
     (MODEL, LLAMA | {"config": 3}, "task_args.config is 3; it must be a mapping"),
     (MODEL, LLAMA | {"model": "llama", "config": None, "data": "tokens.bin"}, "vocab_size"),
     (MODEL, CHAT | {"data": "one.jsonl"}, "one.jsonl has 1 conversations; at least two are needed"),
-    (MODEL, CHAT | {"data": "two.jsonl", "sequence_length": 4}, "no answer begins in the first 4 tokens"),
-    (MODEL, CHAT | {"model": "bloom", "config": {}, "data": "two.jsonl"}, "bloom takes no position_ids"),
+    (
+        MODEL,
+        CHAT | {"data": "two.jsonl", "sequence_length": 4},
+        "no answer begins in the first 4 tokens",
+    ),
+    (
+        MODEL,
+        CHAT | {"model": "bloom", "config": {}, "data": "two.jsonl"},
+        "bloom takes no position_ids",
+    ),
     (MODEL, ROBERTA | {"data": ["table.csv"]}, "write the path of a .csv or .parquet file"),
-    (MODEL, ROBERTA | {"text": "price", "label": "shop"}, "column 'price' of table.csv holds numbers"),
+    (
+        MODEL,
+        ROBERTA | {"text": "price", "label": "shop"},
+        "column 'price' of table.csv holds numbers",
+    ),
     (MODEL, ROBERTA | {"data": "text.csv"}, "text.csv has 1 rows with a text and a label"),
     (MODEL, {"model": "t5", "data": "text.csv"}, "text.csv has 1 rows with both texts"),
     (MODEL, ROBERTA | {"sequence_length": 511}, "has 510 positions"),
-    (MODEL, {"model": "vit", "data": "digits", "sequence_length": 8}, "sequence_length is for causal_lm"),
-    (MODEL, {"model": "vit", "data": "digits", "config": SMALL | {"patch_size": 5}}, "patch_size is 5"),
+    (
+        MODEL,
+        {"model": "vit", "data": "digits", "sequence_length": 8},
+        "sequence_length is for causal_lm",
+    ),
+    (
+        MODEL,
+        {"model": "vit", "data": "digits", "config": SMALL | {"patch_size": 5}},
+        "patch_size is 5",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "task_args", "says"), BAD)
-def test_bad_input_is_one_sentence(name: str, task_args: dict[str, Any], says: str) -> None:
+@pytest.mark.parametrize(("name", "task_args", "message"), BAD)
+def test_bad_input_is_answered_with_one_sentence(
+    name: str, task_args: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError) as raised:
         load_task(name, task_args)
     sentence = str(raised.value)
-    assert says in sentence
+    assert message in sentence
     assert "\n" not in sentence and len(sentence) < 400 and not sentence.endswith(".")
 
 
-def test_wrong_folders_of_a_model() -> None:
-    def refused(**more: Any) -> str:
+def test_a_mistake_with_a_models_folder_is_one_sentence() -> None:
+    def refused(**task_args: Any) -> str:
         with pytest.raises(UserError) as caught:
-            HuggingFace(model="saved", data="text.txt", **more).build_model()
+            HuggingFace(model="saved", data="text.txt", **task_args).build_model()
         return str(caught.value)
 
-    saved, given = Path("saved"), {"pretrained": True, "tokenizer": "bytes"}
+    saved = Path("saved")
+    args = {"pretrained": True, "tokenizer": "bytes"}
     HuggingFace(**LLAMA).build_model().save_pretrained(saved)  # type: ignore[operator]
     assert "no tokenizer.json" in refused(pretrained=True)
-    assert "are of another model: model.layers.2." in refused(**given, config={"num_hidden_layers": 3})
-    assert "task_args.lora.r is 0; it must be a whole number of at least 1" in refused(**given, lora={"r": 0})
-    assert "task_args.lora.alpha is 0; it must be a number above 0" in refused(**given, lora={"alpha": 0})
-    assert "task_args.lora.dropout is 1; it must be at least 0" in refused(**given, lora={"dropout": 1})
-    assert "task_args.lora.targets is 'q_proj'; write auto" in refused(**given, lora={"targets": "q_proj"})
-    unknown = refused(**given, lora={"targets": ["qproj"]})
+    message = refused(**args, config={"num_hidden_layers": 3})
+    assert "are of another model: model.layers.2." in message
+    message = refused(**args, lora={"r": 0})
+    assert "task_args.lora.r is 0; it must be a whole number of at least 1" in message
+    message = refused(**args, lora={"alpha": 0})
+    assert "task_args.lora.alpha is 0; it must be a number above 0" in message
+    message = refused(**args, lora={"dropout": 1})
+    assert "task_args.lora.dropout is 1; it must be at least 0" in message
+    message = refused(**args, lora={"targets": "q_proj"})
+    assert "task_args.lora.targets is 'q_proj'; write auto" in message
+    unknown = refused(**args, lora={"targets": ["qproj"]})
     assert "task_args.lora does not fit the model" in unknown and "qproj" in unknown
     (saved / "model.safetensors").write_bytes(b"damaged")
-    assert "cannot be read" in refused(**given)
+    assert "cannot be read" in refused(**args)
     (saved / "model.safetensors").unlink()
     assert "has no weights" in refused(pretrained=True)
     (saved / "config.json").write_text('{"model_type": "nonesuch"}')
@@ -223,13 +351,17 @@ def test_wrong_folders_of_a_model() -> None:
     assert "has no config.json" in refused()
 
 
-def test_without_the_hub_or_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_hub_or_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     unreachable = mock.Mock(side_effect=huggingface_hub.errors.LocalEntryNotFoundError("no route"))
     monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
-    with pytest.raises(UserError, match=r"'somebody/else' cannot be fetched from the hub .* does not answer"):
+    message = r"'somebody/else' cannot be fetched from the hub .* does not answer"
+    with pytest.raises(UserError, match=message):
         HuggingFace(**LLAMA | {"model": "somebody/else"})
     response = mock.Mock(headers={}, request=None)
-    for kind in (huggingface_hub.errors.RepositoryNotFoundError, huggingface_hub.errors.GatedRepoError):
+    for kind in (
+        huggingface_hub.errors.RepositoryNotFoundError,
+        huggingface_hub.errors.GatedRepoError,
+    ):
         unreachable.side_effect = kind("401", response=response)
         with pytest.raises(UserError, match="there is no such model, or it needs a login"):
             HuggingFace(**LLAMA | {"model": "somebody/else"})
@@ -238,7 +370,7 @@ def test_without_the_hub_or_the_library(monkeypatch: pytest.MonkeyPatch) -> None
         HuggingFace(**LLAMA)
 
 
-def test_a_task_of_ones_own_is_found_where_trireme_was_started_and_its_own_errors_are_left_as_they_are() -> None:
+def test_a_users_task_is_loaded_and_its_own_errors_are_not_changed() -> None:
     assert vars(load_task("own_tasks:Mine", {"width": 3})) == {"width": 3, "depth": 2}
     assert vars(load_task("own_tasks:Free", {"whatever": 1})) == {"anything": {"whatever": 1}}
     with pytest.raises(KeyError, match="key"):
@@ -246,24 +378,26 @@ def test_a_task_of_ones_own_is_found_where_trireme_was_started_and_its_own_error
 
 
 def test_a_loss_that_fails_with_sized_lazy_layers_is_one_sentence() -> None:
-    with pytest.raises(UserError, match=r"lazy layers, such as weight, .* \(RuntimeError: .*: give them their sizes"):
+    message = r"lazy layers, such as weight, .* \(RuntimeError: .*: give them their sizes"
+    with pytest.raises(UserError, match=message):
         build_model(load_task("own_tasks:Lazy", {}))
 
 
-def test_a_package_of_ones_own_that_is_called_app(tmp_path: Path) -> None:
+def test_a_users_package_may_be_called_app(tmp_path: Path) -> None:
     import app
 
-    before = {name: value for name, value in vars(app).items() if name in ("__path__", "__getattr__")}
+    old_path = app.__path__
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "mine_too.py").write_text(OWN + "\nfrom app.mine_net import WIDTH\n")
     (tmp_path / "app" / "mine_net.py").write_text("WIDTH = 3\n")
     (tmp_path / "app" / "config.py").write_text(OWN + "\nclass Config(Mine):\n    pass\n")
     try:
         assert load_task("app.mine_too:Mine", {"width": 3}).width == 3  # type: ignore[attr-defined]
-        with pytest.raises(UserError, match=r"the configuration takes Config from app.config, which is both Trireme's"):
+        message = r"the configuration takes Config from app.config, which is both Trireme's"
+        with pytest.raises(UserError, match=message):
             load_task("app.config:Config", {"width": 3})
     finally:
-        app.__path__ = before["__path__"]
+        app.__path__ = old_path
         vars(app).pop("__getattr__", None)
         for name in ("app.mine_too", "app.mine_net"):
             sys.modules.pop(name, None)

@@ -1,5 +1,7 @@
-"""What arrives in MLflow, in a SQLite database: everything, once, whatever went wrong on the way, drivers and writers
-that are killed and a server that is late among it."""
+"""Delivery to MLflow, here in a SQLite database: everything arrives, and once.
+
+This holds after any failure, also when drivers and writers are killed and a server starts late.
+"""
 
 import importlib
 import math
@@ -50,13 +52,14 @@ class Toy(Task):
 LOAD = """
 import sys
 
-class Nothing:  # only mlflow, torch and what they need
+class Blocker:  # only mlflow, torch and what they need can be imported
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in ("ray", "omegaconf", "fsspec"):
             raise ImportError(name)
 
 # Nor Trireme, which an editable install would find.
-sys.meta_path[:] = [Nothing(), *(finder for finder in sys.meta_path if "editable" not in repr(finder))]
+finders = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+sys.meta_path[:] = [Blocker(), *finders]
 import mlflow, torch
 mlflow.set_tracking_uri(sys.argv[1])
 model = mlflow.pytorch.load_model(sys.argv[2])
@@ -82,22 +85,22 @@ time.sleep(60)
 
 @pytest.fixture
 def uri(tmp_path: Path) -> str:
-    """Of an empty database of one's own."""
+    """The address of an empty database of this test."""
     seed([f"run.storage={tmp_path}"])
     return f"sqlite:///{tmp_path / 'mlflow.db'}"
 
 
 @pytest.fixture
 def inline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a tracker's writer would deliver is delivered by `finish`, in this process."""
+    """Delivers in this process, when `finish` is called, in place of a tracker's writer process."""
 
     def deliver(self: WriterProcess, timeout: float) -> str:
         claim(self._folder, self._attempt)
-        delivers = uploader.Uploader(self._folder, self._uri)
+        uploader_ = uploader.Uploader(self._folder, self._uri)
         try:
-            assert not delivers.deliver()
+            assert not uploader_.deliver()
         except (uploader.TransientError, uploader.PermanentError) as error:
-            delivers.failed(str(error))
+            uploader_.failed(str(error))
             return str(error)
         return ""
 
@@ -105,14 +108,18 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WriterProcess, "wait", deliver)
 
 
-def test_a_run_goes_on_as_one_run(uri: str, tmp_path: Path, inline: None, caplog: pytest.LogCaptureFixture) -> None:
-    store, folder = Store(uri), tmp_path / "spool"
+def test_a_resumed_run_is_one_run_in_mlflow(
+    uri: str, tmp_path: Path, inline: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Store(uri)
+    folder = tmp_path / "spool"
     (tmp_path / "figure.txt").write_text("small")
     (tmp_path / "tree" / "leaf").mkdir(parents=True)
     (tmp_path / "tree" / "leaf" / "a").write_text("a")
     first = tracker(folder, uri, tags={"mlflow.parentRunId": "p"})
-    begun = time.time()
-    first.params({"lr": 0.1, "task.hf_token": "sesame", "task.bad key!": 1, **{f"p{n}": n for n in range(150)}})
+    start_time = time.time()
+    params = {"lr": 0.1, "task.hf_token": "sesame", "task.bad key!": 1}
+    first.params(params | {f"p{number}": number for number in range(150)})
     first.tags({"color": "green", "long": "x" * 9000})
     first.artifact(tmp_path / "figure.txt", "plots")
     first.artifact(tmp_path / "tree")
@@ -123,57 +130,71 @@ def test_a_run_goes_on_as_one_run(uri: str, tmp_path: Path, inline: None, caplog
     for step in range(1100):
         first.metrics(step, {"loss": 1 / (step + 1), "bad(key)": 2.0})
     first.metrics(1100, {"nan": math.nan, "up": math.inf, "down": -math.inf})
-    first.system_metrics({"system/n/cpu": 5.0}, begun + 7.4)
+    first.system_metrics({"system/n/cpu": 5.0}, start_time + 7.4)
     delivery = first.finish("FAILED", message="one sentence")
     assert delivery.complete and delivery.problem == ""
-    assert delivery.run_id == State.load(folder).run_id == store.run() and delivery.run_id in delivery.url
-    assert store.run("status") == "FAILED" and abs(store.run("end_time") / 1000 - time.time()) < 300
+    assert delivery.run_id == State.load(folder).run_id == store.run()
+    assert delivery.run_id in delivery.url
+    assert store.run("status") == "FAILED"
+    assert abs(store.run("end_time") / 1000 - time.time()) < 300
     assert store.history("loss") == [(step, 1 / (step + 1)) for step in range(1100)]
     assert store.steps("bad_key_") == list(range(1100))
     assert store.history("nan") == [(1100, None)]
     assert store.history("down")[0][1] < -1e308 < 1e308 < store.history("up")[0][1]
     assert store.steps("system/n/cpu") == [7]
-    params, tags = store.values("params"), store.values("tags")
-    assert (params["task.hf_token"], params["task.bad key_"], params["p149"]) == ("***", "1", "149")
-    assert (tags["color"], tags["trireme.message"], tags["mlflow.parentRunId"]) == ("green", "one sentence", "p")
+    stored = store.values("params")
+    tags = store.values("tags")
+    assert (stored["task.hf_token"], stored["task.bad key_"], stored["p149"]) == ("***", "1", "149")
+    assert tags["color"] == "green"
+    assert tags["trireme.message"] == "one sentence"
+    assert tags["mlflow.parentRunId"] == "p"
     assert len(tags["long"]) == 5000 and tags["mlflow.runName"] == "a-run"
     assert store.run("user_id") == tags["mlflow.user"]
-    kept = tmp_path / "mlartifacts" / delivery.run_id / "artifacts"
-    assert store.run("artifact_uri") == kept.as_uri()
-    files = {str(path.relative_to(kept)): path.read_text() for path in kept.rglob("*") if path.is_file()}
+    artifacts = tmp_path / "mlartifacts" / delivery.run_id / "artifacts"
+    assert store.run("artifact_uri") == artifacts.as_uri()
+    paths = [path for path in artifacts.rglob("*") if path.is_file()]
+    files = {str(path.relative_to(artifacts)): path.read_text() for path in paths}
     assert files == {"plots/figure.txt": "small", "tree/leaf/a": "a", "config.yaml": "lr: 0.1\n"}
     assert "missing is no longer there" in caplog.text
 
-    again = tracker(folder, uri)
-    again.params({"lr": 0.2, "p0": 0})
+    resumed = tracker(folder, uri)
+    resumed.params({"lr": 0.2, "p0": 0})
     for step in range(1000, 1200):  # from the last checkpoint
-        again.metrics(step, {"loss": 1 / (step + 1)})
-    assert again.finish("FINISHED").complete
+        resumed.metrics(step, {"loss": 1 / (step + 1)})
+    assert resumed.finish("FINISHED").complete
     assert store.run("status") == "FINISHED"
     assert store.history("loss") == [(step, 1 / (step + 1)) for step in range(1200)]
-    assert store.values("params")["lr"] == "0.1" and store.values("tags")["trireme.param.lr"] == "0.2"
+    assert store.values("params")["lr"] == "0.1"
+    assert store.values("tags")["trireme.param.lr"] == "0.2"
     assert "trireme.param.p0" not in store.values("tags")
 
 
-@pytest.mark.parametrize("other", ["", "another's"])
-def test_the_first_whole_database_stays(other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow makes one in a hundred steps and without a lock."""
+@pytest.mark.parametrize("other_content", ["", "another's"])
+def test_the_first_complete_database_is_kept(
+    other_content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow creates a database in many steps and without a lock."""
     file = tmp_path / "deep" / "mlflow.db"
 
     def make(uri: str) -> None:
-        if (part := Path(uri.removeprefix("sqlite:///"))) != file:
+        partial_file = Path(uri.removeprefix("sqlite:///"))
+        if partial_file != file:
             assert not file.exists()
-            part.write_text("ours")
-            if other:  # meanwhile
-                file.write_text(other)
+            partial_file.write_text("ours")
+            if other_content:  # another process was faster
+                file.write_text(other_content)
 
     monkeypatch.setattr(uploader, "MlflowClient", make)
     uploader.connect(f"sqlite:///{file}")
-    assert file.read_text() == (other or "ours") and list(file.parent.iterdir()) == [file]
+    assert file.read_text() == (other_content or "ours") and list(file.parent.iterdir()) == [file]
 
 
-def test_what_cannot_be_delivered(uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    client, folder, store = MlflowClient(uri), tmp_path / "spool", Store(uri)
+def test_a_failed_delivery_is_reported_and_completed_later(
+    uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = MlflowClient(uri)
+    folder = tmp_path / "spool"
+    store = Store(uri)
     experiment = client.create_experiment("tests")
     client.delete_experiment(experiment)
     run = tracker(folder, uri)
@@ -184,7 +205,8 @@ def test_what_cannot_be_delivered(uri: str, tmp_path: Path, inline: None, monkey
     assert f"The experiment {experiment} must be in the 'active' state" in delivery.problem
     assert delivery.problem == State.load(folder).problem
     client.restore_experiment(experiment)
-    monkeypatch.setattr("app.tracking.model.upload", lambda *args: sys.exit(1))  # as one that fills the memory
+    # As a model that fills the memory, which ends the writer.
+    monkeypatch.setattr("app.tracking.model.upload", lambda *args: sys.exit(1))
     for _ in range(3):
         with pytest.raises(SystemExit):
             sync(folder)
@@ -194,42 +216,56 @@ def test_what_cannot_be_delivered(uri: str, tmp_path: Path, inline: None, monkey
     assert sync(tmp_path / "nothing-here").complete
 
 
-def test_nothing_is_doubled(uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow has taken two batches of each start, and that it has is never heard of. After the first start a person
-    deletes the run, which is filled anew; before the third the state is lost; for the fourth the run has moved to
-    another machine, where there is no spool of it."""
+def test_no_metric_is_stored_twice(
+    uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MLflow stores two batches of each attempt whose answers are lost.
+
+    After the first attempt a person deletes the run, which is then filled again. Before the third
+    the state file is lost. For the fourth the run has moved to another machine, without its spool.
+    """
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "sesame")
     monkeypatch.setitem(uploader.BATCH, "metrics", 5)
-    log_batch, sent, store, ids = MlflowClient.log_batch, list[int](), Store(uri), list[str]()
+    log_batch = MlflowClient.log_batch
+    batch_sizes = list[int]()
+    store = Store(uri)
+    run_ids = list[str]()
 
     def lose(self: MlflowClient, *args: Any, **values: Any) -> None:
         log_batch(self, *args, **values)
         if "metrics" in values:
-            sent.append(len(values["metrics"]))
-            if len(sent) <= lost:
+            batch_sizes.append(len(values["metrics"]))
+            if len(batch_sizes) <= batches_to_lose:
                 raise ConnectionError("reset sesame")
 
     monkeypatch.setattr(MlflowClient, "log_batch", lose)
-    for folder, first, last in (("spool", 0, 20), ("spool", 10, 30), ("spool", 25, 50), ("elsewhere", 40, 60)):
+    attempts = [("spool", 0, 20), ("spool", 10, 30), ("spool", 25, 50), ("elsewhere", 40, 60)]
+    for folder, first, last in attempts:
         if first == 25:
             (tmp_path / "spool" / "delivered.json").unlink()
-        run, lost = tracker(tmp_path / folder, uri), len(sent) + 2
+        run = tracker(tmp_path / folder, uri)
+        batches_to_lose = len(batch_sizes) + 2
         run.params({"lr": 1})
         for step in range(first, last):
             run.metrics(step, {"loss": float(step)})
         assert "reset ***" in run.finish("FINISHED").problem
         assert "reset" in run._writer.wait(0.0) and run._writer.wait(0.0) == ""
-        ids.append(State.load(run.folder).run_id)
+        run_ids.append(State.load(run.folder).run_id)
         if first == 0:
-            MlflowClient(uri).delete_run(ids[0])
-    assert ids[0] != ids[1] == ids[2] == ids[3] == store.run() and store.run("status") == "FINISHED"
+            MlflowClient(uri).delete_run(run_ids[0])
+    assert run_ids[0] != run_ids[1] == run_ids[2] == run_ids[3] == store.run()
+    assert store.run("status") == "FINISHED"
     assert store.steps("loss") == list(range(60)) and store.values("params") == {"lr": "1"}
-    assert sum(sent) == 20 + 60, "points that MLflow already had were sent again"
+    assert sum(batch_sizes) == 20 + 60, "points that MLflow already had were sent again"
 
 
 @pytest.mark.slow
 def test_the_model_loads_where_there_is_only_mlflow_and_torch(
-    uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    uri: str,
+    tmp_path: Path,
+    inline: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "mismatch")
     (tmp_path / "code" / "toys").mkdir(parents=True)
@@ -241,29 +277,38 @@ def test_the_model_loads_where_there_is_only_mlflow_and_torch(
     run = tracker(tmp_path / "spool", uri)
     run.params({"width": 5})
     run.metrics(7, {"eval/loss": 0.25})
-    run.model(recipe | {"task_args": {"width": 5, "token": "sesame"}, "metrics": {"eval/loss": 0.25}})
-    run.model(recipe | {"task_args": {"width": 6, "token": "sesame"}})  # does not fit its weights
+    task_args = {"width": 5, "token": "sesame"}
+    run.model(recipe | {"task_args": task_args, "metrics": {"eval/loss": 0.25}})
+    run.model(recipe | {"task_args": {"width": 6, "token": "sesame"}})  # other shapes
     delivery = run.finish("FINISHED")
     assert delivery.complete and Store(uri).run("status") == "FINISHED"
-    assert "size ***" in caplog.text, "what is a secret here stands in no sentence"
-    assert not [path for path in run.folder.rglob("*") if path.is_file() and b"sesame" in path.read_bytes()]
-    alone = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    assert "size ***" in caplog.text, "the word 'mismatch' is the secret of this test"
+    files = [path for path in run.folder.rglob("*") if path.is_file()]
+    assert not [path for path in files if b"sesame" in path.read_bytes()]
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [sys.executable, "-c", LOAD, uri, f"runs:/{delivery.run_id}/model"]
-    loaded = subprocess.run(command, cwd="/", env=alone, capture_output=True, text=True)
+    loaded = subprocess.run(command, cwd="/", env=variables, capture_output=True, text=True)
     assert loaded.returncode == 0, loaded.stderr
-    origin, *answers, about = loaded.stdout.splitlines()
+    origin, *outputs, signature = loaded.stdout.splitlines()
     assert origin.startswith("Net /tmp") and str(tmp_path / "code") not in origin, loaded.stderr
-    assert answers == [str(model(torch.ones(1, 4)).tolist())] * 2 and about == "(-1, 4) (-1, 5) True"
+    assert outputs == [str(model(torch.ones(1, 4)).tolist())] * 2
+    assert signature == "(-1, 4) (-1, 5) True"
     assert Store(uri).steps("eval/loss") == [7]
-    ((location,),) = Store(uri).query("select artifact_location from logged_models where name = 'model'")
+    sql = "select artifact_location from logged_models where name = 'model'"
+    ((location,),) = Store(uri).query(sql)
     folder = Path(location.removeprefix("file://"))
     pins = (folder / "requirements.txt").read_text().split()
-    assert f"torch=={torch.__version__.split('+')[0]}" in pins and any(pin.startswith("mlflow==3.") for pin in pins)
+    assert f"torch=={torch.__version__.split('+')[0]}" in pins
+    assert any(pin.startswith("mlflow==3.") for pin in pins)
     monkeypatch.setattr("app.__file__", "/lib/site-packages/app/__init__.py")
-    monkeypatch.setattr("app.tracking.model.packages_distributions", lambda: {"app": ["trireme"], "torch": ["torch"]})
-    assert not [pin for pin in _origins(model, "app.tasks:Task")[1] if "trireme" in pin], "its sources are copied"
-    assert (folder / "code" / "toys" / "tracked.py").exists() and not list(folder.rglob("worker.py"))
-    assert Store(uri).query("select metric_name, metric_value from logged_model_metrics") == [("eval/loss", 0.25)]
+    packages = {"app": ["trireme"], "torch": ["torch"]}
+    monkeypatch.setattr("app.tracking.model.packages_distributions", lambda: packages)
+    pins = _origins(model, "app.tasks:Task")[1]
+    assert not [pin for pin in pins if "trireme" in pin], "its sources are copied"
+    assert (folder / "code" / "toys" / "tracked.py").exists()
+    assert not list(folder.rglob("worker.py"))
+    metrics = Store(uri).query("select metric_name, metric_value from logged_model_metrics")
+    assert metrics == [("eval/loss", 0.25)]
 
 
 def test_the_modules_that_a_logged_model_names_exist() -> None:
@@ -271,87 +316,107 @@ def test_the_modules_that_a_logged_model_names_exist() -> None:
     assert callable(importlib.import_module(PICKLING).Pickler)
 
 
-# --- processes --------------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------
 
 
 def driver(folder: Path, uri: str, first: int, last: int) -> subprocess.Popen[str]:
-    """A driver process that logs the steps, says so, and sleeps until it is killed."""
-    process = start([DRIVER, str(folder), uri, str(first), str(last)], program=[sys.executable, "-c"])
+    """A driver process that has logged the steps, and sleeps until it is killed."""
+    arguments = [DRIVER, str(folder), uri, str(first), str(last)]
+    process = start(arguments, program=[sys.executable, "-c"])
     assert process.stdout and process.stdout.readline() == "ready\n", process.communicate()
     return process
 
 
 @pytest.mark.slow
-def test_killed_drivers_and_writers_and_a_server_that_is_late_lose_and_double_nothing(tmp_path: Path) -> None:
+def test_kills_and_a_late_server_lose_nothing_and_store_nothing_twice(tmp_path: Path) -> None:
     (tmp_path / "figure.txt").write_text("bars")
-    port, file, folder = free_port(), tmp_path / "server.db", tmp_path / "spool"
-    address, store = f"http://127.0.0.1:{port}", Store(f"sqlite:///{file}")
-    first = driver(folder, address, 0, 3000)
-    lingering = wait_until(lambda: State.load(folder).problem and State.load(folder).writer)
-    assert "does not answer (refused)" in State.load(folder).problem and not State.load(folder).run_id
+    port = free_port()
+    file = tmp_path / "server.db"
+    folder = tmp_path / "spool"
+    address = f"http://127.0.0.1:{port}"
+    store = Store(f"sqlite:///{file}")
+    first_driver = driver(folder, address, 0, 3000)
+    old_writer = wait_until(lambda: State.load(folder).problem and State.load(folder).writer)
+    assert "does not answer (refused)" in State.load(folder).problem
+    assert not State.load(folder).run_id
     assert sync(folder).problem == "the run is going on, and its own writer delivers it"
-    wait_until(lambda: not psutil.Process(first.pid).children(recursive=True))  # whom `ray job stop` would kill
-    first.kill()
-    first.wait()
-    assert process_started(lingering)
+    # The writer is no child of the driver, which `ray job stop` would kill too.
+    wait_until(lambda: not psutil.Process(first_driver.pid).children(recursive=True))
+    first_driver.kill()
+    first_driver.wait()
+    assert process_started(old_writer)
     with (folder / "events.jsonl").open("a") as events:  # torn by the kill
         events.write('{"type":"metr')
     run = tracker(folder, address)
-    wait_until(lambda: not process_started(lingering))  # a newer start's writer comes
+    wait_until(lambda: not process_started(old_writer))  # it gives way to the new run's writer
     run.artifact(tmp_path / "figure.txt", "plots")
     for step in range(2900, 6000):
-        more = {"nan": float("nan"), "up": float("inf")} | {f"m{n}": float(step + n) for n in range(5)}
-        run.metrics(step, {"loss": 1 / (step + 1)} | more)
-    command = ["-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{file}", "--artifacts-destination", f"{tmp_path}/files"]
+        metrics = {"loss": 1 / (step + 1), "nan": float("nan"), "up": float("inf")}
+        metrics |= {f"m{number}": float(step + number) for number in range(5)}
+        run.metrics(step, metrics)
+    command = ["-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
+    command += [f"--backend-store-uri=sqlite:///{file}"]
+    command += [f"--artifacts-destination={tmp_path}/files"]
     env = environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false", MLFLOW_DISABLE_TELEMETRY="true")
     server = subprocess.Popen([sys.executable, *command], env=env, stderr=subprocess.DEVNULL)
     try:
-        wait_until(lambda: State.load(folder).run_id and store.steps("m4"))  # in the middle of its delivery
+        # Until it is in the middle of its delivery.
+        wait_until(lambda: State.load(folder).run_id and store.steps("m4"))
         assert State.load(folder).problem == "" and State.load(folder).run_id == store.run()
         assert store.run("status") == "RUNNING"
         end_tree(State.load(folder).writer)
         delivery = run.finish("FINISHED", timeout=30)
-        assert delivery.complete and delivery.url == f"{address}/#/experiments/1/runs/{delivery.run_id}"
+        assert delivery.complete
+        assert delivery.url == f"{address}/#/experiments/1/runs/{delivery.run_id}"
         assert store.run("status") == "FINISHED"
-        last, said = driver(folder, address, 5900, 6100), time.time()  # its last word
+        last_driver = driver(folder, address, 5900, 6100)
+        last_event_time = time.time()
         wait_until(lambda: store.run("status") == "RUNNING")
-        last.kill()
-        last.wait()
+        last_driver.kill()
+        last_driver.wait()
         wait_until(lambda: store.run("status") == "KILLED")
     finally:
         end_tree(server.pid)
-    assert abs(store.run("end_time") / 1000 - said) < 5
+    assert abs(store.run("end_time") / 1000 - last_event_time) < 5
     assert store.history("loss") == [(step, 1 / (step + 1)) for step in range(6100)]
     assert store.history("m4") == [(step, step + 4.0) for step in range(2900, 6000)]
-    counts = store.query("select count(*), count(distinct key || ' ' || step) from metrics where key like 'm%'")
+    sql = "select count(*), count(distinct key || ' ' || step) from metrics where key like 'm%'"
+    counts = store.query(sql)
     assert counts == [(15_500, 15_500)]
-    assert store.history("nan") == [(step, None) for step in range(2900, 6000)] and store.history("up")[0][1] > 1e308
+    assert store.history("nan") == [(step, None) for step in range(2900, 6000)]
+    assert store.history("up")[0][1] > 1e308
     times = store.query("select timestamp from metrics where key = 'loss' order by step")
     assert times == sorted(times)
     assert [path.read_text() for path in (tmp_path / "files").rglob("plots/figure.txt")] == ["bars"]
 
 
-def test_one_writer_delivers_a_run_and_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of a sweep: children come and go, and only spool; one is killed. From a folder with an `app` of one's own,
-    into a database that is yet to be made."""
+def test_one_writer_delivers_a_run_and_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a sweep: children come and go, and only write their spools; one is killed.
+
+    The folder has a package `app` of its own, and the database does not exist yet.
+    """
     file = tmp_path / "deep" / "mlflow.db"
-    for own in ("app/__init__.py", "app/tracking/__init__.py", "app/tracking/writer.py"):
-        (tmp_path / own).parent.mkdir(exist_ok=True)
-        (tmp_path / own).write_text("")
+    for module in ("app/__init__.py", "app/tracking/__init__.py", "app/tracking/writer.py"):
+        (tmp_path / module).parent.mkdir(exist_ok=True)
+        (tmp_path / module).write_text("")
     monkeypatch.chdir(tmp_path)
 
     def child(number: int) -> Tracker:
-        run = tracker(tmp_path / f"t{number}" / "tracking", uri, run_uid=f"child-{number}", parent=parent.folder)
+        folder = tmp_path / f"t{number}" / "tracking"
+        run = tracker(folder, uri, run_uid=f"child-{number}", parent=parent.folder)
         run.metrics(1, {"loss": float(number)})
         return run
 
     uri = f"sqlite:///{file}"
-    store, parent = Store(uri), tracker(tmp_path / "tracking", uri)
+    store = Store(uri)
+    parent = tracker(tmp_path / "tracking", uri)
     first = child(0)
-    assert first.finish("FAILED", message="diverged").complete and not (first.folder / "writer.log").exists()
+    assert first.finish("FAILED", message="diverged").complete
+    assert not (first.folder / "writer.log").exists()
     wait_until(lambda: file.exists() and store.run("status", "child-0") == "FAILED")
-    os.close(child(1)._driver_lock or -1)  # as the kernel does for a process that was killed
+    os.close(child(1)._driver_lock or -1)  # as the kernel does for a killed process
     parent.metrics(7, {"best": 0.5})
     assert parent.finish("FINISHED", timeout=60).complete and store.steps("best") == [7]
     wait_until(lambda: store.run("status", "child-1") == "KILLED")

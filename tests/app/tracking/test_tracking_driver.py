@@ -1,5 +1,8 @@
-"""The driver's end of tracking, without MLflow: the spool, the tracker that writes it, where to track, and what a run
-tells of where it ran."""
+"""The driver's side of tracking, without MLflow.
+
+Covers the spool, the tracker that writes it, the choice of where to track, and the environment
+that a run records.
+"""
 
 import math
 import subprocess
@@ -25,46 +28,55 @@ from tests.running import end_tree, start, wait_until
 
 
 def events(folder: Path) -> list[dict]:
-    found, offset = [], 0
-    while some := read(folder, offset):
-        found += [event for event, _ in some]
-        offset = some[-1][1]
-    return [event for event in found if event["type"] != "damaged"]
+    """All events of a spool but those that mark damage."""
+    read_events = []
+    offset = 0
+    while chunk := read(folder, offset):
+        read_events += [event for event, _ in chunk]
+        offset = chunk[-1][1]
+    return [event for event in read_events if event["type"] != "damaged"]
 
 
-def append(folder: Path, *some: dict) -> None:
+def append(folder: Path, *new_events: dict) -> None:
+    """Appends events to a spool, and closes it."""
     spool = Spool(folder)
-    for event in some:
+    for event in new_events:
         spool.append({"type": "metrics"} | event)
     spool.close()
 
 
-def test_what_is_appended_is_read_in_order_whatever_its_size_and_whole(tmp_path: Path) -> None:
+def test_events_of_any_size_are_read_in_order_and_only_once_complete(tmp_path: Path) -> None:
     sizes = [3_000_000, *[5000] * 500]
-    long = [{"type": "metrics", "n": n, "value": -math.inf, "text": "x" * size} for n, size in enumerate(sizes)]
-    append(tmp_path, *long[:9])
-    append(tmp_path, *long[9:])
+    appended = [
+        {"type": "metrics", "n": number, "value": -math.inf, "text": "x" * size}
+        for number, size in enumerate(sizes)
+    ]
+    append(tmp_path, *appended[:9])
+    append(tmp_path, *appended[9:])
     with (tmp_path / "events.jsonl").open("a") as file:
-        file.write('{"type":"a"}\n{"type"')  # is being written
+        file.write('{"type":"a"}\n{"type"')  # the second event is being written
         file.flush()
-        assert events(tmp_path) == [*long, {"type": "a"}]
+        assert events(tmp_path) == [*appended, {"type": "a"}]
         file.write(':"b"}\n')
     assert events(tmp_path)[-2:] == [{"type": "a"}, {"type": "b"}]
 
 
-@given(cut=st.integers(0, 400), junk=st.binary(max_size=40))
-def test_damage_costs_the_lines_it_touches(tmp_path_factory: pytest.TempPathFactory, cut: int, junk: bytes) -> None:
+@given(length=st.integers(0, 400), garbage=st.binary(max_size=40))
+def test_damage_costs_only_the_lines_it_touches(
+    tmp_path_factory: pytest.TempPathFactory, length: int, garbage: bytes
+) -> None:
     folder = tmp_path_factory.mktemp("spool")
     append(folder, *({"number": number} for number in range(10)))
     data = (folder / "events.jsonl").read_bytes()
-    (folder / "events.jsonl").write_bytes(data[:cut] + junk)  # a machine that lost power leaves anything at the end
-    whole = max(0, data[:cut].count(b"\n") - 1)  # an empty line is the first
+    # A machine that lost power may leave anything at the end.
+    (folder / "events.jsonl").write_bytes(data[:length] + garbage)
+    complete_lines = max(0, data[:length].count(b"\n") - 1)  # the first line is empty
     append(folder, {"number": 99})
-    numbers = [e["number"] for e in events(folder) if "number" in e]
-    assert numbers[:whole] == list(range(whole)) and numbers[-1] == 99
+    numbers = [event["number"] for event in events(folder) if "number" in event]
+    assert numbers[:complete_lines] == list(range(complete_lines)) and numbers[-1] == 99
 
 
-def test_a_lock_is_free_when_its_holder_dies_though_its_children_live(tmp_path: Path) -> None:
+def test_a_lock_is_free_when_its_holder_dies_though_a_child_lives(tmp_path: Path) -> None:
     code = """
 import os, sys, time
 from pathlib import Path
@@ -80,7 +92,8 @@ time.sleep(60)
         assert look_at_lock(tmp_path, "a") == (True, "mine") and take_lock(tmp_path, "a") is None
         process.kill()
         process.wait()
-        assert look_at_lock(tmp_path, "a") == (False, "mine") and take_lock(tmp_path, "a") is not None
+        assert look_at_lock(tmp_path, "a") == (False, "mine")
+        assert take_lock(tmp_path, "a") is not None
     finally:
         end_tree(child)
 
@@ -88,16 +101,17 @@ time.sleep(60)
 def test_a_full_disk_is_reported_once_and_loses_nothing(tmp_path: Path) -> None:
     warnings: list[str] = []
     spool = Spool(tmp_path, warnings.append)
-    there, spool._file = spool._file, open("/dev/full", "ab", buffering=0)  # noqa: SIM115
-    for n in range(3):
-        spool.append({"type": "metrics", "n": n})
+    spool_file = spool._file
+    spool._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+    for number in range(3):
+        spool.append({"type": "metrics", "n": number})
     assert len(warnings) == 1 and "metrics wait in memory until there is room" in warnings[0]
-    spool._file = there
+    spool._file = spool_file
     spool.append({"type": "metrics", "n": 3})
     assert [event["n"] for event in events(tmp_path)] == [0, 1, 2, 3]
 
 
-def test_no_secret_reaches_the_spool_and_a_writer_that_gets_nowhere_ends_with_its_driver(tmp_path: Path) -> None:
+def test_no_secret_reaches_the_spool_and_a_writer_without_a_server_ends(tmp_path: Path) -> None:
     uri = "http://user:sesame@127.0.0.1:9"
     tracker = Tracker(tmp_path, Settings(uri, "e"), run_name="r", run_uid="u")
     tracker.start()
@@ -111,14 +125,18 @@ def test_no_secret_reaches_the_spool_and_a_writer_that_gets_nowhere_ends_with_it
         assert path.is_dir() or b"sesame" not in path.read_bytes(), path
 
 
-# --- where to track ---------------------------------------------------------------------------------------------------
+# --- where to track -------------------------------------------------------------------------------
 
 
-def resolve(uri: str | None, storage: str = "runs", environ: dict[str, str] | None = None) -> Settings:
+def resolve(
+    uri: str | None, storage: str = "runs", environ: dict[str, str] | None = None
+) -> Settings:
     return resolve_tracking(SimpleNamespace(uri=uri, experiment=None), storage, environ or {})
 
 
-def test_configuration_before_environment_before_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configuration_overrides_environment_which_overrides_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     environ = {"MLFLOW_TRACKING_URI": "http://env:1", "MLFLOW_EXPERIMENT_NAME": "from-env"}
     assert resolve("http://config:2", environ=environ) == Settings("http://config:2", "from-env")
@@ -129,15 +147,27 @@ def test_configuration_before_environment_before_storage(tmp_path: Path, monkeyp
     assert resolve("mlruns").uri == f"sqlite:///{tmp_path}/mlruns/mlflow.db"
     for storage in ("runs", f"file://{tmp_path}/runs", "s3://bucket/runs"):
         artifacts = (tmp_path / "runs" / "mlartifacts").as_uri()
-        assert resolve(None, storage) == Settings(f"sqlite:///{tmp_path}/runs/mlflow.db", "trireme", artifacts)
-    assert resolve("postgresql://u:p@db/x", "s3://bucket/runs").artifact_location == "s3://bucket/runs/mlartifacts"
-    for uri in ("databricks", "databricks://profile", "https://mlflow.example.org/path", "mysql+pymysql://u@h/d"):
+        database = f"sqlite:///{tmp_path}/runs/mlflow.db"
+        assert resolve(None, storage) == Settings(database, "trireme", artifacts)
+    in_bucket = resolve("postgresql://u:p@db/x", "s3://bucket/runs")
+    assert in_bucket.artifact_location == "s3://bucket/runs/mlartifacts"
+    unchanged = ["databricks", "databricks://profile", "https://mlflow.example.org/path"]
+    unchanged += ["mysql+pymysql://u@h/d"]
+    for uri in unchanged:
         assert resolve(uri).uri == uri
 
 
-NO_ADDRESS = ("http://", "postgresql://", "sqlite://", "http://127.0.0.1:port", "http://[::1", "htp://me:sesame@host")
-SAYS = dict.fromkeys(NO_ADDRESS, "is not an address of MLflow's: write sqlite:///FOLDER/mlflow.db, http://HOST:PORT")
-SAYS |= {
+NO_ADDRESS = (
+    "http://",
+    "postgresql://",
+    "sqlite://",
+    "http://127.0.0.1:port",
+    "http://[::1",
+    "htp://me:sesame@host",
+)
+NOT_MLFLOW = "is not an address of MLflow's: write sqlite:///FOLDER/mlflow.db, http://HOST:PORT"
+MESSAGES = {
+    **dict.fromkeys(NO_ADDRESS, NOT_MLFLOW),
     "http://ho st": "not an address",
     "localhost:5000": "http://HOST:PORT",
     "sqlite:///README.md/mlflow.db": "cannot be written",
@@ -146,39 +176,50 @@ SAYS |= {
 }
 
 
-@pytest.mark.parametrize("uri", SAYS)
-def test_nonsense_gets_one_sentence(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("uri", MESSAGES)
+def test_a_wrong_address_gets_one_sentence(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "README.md").write_text("this is no database")
     with pytest.raises(UserError) as error:
         resolve(uri)
-    said = str(error.value)
-    assert SAYS[uri] in said and "tracking.uri=" in said and "\n" not in said and "sesame" not in said
+    message = str(error.value)
+    assert MESSAGES[uri] in message
+    assert "tracking.uri=" in message
+    assert "\n" not in message
+    assert "sesame" not in message
 
 
-def test_where_to_look(tmp_path: Path) -> None:
+def test_a_run_tells_where_to_look_at_it(tmp_path: Path) -> None:
     server = Settings("https://me:pw@mlflow.example.org/base", "e")
     assert run_url(server, "3", "abc") == "https://mlflow.example.org/base/#/experiments/3/runs/abc"
     assert ui_command(server) == "https://***@mlflow.example.org/base"
     assert run_url(server, "", "") == ""
     embedded = resolve(None, str(tmp_path / "my runs"))
-    assert f"mlflow ui --workers 1 --backend-store-uri 'sqlite:///{tmp_path}/my runs/mlflow.db'" in ui_command(embedded)
+    database = f"'sqlite:///{tmp_path}/my runs/mlflow.db'"
+    assert f"mlflow ui --workers 1 --backend-store-uri {database}" in ui_command(embedded)
     assert run_url(embedded, "1", "abc") == "http://127.0.0.1:5000/#/experiments/1/runs/abc"
 
 
-# --- where it ran -----------------------------------------------------------------------------------------------------
+# --- where it ran ---------------------------------------------------------------------------------
 
 
-def test_provenance_is_a_repositorys_and_never_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_provenance_is_that_of_the_repository_and_never_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.py").write_text("1")
-    made = "git init -b trunk && git add . && git -c user.name=n -c user.email=e@example.org commit -m one"
-    made += " && git remote add origin https://me:sesame@example.org/x.git"
-    subprocess.run(made, shell=True, cwd=tmp_path, check=True, capture_output=True)
+    script = "git init -b trunk && git add ."
+    script += " && git -c user.name=n -c user.email=e@example.org commit -m one"
+    script += " && git remote add origin https://me:sesame@example.org/x.git"
+    subprocess.run(script, shell=True, cwd=tmp_path, check=True, capture_output=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "17")
-    tags, git = provenance_tags(), "mlflow.source.git"
-    found = [tags[f"{git}.{name}"] for name in ("branch", "dirty", "repoURL")]
-    assert found == ["trunk", "false", "https://***@example.org/x.git"] and len(tags[f"{git}.commit"]) == 40
+    tags = provenance_tags()
+    git = "mlflow.source.git"
+    values = [tags[f"{git}.{name}"] for name in ("branch", "dirty", "repoURL")]
+    assert values == ["trunk", "false", "https://***@example.org/x.git"]
+    assert len(tags[f"{git}.commit"]) == 40
     assert tags["trireme.slurm_job_id"] == "17" and tags["mlflow.user"]
     assert tags["trireme.version.torch"].startswith("2.")
     assert f"torch=={tags['trireme.version.torch']}" in environment_text().splitlines()
@@ -190,25 +231,31 @@ def test_provenance_is_a_repositorys_and_never_fails(tmp_path: Path, monkeypatch
     assert f"{git}.commit" not in tags and "mlflow.user" not in tags and tags["trireme.python"]
 
 
-def test_a_gpu_tells_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml = Mock(NVMLError=LookupError, nvmlDeviceGetPowerUsage=Mock(side_effect=LookupError("no power")))
-    nvml.nvmlDeviceGetCount.return_value, nvml.nvmlDeviceGetHandleByIndex = 2, int
+def test_a_gpu_without_some_metrics_reports_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_power = Mock(side_effect=LookupError("no power"))
+    nvml = Mock(NVMLError=LookupError, nvmlDeviceGetPowerUsage=no_power)
+    nvml.nvmlDeviceGetCount.return_value = 2
+    nvml.nvmlDeviceGetHandleByIndex = int
     nvml.nvmlDeviceGetMemoryInfo.return_value = SimpleNamespace(used=20e9, total=80e9)
     nvml.nvmlDeviceGetUtilizationRates = lambda handle: SimpleNamespace(gpu=91 + handle)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    found = {key[6:]: value for key, value in Sample().take().items() if key.startswith("gpu_1_")}
+    values = {key[6:]: value for key, value in Sample().take().items() if key.startswith("gpu_1_")}
     memory = {"memory_usage_percentage": 25.0, "memory_usage_megabytes": 20_000.0}
-    assert found == memory | {"utilization_percentage": 92}
+    assert values == memory | {"utilization_percentage": 92}
 
 
-def test_a_sampler_tells_of_the_machine_and_of_blind_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "GPU_DEVICES", str(tmp_path / Path(environment.GPU_DEVICES).name))
+def test_a_sampler_measures_the_machine_and_warns_of_gpus_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = tmp_path / Path(environment.GPU_DEVICES).name
+    monkeypatch.setattr(environment, "GPU_DEVICES", str(devices))
     monkeypatch.setitem(sys.modules, "pynvml", None)
     (tmp_path / "nvidiactl").touch()
     assert not Sample().gpu_problem, "there is no GPU"
     for number in range(2):
         (tmp_path / f"nvidia{number}").touch()
-    channel, emitted = SilentChannel(), list[Event]()
+    channel = SilentChannel()
+    emitted = list[Event]()
     channel.emit = emitted.append  # type: ignore[method-assign]
     sampler = start_system_sampler(channel, "node-3", 0.01)
     wait_until(lambda: len(emitted) > 1)
@@ -217,7 +264,8 @@ def test_a_sampler_tells_of_the_machine_and_of_blind_gpus(tmp_path: Path, monkey
     warning, sample, *_ = emitted
     assert isinstance(warning, WarningIssued)
     assert warning.message.startswith("node-3 has 2 GPUs whose metrics cannot be recorded (")
-    assert warning.message.endswith("pynvml halted; None in sys.modules): `pip install nvidia-ml-py` there")
+    advice = "pynvml halted; None in sys.modules): `pip install nvidia-ml-py` there"
+    assert warning.message.endswith(advice)
     assert isinstance(sample, SystemSampled)
     assert sample.values["system/node-3/cpu_utilization_percentage"] >= 0
     idle = start_system_sampler(channel, "n", 0.0)

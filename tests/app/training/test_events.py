@@ -1,4 +1,4 @@
-"""What workers say to the driver: how it travels, what of it is kept in files, and how the driver handles it."""
+"""Events from workers to the driver: how they travel, are stored, and are handled."""
 
 import json
 import pickle
@@ -51,35 +51,46 @@ STEPS_DONE = StepsDone(
     memory_bytes=310_000_000,
 )
 RANK = {"rank": 0, "device": "cpu", "operators": []} | {
-    f"{name}_seconds": 0.1 for name in ("step", "computing", "communication", "exposed_communication", "idle")
+    f"{name}_seconds": 0.1
+    for name in ("step", "computing", "communication", "exposed_communication", "idle")
 }
 FOR_DRIVER: list[DriverEvent] = [
     TrainingStarted(time=1.5, resumed_from=5, step=5, steps=50, device="cuda:0", parameters=7),
     STEPS_DONE,
-    MetricsLogged(step=10, time=2.5, training_seconds=4.0, values={"train/loss": 0.5, "eval/loss": 0.75}),
+    MetricsLogged(
+        step=10, time=2.5, training_seconds=4.0, values={"train/loss": 0.5, "eval/loss": 0.75}
+    ),
     SystemSampled(time=3.5, values={"system/node-0/cpu": 5.0}),
     CheckpointSaved(step=10, stall_seconds=0.25, previous_seconds=0.0, interval_seconds=60.0),
     FilesWritten(folder="evaluation/step-00000010"),
     ProfileTaken(step=9, folder="profile/steps-8-9", profile={"steps": [8, 9], "ranks": [RANK]}),
-    PipelineTraced(step=7, spans=[Span(stage=0, kind="F", micro_batch=0, chunk=0, start=0.0, end=1.0)]),
+    PipelineTraced(
+        step=7, spans=[Span(stage=0, kind="F", micro_batch=0, chunk=0, start=0.0, end=1.0)]
+    ),
     WarningIssued(message="the disk is nearly full"),
     TrainingDone(summary={"step": 50, "stopped": False}),
 ]
 FOR_LAUNCHER: list[Event] = [
-    WorkerStarted(info=WorkerInfo(rank=1, pid=42, ip="10.0.0.1", node="node", label="stage 1 of 2", oom_kills=3)),
+    WorkerStarted(
+        info=WorkerInfo(
+            rank=1, pid=42, ip="10.0.0.1", node="node", label="stage 1 of 2", oom_kills=3
+        )
+    ),
     WorkerDied(rank=1, details="the node died"),
     NodePreempted(node="node", reason="spot", message="the node 10.0.0.1 is about to go (spot)"),
 ]
 FAILED = WorkerFailed(rank=1, error=ValueError("no such file"))
 
 
-def test_every_kind_of_event_is_an_example_here() -> None:
+def test_every_kind_of_event_has_an_example() -> None:
     assert {type(event) for event in FOR_DRIVER} == set(get_args(DriverEvent))
     assert {type(event) for event in [*FOR_DRIVER, *FOR_LAUNCHER, FAILED]} == set(get_args(Event))
     assert set(FROM_ANY_RANK) < set(get_args(Event))
 
 
-@pytest.mark.parametrize("event", [*FOR_DRIVER, *FOR_LAUNCHER], ids=lambda event: type(event).__name__)
+@pytest.mark.parametrize(
+    "event", [*FOR_DRIVER, *FOR_LAUNCHER], ids=lambda event: type(event).__name__
+)
 @pytest.mark.parametrize("library", [pickle, cloudpickle], ids=["pickle", "cloudpickle"])
 def test_an_event_travels_as_it_is(event: Event, library: Any) -> None:
     assert library.loads(library.dumps(event)) == event
@@ -87,11 +98,15 @@ def test_an_event_travels_as_it_is(event: Event, library: Any) -> None:
 
 def test_a_failure_travels_with_its_exception() -> None:
     received = cloudpickle.loads(cloudpickle.dumps(FAILED))
-    assert received.rank == 1 and isinstance(received.error, ValueError) and str(received.error) == "no such file"
+    assert received.rank == 1
+    assert isinstance(received.error, ValueError)
+    assert str(received.error) == "no such file"
 
 
-@pytest.mark.parametrize("event", [*FOR_DRIVER, *FOR_LAUNCHER, FAILED], ids=lambda event: type(event).__name__)
-def test_nobody_changes_an_event_or_gives_it_a_field_that_it_lacks(event: Any) -> None:
+@pytest.mark.parametrize(
+    "event", [*FOR_DRIVER, *FOR_LAUNCHER, FAILED], ids=lambda event: type(event).__name__
+)
+def test_an_event_is_frozen_and_takes_no_unknown_field(event: Any) -> None:
     name = fields(event)[0].name
     with pytest.raises(FrozenInstanceError):
         setattr(event, name, None)
@@ -99,19 +114,23 @@ def test_nobody_changes_an_event_or_gives_it_a_field_that_it_lacks(event: Any) -
         replace(event, lsos=1.0)
 
 
-# --- what is kept in files --------------------------------------------------------------------------------------------
+# --- what is kept in files ------------------------------------------------------------------------
 
 PROGRESS = (
-    '{"type": "progress", "step": 12, "steps": 50, "loss": 0.5, "loss_step": 10, "rate": 1204.5, "unit": "tokens", '
-    '"gpus": 2, "mfu": 0.41, "seconds_left": 19.0, "seconds_per_step": 0.5, "memory_bytes": 310000000}'
+    '{"type": "progress", "step": 12, "steps": 50, "loss": 0.5, "loss_step": 10, "rate": 1204.5, '
+    '"unit": "tokens", "gpus": 2, "mfu": 0.41, "seconds_left": 19.0, "seconds_per_step": 0.5, '
+    '"memory_bytes": 310000000}'
 )
-METRICS = '{"type": "metrics", "step": 3, "time": 1.5, "training_seconds": 2.5, "values": {"train/loss": 0.5}}'
+METRICS = (
+    '{"type": "metrics", "step": 3, "time": 1.5, "training_seconds": 2.5, '
+    '"values": {"train/loss": 0.5}}'
+)
 
 
 def test_progress_files_keep_their_format_and_are_read_back() -> None:
     assert json.dumps(STEPS_DONE.to_record()) == PROGRESS
-    kept_with = {"attempt": "a", "time": 5.0, "evaluated": {"loss": 0.7}}
-    assert StepsDone.from_record(json.loads(PROGRESS) | kept_with) == STEPS_DONE
+    added_by_driver = {"attempt": "a", "time": 5.0, "evaluated": {"loss": 0.7}}
+    assert StepsDone.from_record(json.loads(PROGRESS) | added_by_driver) == STEPS_DONE
 
 
 @pytest.mark.parametrize(
@@ -123,7 +142,9 @@ def test_progress_files_keep_their_format_and_are_read_back() -> None:
         (("seconds_per_step",), {"seconds_per_step": 0.0}),
     ],
 )
-def test_progress_files_of_older_versions_are_read(missing: tuple[str, ...], expected: dict[str, Any]) -> None:
+def test_progress_files_of_older_versions_are_read(
+    missing: tuple[str, ...], expected: dict[str, Any]
+) -> None:
     record = {name: value for name, value in json.loads(PROGRESS).items() if name not in missing}
     assert StepsDone.from_record(record) == replace(STEPS_DONE, **expected)
 
@@ -135,22 +156,28 @@ def test_metrics_in_checkpoints_keep_their_format_and_are_read_back() -> None:
     assert MetricsLogged.from_json(older) == replace(event, training_seconds=0.0)
 
 
-# --- the driver -------------------------------------------------------------------------------------------------------
+# --- the driver -----------------------------------------------------------------------------------
 
 
 class NotAnEvent:
-    """Something that no worker says."""
+    """Something that no worker sends."""
 
 
-def test_the_driver_handles_every_event_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_driver_handles_every_event_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     storage = mock.Mock(url=str(tmp_path), is_local=True)
-    run = mock.Mock(local_folder=tmp_path, folder="runs/a", storage=storage, **{"lease.successor": None})
+    run = mock.Mock(
+        local_folder=tmp_path, folder="runs/a", storage=storage, **{"lease.successor": None}
+    )
     tracker = mock.Mock()
     driver = Driver(run, config("task=tests.tasks:Points"), Console(), mock.Mock(), tracker=tracker)
     driver.progress = mock.Mock()
     for event in FOR_DRIVER:
         driver.handle(event)
-    assert tracker.tags.call_args_list[0] == mock.call({"trireme.device": "cuda:0", "trireme.parameters": "7"})
+    assert tracker.tags.call_args_list[0] == mock.call(
+        {"trireme.device": "cuda:0", "trireme.parameters": "7"}
+    )
     logged = [call.args for call in tracker.metrics.call_args_list]
     assert (10, {"train/loss": 0.5, "eval/loss": 0.75}, 2.5) in logged
     assert (10, {"checkpoint/stall_seconds": 0.25, "checkpoint/interval_seconds": 60.0}) in logged
@@ -163,8 +190,8 @@ def test_the_driver_handles_every_event_and_nothing_else(tmp_path: Path, capsys:
         {"evaluated": {"loss": 0.75}},
     ]
     assert driver.summary == {"step": 50, "stopped": False} and driver.step == 12
-    said = capsys.readouterr().out
-    assert "continuing after step 5 of 50" in said and "note: the disk is nearly full" in said
-    assert "step 12/50  loss 0.5000 (step 10)" in said
+    output = capsys.readouterr().out
+    assert "continuing after step 5 of 50" in output and "note: the disk is nearly full" in output
+    assert "step 12/50  loss 0.5000 (step 10)" in output
     with pytest.raises(AssertionError, match="NotAnEvent"):
         driver.handle(NotAnEvent())  # type: ignore[arg-type]

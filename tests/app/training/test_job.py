@@ -1,4 +1,4 @@
-"""What a worker is told of the configuration."""
+"""The options that strategies get from the configuration."""
 
 import json
 from dataclasses import fields
@@ -33,22 +33,22 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "parallel.chunks": ("3", 3),
     "parallel.stages": ("[2,1]", (2, 1)),
 }
-"""Of each key of an option, what is written and what strategies are told."""
+"""For each key of an option: its text, and the value that strategies get."""
 
 
-def test_with_nothing_written_strategies_are_told_the_defaults() -> None:
+def test_strategies_get_the_defaults_where_nothing_is_written() -> None:
     assert strategy_options(load_config([])) == Options()
 
 
 @pytest.mark.parametrize("key", WRITTEN)
-def test_each_option_reaches_strategies_as_itself_and_no_other(key: str) -> None:
+def test_each_key_sets_the_option_of_its_name_and_no_other(key: str) -> None:
     written, expected = WRITTEN[key]
     options = strategy_options(load_config([], [f"{key}={written}"]))
     assert options == Options(**{key.partition(".")[2]: expected})
     assert options != Options()
 
 
-def test_every_option_is_a_key_of_the_configuration_but_for_what_a_task_says() -> None:
+def test_every_option_but_those_of_a_task_is_a_key_of_the_configuration() -> None:
     tried = {key.partition(".")[2] for key in WRITTEN} | {"deepspeed"}
     assert tried == {option.name for option in fields(Options)} - {"float_output"}
 
@@ -58,10 +58,12 @@ def test_an_option_is_documented_where_it_has_its_default() -> None:
     assert docs["parallel.context"].startswith("With cp: how tokens of different workers attend")
     assert docs["train.compile"] == "Compile each block with torch.compile."
     assert docs["parallel.tp"].endswith("(tensor parallelism).")
-    assert docs["parallel.deepspeed"].startswith("With strategy deepspeed: path of a DeepSpeed JSON")
+    assert docs["parallel.deepspeed"].startswith(
+        "With strategy deepspeed: path of a DeepSpeed JSON"
+    )
 
 
-def test_a_deepspeed_file_is_read_and_one_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_a_deepspeed_file_is_read_and_a_broken_one_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "zero.json"
     file.write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     config = load_config([], [f"parallel.deepspeed={file}"])

@@ -1,9 +1,9 @@
-"""The guide's pages, taken apart: commands, and what each is said to print.
+"""The guide's pages, parsed: the commands, and the output that a page shows for each.
 
     python -m tests.experiments.guide.pages is_it_worth_sixteen.md
 
-runs the quick commands of a page, and writes what they print now into it: as many lines before and
-after `…` as were there.
+runs the quick commands of a page and writes their present output into it, with as many lines before
+and after `…` as before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAGES = sorted(GUIDE.glob("*.md"))
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LEFT_OUT = "…"
 READING = "reading the model"
-"""What a plan says while it reads a large model."""
+"""The message of a plan while it reads a large model."""
 QUICK = {"plan", "config", "cluster"}
 """Verbs of `trireme` that start nothing and answer within seconds."""
 
@@ -34,8 +34,9 @@ class Command:
     """A line that a page says to type.
 
     Args:
-        text: the line, without its prompt and comment; lines that end in a backslash joined.
-        shown: what the page says that it prints; empty where it says nothing.
+        page: The file name of the page.
+        text: The line without its prompt and comment, with continued lines joined.
+        shown: The output on the page; empty where it shows none.
     """
 
     page: str
@@ -48,16 +49,16 @@ class Command:
 
     @property
     def is_quick(self) -> bool:
-        program, verb, *more = self.words
+        program, verb, *options = self.words
         if program != "trireme":
             return False
         if verb == "submit":  # shown and not sent, or only printed for kubectl
-            return bool({"--dry-run", "--queue"} & set(more))
-        return verb in QUICK and more[0] not in ("up", "down", "status")
+            return bool({"--dry-run", "--queue"} & set(options))
+        return verb in QUICK and options[0] not in ("up", "down", "status")
 
     @property
     def is_refused(self) -> bool:
-        """Whether the page shows it as a mistake, of which one sentence is said."""
+        """Whether the page shows it as a mistake, with the sentence that answers it."""
         return bool(self.shown) and self.shown[-1].startswith("trireme: ")
 
     def __str__(self) -> str:
@@ -65,12 +66,15 @@ class Command:
 
 
 def commands_of(page: Path) -> list[Command]:
+    """The commands of a page's code blocks, in their order."""
     commands = []
     for language, block in FENCE.findall(page.read_text()):
         lines = block.replace("\\\n", " ").splitlines()
         if language == "bash":
             typed = [" ".join(line.partition(" #")[0].split()) for line in lines]
-            commands += [Command(page.name, line) for line in typed if line and not line.startswith("#")]
+            commands += [
+                Command(page.name, line) for line in typed if line and not line.startswith("#")
+            ]
         elif language == "console":
             for line in lines:
                 if line.startswith("$ "):
@@ -82,14 +86,16 @@ def commands_of(page: Path) -> list[Command]:
 
 
 def copy_of_guide(folder: Path) -> Path:
-    """The guide beside the cluster files, as in a checkout, in which commands may write."""
-    shutil.copytree(GUIDE, folder / "experiments" / "guide", ignore=shutil.ignore_patterns("runs", "__pycache__"))
-    shutil.copytree(ROOT / "cluster", folder / "cluster", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    return folder / "experiments" / "guide"
+    """Copies the guide and the cluster files, so that commands may write; returns the guide."""
+    guide = folder / "experiments" / "guide"
+    shutil.copytree(GUIDE, guide, ignore=shutil.ignore_patterns("runs", "__pycache__"))
+    no_code = shutil.ignore_patterns("*.py", "__pycache__")
+    shutil.copytree(ROOT / "cluster", folder / "cluster", ignore=no_code)
+    return guide
 
 
 def same_but_for_numbers(text: str) -> str:
-    """One line without what differs from machine to machine: numbers, folders, widths of columns, units of bytes."""
+    """A line without what differs between machines: numbers, folders, column widths, byte units."""
     text = re.sub(r"/\S*/(?=runs\b)", "", text)
     text = re.sub(r"\d[\d.,:]*", "#", text)
     text = re.sub(r"^\S+ \(\S+\) \(head\)", "HOST (head)", text)
@@ -97,22 +103,22 @@ def same_but_for_numbers(text: str) -> str:
 
 
 def lines_not_printed(shown: tuple[str, ...], printed: str) -> list[str]:
-    """Lines of a page that a command does not print, or not in this order; numbers may be others."""
-    left = [same_but_for_numbers(line) for line in printed.splitlines()]
+    """Lines of a page that a command does not print in this order; numbers may differ."""
+    printed_lines = [same_but_for_numbers(line) for line in printed.splitlines()]
     missing = []
     for line in shown:
-        wanted = same_but_for_numbers(line)
-        if not wanted or wanted == LEFT_OUT:
+        expected = same_but_for_numbers(line)
+        if not expected or expected == LEFT_OUT:
             continue
-        if wanted in left:
-            del left[: left.index(wanted) + 1]
+        if expected in printed_lines:
+            del printed_lines[: printed_lines.index(expected) + 1]
         else:
             missing.append(line)
     return missing
 
 
 def renewed(shown: tuple[str, ...], printed: str) -> tuple[str, ...]:
-    """What a page should show: as many lines of the beginning and the end as it did."""
+    """The output that a page should show, with as many first and last lines as it shows now."""
     lines = [line.rstrip() for line in printed.strip().splitlines()]
     if LEFT_OUT not in shown:
         return tuple(lines)
@@ -130,22 +136,22 @@ def home_in(folder: Path) -> dict[str, str]:
 
 
 def renew(page: Path) -> None:
-    """Writes what the quick commands of a page print now into it."""
+    """Writes the present output of a page's quick commands into it."""
     text = page.read_text()
     with tempfile.TemporaryDirectory() as folder:
-        at = copy_of_guide(Path(folder))
-        own = environment(**home_in(Path(folder)))
+        guide = copy_of_guide(Path(folder))
+        env = environment(**home_in(Path(folder)))
         for command in commands_of(page):
             if command.words[0] == "cp":
-                shutil.copy(at / command.words[1], at / command.words[2])
+                shutil.copy(guide / command.words[1], guide / command.words[2])
             elif command.is_quick and command.shown:
                 program = [sys.executable, "-m", "app", *command.words[1:]]
-                ended = subprocess.run(program, cwd=at, env=own, capture_output=True, text=True, check=False)
-                said = [line for line in ended.stderr.splitlines() if line != READING]
+                ended = subprocess.run(program, cwd=guide, env=env, capture_output=True, text=True)
+                messages = [line for line in ended.stderr.splitlines() if line != READING]
                 old = command.text + "\n" + "\n".join(command.shown)
                 if text.count(old) != 1:
                     raise SystemExit(f"{page.name}: {old!r} is not there once")
-                new = renewed(command.shown, "\n".join([*said, ended.stdout]))
+                new = renewed(command.shown, "\n".join([*messages, ended.stdout]))
                 text = text.replace(old, command.text + "\n" + "\n".join(new))
     page.write_text(text)
 

@@ -1,4 +1,4 @@
-"""The guide: every command of its pages is typed, or read by what would read it, and prints what the page says."""
+"""The guide: every command of its pages is run or parsed, and prints what the page shows."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ from tests.test_documents import LINK, mistakes_in
 
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 TRAINS = [command for command in COMMANDS if command.shown and not command.is_quick]
-"""What starts processes: seconds each on an idle machine, minutes on a busy one."""
+"""Commands that start processes; each takes seconds on an idle machine."""
 OF_OTHERS = {"cp", "docker", "helm", "kubectl", "sbatch", "squeue"}
-"""Programs that pages name and that are not ours."""
+"""Other programs that pages name."""
 READ_AS_EXPERIMENT = {"train", "plan", "config", "scale", "submit", "doctor"}
 SECTIONS = ("## Type this", "## How to read it", "## Why", "## When it does not work", "## Next")
 QUESTIONS = [page for page in PAGES if page.name != "README.md"]
 FIVE_MINUTES = 1_000
-"""Words that one reads in that time, at 200 a minute."""
+"""The number of words read in that time, at 200 a minute."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the guide, in which the commands that copy files have been typed."""
-    at = copy_of_guide(tmp_path_factory.mktemp("guide"))
+    guide = copy_of_guide(tmp_path_factory.mktemp("guide"))
     for command in COMMANDS:
         if command.words[0] == "cp":
-            shutil.copy(at / command.words[1], at / command.words[2])
-    return at
+            shutil.copy(guide / command.words[1], guide / command.words[2])
+    return guide
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """One for all commands of the module, so that the planner reads a model once."""
+    """A home for all commands of the module, so that the planner reads each model once."""
     return home_in(tmp_path_factory.mktemp("guide-home"))
 
 
@@ -74,35 +74,42 @@ def in_guide(folder: Path, home: dict[str, str], monkeypatch: pytest.MonkeyPatch
     return folder
 
 
-# --- pages ------------------------------------------------------------------------------------------------------------
+# --- pages ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", QUESTIONS, ids=lambda page: page.stem)
 def test_a_page_answers_first_and_is_read_in_five_minutes(page: Path) -> None:
     text = page.read_text()
     title, empty, *answer = text.splitlines()[:5]
-    assert title.startswith("# ") and not empty and all(answer), "three lines of answer follow the title"
-    found = re.findall("|".join(f"^{section}" for section in SECTIONS), text, re.MULTILINE)
-    assert found == list(SECTIONS)
+    assert title.startswith("# ")
+    assert not empty
+    assert all(answer), "three lines of answer follow the title"
+    sections = re.findall("|".join(f"^{section}" for section in SECTIONS), text, re.MULTILINE)
+    assert sections == list(SECTIONS)
     assert len(FENCE.sub("", text).split()) <= FIVE_MINUTES
     assert commands_of(page)
     assert {language for language, _ in FENCE.findall(text)} <= {"console", "bash", "python"}
 
 
-@pytest.mark.parametrize("document", [GUIDE / "README.md", ROOT / "README.md"], ids=["guide", "repository"])
+@pytest.mark.parametrize(
+    "document", [GUIDE / "README.md", ROOT / "README.md"], ids=["guide", "repository"]
+)
 def test_every_page_is_linked_by_its_question(document: Path) -> None:
-    linked = {(document.parent / link.partition("#")[0]).resolve() for link in LINK.findall(document.read_text())}
+    linked = {
+        (document.parent / link.partition("#")[0]).resolve()
+        for link in LINK.findall(document.read_text())
+    }
     assert set(QUESTIONS) <= linked
 
 
-# --- commands that are read -------------------------------------------------------------------------------------------
+# --- commands that are read -----------------------------------------------------------------------
 
 
 def parse(words: list[str]) -> list[str]:
-    """Reads a command line of ours as `trireme` does, up to where it would begin.
+    """Parses a command line as `trireme` does, without running it.
 
     Returns:
-        Its arguments that are no options.
+        The arguments that are not options.
     """
     command: click.Command = group
     context = click.Context(group)
@@ -111,9 +118,10 @@ def parse(words: list[str]) -> list[str]:
         default = getattr(command, "default", "")
         if default and (not words or words[0] not in command.commands):
             words = [default, *words]
-        found, following, words = command.resolve_command(context, words)
-        assert found and following, (name, words)
-        name, command = found, following
+        subcommand_name, subcommand, words = command.resolve_command(context, words)
+        assert subcommand_name and subcommand, (name, words)
+        name = subcommand_name
+        command = subcommand
         context = click.Context(command, parent=context, info_name=name)
     with contextlib.suppress(click.exceptions.Exit):  # --help
         context = command.make_context(name, list(words), parent=context.parent)
@@ -121,7 +129,7 @@ def parse(words: list[str]) -> list[str]:
 
 
 def check_ours(words: list[str], folder: Path) -> None:
-    """By the parser of the command line, and with its keys by the configuration."""
+    """Checks a `trireme` command by the command line's parser and the configuration."""
     arguments = parse(list(words))
     files = [word for word in arguments if "=" not in word]
     keys = [word for word in arguments if "=" in word]
@@ -134,13 +142,13 @@ def check_ours(words: list[str], folder: Path) -> None:
 
 
 def check_of_others(words: list[str], folder: Path) -> None:
-    """Files and cluster files that it names are there."""
+    """Checks that the files which another program's command names exist."""
     assert words[0] in OF_OTHERS, words
-    named = [word for word in words[1:] if re.search(r"\.(py|yaml|sbatch)$", word)]
-    assert not [word for word in named if not (folder / word).exists()]
+    files = [word for word in words[1:] if re.search(r"\.(py|yaml|sbatch)$", word)]
+    assert not [word for word in files if not (folder / word).exists()]
     if words[0] == "sbatch":
-        at = words.index("slurm.sbatch")
-        check_ours(["train", *words[at + 1 :]], folder)
+        position = words.index("slurm.sbatch")
+        check_ours(["train", *words[position + 1 :]], folder)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
@@ -149,12 +157,15 @@ def test_a_command_is_read_by_the_real_parser(command: Command, in_guide: Path) 
     if words[0] == "trireme":
         assert not mistakes_in(command.text)
         check_ours(words[1:], in_guide)
-        named = [words[at + 1] for at, word in enumerate(words) if word == "--cluster"]
-        assert not [name for name in named if name not in own_files() and not (in_guide / name).exists()]
+        clusters = [
+            words[position + 1] for position, word in enumerate(words) if word == "--cluster"
+        ]
+        for name in clusters:
+            assert name in own_files() or (in_guide / name).exists(), name
     elif words[0] == "torchrun":
-        given = get_args_parser().parse_args(words[1:])
-        assert given.module and given.training_script == "trireme"
-        check_ours(given.training_script_args, in_guide)
+        options = get_args_parser().parse_args(words[1:])
+        assert options.module and options.training_script == "trireme"
+        check_ours(options.training_script_args, in_guide)
     elif words[0] == "python":
         assert (in_guide / words[1]).exists()
         load_config([], ["task=after:Digits", *words[2:]])
@@ -162,7 +173,7 @@ def test_a_command_is_read_by_the_real_parser(command: Command, in_guide: Path) 
         check_of_others(words, in_guide)
 
 
-def test_a_mistake_in_a_page_is_seen(in_guide: Path) -> None:
+def test_a_mistake_in_a_page_is_noticed(in_guide: Path) -> None:
     with pytest.raises(click.UsageError, match="No such option"):
         check_ours(["plan", "big.yaml", "--gpu-count", "8"], in_guide)
     with pytest.raises(click.UsageError, match="not a valid integer"):
@@ -175,12 +186,15 @@ def test_a_mistake_in_a_page_is_seen(in_guide: Path) -> None:
     assert lines_not_printed(("b 2", "a 1"), "a 7\nb 3") == ["a 1"]
 
 
-# --- commands that are typed ------------------------------------------------------------------------------------------
+# --- commands that are typed ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.is_quick], ids=str)
 def test_a_plan_or_a_file_prints_what_the_page_says(
-    command: Command, in_guide: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: Command,
+    in_guide: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     answer = here(monkeypatch, capsys, *command.words[1:])
     answer.expect(2 if command.is_refused else 0)
@@ -188,7 +202,7 @@ def test_a_plan_or_a_file_prints_what_the_page_says(
 
 
 def typed(words: list[str], folder: Path, **variables: str) -> Ended:
-    """What a shell would do with it, in the guide's folder, with `trireme` and `python` of this environment."""
+    """Runs a command as a shell would, with the programs of this environment."""
     programs = {
         "trireme": [sys.executable, "-m", "trireme"],
         "python": [sys.executable],
@@ -198,27 +212,29 @@ def typed(words: list[str], folder: Path, **variables: str) -> Ended:
 
 
 def ended(program: list[str], folder: Path, variables: dict[str, str]) -> Ended:
-    """A program, run to its end in that folder; with what it has started it is ended after a long time."""
+    """Runs a program in a folder to its end; after a long time it is killed with its children."""
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return finish(subprocess.Popen(program, cwd=folder, env=environment(**variables), **streams))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", TRAINS, ids=str)
-def test_a_training_prints_what_the_page_says(command: Command, folder: Path, ray_environment: dict[str, str]) -> None:
+def test_a_training_prints_what_the_page_says(
+    command: Command, folder: Path, ray_environment: dict[str, str]
+) -> None:
     answer = typed(command.words, folder, **ray_environment)
     answer.expect(2 if command.is_refused else 0)
     assert not lines_not_printed(command.shown, answer.err + answer.out), answer.err + answer.out
 
 
 def test_the_script_after_trains(folder: Path) -> None:
-    more = ["launcher=local", "train.epochs=2", "run.name=quick", "tracking.enabled=false"]
-    answer = typed(["python", "after.py", *more], folder).expect()
+    overrides = ["launcher=local", "train.epochs=2", "run.name=quick", "tracking.enabled=false"]
+    answer = typed(["python", "after.py", *overrides], folder).expect()
     (accuracy,) = re.findall(r"held out .* accuracy ([\d.]+)%", answer.out)
     assert float(accuracy) > 80
 
 
-# --- Slurm ------------------------------------------------------------------------------------------------------------
+# --- Slurm ----------------------------------------------------------------------------------------
 
 SRUN = """#!{python}
 import os, subprocess, sys
@@ -232,7 +248,8 @@ sys.exit(max(process.wait() for process in started))
 """
 NOTE = """#!{python}
 import os, sys
-open(os.environ["NOTED"], "a").write(" ".join([{name!r}, *sys.argv[1:], os.environ.get("MASTER_PORT", "")]) + "\\n")
+words = [{name!r}, *sys.argv[1:], os.environ.get("MASTER_PORT", "")]
+open(os.environ["NOTED"], "a").write(" ".join(words) + "\\n")
 print("127.0.0.1\\nsecond-node" if "show" in sys.argv else "")
 sys.exit(int(os.environ.get("ENDS_WITH", "0")) if {name!r} == "srun" else 0)
 """
@@ -240,12 +257,17 @@ sys.exit(int(os.environ.get("ENDS_WITH", "0")) if {name!r} == "srun" else 0)
 
 @pytest.fixture
 def stand_ins(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """Variables as Slurm sets them, and srun and scontrol that write down how they were called."""
+    """Slurm's variables, and fakes of srun and scontrol that note how they are called."""
     programs = tmp_path / "bin"
     programs.mkdir()
     for name in ("srun", "scontrol"):
         write_program(programs / name, NOTE.format(python=sys.executable, name=name))
-    job = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2"}
+    job = {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+    }
     yield {**job, "PATH": f"{programs}:{os.environ['PATH']}", "NOTED": str(tmp_path / "noted")}
 
 
@@ -255,7 +277,7 @@ def write_program(path: Path, text: str) -> None:
 
 
 def sbatch(folder: Path, variables: dict[str, str], *words: str) -> Ended:
-    """What the node does with the file: comments of Slurm's are comments of the shell's."""
+    """Runs the file as a node does; Slurm's comments are comments of the shell too."""
     return ended(["bash", str(GUIDE / "slurm.sbatch"), *words], folder, variables)
 
 
@@ -263,28 +285,35 @@ def test_the_sbatch_file_is_a_shell_script_with_slurms_lines_first() -> None:
     file = GUIDE / "slurm.sbatch"
     subprocess.run(["bash", "-n", str(file)], check=True)
     lines = file.read_text().splitlines()
-    first = next(at for at, line in enumerate(lines) if line and not line.startswith("#"))
-    asked = [line for line in lines if line.startswith("#SBATCH ")]
-    assert asked == [line for line in lines[:first] if line.startswith("#SBATCH ")], "Slurm reads them up to here"
-    assert all(re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", line) for line in asked)
-    numbers = dict(re.findall(r"--(ntasks-per-node|gpus-per-node)=(\d+)", "\n".join(asked)))
+    first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
+    directives = [line for line in lines if line.startswith("#SBATCH ")]
+    # Slurm reads directives only up to the first command.
+    assert directives == [line for line in lines[:first] if line.startswith("#SBATCH ")]
+    assert all(re.fullmatch(r"#SBATCH --[a-z-]+(=\S+)?", line) for line in directives)
+    numbers = dict(re.findall(r"--(ntasks-per-node|gpus-per-node)=(\d+)", "\n".join(directives)))
     assert numbers["ntasks-per-node"] == numbers["gpus-per-node"]
 
 
-@pytest.mark.parametrize(("ends_with", "requeued"), [(0, False), (1, False), (128 + signal.SIGINT, True)])
-def test_the_sbatch_file_starts_a_process_for_each_gpu_and_requeues_what_was_stopped(
+@pytest.mark.parametrize(
+    ("ends_with", "requeued"), [(0, False), (1, False), (128 + signal.SIGINT, True)]
+)
+def test_the_sbatch_file_starts_a_process_per_gpu_and_requeues_a_stopped_run(
     ends_with: int, requeued: bool, tmp_path: Path, stand_ins: dict[str, str]
 ) -> None:
     variables = {**stand_ins, "ENDS_WITH": str(ends_with)}
     sbatch(tmp_path, variables, "task=after:Digits", "run.name=a b").expect(ends_with)
-    asked, started, *after = Path(stand_ins["NOTED"]).read_text().splitlines()
-    assert asked.strip() == "scontrol show hostnames node[1-2]"
-    assert started == "srun --kill-on-bad-exit=1 trireme train task=after:Digits run.name=a b launcher=torchrun 24711"
-    assert [line.rpartition(" ")[0] for line in after] == (["scontrol requeue 4711"] if requeued else [])
+    listing, started, *after = Path(stand_ins["NOTED"]).read_text().splitlines()
+    assert listing.strip() == "scontrol show hostnames node[1-2]"
+    train = "trireme train task=after:Digits run.name=a b launcher=torchrun"
+    assert started == f"srun --kill-on-bad-exit=1 {train} 24711"
+    requeues = [line.rpartition(" ")[0] for line in after]
+    assert requeues == (["scontrol requeue 4711"] if requeued else [])
 
 
 @pytest.mark.slow
-def test_two_tasks_of_slurm_train_as_one_run(folder: Path, tmp_path: Path, stand_ins: dict[str, str]) -> None:
+def test_two_tasks_of_slurm_train_as_one_run(
+    folder: Path, tmp_path: Path, stand_ins: dict[str, str]
+) -> None:
     srun = Path(stand_ins["PATH"].partition(":")[0]) / "srun"
     write_program(srun, SRUN.format(python=sys.executable))
     words = ["task=after:Digits", "train.epochs=2", f"run.storage={tmp_path}", "run.name=digits"]

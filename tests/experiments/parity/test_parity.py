@@ -1,4 +1,4 @@
-"""`trireme parity`: the matrix measures, compares, resumes and goes on; its table; what it takes from an experiment."""
+"""`trireme parity`: its matrix of rows, its table, and what it takes from an experiment."""
 
 import dataclasses
 import os
@@ -28,28 +28,37 @@ REFUSED = Result(TENSOR, "plain", refused="parallel.tp is 2, which does not divi
 
 @pytest.fixture
 def experiment(text: str) -> list[str]:
+    """Arguments of a small language model."""
     model = "sequence_length: 8, d_model: 16, n_layers: 1, n_heads: 2"
-    return ["task=language_modelling", f"task_args={{data: {text}, {model}}}", "train.global_batch_size=4"]
+    return [
+        "task=language_modelling",
+        f"task_args={{data: {text}, {model}}}",
+        "train.global_batch_size=4",
+    ]
 
 
 @pytest.mark.slow
-def test_a_row_trains_as_the_experiment_says(experiment: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In 16 bits, within one device's own drift: here of three orders of a batch, not of twelve."""
+def test_a_row_trains_as_the_experiment_says(
+    experiment: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 16 bits it stays within the drift of one device, here over three orders of a batch."""
     monkeypatch.setattr(matrix, "ORDERS", range(3))
     monkeypatch.setattr(matrix, "MARGIN", 4.0)
     monkeypatch.delitem(matrix.VARIANTS, "plain")
     config = load_config([], [*experiment, "train.precision=bf16", "train.clip_norm=0.25"])
     assert parity.make_trial(parity.to_dict(config), 2).clip == 0.25
     results = parity.measure(config, steps=2, rows=[FSDP], checkpoints=False)
-    ((variant, verdict, found, bound),) = [(r.variant, r.verdict, r.difference, r.bound) for r in results]
-    assert (variant, verdict) == (EVERYTHING, "ok") and found and found.loss <= bound.loss < 0.1, table(results)
-    assert found.norm > 1e-6, "it was in 32 bits"
+    (result,) = results
+    assert (result.variant, result.verdict) == (EVERYTHING, "ok")
+    assert result.difference and result.bound
+    assert result.difference.loss <= result.bound.loss < 0.1, table(results)
+    assert result.difference.norm > 1e-6, "it ran in 32 bits"
     with pytest.raises(UserError, match="steps is 1: write at least 2"):
         parity.measure(config, steps=1, rows=[], checkpoints=True)
 
 
 def crashing() -> Trial:
-    """On the worker that holds no first row: one rank raises while the other waits for it."""
+    """A trial whose second rank raises while the first one waits for it."""
 
     def planted(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         if os.environ["LOCAL_RANK"] == "1":
@@ -67,56 +76,87 @@ def test_a_row_that_raises_has_failed_and_the_next_ones_run() -> None:
 
 
 def test_a_trial_that_a_layout_cannot_train_is_one_sentence() -> None:
-    few = dataclasses.replace(gpt_trial(steps=2), batch=lambda step: (torch.zeros(3, 8).long(),) * 2, micro_batches=2)
-    with pytest.raises(LayoutError, match=r"a batch of 3 is not enough for 2 .* 2 micro-batches .*global_batch_size=4"):
+    batch = (torch.zeros(3, 8).long(),) * 2
+    few = dataclasses.replace(gpt_trial(steps=2), batch=lambda step: batch, micro_batches=2)
+    message = r"a batch of 3 is not enough for 2 .* 2 micro-batches .*global_batch_size=4"
+    with pytest.raises(LayoutError, match=message):
         curves.parallelize_trial(few, DDP.layout, Options(), CPU)
     trial = dataclasses.replace(gpt_trial(), heads=2)
-    with pytest.raises(LayoutError, match=r"parallel.tp is 4, which does not divide the model's 2 heads: write 1, 2"):
+    message = r"parallel.tp is 4, which does not divide the model's 2 heads: write 1, 2"
+    with pytest.raises(LayoutError, match=message):
         curves.parallelize_trial(trial, Row("tensor", 4).layout, Options(), CPU)
 
 
 CANNOT = Row("pipeline", 1)
 FEW = [row for row in ROWS if row.workers <= 2]
-"""All pairs of checkpoints of the whole matrix take more than half an hour (experiments/benchmarks/PARITY.md)."""
+"""Rows whose checkpoints are all paired; for every row that takes more than half an hour.
+
+See experiments/benchmarks/PARITY.md.
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("rows", "variants"), [([*ROWS, *THREE_DIMENSIONS], None), ([*FEW, CANNOT], ["plain"])])
+@pytest.mark.parametrize(
+    ("rows", "variants"), [([*ROWS, *THREE_DIMENSIONS], None), ([*FEW, CANNOT], ["plain"])]
+)
 def test_the_whole_matrix(rows: list[Row], variants: list[str] | None) -> None:
-    """Every row in every variant, three sides of the grid at once too, over 20 steps; and all ordered pairs of
-    checkpoints at one and two workers, 10 steps and 10, without a row that cannot run."""
-    results = run_matrix(partial(gpt_trial, tied=True), rows, variants=variants, checkpoints=bool(variants))
+    """Every row in every variant over 20 steps, also with three-dimensional layouts.
+
+    And all ordered pairs of checkpoints with one and two workers, over 10 and 10 steps, but for a
+    row that cannot run.
+    """
+    make_trial = partial(gpt_trial, tied=True)
+    results = run_matrix(make_trial, rows, variants=variants, checkpoints=bool(variants))
     assert all(result.passed == (result.row != CANNOT) for result in results), table(results)
-    pairs = {(str(result.row), str(result.after)) for result in results if result.after and result.passed}
-    assert len(pairs) == ((len(FEW) + 1) ** 2 if variants else 0), "of one device too"
-    assert table(results).count("REFUSED: strategy pipeline needs at least 2 stages") == (2 if variants else 0)
+    continued = [result for result in results if result.after and result.passed]
+    pairs = {(str(result.row), str(result.after)) for result in continued}
+    assert len(pairs) == ((len(FEW) + 1) ** 2 if variants else 0), "one device counts too"
+    refused = table(results).count("REFUSED: strategy pipeline needs at least 2 stages")
+    assert refused == (2 if variants else 0)
 
 
-CODES = [(GOOD, 0, "1.0e-07"), (REFUSED, 0, "REFUSED: parallel.tp is 2, which does not divide 3 heads")]
-CODES += [(FAR, 1, "1 of 2 rows differ from one device, the first fsdp (dp_shard 2)")]
-CODES += [(FAILED, 1, "1 of 2 rows failed, the first fsdp (dp_shard 2)")]
+CODES = [
+    (GOOD, 0, "1.0e-07"),
+    (REFUSED, 0, "REFUSED: parallel.tp is 2, which does not divide 3 heads"),
+    (FAR, 1, "1 of 2 rows differ from one device, the first fsdp (dp_shard 2)"),
+    (FAILED, 1, "1 of 2 rows failed, the first fsdp (dp_shard 2)"),
+]
 
 
 @pytest.mark.parametrize(
-    ("other", "code", "words"), [*CODES, (None, 1, "every row was refused, the first because parallel.tp is 2")]
+    ("second_result", "code", "words"),
+    [*CODES, (None, 1, "every row was refused, the first because parallel.tp is 2")],
 )
-def test_exit_codes(
-    other: Result | None, code: int, words: str, experiment: list[str], monkeypatch: pytest.MonkeyPatch
+def test_the_exit_code_tells_whether_all_rows_agree(
+    second_result: Result | None,
+    code: int,
+    words: str,
+    experiment: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(parity, "measure", lambda config, **rest: [GOOD, other] if other else [REFUSED])
+    results = [GOOD, second_result] if second_result else [REFUSED]
+    monkeypatch.setattr(parity, "measure", lambda config, **options: results)
     ended = invoke("parity", *experiment, code=code)
     assert words in ended.output and "Traceback" not in ended.output
 
 
 def test_a_difference_is_seen_in_losses_norms_and_weights() -> None:
-    truth = Curve([1.0, 2.0], [3.0, 4.0], {"w": torch.ones(2)})
-    differ: list[dict[str, Any]] = [{"losses": losses} for losses in ([1.0, 2.002], [1.0, float("nan")], [1.0])]
-    differ += [{"norms": [3.003, 4.0]}, {"weights": {}}, {"weights": {"w": torch.full((2,), 1.001)}}]
-    for changed in ({"losses": [1.000001, 2.0]}, *differ):
-        difference = curves.difference(truth, dataclasses.replace(truth, **changed))
+    reference = Curve([1.0, 2.0], [3.0, 4.0], {"w": torch.ones(2)})
+    changes: list[dict[str, Any]] = [
+        {"losses": losses} for losses in ([1.0, 2.002], [1.0, float("nan")], [1.0])
+    ]
+    changes += [
+        {"norms": [3.003, 4.0]},
+        {"weights": {}},
+        {"weights": {"w": torch.full((2,), 1.001)}},
+    ]
+    for changed in ({"losses": [1.000001, 2.0]}, *changes):
+        difference = curves.difference(reference, dataclasses.replace(reference, **changed))
         result = Result(DDP, "plain", difference=difference, seconds=1.0)
-        assert ("DIFFERS" in table([result])) == (result.verdict == "DIFFERS") == (changed in differ), changed
+        differs = changed in changes
+        assert (result.verdict == "DIFFERS") == differs, changed
+        assert ("DIFFERS" in table([result])) == differs, changed
 
 
 def test_rows_are_chosen_by_name_and_workers() -> None:
@@ -131,8 +171,13 @@ def test_rows_are_chosen_by_name_and_workers() -> None:
 def test_the_table_has_the_worst_checkpoint_of_a_row_and_all_that_differ() -> None:
     pairs = [(DDP, DDP, 0.0), (DDP, FSDP, 3e-7), (FSDP, DDP, 2e-3), (FSDP, FSDP, 2e-4)]
     results = [
-        Result(row, EVERYTHING, difference=Difference(loss, 0, 0), seconds=1, after=after) for row, after, loss in pairs
+        Result(row, EVERYTHING, difference=Difference(loss, 0, 0), seconds=1, after=after)
+        for row, after, loss in pairs
     ]
-    shown = [line.split("after", 1)[1].split() for line in table(results).splitlines()[1:]]
-    assert shown[0][:6] == ["2", "others,", "worst:", "fsdp", "(dp_shard", "2)"] and shown[0][6] == "3.0e-07"
-    assert shown[1][3] == "ddp" and "DIFFERS" in shown[1] and shown[2][0] == "fsdp" and "DIFFERS" in shown[2]
+    lines = [line.split("after", 1)[1].split() for line in table(results).splitlines()[1:]]
+    assert lines[0][:6] == ["2", "others,", "worst:", "fsdp", "(dp_shard", "2)"]
+    assert lines[0][6] == "3.0e-07"
+    assert lines[1][3] == "ddp"
+    assert "DIFFERS" in lines[1]
+    assert lines[2][0] == "fsdp"
+    assert "DIFFERS" in lines[2]

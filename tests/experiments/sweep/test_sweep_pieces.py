@@ -1,5 +1,4 @@
-"""The parts of a sweep in this very process: its file, its space, its store, what it concludes; and one trial, what it
-reports, and how it is stopped."""
+"""Parts of a sweep in this process: its file, space, store and conclusions, and single trials."""
 
 import json
 import math
@@ -35,20 +34,23 @@ space: {train.global_batch_size: [8], optimizer.lr: [0.01, 1.0]}
 
 
 def sweep_of(tmp_path: Path, text: str = BASE, *overrides: str) -> Sweep:
+    """The sweep of a file with this text."""
     file = tmp_path / "trial-sweep.yaml"
     file.write_text(text)
     return read_sweep(str(file), list(overrides))
 
 
 def test_overrides_and_a_grid_of_every_combination(tmp_path: Path) -> None:
-    other = sweep_of(tmp_path, BASE, "searcher=random", "trials=5", "train.steps=7", "scheduler=asha", "target=0.5")
-    assert (other.searcher, other.count, other.scheduler, other.target) == ("random", 5, "asha", 0.5)
-    assert other.experiment.train.steps == 7 and other.longest() == 7
-    assert make_scheduler(
-        sweep_of(tmp_path, BASE, "scheduler={name: asha, grace_period: 500}"), longest=64, report_every=4
-    ), "64 is enough"
+    overrides = ["searcher=random", "trials=5", "train.steps=7", "scheduler=asha", "target=0.5"]
+    overridden = sweep_of(tmp_path, BASE, *overrides)
+    assert (overridden.searcher, overridden.count) == ("random", 5)
+    assert (overridden.scheduler, overridden.target) == ("asha", 0.5)
+    assert overridden.experiment.train.steps == 7 and overridden.longest() == 7
+    long_grace = sweep_of(tmp_path, BASE, "scheduler={name: asha, grace_period: 500}")
+    assert make_scheduler(long_grace, longest=64, report_every=4), "limited to the longest trial"
     sweep = sweep_of(tmp_path, BASE, "space.train.global_batch_size=[8, 16]")
-    assert sweep.points == [{BATCH: b, RATE: r} for b, r in ((8, 0.01), (16, 0.01), (8, 1.0), (16, 1.0))]
+    grid = [(8, 0.01), (16, 0.01), (8, 1.0), (16, 1.0)]
+    assert sweep.points == [{BATCH: batch, RATE: rate} for batch, rate in grid]
     config = sweep.config(sweep.points[2], name="t", storage="here")
     assert (config.train.global_batch_size, config.optimizer.lr) == (8, 1.0)
     assert (config.run.name, config.run.storage, config.workers) == ("t", "here", "1")
@@ -56,7 +58,8 @@ def test_overrides_and_a_grid_of_every_combination(tmp_path: Path) -> None:
 
 
 def test_shipped_sweeps_are_valid() -> None:
-    assert all(read_sweep(f"experiments/sweep_{name}.yaml", []).count >= 12 for name in ("mnist", "gpt", "digits"))
+    for name in ("mnist", "gpt", "digits"):
+        assert read_sweep(f"experiments/sweep_{name}.yaml", []).count >= 12
 
 
 BAD = [
@@ -88,72 +91,92 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("text", "said"), BAD)
-def test_bad_input_is_one_sentence(tmp_path: Path, text: str, said: str) -> None:
+@pytest.mark.parametrize(("text", "message"), BAD)
+def test_a_mistake_in_a_sweep_is_one_sentence(tmp_path: Path, text: str, message: str) -> None:
     key = text.split(":")[0]
-    kept = [line for line in BASE.strip().splitlines() if not line.startswith(f"{key}:")]
+    lines = [line for line in BASE.strip().splitlines() if not line.startswith(f"{key}:")]
     with pytest.raises(UserError) as error:
-        sweep = sweep_of(tmp_path, "\n".join([*kept, text]))
+        sweep = sweep_of(tmp_path, "\n".join([*lines, text]))
         make_searcher(sweep, [])
         make_scheduler(sweep, longest=64, report_every=4)
-    assert said in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_searcher_begins_with_what_is_known_and_goes_on_elsewhere(tmp_path: Path) -> None:
-    known = [{BATCH: 8, RATE: 0.5}, {BATCH: 8, RATE: 0.25}]
-    sweep = sweep_of(tmp_path, BASE.replace("[0.01, 1.0]", "{loguniform: [1.0e-3, 1.0]}"), "searcher=optuna")
-    searcher = make_searcher(sweep, known)
-    searcher.set_search_properties("eval/loss", "min", {key: domain.for_tune() for key, domain in sweep.space.items()})
-    found = [searcher.suggest(str(i)) for i in range(4)]
-    assert found[:2] == known and len({point[RATE] for point in found}) == 4
+def test_a_searcher_begins_with_known_points_and_then_suggests_others(tmp_path: Path) -> None:
+    known_points = [{BATCH: 8, RATE: 0.5}, {BATCH: 8, RATE: 0.25}]
+    text = BASE.replace("[0.01, 1.0]", "{loguniform: [1.0e-3, 1.0]}")
+    sweep = sweep_of(tmp_path, text, "searcher=optuna")
+    searcher = make_searcher(sweep, known_points)
+    space = {key: domain.for_tune() for key, domain in sweep.space.items()}
+    searcher.set_search_properties("eval/loss", "min", space)
+    suggestions = [searcher.suggest(str(i)) for i in range(4)]
+    assert suggestions[:2] == known_points and len({point[RATE] for point in suggestions}) == 4
 
 
 def report(step: int, loss: float, batch: int = 16, seconds: float = 0.1) -> dict[str, object]:
-    base = {"step": step, "samples": step * batch, "seconds": step * seconds, "metrics": {"eval/loss": loss}}
-    return base | {"steps": 40, "workers": 1}
+    """What a trial reports after a step."""
+    return {
+        "step": step,
+        "samples": step * batch,
+        "seconds": step * seconds,
+        "metrics": {"eval/loss": loss},
+        "steps": 40,
+        "workers": 1,
+    }
 
 
 LOSS = Search(space={})
-NOISE, LEAST = 96.0, 150.0
+NOISE = 96.0
+LEAST = 150.0
 
 
 def world(exponent: float = 0.5) -> list[Trial]:
-    """Trials of a made-up problem: steps to the target follow S(B), and a learning rate off its best costs more."""
-    draw, trials = random.Random(0), []
+    """Trials of a simulated problem whose best learning rate grows with the batch size.
+
+    The steps to the target follow S(B), and grow when the learning rate is off its best value.
+    """
+    generator = random.Random(0)
+    trials = []
     for batch in (16, 32, 64, 128, 256):
         best = 0.002 * batch**exponent
         for k in range(-3, 4):
             rate = best * 2 ** (k * 0.75 + 0.2)
-            off = 1 + 0.12 * math.log2(rate / best) ** 2
-            steps = LEAST * (1 + NOISE / batch) * off * math.exp(draw.gauss(0, 0.01))
+            offset_factor = 1 + 0.12 * math.log2(rate / best) ** 2
+            steps = LEAST * (1 + NOISE / batch) * offset_factor * math.exp(generator.gauss(0, 0.01))
             trial = Trial(len(trials), f"t{len(trials)}", {BATCH: batch, RATE: rate}, "finished")
-            for at in range(40, 2401, 40):
-                loss = max(2.0 * 0.1 ** (at / steps), 0.01 * off)  # 0.2 after `steps`
-                trial.reports.append(report(at, loss, batch, 0.01 + batch * 1e-4))
+            for step in range(40, 2401, 40):
+                loss = max(2.0 * 0.1 ** (step / steps), 0.01 * offset_factor)  # 0.2 after `steps`
+                trial.reports.append(report(step, loss, batch, 0.01 + batch * 1e-4))
             trials.append(trial)
     return trials
 
 
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 0.75])
-def test_the_scaling_rule_and_an_unswept_batch_size(exponent: float) -> None:
+def test_the_scaling_rule_also_holds_for_a_batch_size_that_was_not_tried(exponent: float) -> None:
     rates = analysis.best_rates(world(exponent), LOSS)
     assert len(rates) == 5 and not any(rate.edge for rate in rates)
     rule = analysis.scaling_rule(rates)
-    assert rule is not None and abs(rule.exponent - exponent) < 0.1 and rule.low < rule.exponent < rule.high
+    assert rule is not None
+    assert abs(rule.exponent - exponent) < 0.1
+    assert rule.low < rule.exponent < rule.high
     assert rule.name == {0.5: "square root", 1.0: "linear", 0.75: "measured exponent"}[exponent]
-    assert 2**-0.5 < rule.rate(90) / (0.002 * 90**exponent) < 2**0.5, "within one √2 step of the optimum, unswept"
+    # Within a factor of √2 of the optimum, at a batch size that was not tried.
+    assert 2**-0.5 < rule.rate(90) / (0.002 * 90**exponent) < 2**0.5
     two = analysis.scaling_rule(rates[:2])
-    assert two is not None and two.name == "undecided", "a line through two points is no evidence"
+    assert two is not None and two.name == "undecided", "two points are no evidence for a line"
 
 
 def test_the_critical_batch_size_is_found() -> None:
-    found = analysis.critical_batch(analysis.fewest_steps(world(), LOSS, 0.2))
-    assert found is not None and abs(found.batch / NOISE - 1) < 0.15 and found.low < NOISE < found.high
-    assert abs(found.least_steps / LEAST - 1) < 0.15 and found.interval.startswith("95 %: ")
+    critical = analysis.critical_batch(analysis.fewest_steps(world(), LOSS, 0.2))
+    assert critical is not None
+    assert abs(critical.batch / NOISE - 1) < 0.15
+    assert critical.low < NOISE < critical.high
+    assert abs(critical.least_steps / LEAST - 1) < 0.15 and critical.interval.startswith("95 %: ")
     few = analysis.critical_batch({16: 100.0, 32: 52.0, 64: 45.0})
     assert few is not None and few.interval == "too few points for an interval"
     assert analysis.critical_batch({16: 100.0, 32: 50.0}) is None
-    assert analysis.critical_batch({16: 100.0, 32: 200.0, 64: 400.0}) is None, "steps that grow know no such thing"
+    # Steps that grow with the batch size have no critical batch size.
+    assert analysis.critical_batch({16: 100.0, 32: 200.0, 64: 400.0}) is None
 
 
 def test_steps_to_a_target_are_interpolated_and_may_be_never() -> None:
@@ -164,9 +187,10 @@ def test_steps_to_a_target_are_interpolated_and_may_be_never() -> None:
     assert analysis.reached_at(trial, Search(space={}, mode="max"), 0.9) == 10
 
 
-def test_what_to_use_by_workers(tmp_path: Path) -> None:
-    """The batch size that is soonest at the target grows with the workers, and its learning rate with it."""
-    sweep, store = sweep_of(tmp_path, BASE, "target=0.2"), TrialStore(tmp_path / "s", "s", {})
+def test_batch_size_and_learning_rate_are_recommended_by_workers(tmp_path: Path) -> None:
+    """With more workers the fastest batch size grows, and its learning rate with it."""
+    sweep = sweep_of(tmp_path, BASE, "target=0.2")
+    store = TrialStore(tmp_path / "s", "s", {})
     store.trials = {trial.name: trial for trial in world()}
     for trial, dollars in zip(store.trials.values(), (1.5, 2.0)):
         (tmp_path / "s" / trial.name).mkdir(parents=True)
@@ -176,70 +200,92 @@ def test_what_to_use_by_workers(tmp_path: Path) -> None:
     assert answer.time is not None and answer.time.fixed == pytest.approx(0.01, rel=1e-3)
     rows = {row["workers"]: row for row in answer.by_workers}
     assert list(rows) == [1, 2, 4, 8]
-    for n, row in rows.items():
-        true = {b: LEAST * (1 + NOISE / b) * (0.01 + b / n * 1e-4) for b in (16, 24, 32, 44, 64, 92, 128, 180, 256)}
-        assert true[row["batch size"]] < 1.05 * min(true.values()) and row["batch size"] % n == 0
-        assert row["seconds to the target"] == pytest.approx(true[row["batch size"]], rel=0.1)
+    for workers, row in rows.items():
+        seconds_to_target = {
+            batch: LEAST * (1 + NOISE / batch) * (0.01 + batch / workers * 1e-4)
+            for batch in (16, 24, 32, 44, 64, 92, 128, 180, 256)
+        }
+        assert seconds_to_target[row["batch size"]] < 1.05 * min(seconds_to_target.values())
+        assert row["batch size"] % workers == 0
+        assert row["seconds to the target"] == pytest.approx(
+            seconds_to_target[row["batch size"]], rel=0.1
+        )
         assert row["learning rate"] == pytest.approx(0.002 * row["batch size"] ** 0.5, rel=0.2)
     assert 1 < rows[2]["times faster"] < rows[8]["times faster"] < 8
     assert any(line.startswith("on 8 ") and "predicted" in line for line in answer.sentences)
-    way, times = answer.soonest, {b: LEAST * (1 + NOISE / b) * (0.01 + b * 1e-4) for b in (16, 32, 64, 128, 256)}
-    assert way is not None and times[way["values"][BATCH]] <= 1.1 * min(times.values())
-    then = next_run(sweep, store, answer)
-    assert (then.train.global_batch_size, then.optimizer.lr) == (way["values"][BATCH], way["values"][RATE])
-    assert then.run.name == f"{sweep.name}-next" and then.tracking.log_model == sweep.experiment.tracking.log_model
+    soonest = answer.soonest
+    times = {
+        batch: LEAST * (1 + NOISE / batch) * (0.01 + batch * 1e-4)
+        for batch in (16, 32, 64, 128, 256)
+    }
+    assert soonest is not None and times[soonest["values"][BATCH]] <= 1.1 * min(times.values())
+    next_config = next_run(sweep, store, answer)
+    assert next_config.train.global_batch_size == soonest["values"][BATCH]
+    assert next_config.optimizer.lr == soonest["values"][RATE]
+    assert next_config.run.name == f"{sweep.name}-next"
+    assert next_config.tracking.log_model == sweep.experiment.tracking.log_model
     missed = work_out(sweep_of(tmp_path, BASE, "target=0.001"), store)
     assert "was not reached; the nearest is 0.01" in " ".join(missed.sentences)
     sections = {section["title"]: section for section in content(sweep, store, answer)["sections"]}
     assert len(sections["What to use, by workers"]["tables"][0]["rows"]) == 4
     drawings, captions = zip(*sections["Plots"]["plots"])
-    assert all(map(ElementTree.fromstring, drawings)), "they are XML"
-    assert all(any(w in c for c in captions) for w in ("best learning rate", "critical batch", "Samples per second"))
+    assert all(map(ElementTree.fromstring, drawings)), "they are valid XML"
+    for words in ("best learning rate", "critical batch", "Samples per second"):
+        assert any(words in caption for caption in captions)
 
 
-def test_terminal_and_page_name_the_best_value_and_the_last_one(tmp_path: Path) -> None:
-    """A trial that overfits, and one that is still learning: each is at its best at another step."""
+def test_terminal_and_page_show_the_best_and_the_last_value(tmp_path: Path) -> None:
+    """One trial overfits and one still learns, so that each is best at another step."""
     sweep = sweep_of(tmp_path, BASE)
     store = TrialStore(tmp_path / "s", sweep.name, sweep.identity())
     for index, losses in enumerate(([0.9, 0.3, 0.7], [0.9, 0.6, 0.5])):
         reports = [
             {
-                "step": 10 * at,
-                "samples": 160 * at,
-                "seconds": at,
+                "step": 10 * number,
+                "samples": 160 * number,
+                "seconds": number,
                 "metrics": {"eval/loss": loss},
                 "workers": 1,
                 "steps": 30,
             }
-            for at, loss in enumerate(losses, 1)
+            for number, loss in enumerate(losses, 1)
         ]
         values = {BATCH: 16, RATE: 0.01 * (index + 1)}
         store.trials[f"t{index}"] = Trial(index, f"t{index}", values, "finished", reports=reports)
     answer = work_out(sweep, store)
     (line,) = [line for line in answer.sentences if line.startswith("best ")]
-    assert "loss 0.3: " in line and line.endswith("(t0, best of its 3 evaluations, at step 20; the last gave 0.7)")
+    assert "loss 0.3: " in line
+    assert line.endswith("(t0, best of its 3 evaluations, at step 20; the last gave 0.7)")
     page = content(sweep, store, answer)
     assert page["facts"][0] == ("best eval/loss", "0.3", "t0, at step 20")
-    (trials,) = [section["tables"][0]["rows"] for section in page["sections"] if section["title"] == "Trials"]
-    shown = [
-        (row["trial"], row["best eval/loss"], row["at step"], row["last eval/loss"], row["steps"]) for row in trials
-    ]
-    assert shown == [("t0", 0.3, 20, 0.7, 30), ("t1", 0.5, 30, 0.5, 30)]
+    (section,) = [section for section in page["sections"] if section["title"] == "Trials"]
+    names = ("trial", "best eval/loss", "at step", "last eval/loss", "steps")
+    columns = [tuple(row[name] for name in names) for row in section["tables"][0]["rows"]]
+    assert columns == [("t0", 0.3, 20, 0.7, 30), ("t1", 0.5, 30, 0.5, 30)]
 
 
 def test_seeds_are_averaged_before_rates_are_compared() -> None:
     """One lucky seed at a bad rate does not make it the best."""
-    tried = [(0.01, 0, 0.5), (0.01, 1, 0.5), (0.1, 0, 0.4), (0.1, 1, 0.42), (1.0, 0, 0.1), (1.0, 1, 9.0)]
-    points = [({BATCH: 32, RATE: rate, "train.seed": seed}, [report(10, loss)]) for rate, seed, loss in tried]
-    trials = [Trial(i, f"t{i}", values, "finished", "", reports) for i, (values, reports) in enumerate(points)]
-    found = analysis.best_rates(trials, LOSS)
-    assert found[0].value == pytest.approx(0.41) and not found[0].edge
+    losses_by_rate = {0.01: (0.5, 0.5), 0.1: (0.4, 0.42), 1.0: (0.1, 9.0)}
+    trials = []
+    for rate, losses in losses_by_rate.items():
+        for seed, loss in enumerate(losses):
+            index = len(trials)
+            values = {BATCH: 32, RATE: rate, "train.seed": seed}
+            reports = [report(10, loss)]
+            trials.append(Trial(index, f"t{index}", values, "finished", reports=reports))
+    best = analysis.best_rates(trials, LOSS)
+    assert best[0].value == pytest.approx(0.41) and not best[0].edge
 
 
-# --- one trial --------------------------------------------------------------------------------------------------------
+# --- one trial ------------------------------------------------------------------------------------
 
 TEXT = """
-experiment: {task: "tests.tasks:Points", train: {steps: 40, global_batch_size: 16}, launcher: local, strategy: single}
+experiment:
+  task: "tests.tasks:Points"
+  train: {steps: 40, global_batch_size: 16}
+  launcher: local
+  strategy: single
 set: {tracking.system_metrics_every: 0}
 space: {optimizer.lr: [0.01]}
 reports: 4
@@ -247,6 +293,7 @@ reports: 4
 
 
 def context(tmp_path: Path, *overrides: str) -> TrialContext:
+    """What the trials of a sweep share."""
     return TrialContext(
         sweep=sweep_of(tmp_path, TEXT, *overrides),
         folder=tmp_path,
@@ -258,64 +305,86 @@ def context(tmp_path: Path, *overrides: str) -> TrialContext:
 
 
 def trial(shared: TrialContext, index: int, record: Trial | None = None, **values: Any) -> TrialRun:
+    """A trial's run with a learning rate of 0.01, but for these values."""
     return TrialRun(shared, f"t{index:03d}", values={"optimizer.lr": 0.01, **values}, record=record)
 
 
 def results(trial: TrialRun, until: int = 10**9) -> list[dict[str, Any]]:
-    found = [trial.next_result()]
-    while not found[-1].get("done") and found[-1]["step"] < until:
-        found.append(trial.next_result())
-    return found
+    """The results of a trial up to its end, or to a step."""
+    taken = [trial.next_result()]
+    while not taken[-1].get("done") and taken[-1]["step"] < until:
+        taken.append(trial.next_result())
+    return taken
 
 
 def test_a_trial_reports_every_evaluation_and_ends(tmp_path: Path) -> None:
-    own = context(tmp_path)
-    found = results(trial(own, 0))
-    assert [result["step"] for result in found] == [10, 20, 30, 40, 40] and found[-1]["status"] == "finished"
-    reports = [result["report"] for result in found]
-    assert all({"eval/loss", "eval/accuracy", "train/loss"} <= set(report["metrics"]) for report in reports)
+    shared = context(tmp_path)
+    trial_results = results(trial(shared, 0))
+    assert [result["step"] for result in trial_results] == [10, 20, 30, 40, 40]
+    assert trial_results[-1]["status"] == "finished"
+    reports = [result["report"] for result in trial_results]
+    for report in reports:
+        assert {"eval/loss", "eval/accuracy", "train/loss"} <= set(report["metrics"])
     seconds = [report["seconds"] for report in reports]
     assert seconds == sorted(seconds) and reports[0]["samples"] == 160
     spool = tmp_path / "t000" / "tracking"
-    assert (spool / "start.json").exists() and not (spool / "writer.log").exists(), "the sweep's own writer delivers it"
-    again = results(trial(own, 0))
-    assert [(r["step"], r.get("status")) for r in again] == [(40, None), (40, "finished")], "it is not trained again"
-    told = results(trial(own, 0, Trial(0, "t000", {}, "finished", reports=reports[:4])))
-    assert [(r["step"], r["eval/loss"]) for r in told] == [(r["step"], r["eval/loss"]) for r in found]
+    assert (spool / "start.json").exists()
+    assert not (spool / "writer.log").exists(), "the sweep's writer delivers it"
+    states = [(result["step"], result.get("status")) for result in results(trial(shared, 0))]
+    assert states == [(40, None), (40, "finished")], "it is not trained again"
+    record = Trial(0, "t000", {}, "finished", reports=reports[:4])
+    recorded = results(trial(shared, 0, record))
+    expected = [(result["step"], result["eval/loss"]) for result in trial_results]
+    assert [(result["step"], result["eval/loss"]) for result in recorded] == expected
 
 
 def test_a_stopped_trial_says_why_and_continues(tmp_path: Path) -> None:
-    found = context(tmp_path, "task_args.step_seconds=0.02", "train.steps=50", "reports=10")
-    first = trial(found, 0)
-    heard = results(first, until=20)[-1]
+    shared = context(tmp_path, "task_args.step_seconds=0.02", "train.steps=50", "reports=10")
+    first = trial(shared, 0)
+    last_result = results(first, until=20)[-1]
     first.stop(REACHED)
-    assert first.last_taken == heard["report"] and first.last["step"] >= 20, "by what Tune has, not by what came after"
+    assert first.last_taken == last_result["report"]
+    assert first.last["step"] >= 20, "not before the last result that Tune has taken"
     end = json.loads((tmp_path / "t000" / "tracking" / "events.jsonl").read_text().split("\n")[-2])
-    assert end["type"] == "finish" and end["status"] == "FINISHED" and end["message"].startswith(REACHED)
+    assert end["type"] == "finish"
+    assert end["status"] == "FINISHED"
+    assert end["message"].startswith(REACHED)
     stopped = committed(tmp_path / "t000")[-1]
     assert 20 <= stopped < 50
     (tmp_path / STOP_FILE).touch()
-    assert results(trial(found, 0))[-1]["status"] == "stopped", "none begins while the sweep is being stopped"
+    # No trial starts while the sweep is being stopped.
+    assert results(trial(shared, 0))[-1]["status"] == "stopped"
     (tmp_path / STOP_FILE).unlink()
-    assert results(trial(found, 0))[-1]["status"] == "finished"
-    assert f"continuing after step {stopped}" in (tmp_path / "t000" / "logs" / "driver.log").read_text()
+    assert results(trial(shared, 0))[-1]["status"] == "finished"
+    log = (tmp_path / "t000" / "logs" / "driver.log").read_text()
+    assert f"continuing after step {stopped}" in log
 
 
-def test_a_process_ends_whose_device_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tune keeps a trial's process for the next one (`reuse_actors`); one that has ended it replaces."""
+def test_a_process_whose_device_has_failed_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tune reuses a trial's process for the next one (`reuse_actors`), unless it has ended."""
     ended = queue.Queue[int]()
     monkeypatch.setattr(os, "_exit", ended.put)
-    own = context(tmp_path)
-    for said, codes in (("CUDA error: device-side assert triggered", [1]), ("CUDA out of memory.", [])):
-        monkeypatch.setattr(TrialRun, "_train", mock.Mock(side_effect=RuntimeError(said)))
-        assert results(trial(own, 0))[-1]["status"] == "failed"
+    shared = context(tmp_path)
+    for message, codes in (
+        ("CUDA error: device-side assert triggered", [1]),
+        ("CUDA out of memory.", []),
+    ):
+        monkeypatch.setattr(TrialRun, "_train", mock.Mock(side_effect=RuntimeError(message)))
+        assert results(trial(shared, 0))[-1]["status"] == "failed"
         assert [ended.get() for _ in codes] == codes and ended.empty()
 
 
 def test_a_trial_that_fails_is_a_result(tmp_path: Path) -> None:
     last = results(trial(context(tmp_path), 0, task="tests.tasks:Raises"))[-1]
-    assert last["status"] == "failed" and "a bug of the user's" in last["message"] and last["eval/loss"] == 1e30
-    assert "in loss" in (tmp_path / "t000" / "logs" / "driver.log").read_text(), "the log has the traceback"
-    last = results(trial(context(tmp_path, "metric=eval/los", "task_args.step_seconds=0.02"), 1))[-1]
+    assert last["status"] == "failed"
+    assert "a bug of the user's" in last["message"]
+    assert last["eval/loss"] == 1e30
+    log = (tmp_path / "t000" / "logs" / "driver.log").read_text()
+    assert "in loss" in log, "the log has the traceback"
+    misspelt = context(tmp_path, "metric=eval/los", "task_args.step_seconds=0.02")
+    last = results(trial(misspelt, 1))[-1]
     assert last["status"] == "wrong metric" and "eval/loss" in last["message"]
-    assert "training" not in [thread.name for thread in threading.enumerate()], "the next trial trains by itself"
+    threads = [thread.name for thread in threading.enumerate()]
+    assert "training" not in threads, "no thread is left that trains beside the next trial"
