@@ -49,7 +49,7 @@ from torch.distributed.tensor import DTensor
 
 from strategies.collectives import reduce_scatter
 from strategies.dims import LayoutError
-from strategies.parallel import Loss, Parallel
+from strategies.parallel import Loss, Parallel, require_loss
 from strategies.tensor.loss import VocabularyLogits
 from strategies.torch_internals import all_gather_into
 from strategies.tree import clone_tensors
@@ -481,6 +481,7 @@ class BatchGather:
         """Forward and backward; weight · loss, detached."""
         with self.parallel.micro_step(last=last):
             value = self._called(batch, _connected(loss, part, weight), part)
+            require_loss(value)
             (value * factor).backward()
         return value.detach() * weight
 

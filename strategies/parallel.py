@@ -12,7 +12,7 @@ from torch import nn
 from strategies import state
 from strategies.clip import GradNorm
 from strategies.context.apply import Context
-from strategies.dims import Layout
+from strategies.dims import Layout, LayoutError
 from strategies.expert.router import RouterLoad
 from strategies.mixtures import find_mixtures
 from strategies.strategy import MicroStep, no_communication
@@ -20,6 +20,35 @@ from strategies.zero_weight import backward_of_zeros, has_no_weight, recorded_ou
 
 T = TypeVar("T")
 Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+class LossError(LayoutError):
+    """What a loss function returns cannot be trained on."""
+
+
+def require_loss(value: object) -> None:
+    """Checks that backward can begin at what a loss function has returned.
+
+    Raises:
+        LossError: It cannot; one sentence.
+    """
+    if not isinstance(value, torch.Tensor):
+        advice = "return the tensor itself, without .item() or float()"
+        if not isinstance(value, (int, float)):
+            advice = "return the loss alone"
+        raise LossError(
+            f"the loss is a {type(value).__name__}, but it must be a tensor of one number: {advice}"
+        )
+    if value.numel() != 1:
+        raise LossError(
+            f"the loss has shape {tuple(value.shape)}, but it must be one number: "
+            "return its mean, say"
+        )
+    if not value.requires_grad:
+        raise LossError(
+            "the loss has no gradient: it depends on no weight that is trained, or is computed "
+            "under .detach(), torch.tensor(…) or torch.no_grad(), which must be left out"
+        )
 
 
 class WholeStep(nn.Module):
@@ -143,6 +172,7 @@ class Parallel:
                 with self.micro_step(last=is_last):
                     with self.autocast():
                         value = self.call(loss, batch)
+                    require_loss(value)
                     # The average over data-parallel workers divides by their number.
                     factor = weight * workers
                     is_factor_one = isinstance(factor, float) and factor == 1.0

@@ -19,6 +19,9 @@ from app.errors import (
     Interrupted,
     RunFailed,
     UserError,
+    described,
+    own_line,
+    with_line,
 )
 from app.run.endings import MACHINE_ERRORS, USER_ERRORS
 
@@ -121,8 +124,9 @@ def _report_error(cli: Invocation, error: Exception) -> int:
         code = EXIT_FAILED
     text = str(error)
     if not isinstance(error, (*USER_ERRORS, *MACHINE_ERRORS, RunFailed, Interrupted)):
-        first_line = text.strip().partition("\n")[0]
-        text = f"{type(error).__name__}: {first_line} (--traceback shows where)"
+        line = own_line(error)
+        hint = "" if line else " (--traceback shows where)"
+        text = with_line(f"{described(error)}{hint}", line)
     cli.answer({"status": STATUS[code], "error": text})
     cli.console.error(f"trireme: {text}")
     return code

@@ -96,20 +96,17 @@ def validate(config: Config, mistakes: Sequence[str] = ()) -> None:
         raise UserError("\n".join(sentences))
 
 
-def check_trainable(config: Config) -> None:
-    """Check that a valid configuration has what training needs.
-
-    Raises:
-        UserError: The task, the run's name or the length of the training is missing, or the length
-            is given twice.
-    """
+def missing_for_training(config: Config) -> list[str]:
+    """A sentence for each thing that a valid configuration lacks for training, the task first."""
+    sentences = []
     if not config.task:
-        raise UserError("task is empty: write for instance task=image_classification")
+        sentences.append("task is empty: write for instance task=image_classification")
     if not config.run.name:
-        raise UserError("run.name is empty: write run.name=NAME")
+        sentences.append("run.name is empty: write run.name=NAME")
     if (config.train.steps is None) == (config.train.epochs is None):
         given = "neither is" if config.train.steps is None else "both are"
-        raise UserError(f"give train.steps or train.epochs, one of the two: {given} given")
+        sentences.append(f"give train.steps or train.epochs, one of the two: {given} given")
+    return sentences
 
 
 def unknown_optimizer(name: str) -> str:

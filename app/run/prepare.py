@@ -27,7 +27,7 @@ from app.data.loader import (
 )
 from app.data.randomness import seed_everything
 from app.data.stream import continues_exactly, is_stream
-from app.errors import UserError
+from app.errors import UserError, own_code
 from app.run.first_step import FirstStep, take_first_step
 from app.run.inputs import inputs
 from app.run.rehearse import rehearse, require_data, require_methods
@@ -78,11 +78,12 @@ class Prepared:
     sources: dict[str, str] = field(default_factory=dict)
 
 
+@own_code("the task's data cannot be read")
 def read_task(config: Config) -> Task:
     """Loads the task and its data, so that what is wrong with either is known now.
 
     Raises:
-        UserError: See `app.tasks.load_task` and the task itself.
+        UserError: See `app.tasks.load_task` and the task itself, also for what its code raises.
     """
     optimizer_class(config.optimizer.name)
     if config.checkpoint.load:
@@ -94,6 +95,7 @@ def read_task(config: Config) -> Task:
     return task
 
 
+@own_code("the task does not work")
 def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int | None) -> Prepared:
     """Decides the layout and the number of steps, and checks them.
 

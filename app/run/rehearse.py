@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from app.config import CheckpointConfig, Config
 from app.data.loader import Batch, fetch, length, map_tensors, tensors
 from app.data.stream import is_stream
-from app.errors import UserError, nearest
+from app.errors import UserError, nearest, own_code, return_line, with_line
 from app.tasks.base import Task
 
 SAMPLES = 4
@@ -118,7 +118,8 @@ def _batch(task: Task) -> tuple[Batch, int]:
     samples = length(data) or SAMPLES
     positions = range(0, samples, max(1, samples // SAMPLES))
     try:
-        batch = fetch(data, [(position, position) for position in positions])
+        with own_code("a sample of the training data cannot be read"):
+            batch = fetch(data, [(position, position) for position in positions])
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
         lines = str(error).strip().splitlines() or [""]
         raise UserError(
@@ -158,6 +159,12 @@ def _mistakes_on_meta(config: Config, task: Task, batch: Batch) -> Iterator[str]
             names = [*metrics, *task.derived(dict.fromkeys(metrics, 1.0))]
     except Exception:  # the task's own code may need numbers
         return
+    if not isinstance(loss, Tensor):
+        yield with_line(
+            f"the task's loss is a {type(loss).__name__}, but it must be a tensor of one number: "
+            "return the loss alone, without .item() or float()",
+            return_line(task.loss),
+        )
     for name, value in [("loss", loss), *metrics.items()]:
         if isinstance(value, Tensor) and value.dim():
             yield (

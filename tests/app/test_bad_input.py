@@ -64,7 +64,6 @@ FILES: list[tuple[str, str, tuple[str, ...]]] = [
     ("x.yaml", "optimiser: {lr: 1}", ("x.yaml", "optimiser", "optimizer")),
     ("x.yaml", "task: a\n  b: : c", ("x.yaml", "line 2")),
     ("x.yaml", "- a\n- b", ("x.yaml", "keys")),
-    ("x.yaml", "", ("task is empty",)),
     ("x.yaml", "task: a\ntask: b", ("x.yaml", "line 2", "task", "twice")),
 ]
 
@@ -119,6 +118,17 @@ def test_one_sentence_on_a_file(given: str, text: str, says: tuple[str, ...]) ->
     Path("x.yaml").write_text(text)
     (said,) = refused(*given.split())
     assert all(word in said for word in says), said
+
+
+def test_all_that_training_lacks_is_told_at_once_and_the_task_first() -> None:
+    Path("x.yaml").write_text("")
+    assert [said.partition(":")[0] for said in refused("x.yaml")[1:]] == [
+        "give train.steps or train.epochs, one of the two"
+    ]
+    said = refused("task=tabulr")
+    assert "there is no task 'tabulr' (did you mean 'tabular'?)" in said[0] and len(said) == 3
+    said = refused("task=tests.tasks:Poinst", "train.steps=1")
+    assert "has no Poinst (did you mean 'Points'?)" in said[0] and said[1].startswith("run.name is empty")
 
 
 def test_several_mistakes_are_told_at_once_and_to_programs_too() -> None:
