@@ -426,6 +426,7 @@ def plan(
     )
 
 
+@_takes_keys
 @_one_at_a_time
 def sweep(file: str | Path, *, quiet: bool = False, **keys: Any) -> Sweep:
     """Search the space of a sweep file; the same call continues the sweep.
@@ -433,7 +434,7 @@ def sweep(file: str | Path, *, quiet: bool = False, **keys: Any) -> Sweep:
     Args:
         file: The path of the sweep file.
         quiet: Print nothing.
-        keys: The sweep file's own keys.
+        keys: The sweep file's own keys, and those of its experiment.
 
     Raises:
         UserError: The input is wrong.

@@ -20,6 +20,7 @@ from app.errors import (
     RunFailed,
     UserError,
     described,
+    nearest,
     own_line,
     with_line,
 )
@@ -130,6 +131,21 @@ def _report_error(cli: Invocation, error: Exception) -> int:
     cli.answer({"status": STATUS[code], "error": text})
     cli.console.error(f"trireme: {text}")
     return code
+
+
+class NamedGroup(click.Group):
+    """A group of commands that knows which one an unknown word may mean."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Click's hook: find the command that arguments begin with."""
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            hint = nearest(args[0], self.commands)
+            raise click.UsageError(
+                f"unknown command {args[0]!r}{hint}: write one of {', '.join(self.commands)}"
+            )
+        return super().resolve_command(ctx, args)
 
 
 class GroupWithDefault(click.Group):

@@ -6,6 +6,7 @@ from functools import reduce
 from typing import Any
 
 from app.config import Config
+from app.config.words import meant_value
 from app.errors import UserError, nearest
 from strategies.dims import unknown_strategy
 from strategies.options import (
@@ -111,10 +112,13 @@ def missing_for_training(config: Config) -> list[str]:
 
 def unknown_optimizer(name: str) -> str:
     """The sentence about an optimizer that is neither a short name nor an import path."""
+    module, dot, class_name = name.rpartition(".")
+    hint = nearest(name.lower(), OPTIMIZERS)
+    if dot and module and class_name:
+        hint = f" (did you mean '{module}:{class_name}'?)"
     return (
         f"optimizer.name is {name!r}, but it must be one of {', '.join(OPTIMIZERS)} "
-        "or an import path such as my_package.my_module:MyOptimizer"
-        f"{nearest(name.lower(), OPTIMIZERS)}"
+        f"or an import path such as my_package.my_module:MyOptimizer{hint}"
     )
 
 
@@ -164,7 +168,8 @@ def _choices(config: Config) -> Iterator[str]:
     for key, choices in CHOICES.items():
         value = _value(config, key)
         if value not in choices:
-            hint = nearest(value, choices)
+            meant = meant_value(key, value)
+            hint = nearest(value if meant is None else meant, choices)
             yield f"{key} is {value!r}, but it must be one of {', '.join(choices)}{hint}"
 
 

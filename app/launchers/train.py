@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from app.tasks.base import Task
     from app.training.job import Job
 
-READ_SECONDS = 0.5
+READ_SECONDS = 1.0
 """How long Ray waits for a task that is being made, in case that something is wrong with it."""
 Result = TypeVar("Result")
 Launch = Callable[[Run, Config, Console, Settings], Outcome]

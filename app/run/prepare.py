@@ -30,7 +30,7 @@ from app.data.stream import continues_exactly, is_stream
 from app.errors import UserError, own_code
 from app.run.first_step import FirstStep, take_first_step
 from app.run.inputs import inputs
-from app.run.rehearse import rehearse, require_data, require_methods
+from app.run.rehearse import read_batch, rehearse, require_data, require_methods
 from app.run.resolve import resolve
 from app.tasks import load_task
 from app.tasks.base import Task
@@ -92,6 +92,7 @@ def read_task(config: Config) -> Task:
     task = load_task(config.task, config.task_args)
     require_methods(task)
     require_data(config, task)
+    read_batch(task)
     return task
 
 
@@ -112,8 +113,6 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         LayoutError: See UserError.
     """
     samples = length(task.train_data())
-    if samples == 0:
-        raise UserError("the training data is empty: give the task data with at least one sample")
     first_step = _first_step(config, task, workers)
     resolved = resolve(
         config,

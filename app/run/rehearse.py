@@ -59,6 +59,8 @@ def require_data(config: Config, task: Task) -> None:
             "__getitem__ or with __iter__, from which batches are made as train.global_batch_size "
             "says"
         )
+    if length(data) == 0:
+        raise UserError("the training data is empty: give the task data with at least one sample")
     if is_stream(data) and config.train.steps is None:
         raise UserError(
             f"train.epochs needs data with a length, and the training data is a stream ({kind}): "
@@ -90,7 +92,7 @@ def rehearse(
     Raises:
         UserError: Every mistake found, a sentence each.
     """
-    batch, samples = _batch(task)
+    batch, samples = read_batch(task)
     _check_memory(
         config,
         bytes_per_sample=sum(tensor.nbytes for tensor in tensors(batch)) / samples + PICK_BYTES,
@@ -105,7 +107,7 @@ def rehearse(
     return logged_names
 
 
-def _batch(task: Task) -> tuple[Batch, int]:
+def read_batch(task: Task) -> tuple[Batch, int]:
     """A batch of samples from all over the training data.
 
     Returns:

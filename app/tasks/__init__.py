@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +19,7 @@ from app.errors import (
     own_line,
     with_line,
 )
+from app.names import parsed
 from app.tasks import by_value
 from app.tasks.arguments import check_arguments
 from app.tasks.base import Task
@@ -93,6 +96,8 @@ def find_task(name: str) -> type[Task]:
         return by_value.KNOWN[name]
     import_path = BUILT_IN.get(name, name)
     module_name, colon, class_name = import_path.partition(":")
+    if name not in BUILT_IN:
+        _refuse_file(name, module_name, class_name)
     if not (module_name and colon and class_name):
         raise UserError(
             f"there is no task {name!r}{nearest(name, BUILT_IN)}; "
@@ -103,13 +108,49 @@ def find_task(name: str) -> type[Task]:
     task_class = getattr(module, class_name, None)
     if task_class is None:
         classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
+        tasks = [key for key in classes if _is_users_task(getattr(module, key))]
         hint = nearest(class_name, classes)
+        if tasks and not hint:
+            hint = f": write {' or '.join(f'{module_name}:{task}' for task in tasks)}"
         raise UserError(f"task {name!r}: module {module_name} has no {class_name}{hint}")
     if not (inspect.isclass(task_class) and issubclass(task_class, Task)):
         raise UserError(
             f"task {name!r} is not a task: {class_name} must be a subclass of trireme.Task"
         )
     return task_class
+
+
+def _is_users_task(value: object) -> bool:
+    is_task = inspect.isclass(value) and issubclass(value, Task)
+    return is_task and not value.__module__.startswith("app.tasks")
+
+
+def _refuse_file(name: str, module_name: str, class_name: str) -> None:
+    """Check that a task is not written as a file, or as a module without its class.
+
+    Args:
+        name: As it was written.
+        module_name: What is before the colon.
+        class_name: What is after it.
+
+    Raises:
+        UserError: It is; the message has the task's import path.
+    """
+    is_file = module_name.endswith(".py")
+    path = Path(module_name if is_file else f"{module_name.replace('.', '/')}.py")
+    if class_name and not is_file:
+        return
+    if not path.is_file():
+        return
+    module = ".".join(path.with_suffix("").parts)
+    if not class_name:
+        classes = [node for node in parsed(str(path)).body if isinstance(node, ast.ClassDef)]
+        tasks = [node.name for node in classes if any("Task" in ast.unparse(b) for b in node.bases)]
+        class_name = (tasks or ["MyTask"])[0]
+    raise UserError(
+        f"there is no task {name!r}: a task is the import path of its class, "
+        f"here {module}:{class_name}"
+    )
 
 
 def _import(name: str, module_name: str, class_name: str) -> ModuleType:

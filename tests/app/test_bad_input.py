@@ -18,7 +18,7 @@ STAGES = "strategy=pipeline parallel.pp=2"
 # What is written after BASE, and words of the sentence.
 ROWS: list[tuple[str, ...]] = [
     ("steps=3", "steps", "train.steps"),
-    ("train.steps=many", "train.steps", "many", "Integer"),
+    ("train.steps=many", "train.steps", "many", "a whole number"),
     ("train=3", "train", "section"),
     ("fast", "fast", "there is no file"),
     ("train.steps=null", "train.steps", "train.epochs"),

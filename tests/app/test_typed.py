@@ -50,7 +50,7 @@ def test_an_editor_and_a_notebook_complete_and_explain_keys(verb: str) -> None:
         assert "optimizer=" in [completion.name_with_symbols for completion in script.complete()]
     (signature,) = in_editor(f"trireme.{verb}(").get_signatures()
     told = " ".join(signature.docstring().split())
-    assert documentation()["budget"] in told and "micro_batch_size" in told
+    assert documentation()["budget"] in told and documentation()["task_args"] in told
 
 
 @pytest.mark.pure
