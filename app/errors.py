@@ -84,7 +84,6 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 _KEPT = "trireme_own_line"
 """The attribute of an exception that has lost its traceback on the way from another process."""
 _OWN_PACKAGES: set[str] = set()
-_MAKES_A_NUMBER = re.compile(r"\.(item|detach|numpy|tolist|data)\b|\bfloat\(")
 
 
 @dataclass(frozen=True)
@@ -186,15 +185,16 @@ def own_code(what: str) -> Iterator[None]:
         raise UserError(with_line(f"{what}: {described(error)}", line)) from error
 
 
-def return_line(function: Callable[..., Any]) -> SourceLine | None:
-    """The `return` of a function, for a sentence about a value that is not a tensor of a graph.
+def return_line(function: Callable[..., Any], suspicious: str = "") -> SourceLine | None:
+    """The `return` of a function, for a sentence about what it returns.
 
     Args:
         function: The function or method.
+        suspicious: A regular expression of what the statement may have that is to blame.
 
     Returns:
-        Of several returns, the one that makes a number of a tensor; if none does so, the line of
-        `def`. None if the source is not known.
+        Of several returns the first that has it, or else the line of `def`. None if the source is
+        not known.
     """
     function = inspect.unwrap(getattr(function, "__func__", function))
     try:
@@ -202,17 +202,19 @@ def return_line(function: Callable[..., Any]) -> SourceLine | None:
         tree = ast.parse(textwrap.dedent("".join(lines)))
     except (OSError, TypeError, SyntaxError):
         return None
-    returns = {node.lineno: ast.unparse(node) for node in ast.walk(tree) if type(node) is ast.Return}
-    suspects = [number for number, text in returns.items() if _MAKES_A_NUMBER.search(text)]
-    candidates = suspects or list(returns)
-    if len(candidates) == 1:
-        number = candidates[0]
-    else:
-        definitions = (node.lineno for node in ast.walk(tree) if type(node) is ast.FunctionDef)
-        number = next(definitions, 1)
-    file = inspect.getfile(function)
-    line = first_line + number - 1
-    return SourceLine(file, line, function.__name__, lines[number - 1].strip())
+    returns = {}
+    definition = 1
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Return):
+            returns[node.lineno] = ast.unparse(node)
+        elif isinstance(node, ast.FunctionDef) and node.name == function.__name__:
+            definition = node.lineno
+    suspects = [number for number, text in returns.items() if suspicious and re.search(suspicious, text)]
+    number = definition
+    if len(returns) == 1 or suspects:
+        number = min(suspects or returns)
+    text = lines[number - 1].strip()
+    return SourceLine(inspect.getfile(function), first_line + number - 1, function.__name__, text)
 
 
 def _is_triremes(error: BaseException) -> bool:

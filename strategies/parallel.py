@@ -23,7 +23,16 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class LossError(LayoutError):
-    """What a loss function returns cannot be trained on."""
+    """What a loss function returns cannot be trained on.
+
+    Args:
+        message: One sentence.
+        suspicious: A regular expression of what is to blame in the function's `return`.
+    """
+
+    def __init__(self, message: str, suspicious: str = "") -> None:
+        super().__init__(message)
+        self.suspicious = suspicious
 
 
 def require_loss(value: object) -> None:
@@ -32,22 +41,28 @@ def require_loss(value: object) -> None:
     Raises:
         LossError: It cannot; one sentence.
     """
-    if not isinstance(value, torch.Tensor):
-        advice = "return the tensor itself, without .item() or float()"
-        if not isinstance(value, (int, float)):
-            advice = "return the loss alone"
+    must_be = "but it must be a tensor of one number"
+    if isinstance(value, (int, float)):
         raise LossError(
-            f"the loss is a {type(value).__name__}, but it must be a tensor of one number: {advice}"
+            f"the loss is a {type(value).__name__}, {must_be}: "
+            "return the tensor itself, without .item() or float()",
+            suspicious=r"\.item\(|\.tolist\(|\bfloat\(",
+        )
+    if not isinstance(value, torch.Tensor):
+        raise LossError(
+            f"the loss is a {type(value).__name__}, {must_be}: return the loss alone",
+            suspicious=r"return [({]|\.numpy\(|\bdict\(",
         )
     if value.numel() != 1:
         raise LossError(
-            f"the loss has shape {tuple(value.shape)}, but it must be one number: "
-            "return its mean, say"
+            f"the loss has shape {tuple(value.shape)}, {must_be}: return its mean, say",
+            suspicious="reduction|none",
         )
     if not value.requires_grad:
         raise LossError(
             "the loss has no gradient: it depends on no weight that is trained, or is computed "
-            "under .detach(), torch.tensor(…) or torch.no_grad(), which must be left out"
+            "under .detach(), torch.tensor(…) or torch.no_grad(), which must be left out",
+            suspicious=r"\.detach\(|\.data\b|\btensor\(",
         )
 
 

@@ -120,8 +120,8 @@ def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float =
     return finish(start(list(arguments), env=env), timeout)
 
 
-def torchrun(*arguments: str) -> Ended:
-    return finish(start(list(arguments), program=torchrun_program()))
+def torchrun(*arguments: str, env: dict[str, str] | None = None) -> Ended:
+    return finish(start(list(arguments), program=torchrun_program(), env=env))
 
 
 def torchrun_program(*more: str) -> list[str]:

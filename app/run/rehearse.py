@@ -19,6 +19,7 @@ from app.data.loader import Batch, fetch, length, map_tensors, tensors
 from app.data.stream import is_stream
 from app.errors import UserError, nearest, own_code, return_line, with_line
 from app.tasks.base import Task
+from strategies.parallel import LossError, require_loss
 
 SAMPLES = 4
 """Samples in the batch that the task is tried with."""
@@ -162,11 +163,10 @@ def _mistakes_on_meta(config: Config, task: Task, batch: Batch) -> Iterator[str]
     except Exception:  # the task's own code may need numbers
         return
     if not isinstance(loss, Tensor):
-        yield with_line(
-            f"the task's loss is a {type(loss).__name__}, but it must be a tensor of one number: "
-            "return the loss alone, without .item() or float()",
-            return_line(task.loss),
-        )
+        try:
+            require_loss(loss)
+        except LossError as error:
+            yield with_line(str(error), return_line(task.loss, error.suspicious))
     for name, value in [("loss", loss), *metrics.items()]:
         if isinstance(value, Tensor) and value.dim():
             yield (

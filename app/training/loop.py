@@ -273,7 +273,8 @@ class Training:
                 runner, batches, weights, loss=loss_function, scale=self.loss_scale.factor
             )
         except LossError as error:
-            raise UserError(with_line(str(error), return_line(loss_function))) from error
+            line = return_line(loss_function, error.suspicious)
+            raise UserError(with_line(str(error), line)) from error
         optimizer = hooks.choose_optimizer(
             self.optimizer, optimizer_name, self.parallel.parameters()
         )
