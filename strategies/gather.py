@@ -53,7 +53,7 @@ from torch.distributed.tensor import DTensor
 
 from strategies.collectives import reduce_scatter
 from strategies.dims import LayoutError
-from strategies.parallel import Loss, Parallel
+from strategies.parallel import Loss, Parallel, require_loss
 from strategies.tensor.loss import VocabularyLogits
 from strategies.torch_internals import all_gather_into
 from strategies.tree import clone_tensors
@@ -604,6 +604,7 @@ class BatchGather:
         connected_loss = _connected(loss, forward_pass, micro_batch.weight)
         with self.parallel.micro_step(last=is_last):
             value = self._forward(micro_batch.batch, connected_loss, forward_pass)
+            require_loss(value)
             (value * micro_batch.factor).backward()
         return value.detach() * micro_batch.weight
 

@@ -181,9 +181,9 @@ def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float =
     return finish(start(list(arguments), env=env), timeout)
 
 
-def torchrun(*arguments: str) -> Ended:
+def torchrun(*arguments: str, env: dict[str, str] | None = None) -> Ended:
     """Run `trireme` under torchrun, on two ranks, to its end."""
-    return finish(start(list(arguments), program=torchrun_program()))
+    return finish(start(list(arguments), program=torchrun_program(), env=env))
 
 
 def torchrun_program(*more: str) -> list[str]:

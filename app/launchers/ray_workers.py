@@ -20,6 +20,7 @@ import ray
 from ray import cloudpickle
 
 from app.console.terminal import worker_output
+from app.errors import keep_line, own_line
 from app.launchers.driver_actors import EventQueue, start_here
 from app.launchers.heartbeats import Answer, Beat, HeartbeatThread, Reply
 from app.launchers.recovery import oom_kills
@@ -147,7 +148,8 @@ class RayWorkers(Workers):
         match event:
             case WorkerStarted(info=info):
                 self.infos[info.rank] = info
-            case WorkerFailed(rank=rank, error=error):
+            case WorkerFailed(rank=rank, error=error, line=line):
+                keep_line(error, line)
                 self.failures.setdefault(rank, error)
                 return True
             case WorkerDied(rank=rank, details=details):
@@ -243,11 +245,12 @@ class RayChannel(SilentChannel):
 
     def failed(self, error: BaseException) -> None:
         """Tells the driver the exception that this rank ends with."""
+        line = own_line(error)
         try:
             cloudpickle.loads(cloudpickle.dumps(error))
         except Exception:  # an exception that cannot be pickled
             error = RuntimeError(f"{type(error).__name__}: {error}")
-        self.emit(WorkerFailed(rank=self.rank, error=error))
+        self.emit(WorkerFailed(rank=self.rank, error=error, line=line))
         self.flush()
 
     def flush(self) -> None:

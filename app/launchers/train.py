@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from app import names
 from app.config import Config
-from app.config.check import check_trainable
+from app.config.check import missing_for_training
 from app.console.terminal import Console, log_labels
 from app.errors import UserError
 from app.launchers.crash_notice import announce_crash
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from app.tasks.base import Task
     from app.training.job import Job
 
+READ_SECONDS = 1.0
+"""How long Ray waits for a task that is being made, in case that something is wrong with it."""
 Result = TypeVar("Result")
 Launch = Callable[[Run, Config, Console, Settings], Outcome]
 """Trains a run with one launcher."""
@@ -60,7 +62,7 @@ def train(
         RunFailed: Training failed; its last good checkpoint is intact.
         Interrupted: Stopped by Ctrl-C, SIGTERM or SIGHUP, after saving.
     """
-    check_trainable(config)
+    _require_trainable(config)
     if again:
         config = under_free_name(config)
     launcher = chosen_launcher(config)
@@ -89,6 +91,25 @@ def train(
         process_name=f"the driver, process {os.getpid()} on {socket.gethostname()},",
         launch=partial(_in_ray, restart),
     )
+
+
+def _require_trainable(config: Config) -> None:
+    """Checks that a valid configuration has what training needs.
+
+    Raises:
+        UserError: The task, the run's name or the length of the training is missing, or the length
+            is given twice; a sentence for each, and first of all what is wrong with the task.
+    """
+    mistakes = missing_for_training(config)
+    if mistakes and config.task:
+        from app.tasks import check_task
+
+        try:
+            check_task(config.task, config.task_args)
+        except UserError as error:
+            mistakes.insert(0, str(error))
+    if mistakes:
+        raise UserError("\n".join(mistakes))
 
 
 def chosen_launcher(config: Config) -> str:
@@ -310,19 +331,37 @@ def _in_ray(
 ) -> Outcome:
     from cluster.connect import address, connect, disconnect
 
-    def read() -> Task:
-        from app.run.prepare import read_task
+    is_checked = threading.Event()
 
+    def read() -> Task:
+        try:
+            from app.run.prepare import read_task
+            from app.tasks import check_task
+
+            check_task(config.task, config.task_args)
+        finally:
+            is_checked.set()
         return read_task(config)
 
+    def refuse_wrong_task() -> None:
+        """Raises what is wrong with the task, as far as that is known before Ray starts."""
+        is_checked.wait()
+        # Data is read while Ray starts, but most of what can be wrong with it shows at once.
+        with contextlib.suppress(TimeoutError):
+            future_task.result(timeout=READ_SECONDS)
+
     console.status("reading the data and starting Ray")
-    future_task = _in_background(read)  # imports torch while Ray starts its processes
+    future_task = _in_background(read)  # imports torch while this thread imports Ray
     cluster_address = address()
     if cluster_address:
         console.waits_for(f"the Ray cluster at {cluster_address} to answer")
     else:
         console.waits_for("Ray to start on this machine")
-    cluster = connect(worker_setup=names.worker_setup(), say=console.say)
+    cluster = connect(
+        worker_setup=names.worker_setup(),
+        say=console.say,
+        before_start=refuse_wrong_task,
+    )
     try:
         console.waits_for("the data to be read")
         # Before more is imported: two threads in torch's circular imports can deadlock.

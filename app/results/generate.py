@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from app.errors import UserError
 from app.models.gpt import Attention
 from app.models.prediction import call_model, logits_of
+from app.results.trained import trained
+from app.storage.storage import Storage
 from app.tasks.base import Task
 from app.tasks.huggingface.inputs import PairsInput
 from app.tasks.language import TextInput
@@ -90,6 +92,47 @@ def text_input(task: Task) -> TextInput | PairsInput:
             "this is for language models whose task_args name their tokenizer"
         )
     return preprocessor
+
+
+class Writer:
+    """A run's trained language model, on this machine's GPU if it has one.
+
+    Args:
+        storage: The run's folder.
+        step: The step of its checkpoint; None means the newest good one.
+        warn: Called with a sentence for each damaged checkpoint that is skipped.
+
+    Raises:
+        UserError: There is no such checkpoint, or the run has trained no language model.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        step: int | None = None,
+        warn: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        result = trained(storage, step, warn)
+        self.step = result.step
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = result.model.to(self.device)
+        self.preprocessor = text_input(result.task)
+
+    def write(self, prompt: str, *, sampling: Sampling, seed: int = 0) -> Iterator[str]:
+        """Generate text from a prompt; see `continuation`."""
+        yield from self.write_on(prompt, sampling=sampling, generator=self.generator(seed))
+
+    def generator(self, seed: int) -> torch.Generator:
+        """A new random-number generator for `write_on`."""
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def write_on(
+        self, prompt: str, *, sampling: Sampling, generator: torch.Generator
+    ) -> Iterator[str]:
+        """Generate text from a prompt with the next random numbers of a generator."""
+        return continuation(
+            self.model, self.preprocessor, prompt, sampling=sampling, generator=generator
+        )
 
 
 def continuation(

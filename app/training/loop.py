@@ -23,7 +23,7 @@ from torch import Tensor
 from app.checkpoint.ranks import Ranks
 from app.data.loader import Batch, number_on, pipeline_example, rows, train_batches
 from app.data.randomness import seed_everything, seed_step
-from app.errors import UserError
+from app.errors import UserError, return_line, with_line
 from app.storage.storage import Storage
 from app.tasks import load_task
 from app.tasks.build import build_model
@@ -45,7 +45,7 @@ from app.training.process import collect_garbage, configure_torch, garbage_waits
 from app.training.profiler import Profiler
 from app.training.reporting import Reporter
 from app.training.step_sync import StepSync
-from strategies.parallel import Loss
+from strategies.parallel import Loss, LossError
 from strategies.parallelize import Parallel, parallelize
 
 Summary = dict[str, Any]
@@ -268,9 +268,13 @@ class Training:
 
         # For each micro-batch: loss = loss_function(model, batch); (weight · loss).backward().
         # The gradients add up, over micro-batches and, once per step, over workers.
-        loss = self.gathering.forward_backward(
-            runner, batches, weights, loss=loss_function, scale=self.loss_scale.factor
-        )
+        try:
+            loss = self.gathering.forward_backward(
+                runner, batches, weights, loss=loss_function, scale=self.loss_scale.factor
+            )
+        except LossError as error:
+            line = return_line(loss_function, error.suspicious)
+            raise UserError(with_line(str(error), line)) from error
         optimizer = hooks.choose_optimizer(
             self.optimizer, optimizer_name, self.parallel.parameters()
         )

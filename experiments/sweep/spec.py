@@ -179,6 +179,8 @@ FILE_KEYS = {field.name for field in dataclasses.fields(Sweep)} - {
     "origin_step",
 }
 """The keys of a sweep file, besides `set`."""
+EXPERIMENT_KEYS = {field.name for field in dataclasses.fields(Config)}
+"""The keys and sections of an experiment."""
 
 
 def read_sweep(file: str, overrides: list[str]) -> Sweep:
@@ -202,6 +204,10 @@ def read_sweep(file: str, overrides: list[str]) -> Sweep:
         elif key in FILE_KEYS - {"experiment", "space"}:
             keys[key] = yaml.safe_load(value)
         else:
+            is_key = key in EXPERIMENT_KEYS or "." in key
+            hint = "" if is_key else nearest(key, FILE_KEYS)
+            if hint:
+                raise UserError(f"there is no key {key!r} (on the command line){hint}")
             experiment_overrides.append(override)
     for key in keys.keys() - FILE_KEYS - {"set"}:
         hint = f"{nearest(key, FILE_KEYS)}: its keys are {', '.join(sorted(FILE_KEYS))}"

@@ -1,4 +1,4 @@
-"""Comparing runs: over the same samples, pair by pair, and without mistaking noise for a difference."""
+"""Runs are compared over the same samples, and noise is not mistaken for a difference."""
 
 import math
 from pathlib import Path
@@ -23,7 +23,9 @@ def autocorrelated(random: np.random.Generator, count: int, correlation: float) 
 
 
 @pytest.mark.parametrize(("count", "correlation"), [(16, 0.0), (50, 0.3), (100, 0.6), (400, 0.8)])
-def test_without_a_difference_better_is_said_in_at_most_one_of_20(count: int, correlation: float) -> None:
+def test_without_a_difference_better_is_said_in_at_most_one_of_20(
+    count: int, correlation: float
+) -> None:
     random = np.random.default_rng(0)
     claims = {"better": 0, "worse": 0}
     for _ in range(1000):
@@ -37,8 +39,12 @@ def test_a_real_difference_is_seen_although_the_losses_vary_more_than_it() -> No
     random = np.random.default_rng(1)
     difficulty = random.normal(size=100)  # of the samples, which both runs see
     samples = 32.0 * np.arange(1, 101)
-    reference = Curve(name="a", samples=samples, values=3 + difficulty + 0.01 * random.normal(size=100))
-    better = Curve(name="b", samples=samples, values=2.98 + difficulty + 0.01 * random.normal(size=100))
+    reference = Curve(
+        name="a", samples=samples, values=3 + difficulty + 0.01 * random.normal(size=100)
+    )
+    better = Curve(
+        name="b", samples=samples, values=2.98 + difficulty + 0.01 * random.normal(size=100)
+    )
     difference = compare_curves(better, reference, share=0.5)
     assert difference.verdict == "better"
     assert difference.low < -0.02 < difference.high
@@ -53,7 +59,9 @@ def test_runs_of_different_batches_are_compared_over_the_same_samples() -> None:
     large = 128.0 * np.arange(1, 101)
     means = np.array([loss(small[start : start + 4]).mean() for start in range(0, 400, 4)])
     run = Curve(name="large", samples=large, values=means)
-    difference = compare_curves(run, Curve(name="small", samples=small, values=loss(small)), share=1.0)
+    difference = compare_curves(
+        run, Curve(name="small", samples=small, values=loss(small)), share=1.0
+    )
     assert difference.mean == pytest.approx(0.0, abs=1e-9)
     assert difference.pieces == 99
 

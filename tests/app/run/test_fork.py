@@ -1,4 +1,4 @@
-"""A fork continues another run's checkpoint: the same bits, its own curve, and the checkpoint stays meanwhile."""
+"""A fork continues another run's checkpoint to the bit, and the checkpoint stays meanwhile."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,9 @@ def test_a_fork_without_other_keys_repeats_the_rest_of_its_run_to_the_bit(tmp_pa
 
 def test_a_fork_with_another_batch_goes_on_at_the_same_sample(tmp_path: Path) -> None:
     base = train_base(tmp_path)
-    invoke("fork", base, "--at", "4", "train.global_batch_size=32", "run.name=wide", "train.steps=5")
+    invoke(
+        "fork", base, "--at", "4", "train.global_batch_size=32", "run.name=wide", "train.steps=5"
+    )
     (newest, *_) = commits(str(tmp_path / "wide" / "checkpoints"))
     assert newest.meta["samples_seen"] == 4 * 16 + 32
 
@@ -50,7 +52,15 @@ def test_the_same_command_continues_a_fork_from_its_first_choice(tmp_path: Path)
     invoke(*words, "train.steps=6", "checkpoint.every_steps=1")
     fork_of = json.loads((tmp_path / "warm" / "run.json").read_text())["fork"]
     assert origin_name(fork_of) == "base@4"
-    invoke("train", *POINTS, "launcher=local", "strategy=single", "run.name=base", f"run.storage={tmp_path}", *STEPS)
+    invoke(
+        "train",
+        *POINTS,
+        "launcher=local",
+        "strategy=single",
+        "run.name=base",
+        f"run.storage={tmp_path}",
+        *STEPS,
+    )
     assert committed(base)[-1] == 6
     invoke(*words, "train.steps=8")
     assert json.loads((tmp_path / "warm" / "run.json").read_text())["fork"] == fork_of

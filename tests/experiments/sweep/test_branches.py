@@ -62,7 +62,9 @@ def test_a_study_keeps_its_checkpoint_until_it_is_released_or_gone(tmp_path: Pat
         ({"fork": None, "experiment": {"task": "tests.tasks:Points"}}, "fork is not given"),
     ],
 )
-def test_a_branch_sweep_that_cannot_run_is_refused(tmp_path: Path, keys: dict[str, Any], sentence: str) -> None:
+def test_a_branch_sweep_that_cannot_run_is_refused(
+    tmp_path: Path, keys: dict[str, Any], sentence: str
+) -> None:
     if "fork" not in keys:
         train_base(tmp_path)
     with pytest.raises(UserError, match=sentence):
