@@ -741,6 +741,18 @@ class RecursByStep(Net):
             block.up = nn.GRUCell(WIDTH, 16)
 
 
+class RecursWithoutBlocks(nn.Module):
+    """No list of blocks: the whole model is recomputed as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.GRUCell(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))
+
+
 @pytest.mark.parametrize("net", [Recurs, RecursByStep])
 def test_recurrent_layers_are_not_recomputed_selectively(net: Any) -> None:
     traits = observed_traits(net)
@@ -751,6 +763,11 @@ def test_recurrent_layers_are_not_recomputed_selectively(net: Any) -> None:
     pattern = r"blocks\.0\.up .*recurrent.*: write train\.activation_checkpointing=full$"
     with pytest.raises(LayoutError, match=pattern):
         require_kept_by_ddp(Trait.RECURRENT, names, "selective")
+
+
+def test_a_recurrent_layer_of_a_model_without_blocks_is_seen() -> None:
+    """Such a model is recomputed as one block."""
+    assert observed_traits(RecursWithoutBlocks)[Trait.RECURRENT] == ("up",)
 
 
 def test_a_step_with_two_backwards_is_not_recomputed_selectively() -> None:
