@@ -19,7 +19,6 @@ from typing import Any
 from app import api
 from app.config import Config
 from app.config.io import documentation
-from experiments.sweep.spec import FILE_KEYS, Sweep
 
 FILE = Path(__file__).with_name("__init__.pyi")
 HEADER = '''"""What `import trireme` gives, for editors and type checkers.
@@ -120,6 +119,8 @@ def _function(function: Callable[..., Any]) -> str:
 
 def _sweep() -> str:
     """`sweep`, whose keywords are a sweep file's keys, and then those of its experiment."""
+    from experiments.sweep.spec import FILE_KEYS, Sweep
+
     written = inspect.signature(inspect.unwrap(api.sweep))
     parameters = [p for p in written.parameters.values() if p.kind is not p.VAR_KEYWORD]
     hints = typing.get_type_hints(Sweep)
