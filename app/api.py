@@ -29,7 +29,7 @@ import inspect
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -375,6 +375,40 @@ def train(*experiment: str | Path, again: bool = False, quiet: bool = False, **k
 
 @_takes_keys
 @_one_at_a_time
+def fork(
+    parent: Run | str | Path,
+    *overrides: str,
+    at: int | None = None,
+    quiet: bool = False,
+    **keys: Any,
+) -> Run:
+    """Continue a checkpoint of a run as a new run, with other keys.
+
+    The fork takes over weights, optimizer, step and position in the data; the same call continues
+    it.
+
+    Args:
+        parent: The run, or its folder; it is not changed.
+        overrides: key=value.
+        at: The step of the checkpoint; None means the newest good one.
+        quiet: Print nothing.
+        keys: The configuration's own keys that differ from the run's.
+
+    Raises:
+        UserError: There is no such checkpoint, or the input is wrong.
+        RunFailed: Training failed; its last good checkpoint is intact.
+        Interrupted: Training was stopped by Ctrl-C or a signal, after a checkpoint.
+    """
+    from app.cli.fork import fork_config
+    from app.launchers.train import train as start_training
+
+    config = fork_config(_folder(parent), (*overrides, *_overrides(keys)), at)
+    outcome = start_training(config, Console(quiet=quiet))
+    return Run(outcome.folder)
+
+
+@_takes_keys
+@_one_at_a_time
 def plan(
     *experiment: str | Path,
     cluster: str | None = None,
@@ -536,9 +570,35 @@ def report(*runs: Run | str | Path, out: str | Path | None = None) -> Path:
 
     if not runs:
         raise UserError("no run is given: write for instance trireme.report('runs/mnist')")
-    folders = [run.folder if isinstance(run, Run) else str(run) for run in runs]
+    folders = [_folder(run) for run in runs]
     page, _ = write_report(folders, None if out is None else str(out))
     return page
+
+
+@_tells
+def compare(*runs: Run | str | Path, metric: str = "train/loss", last: float = 0.5) -> pandas.DataFrame:
+    """Compare runs with the first one, over the same samples.
+
+    Args:
+        runs: Runs, or their folders.
+        metric: The metric, of which a lower value is better.
+        last: The share of the samples in common, at their end, over which to compare.
+
+    Returns:
+        A row for each run but the first, with the mean difference, its interval (`low`, `high`,
+        95 %) and the verdict: better, worse, within noise or undecided.
+
+    Raises:
+        UserError: There are fewer than two runs, or they cannot be compared.
+    """
+    import pandas
+
+    from app.results.compare import compare_runs
+
+    storages = [open_run(_folder(run)) for run in runs]
+    differences = compare_runs(storages, metric=metric, share=last)
+    rows = [{**asdict(each), "verdict": each.verdict} for each in differences]
+    return pandas.DataFrame(rows).set_index("name")
 
 
 @_tells
@@ -552,6 +612,10 @@ def load_run(run: str | Path) -> Run:
         UserError: There is no such run.
     """
     return Run(run)
+
+
+def _folder(run: Run | str | Path) -> str:
+    return run.folder if isinstance(run, Run) else str(run)
 
 
 def _read_experiment(

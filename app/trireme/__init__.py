@@ -1,8 +1,8 @@
 """What `import trireme` gives.
 
-`train`, `plan`, `sweep`, `scale`, `report` and `load_run` are verbs of the command line
-(app/api.py), and `Task` is the base of your own tasks. Editors and type checkers read __init__.pyi
-instead, which shows all keywords.
+`train`, `fork`, `plan`, `sweep`, `scale`, `report`, `compare` and `load_run` are verbs of the
+command line (app/api.py), and `Task` is the base of your own tasks. Editors and type checkers read
+__init__.pyi instead, which shows all keywords.
 
 `trireme.tasks`, `trireme.data`, … are `app.tasks`, `app.data`, … under names that no package of
 yours can hide. Once this is imported, Trireme's own packages come before others with the same names
@@ -17,7 +17,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from app.api import Plan, Run, Scaling, Sweep, load_run, plan, report, scale, sweep, train
+    from app.api import (
+        Plan,
+        Run,
+        Scaling,
+        Sweep,
+        compare,
+        fork,
+        load_run,
+        plan,
+        report,
+        scale,
+        sweep,
+        train,
+    )
     from app.errors import Interrupted, RunFailed, TriremeError, UserError
     from app.tasks.base import Task
 
@@ -27,6 +40,8 @@ _MODULES = {
         "Run",
         "Scaling",
         "Sweep",
+        "compare",
+        "fork",
         "load_run",
         "plan",
         "report",
@@ -90,6 +105,8 @@ __all__ = [
     "Task",
     "TriremeError",
     "UserError",
+    "compare",
+    "fork",
     "load_run",
     "plan",
     "report",

@@ -11,6 +11,7 @@ from app.api import Plan as Plan
 from app.api import Run as Run
 from app.api import Scaling as Scaling
 from app.api import Sweep as Sweep
+from app.api import compare as compare
 from app.api import load_run as load_run
 from app.api import report as report
 from app.errors import Interrupted as Interrupted
@@ -63,9 +64,9 @@ class ParallelKeys(TypedDict, total=False):
     cp: int | None
     """Workers that one sequence is split over (context parallelism)."""
     context: str
-    """With cp: how tokens of different workers attend: ring (keys pass round), allgather, ulysses
-    (heads are exchanged for tokens), or auto: ulysses within a node where cp · tp divides the
-    heads, else ring."""
+    """With cp: how tokens of different workers attend: ring (keys go from worker to worker),
+    allgather, ulysses (heads are exchanged for tokens), or auto: ulysses within a node if cp · tp
+    divides the heads, else ring."""
     tp: int | None
     """Workers that each layer's matrix products are split over (tensor parallelism)."""
     pp: int | None
@@ -76,28 +77,28 @@ class ParallelKeys(TypedDict, total=False):
     sequence_parallel: bool
     """With tp: also split activations between the split layers along the sequence."""
     async_tp: bool
-    """With tp: what the split layers send travels in pieces while they multiply (asynchronous
-    tensor parallelism); for GPUs whose links take about as long as their products. Not in zb_h1,
-    zb_h2 and zbv."""
+    """With tp: split layers send in pieces while they multiply (asynchronous tensor parallelism);
+    for GPUs whose links take about as long as their products. Not in zb_h1, zb_h2 and zbv."""
     loss_parallel: bool
     """With tp: keep the logits split over the vocabulary and compute the loss on the parts."""
     reshard_after_forward: bool | None
     """With dp_shard: free gathered parameters after forward (less memory, one more all-gather).
-    null: zero1 and zero2 no; fsdp, zero3 and hsdp yes, but not on a GPU of whose free memory they
-    take less than an eighth."""
+    null: no for zero1 and zero2; yes for fsdp, zero3 and hsdp, unless they take less than an eighth
+    of a GPU's free memory."""
     offload: bool
     """With dp_shard: keep parameters, gradients and optimizer state in host memory."""
     reduce_dtype: str
-    """Type that gradients are averaged over data-parallel workers in: fp32 or bf16."""
+    """Type in which gradients are averaged over data-parallel workers: fp32 or bf16."""
     bucket_mb: float
     """With ddp: size of a gradient bucket, in MiB; smaller starts communicating earlier."""
     find_unused_parameters: bool
-    """With ddp: a step may leave parameters unused; each step then searches for them, which takes
+    """With ddp: a step may leave parameters unused. Each step then searches for them, which takes
     time."""
     accumulate_sharded: bool | None
-    """With dp_shard and several micro-batches: reduce-scatter each one's gradients instead of
-    keeping whole ones until the last (less memory, more communication). null: zero2 yes, zero1 no,
-    fsdp on a GPU of which whole ones would take an eighth or more."""
+    """With dp_shard and several micro-batches: reduce-scatter the gradients of each micro-batch
+    instead of keeping whole gradients until the last one (less memory, more communication). null:
+    yes for zero2, no for zero1, and for fsdp if whole gradients would take an eighth of a GPU's
+    memory or more."""
     schedule: str
     """With pp: order of the micro-batches' forwards and backwards on each stage: gpipe, 1f1b,
     interleaved_1f1b, zb_h1, zb_h2 or zbv."""
@@ -131,7 +132,7 @@ class TrainKeys(TypedDict, total=False):
     global batch. null: its whole share."""
     precision: str
     """Type of the arithmetic: fp32, bf16, fp16 (with loss scaling), or fp8: bf16 with the blocks'
-    linear layers in float8 (on GPUs from Ada and Hopper on). Parameters, optimizer and loss stay
+    linear layers in float8 (GPUs since Ada and Hopper). Parameters, optimizer and loss stay
     float32."""
     clip_norm: float | None
     """Scale the gradient down to this total norm when it is longer. null: never."""
@@ -227,6 +228,9 @@ class CheckpointKeys(TypedDict, total=False):
     """At the end also write all trained weights into one file, model/weights.pt of the run."""
     load: str | Path | None
     """Folder of a committed checkpoint (or of a run) whose weights a new run starts from."""
+    fork: str | Path | None
+    """Folder of a committed checkpoint (or of a run) from which a new run continues: weights,
+    optimizer, step and position in the data. `trireme fork` sets it."""
 
 class TrackingKeys(TypedDict, total=False):
     """How the run is shown in MLflow."""
@@ -338,6 +342,73 @@ def train(
 
     Raises:
         UserError: The input is wrong.
+        RunFailed: Training failed; its last good checkpoint is intact.
+        Interrupted: Training was stopped by Ctrl-C or a signal, after a checkpoint.
+    """
+
+def fork(
+    parent: Run | str | Path,
+    *overrides: str,
+    at: int | None = None,
+    quiet: bool = False,
+    task: str | type[Task] | Task = ...,
+    task_args: Mapping[str, Any] = ...,
+    strategy: str = ...,
+    workers: int | str = ...,
+    resources_per_worker: Mapping[str, float] = ...,
+    launcher: str = ...,
+    budget: float | None = ...,
+    cluster: ClusterKeys = ...,
+    run: RunKeys = ...,
+    parallel: ParallelKeys = ...,
+    train: TrainKeys = ...,
+    optimizer: OptimizerKeys = ...,
+    schedule: ScheduleKeys = ...,
+    checkpoint: CheckpointKeys = ...,
+    tracking: TrackingKeys = ...,
+    profile: ProfileKeys = ...,
+    fault: FaultKeys = ...,
+) -> Run:
+    """Continue a checkpoint of a run as a new run, with other keys.
+
+    The fork takes over weights, optimizer, step and position in the data; the same call continues
+    it.
+
+    Args:
+        parent: The run, or its folder; it is not changed.
+        overrides: key=value.
+        at: The step of the checkpoint; None means the newest good one.
+        quiet: Print nothing.
+        task: What is trained: image_classification, language_modelling, tabular, huggingface, or
+            the import path of a class of your own (my_package.my_module:MyTask).
+        task_args: Arguments of the task; `trireme config task=NAME` ends with a list of them.
+        strategy: How the work is split: single, ddp, …; auto: single with one worker, else the
+            simplest of the fastest strategies that the planner expects to fit; it also sets
+            train.micro_batch_size if that is null.
+        workers: Number of workers. auto: every GPU of the cluster, else 2 CPU workers.
+        resources_per_worker: Ray resources of one worker. Empty: one GPU where workers use GPUs,
+            else one CPU.
+        launcher: ray (Ray Train's TorchTrainer; Ray actors where pp > 1), actors (Ray actors for
+            any strategy), local (this process), or torchrun (the processes that torchrun or Slurm
+            started). auto: torchrun in its environment; actors on this machine's CPUs alone, where
+            fewer processes start sooner; else ray.
+        budget: US dollars that this run may cost, over all its starts: it saves and stops before it
+            spends more. null: no limit. Needs prices: those of cluster.file, else the list prices
+            of its GPUs (cluster/hardware.yaml).
+        cluster: What is asked of the cluster, and what happens when its resources do not come.
+        run: Name and place of the run.
+        parallel: Degrees of parallelism and how each kind behaves.
+        train: The training loop.
+        optimizer: The optimizer.
+        schedule: The learning rate over time.
+        checkpoint: What is saved, when, and what is kept.
+        tracking: How the run is shown in MLflow.
+        profile: Where the time of some steps goes; `trireme profile RUN` prints a table, and traces
+            are in the run's folder.
+        fault: What happens when something breaks.
+
+    Raises:
+        UserError: There is no such checkpoint, or the input is wrong.
         RunFailed: Training failed; its last good checkpoint is intact.
         Interrupted: Training was stopped by Ctrl-C or a signal, after a checkpoint.
     """
@@ -479,10 +550,12 @@ def sweep(
     *,
     quiet: bool = False,
     concurrent: int | None = ...,
+    fork: str = ...,
     metric: str = ...,
     mode: str = ...,
     name: str = ...,
     reports: int | None = ...,
+    samples: int | None = ...,
     scheduler: str = ...,
     searcher: str = ...,
     seed: int = ...,
@@ -514,10 +587,12 @@ def sweep(
         file: The path of the sweep file.
         quiet: Print nothing.
         concurrent: As in a sweep file.
+        fork: As in a sweep file.
         metric: As in a sweep file.
         mode: As in a sweep file.
         name: As in a sweep file.
         reports: As in a sweep file.
+        samples: As in a sweep file.
         scheduler: As in a sweep file.
         searcher: As in a sweep file.
         seed: As in a sweep file.

@@ -34,6 +34,7 @@ from app.api import Plan as Plan
 from app.api import Run as Run
 from app.api import Scaling as Scaling
 from app.api import Sweep as Sweep
+from app.api import compare as compare
 from app.api import load_run as load_run
 from app.api import report as report
 from app.errors import Interrupted as Interrupted
@@ -50,6 +51,7 @@ OTHER_TYPES = {
     "workers": "int | str",
     "run.storage": "str | Path",
     "checkpoint.load": "str | Path | None",
+    "checkpoint.fork": "str | Path | None",
     "cluster.file": "str | Path | None",
     "parallel.deepspeed": "str | Path | None",
 }
@@ -61,7 +63,13 @@ SWEEP_TYPES = {"space": "Mapping[str, Any]"}
 def text() -> str:
     """The content of the file."""
     sections = [_section(field.name) for field in dataclasses.fields(Config)]
-    functions = [_function(api.train), _function(api.plan), _function(api.scale), _sweep()]
+    functions = [
+        _function(api.train),
+        _function(api.fork),
+        _function(api.plan),
+        _function(api.scale),
+        _sweep(),
+    ]
     return "\n".join([HEADER, *filter(None, sections), *functions])
 
 

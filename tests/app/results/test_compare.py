@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import trireme
 
 from app.errors import UserError
 from app.results.compare import Curve, Floats, compare_curves, mean_interval
@@ -84,3 +85,16 @@ def test_forks_are_compared_by_command(tmp_path: Path) -> None:
     assert "over samples" in answer
     assert "a comparison needs two runs" in invoke("compare", base, code=2).stderr
     assert "its metrics are" in invoke("compare", base, base, "--metric", "loss", code=2).stderr
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_python_forks_and_compares_as_the_command_line_does(tmp_path: Path) -> None:
+    base = trireme.load_run(train_base(tmp_path, "train.steps=4"))
+    forks = []
+    for name, rate in (("slow", 1e-6), ("fast", 1e-2)):
+        fork = trireme.fork(
+            base, run={"name": name}, optimizer={"lr": rate}, train={"steps": 40}, quiet=True
+        )
+        forks.append(fork)
+    assert [fork.name for fork in forks] == ["slow", "fast"]
+    assert trireme.compare(*forks).loc["fast", "verdict"] == "better"
