@@ -37,12 +37,10 @@ def in_editor(source: str) -> jedi.Script:
     return jedi.Script(f"import trireme\n{source}", path=ROOT / "script.py", project=project)
 
 
-@pytest.mark.pure
 def test_what_editors_read_is_up_to_date() -> None:
     assert stub.FILE.read_text() == stub.text(), "run python -m app.trireme.stub"
 
 
-@pytest.mark.pure
 @pytest.mark.parametrize("verb", ["train", "plan", "scale", "sweep"])
 def test_an_editor_and_a_notebook_complete_and_explain_keys(verb: str) -> None:
     call = f"trireme.{verb}('a.yaml', opt"
@@ -53,7 +51,6 @@ def test_an_editor_and_a_notebook_complete_and_explain_keys(verb: str) -> None:
     assert documentation()["budget"] in told and documentation()["task_args"] in told
 
 
-@pytest.mark.pure
 def test_an_editor_completes_the_verbs_and_what_a_run_has() -> None:
     def completed(source: str) -> set[str]:
         return {completion.name for completion in in_editor(source).complete()}
@@ -63,7 +60,6 @@ def test_an_editor_completes_the_verbs_and_what_a_run_has() -> None:
     assert {name for name in dir(Run) if not name.startswith("_")} <= completed("trireme.load_run('a').")
 
 
-@pytest.mark.pure
 def test_help_shows_the_keys() -> None:
     assert {"again", "optimizer", "task"} <= inspect.signature(train).parameters.keys()
 
@@ -76,7 +72,6 @@ def checked(folder: Path, script: str, *options: str) -> list[str]:
     return [line for line in found.splitlines() if ": error: " in line]
 
 
-@pytest.mark.pure
 def test_a_type_checker_finds_misspelt_keys_and_wrong_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lib" / "trireme").mkdir(parents=True)
     shutil.copy(stub.FILE, tmp_path / "lib" / "trireme")
