@@ -71,6 +71,12 @@ def _options(hint: Any) -> list[Any]:
     return [hint]
 
 
+def takes_mapping(hint: Any) -> bool:
+    """Whether an annotation allows a mapping."""
+    origins = [typing.get_origin(option) or option for option in _options(hint)]
+    return any(isinstance(origin, type) and issubclass(origin, Mapping) for origin in origins)
+
+
 def words_of(hint: Any) -> str:
     """An annotation for a person, such as `a whole number or text`."""
     words = []

@@ -99,8 +99,12 @@ def find_task(name: str) -> type[Task]:
     if name not in BUILT_IN:
         _refuse_file(name, module_name, class_name)
     if not (module_name and colon and class_name):
+        hint = nearest(name, BUILT_IN)
+        package, dot, last = name.rpartition(".")
+        if dot and package and last not in ("", "py") and not colon:
+            hint = f" (did you mean '{package}:{last}'?)"
         raise UserError(
-            f"there is no task {name!r}{nearest(name, BUILT_IN)}; "
+            f"there is no task {name!r}{hint}; "
             f"write one of {', '.join(BUILT_IN)}, "
             "or the import path of your own class as package.module:Class"
         )
