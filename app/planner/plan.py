@@ -68,6 +68,7 @@ class Plan:
         *,
         global_batch: int | None = None,
         pipelines: bool = False,
+        offloads: bool = False,
     ) -> list[Estimate]:
         """Layouts of the same model on another number of these devices.
 
@@ -77,6 +78,7 @@ class Plan:
             global_batch: Samples of a step, if they are not those of the plan; nodes then have the
                 usual number of devices.
             pipelines: Whether pipelines are considered.
+            offloads: Whether state in host memory is considered.
         """
         per_node = self.machine.per_node if global_batch is None else GPUS_PER_NODE
         machine = replace(self.machine, world=world, per_node=min(world, per_node))
@@ -86,7 +88,7 @@ class Plan:
             per_node=machine.per_node,
             global_batch=self.space.global_batch if global_batch is None else global_batch,
             precisions=(self.rows[0].candidate.precision,),
-            offloads=False,
+            offloads=offloads and not self.machine.device.is_cpu,
             pipelines=pipelines,
         )
         estimator = replace(self.estimator, machine=machine)
@@ -135,6 +137,7 @@ class Plan:
             "unmeasured": list(row.unmeasured),
             "verdict": row.verdict,
             "host_memory": row.host_memory_share,
+            "host_memory_bytes": int(row.host_memory_bytes),
         }
 
 
