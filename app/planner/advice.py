@@ -177,7 +177,7 @@ def _fastest(rows: list[Estimate]) -> Estimate | None:
 
 def _compared_with_one_gpu(plan: Plan, best: Estimate) -> list[str]:
     world = plan.machine.world
-    single = best if world == 1 else _fastest(plan.on_gpus(1, {}, offloads=True))
+    single = best if world == 1 else _fastest(plan.on_gpus(1, {}, as_planned=True))
     if single is None:
         return []
     device = "worker" if plan.machine.device.is_cpu else "GPU"
@@ -208,7 +208,7 @@ def _compared_with_twice_as_many(plan: Plan, best: Estimate) -> list[str]:
     if plan.machine.device.is_cpu or world > MOST_GPUS_DOUBLED:
         return []
     # What a plan for that many would choose from, so that the two do not contradict each other.
-    doubled = _fastest(plan.on_gpus(2 * world, plan.fixed, pipelines=True, offloads=True))
+    doubled = _fastest(plan.on_gpus(2 * world, plan.fixed, as_planned=True))
     if doubled is None or not doubled.fits:
         return []
     gain = best.step_seconds / doubled.step_seconds

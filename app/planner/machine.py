@@ -45,6 +45,7 @@ class Machine:
         name: Of the cluster.
         host_bytes: Memory of a node's host; None if it is not known.
         assumption: Sentences on what is not known and assumed; "" for nothing.
+        most_per_node: Devices of a node if there were more devices; None: `per_node`.
     """
 
     device: Device
@@ -55,6 +56,7 @@ class Machine:
     name: str = ""
     host_bytes: float | None = None
     assumption: str = ""
+    most_per_node: int | None = None
 
     @functools.cached_property
     def links(self) -> Links:
@@ -252,7 +254,7 @@ def _machine_of_devices(name: str, world: int | None, options: MachineOptions) -
     per_node = options.per_node or min(world, usual_per_node)
     machine = of_shape(shape_of_gpus(world, name, per_node, options.interconnect), world)
     if is_hypothetical:
-        return machine
+        return replace(machine, most_per_node=options.per_node or GPUS_PER_NODE)
     return replace(machine, host_bytes=float(psutil.virtual_memory().total))
 
 

@@ -97,12 +97,17 @@ def _summary(plan: Plan) -> str:
     machine = plan.machine
     device = machine.device
     millions = quantity(plan.reader.parameters / 1e6)
+    parameters = plan.reader.size.parameters
+    trained = sum(parameter.numel for parameter in parameters if parameter.trainable)
+    frozen = ""
+    if trained < plan.reader.parameters:
+        frozen = f", of which {quantity(trained / 1e6)} million train,"
     fitting = sum(row.fits for row in plan.rows)
     layouts = "1 layout" if len(plan.rows) == 1 else f"{len(plan.rows):,} layouts"
     return (
-        f"{millions} million parameters in {plan.reader.blocks} blocks, on {machine.world} × "
-        f"{device.gpu.name} ({device.capacity / GIB:.0f} GiB each, {machine.per_node} to a node): "
-        f"{layouts}, of which {fitting:,} fit"
+        f"{millions} million parameters{frozen} in {plan.reader.blocks} blocks, "
+        f"on {machine.world} × {device.gpu.name} ({device.capacity / GIB:.0f} GiB each, "
+        f"{machine.per_node} to a node): {layouts}, of which {fitting:,} fit"
     )
 
 
@@ -310,6 +315,9 @@ def as_json(plan: Plan, top: int) -> dict[str, Any]:
         "remedies": [remedy.as_json() for remedy in tried],
         "model": {
             "parameters": reader.parameters,
+            "trained_parameters": sum(
+                parameter.numel for parameter in reader.size.parameters if parameter.trainable
+            ),
             "blocks": reader.blocks,
             "note": reader.note,
         },

@@ -18,6 +18,8 @@ from strategies.dims import MODEL_DEGREES, LayoutError
 
 LARGEST_CLUSTER = 2**12
 """GPUs up to which a cluster is looked for that holds a model."""
+MOST_PLANNED = 16
+"""Of more GPUs the layouts that take the least memory are planned first, which takes less time."""
 LAYOUT_KEYS = ("strategy", *(f"parallel.{name}" for name in (*DATA_DEGREES, *MODEL_DEGREES)))
 """The keys that fix a layout."""
 STEP_KEYS = (
@@ -87,7 +89,7 @@ def remedies(plan: Plan) -> Iterator[Remedy]:
     at_once = config.train.micro_batch_size or config.train.global_batch_size
     precision = config.train.precision
     settled: Fixed = {**layout, "parallel.offload": False, "train.precision": precision}
-    rows = plan.on_gpus(world, {**settled, "train.micro_batch_size": at_once}, pipelines=True)
+    rows = plan.on_gpus(world, {**settled, "train.micro_batch_size": at_once}, as_planned=True)
     rows = [row for row in rows if row.candidate.checkpointing != "none"]
     yield _with_keys(plan, "activation checkpointing", rows, "activation_checkpointing")
 
@@ -97,10 +99,10 @@ def remedies(plan: Plan) -> Iterator[Remedy]:
         reason = f"{plan.machine.device.gpu.name} has no products of 16 bits"
         yield Remedy(name="16 bits", keys="train.precision=bf16", gpus=world, reason=reason)
     else:
-        rows = plan.on_gpus(world, {**settled, "train.micro_batch_size": at_once}, pipelines=True)
+        rows = plan.on_gpus(world, {**settled, "train.micro_batch_size": at_once}, as_planned=True)
         yield _with_keys(plan, "16 bits", rows, "precision")
 
-    rows = plan.on_gpus(world, settled, pipelines=True)
+    rows = plan.on_gpus(world, settled, as_planned=True)
     yield _with_keys(plan, "smaller micro-batch", rows, "micro_batch_size")
     yield _lora(plan, settled)
     has_offload = False
@@ -147,7 +149,7 @@ def _another_layout(plan: Plan) -> Remedy:
     fixed_keys = [key for key in LAYOUT_KEYS if key in plan.fixed]
     kept: Fixed = {"parallel.offload": False}
     kept |= {key: value for key, value in plan.fixed.items() if key in STEP_KEYS}
-    row = _first(plan.on_gpus(plan.machine.world, kept, pipelines=True))
+    row = _first(plan.on_gpus(plan.machine.world, kept, as_planned=True))
     written = " ".join(f"{key}={plan.fixed[key]}" for key in fixed_keys)
     keys = f"without {written}"
     if row is not None and row.fits:
@@ -164,7 +166,7 @@ def _lora(plan: Plan, settled: Fixed) -> Remedy:
     if config.task != "huggingface":
         return replace(remedy, reason="for models of task=huggingface")
     if config.task_args.get("lora"):
-        row = _first(plan.on_gpus(plan.machine.world, settled, pipelines=True))
+        row = _first(plan.on_gpus(plan.machine.world, settled, as_planned=True))
         return replace(remedy, keys="task_args.lora, as now", row=row)
     with_lora = replace(config, task_args={**config.task_args, "lora": dict(LORA)})
     with_lora = replace(
@@ -182,7 +184,7 @@ def _lora(plan: Plan, settled: Fixed) -> Remedy:
 def _offload(plan: Plan, precision: str) -> Remedy:
     """Parameters, gradients and optimizer state in host memory, on the same GPUs."""
     fixed: Fixed = {"train.precision": precision, "parallel.offload": True}
-    row = _first(plan.on_gpus(plan.machine.world, fixed, offloads=True))
+    row = _first(plan.on_gpus(plan.machine.world, fixed, as_planned=True))
     name = row.candidate.layout.name if row else "fsdp"
     return Remedy(
         name="offload",
@@ -223,16 +225,18 @@ def _more_gpus(plan: Plan, *, has_offload: bool) -> Iterator[Remedy]:
 
 
 def _rows_if_any_fits(plan: Plan, world: int, fixed: Fixed) -> list[Estimate]:
-    """Every layout on a number of GPUs; none if not even those that take the least memory fit."""
+    """Every layout on a number of GPUs; of many GPUs none if none fits."""
+    if world <= MOST_PLANNED:
+        return plan.on_gpus(world, fixed, as_planned=True)
     for micro_batch in (1, plan.config.train.global_batch_size):
         least = {
             "train.activation_checkpointing": "full",
             "train.micro_batch_size": micro_batch,
             **fixed,
         }
-        rows = plan.on_gpus(world, least, pipelines=True, offloads=True)
+        rows = plan.on_gpus(world, least, as_planned=True)
         if any(row.fits for row in rows):
-            return plan.on_gpus(world, fixed, pipelines=True, offloads=True)
+            return plan.on_gpus(world, fixed, as_planned=True)
     return []
 
 
