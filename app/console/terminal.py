@@ -378,14 +378,14 @@ def progress_line(event: StepsDone, evaluated: Mapping[str, float]) -> str:
     After the first evaluation the line has `held out 0.2401` as well, and on GPUs whose peak
     performance is known `151 per GPU, MFU 41.2%`. The speed is that of `Speed` in
     app/training/reporting.py. Of a line that is too long the memory is left out, then the speed of
-    a GPU, the step of the loss, and what was held out.
+    a GPU, the step of the loss, the MFU, and what was held out.
 
     Args:
         event: How far the workers are.
         evaluated: The newest metrics on held-out data by name.
     """
     step = f"step {event.step:,}/{event.steps:,}"
-    loss = loss_step = held_out = gpus = ""
+    loss = loss_step = held_out = gpus = mfu = ""
     if event.loss is not None:
         loss = f"loss {event.loss:.4f}"
         if event.loss_step not in (0, event.step):
@@ -394,7 +394,8 @@ def progress_line(event: StepsDone, evaluated: Mapping[str, float]) -> str:
         held_out = f"held out {evaluated['loss']:.4f}"
     speed = f"mean {quantity(event.rate)} {event.unit}/s"
     if event.mfu is not None:
-        gpus = f"{quantity(event.rate / event.gpus)} per GPU, MFU {event.mfu:.1%}"
+        mfu = f"MFU {event.mfu:.1%}"
+        gpus = f"{quantity(event.rate / event.gpus)} per GPU, {mfu}"
     left = f"{duration(event.seconds_left)} left"
     memory = f"{size(event.memory_bytes)} per worker"
 
@@ -402,7 +403,8 @@ def progress_line(event: StepsDone, evaluated: Mapping[str, float]) -> str:
     for shown in (
         (step, loss + loss_step, held_out, speed, gpus, left, memory),
         (step, loss + loss_step, held_out, speed, gpus, left),
-        (step, loss + loss_step, held_out, speed, left),
+        (step, loss + loss_step, held_out, speed, mfu, left),
+        (step, loss, held_out, speed, mfu, left),
         (step, loss, held_out, speed, left),
         (step, loss, speed, left),
     ):

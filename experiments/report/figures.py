@@ -39,7 +39,7 @@ WIDTH = 5.4
 
 Text of 10.5 points is then 10 pixels high on a phone, and 14 where two figures are side by side.
 """
-LONGEST_LABEL = 30
+LONGEST_LABEL = 26
 """Characters for which there is room beside an axis, and twice in the width of a legend."""
 MAX_NAMED = 8
 """Lines of a plot that have a colour of their own and an entry in the legend."""

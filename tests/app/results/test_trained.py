@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,11 @@ def test_of_any_task_the_newest_good_checkpoint_or_the_one_asked_for(tmp_path: P
     first, second = a_run(run, *POINTS, steps=(1, 2))
 
     def assert_exported(said: str, model: nn.Module, to: str, *more: str) -> None:
+        before = os.umask(0o027)
         assert said in invoke("export", run, "--to", to, *more, "--out", tmp_path / said).stdout
+        os.umask(before)
         (path,) = (tmp_path / said).iterdir()
+        assert path.stat().st_mode & 0o777 == 0o640, "the umask's, as the folder has it"
         got = load_file(path) if to == "safetensors" else torch.load(path, weights_only=True)
         assert same_bits(got, model.state_dict())
 
@@ -197,6 +201,8 @@ def test_a_trained_run_continues_texts_and_others_say_why_not(tmp_path: Path, te
     train = ["train.steps=300", "train.global_batch_size=16", "optimizer.lr=0.02"]
     invoke("train", "task=language_modelling", sizes, *train, *known)
     run, out = tmp_path / "gpt", tmp_path / "out"
+    log = (run / "logs" / "driver.log").read_text()
+    assert all(words in log for words in ("step 300/300  loss", "trained   gpt: ", "held out")), "what was said"
     said = invoke("generate", run, "saved is a penny ", "--max-tokens", "6", "--temperature", "0")
     assert said.stdout == "saved is a penny earned\n", said.output
     seeded = [invoke("generate", run, "a", "--seed", seed).stdout for seed in ("1", "1", "2")]

@@ -5,6 +5,7 @@ trains the same of them: test_tasks_huggingface.py.)"""
 import functools
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -177,8 +178,14 @@ def test_frozen_weights_are_saved_once_and_adapters_are_exported(base: Path) -> 
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    invoke(*command(base, "run", "train.steps=4", "launcher=local", "tracking.enabled=false"))
+    ended = invoke(*command(base, "run", "train.steps=4", "launcher=local", "tracking.enabled=false"))
     run = base / "run"
+    said = re.search(r"run: ([\d,]+) parameters, of which ([\d,]+) train \(", ended.stdout)
+    assert said is not None, ended.stdout
+    every, few = (int(number.replace(",", "")) for number in said.groups())
+    assert f"{few:,} of {every:,} parameters are trained" in ended.stdout
+    counts = {name: tensor.numel() for name, tensor in weights(run).items()}
+    assert (every, few) == (sum(counts.values()), sum(n for name, n in counts.items() if "lora" in name))
     (frozen,) = (run / "checkpoints" / "frozen").iterdir()
     steps = [*(run / "checkpoints").glob("step-*")]
     held = [set(FileSystemReader(path).read_metadata().state_dict_metadata) for path in (frozen, *steps)]

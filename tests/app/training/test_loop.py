@@ -347,11 +347,18 @@ def test_the_loop_logs_and_shows_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyP
         seconds_per_step=0.1,
         memory_bytes=310_000_000,
     )
-    line = "step 120/500  loss 0.2314  mean 1,204 tokens/s  150 per GPU, MFU 41.2%  0:41 left  310 MB per worker"
-    assert progress_line(shown, {}) == line
-    assert progress_line(replace(shown, loss_step=100), {"loss": 0.25, "accuracy": 0.9}) == line.replace(
-        "loss 0.2314", "loss 0.2314 (step 100)  held out 0.2500"
-    )
+    begin, speed, end = "step 120/500  loss 0.2314", "mean 1,204 tokens/s", "0:41 left"
+    assert progress_line(shown, {}) == f"{begin}  {speed}  MFU 41.2%  {end}"
+    assert progress_line(replace(shown, mfu=None), {}) == f"{begin}  {speed}  {end}  310 MB per worker"
+    held_out = {"loss": 0.25, "accuracy": 0.9}
+    line = progress_line(replace(shown, loss_step=100, mfu=None), held_out)
+    assert line == f"{begin} (step 100)  held out 0.2500  {speed}  {end}"
+    assert progress_line(shown, held_out) == f"{begin}  held out 0.2500  {speed}  MFU 41.2%  {end}"
+    long = replace(shown, step=123_456, steps=1_000_000, loss_step=123_450, rate=1_234_567.0, seconds_left=1e6)
+    for event in (shown, long, replace(long, loss=None), replace(long, mfu=None)):
+        for evaluated in ({}, held_out):
+            line = progress_line(event, evaluated)
+            assert len(line) < 80 and " left" in line and "tokens/s" in line, "what matters fits 80 columns"
 
 
 @pytest.mark.pure
