@@ -224,6 +224,27 @@ def _in_this_process(run: Run, config: Config, console: Console, settings: Setti
     return _without_ray(processes, run, config, console, settings=settings)
 
 
+def require_gpus(config: Config, *, workers: int, gpus: int) -> None:
+    """Checks that this machine has the GPUs that its workers are to have.
+
+    Args:
+        config: The configuration.
+        workers: How many workers this machine has.
+        gpus: How many GPUs torch sees on it.
+
+    Raises:
+        UserError: It has fewer.
+    """
+    wanted = config.resources_per_worker.get("GPU", 0)
+    if wanted * workers > gpus:
+        visible = f"{gpus} GPU" if gpus == 1 else f"{gpus or 'no'} GPUs"
+        each = "its worker" if workers == 1 else f"each of its {workers} workers"
+        raise UserError(
+            f"resources_per_worker.GPU is {wanted:g} for {each}, but torch sees {visible} on this "
+            "machine: leave it out, or run `trireme doctor`, which says why"
+        )
+
+
 def _without_ray(
     processes: Processes, run: Run, config: Config, console: Console, *, settings: Settings
 ) -> Outcome:
@@ -235,8 +256,9 @@ def _without_ray(
     from app.run.prepare import check_devices, prepare, read_task, with_idle_gpus
     from strategies import registry
 
-    check_devices(config, "cuda" if torch.cuda.is_available() else "cpu")
     gpus = torch.cuda.device_count()
+    require_gpus(config, workers=processes.on_this_machine, gpus=gpus)
+    check_devices(config, "cuda" if gpus else "cpu")
     if processes.world_size > 1:
         devices_per_node: int | None = processes.on_this_machine
     else:

@@ -19,7 +19,7 @@ from app.results.trained import trained
 from app.storage.storage import Storage
 from app.tasks.base import Task
 from app.tasks.huggingface.inputs import PairsInput
-from app.tasks.language import TextInput
+from app.tasks.language import TextInput, end_tokens
 
 
 @dataclass(frozen=True)
@@ -166,13 +166,14 @@ def continuation(
     if is_answer:
         yield "\n"
     prompt_tokens = tokens_BT.shape[1]
-    end_tokens = _end_tokens(model)
+    tokenizer = preprocessor.tokenizer if isinstance(preprocessor, TextInput) else None
+    ends = end_tokens(model, tokenizer)
     text = ""
     shown = 0  # characters of `text` that have been yielded
     with contextlib.closing(predictor):
         for _ in range(min(sampling.max_tokens, predictor.max_tokens)):
             token = sampling.draw(predictor.logits(tokens_BT), generator)
-            if token in end_tokens:
+            if token in ends:
                 break
             tokens_BT = torch.cat([tokens_BT, torch.tensor([[token]])], 1)
             decoded = preprocessor.decode(tokens_BT[0, prompt_tokens:].tolist())
@@ -278,11 +279,3 @@ def _cache_name(model: nn.Module) -> str:
     """The argument of a `transformers` model for its key-value cache, which 5.24 renamed."""
     is_renamed = "cache" in inspect.signature(model.forward).parameters
     return "cache" if is_renamed else "past_key_values"
-
-
-def _end_tokens(model: nn.Module) -> set[int]:
-    """The end-of-text tokens of a `transformers` model; other models have none."""
-    token_ids = getattr(getattr(model, "config", None), "eos_token_id", None)
-    if isinstance(token_ids, int):
-        return {token_ids}
-    return set(token_ids) if isinstance(token_ids, list) else set()

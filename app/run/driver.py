@@ -263,6 +263,11 @@ class Driver:
         self.tracker.tags(
             {"trireme.device": event.device, "trireme.parameters": str(event.parameters)}
         )
+        trained = event.trained_parameters
+        if trained is not None and trained < event.parameters:
+            self.tracker.tags({"trireme.trained_parameters": str(trained)})
+            if event.resumed_from is None:
+                self.console.say(f"{trained:,} of {event.parameters:,} parameters are trained")
         if event.resumed_from is not None:
             self.console.say(f"continuing after step {last_step:,} of {event.steps:,}")
             self.tracker.tags({"trireme.resumed_from": str(last_step)})

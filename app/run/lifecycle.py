@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from app.console.terminal import duration, evaluation_line, quantity
 from app.errors import Interrupted, RunFailed
@@ -205,10 +206,20 @@ def _finished(driver: Driver) -> Outcome:
     return outcome
 
 
+def _trained_share(summary: Mapping[str, Any]) -> str:
+    """How many of a model's parameters are trained, as with LoRA; "" for all of them."""
+    trained = summary.get("trained_parameters")
+    if trained is None or trained == summary["parameters"]:
+        return ""
+    return f", of which {trained:,} train ({trained / summary['parameters']:.2%})"
+
+
 def _print_summary(driver: Driver, outcome: Outcome) -> None:
     console = driver.console
     summary = outcome.summary
-    trained = f"{outcome.run}: {summary['parameters']:,} parameters, {summary['step']:,} steps"
+    frozen = _trained_share(summary)
+    trained = f"{outcome.run}: {summary['parameters']:,} parameters{frozen}"
+    trained += f", {summary['step']:,} steps"
     if summary["resumed_from"]:
         trained += f", continued after step {summary['resumed_from']:,}"
     speed = (

@@ -97,6 +97,8 @@ class TrainingStarted:
     """Rank 0's, such as "cuda:0"."""
     parameters: int
     """How many parameters the whole model has."""
+    trained_parameters: int | None = None
+    """How many of them are trained; None if that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

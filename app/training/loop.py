@@ -118,7 +118,7 @@ class Training:
         self.average: Average | None = None
         if train.ema_decay is not None:
             self.average = Average(self.parallel, train.ema_decay)
-        self.parameter_count = self._count_parameters()
+        self.parameter_count, self.trained_count = self._count_parameters()
 
         self.progress = Progress()
         self.persistence = persistence_class(
@@ -435,13 +435,23 @@ class Training:
             noise_scale.count_items = partial(count_items, self.task)
         return noise_scale
 
-    def _count_parameters(self) -> int:
-        """Parameters of the whole model, of which a stage of a pipeline has a part."""
-        counts = {name: parameter.numel() for name, parameter in self.parallel.named_parameters()}
+    def _count_parameters(self) -> tuple[int, int]:
+        """Parameters of the whole model, of which a stage of a pipeline has a part.
+
+        Returns:
+            (all parameters, those that are trained)
+        """
+        counts = {
+            name: (parameter.numel(), parameter.numel() * parameter.requires_grad)
+            for name, parameter in self.parallel.named_parameters()
+        }
         if self.dims.pp > 1:
             for stage_counts in Ranks().all_gather(counts):
                 counts |= stage_counts
-        return sum(counts.values())
+        return (
+            sum(numel for numel, _ in counts.values()),
+            sum(trained for _, trained in counts.values()),
+        )
 
     def _announce(self) -> None:
         if self.place.rank == 0:
@@ -455,6 +465,7 @@ class Training:
                 steps=self.job.steps,
                 device=str(self.place.device),
                 parameters=self.parameter_count,
+                trained_parameters=self.trained_count,
             )
         )
 
@@ -469,6 +480,7 @@ class Training:
             "metrics": self.progress.latest,
             "resumed_from": self.resumed_from,
             "parameters": self.parameter_count,
+            "trained_parameters": self.trained_count,
             "memory_bytes": memory_bytes(self.place.device),
             "memory_bytes_before": self.memory_before,
         }

@@ -46,6 +46,12 @@ ROWS: list[tuple[str, ...]] = [
     ("train.precision=fp8", "train.precision", "fp8", "bf16"),
     ("workers=2", "launcher=local", "workers=1"),
     ("launcher=torchrun", "torchrun --nproc-per-node"),
+    (
+        "resources_per_worker.GPU=1",
+        "resources_per_worker.GPU is 1",
+        "torch sees no GPUs",
+        "trireme doctor",
+    ),
     ("parallel.dp_shard=3", "dp_shard", "1"),
     (STAGES, "launcher=ray", "strategy=model_parallel"),
     (f"{STAGES} parallel.schedule=1f2b", "did you mean '1f1b'"),

@@ -1,4 +1,4 @@
-"""Checks that end badly (test_gpu_first.py). Imports little, as each is called in a process of its own."""
+"""Checks that end badly, for test_gpu_first.py. Each runs in a process, so this imports little."""
 
 import os
 import signal

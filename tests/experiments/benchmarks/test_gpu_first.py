@@ -1,4 +1,4 @@
-"""The first minutes on a GPU, on a CPU: every line's fields; what ends and reports a check; what is not imported."""
+"""The first minutes on a GPU, run on a CPU: its lines, its imports, and checks that fail."""
 
 import importlib
 import json
@@ -27,10 +27,11 @@ FIELDS = ["name", "ok", "seconds", "predicted", "found", "error", "lacks"]
 REFUSES = f"""import sys
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
-there = lambda own, name, *more: None if name.partition(".")[0] in {NOT_THERE} else find(name, *more)
-PathFinder.find_spec = classmethod(there)
+def find_spec(cls, name, *rest):
+    return None if name.partition(".")[0] in {NOT_THERE} else find(name, *rest)
+PathFinder.find_spec = classmethod(find_spec)
 """
-"""A sitecustomize.py; test_house.py looks at what they import, too."""
+"""A sitecustomize.py that hides packages; test_house.py checks the imports too."""
 
 
 @pytest.mark.slow
