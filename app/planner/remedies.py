@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from app.config.io import from_dict, to_dict
 from app.errors import UserError
 from app.planner.estimate import Estimate
 from app.planner.layouts import DATA_DEGREES, Fixed
 from app.planner.plan import Plan, ranked
 from app.planner.stand_in import plan_experiment
+from strategies import registry
 from strategies.dims import MODEL_DEGREES, LayoutError
 
 LARGEST_CLUSTER = 2**12
@@ -168,13 +170,12 @@ def _lora(plan: Plan, settled: Fixed) -> Remedy:
     if config.task_args.get("lora"):
         row = _first(plan.on_gpus(plan.machine.world, settled, as_planned=True))
         return replace(remedy, keys="task_args.lora, as now", row=row)
-    with_lora = replace(config, task_args={**config.task_args, "lora": dict(LORA)})
-    with_lora = replace(
-        with_lora, train=replace(config.train, precision=settled["train.precision"])
-    )
-    fixed_keys = frozenset(key for key in settled if key not in ("parallel.offload",))
+    tree = to_dict(config)
+    tree["task_args"]["lora"] = dict(LORA)
+    tree["train"]["precision"] = settled["train.precision"]
+    fixed_keys = frozenset(settled) - {"parallel.offload"}
     try:
-        adapted = plan_experiment(with_lora, plan.machine, fixed_keys)
+        adapted = plan_experiment(from_dict(tree), plan.machine, fixed_keys)
     except (UserError, LayoutError) as error:
         return replace(remedy, reason=str(error))
     row = _first([row for row in adapted.rows if not row.candidate.offload])
@@ -185,7 +186,7 @@ def _offload(plan: Plan, precision: str) -> Remedy:
     """Parameters, gradients and optimizer state in host memory, on the same GPUs."""
     fixed: Fixed = {"train.precision": precision, "parallel.offload": True}
     row = _first(plan.on_gpus(plan.machine.world, fixed, as_planned=True))
-    name = row.candidate.layout.name if row else "fsdp"
+    name = row.candidate.layout.name if row else registry.by_degrees("dp_shard").name
     return Remedy(
         name="offload",
         keys=f"strategy={name} parallel.offload=true",
