@@ -431,7 +431,7 @@ def test_the_progress_line_shows_rate_mfu_and_the_last_evaluation() -> None:
     earlier = replace(done, loss_step=100, mfu=None)
     assert progress_line(earlier, {}) == f"{begin} (step 100)  {speed}  {end}"
     assert progress_line(earlier, held_out) == f"{begin}  held out 0.2500  {speed}  {end}"
-    assert progress_line(done, held_out) == f"{begin}  held out 0.2500  {speed}  MFU 41.2%  {end}"
+    assert progress_line(done, held_out) == f"{begin}  held out 0.2500  {speed}  {end}"
     long = replace(
         done, step=123_456, steps=1_000_000, loss_step=123_450, rate=1_234_567.0, seconds_left=1e6
     )
