@@ -49,10 +49,8 @@ def unavailable() -> str:
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     missing = [program for program in PROGRAMS if not shutil.which(program, path=path)]
     if missing:
-        return (
-            f"the lab of several hosts needs {', '.join(missing)} "
-            "(iproute2, openssh-server, rsync, openssh-client)"
-        )
+        packages = "iproute2, openssh-server, rsync, openssh-client"
+        return f"the lab of several hosts needs {', '.join(missing)} ({packages})"
     namespace = f"trireme-{uuid.uuid4().hex[:6]}"
     try:
         _execute("ip", "netns", "add", namespace)
@@ -225,12 +223,15 @@ class Lab:
         return psutil.Process(self.processes[host].pid).children()[0].pid
 
     def command(
-        self, host: int, arguments: list[str], env: dict[str, str] | None = None
+        self,
+        host: int,
+        arguments: list[str],
+        env: dict[str, str] | None = None,
     ) -> list[str]:
         """What runs a command on a host, in its login environment."""
-        exports = "".join(
-            f"export {name}={shlex.quote(value)}; " for name, value in (env or {}).items()
-        )
+        exports = ""
+        for name, value in (env or {}).items():
+            exports += f"export {name}={shlex.quote(value)}; "
         enter = ["nsenter", "-t", str(self.first_process(host)), "--all"]
         clean = ["env", "-i", "HOME=/root", "TERM=dumb"]
         script = f"source /root/.bashrc; {exports}cd {ROOT}; exec {shlex.join(arguments)}"
@@ -279,7 +280,11 @@ class Lab:
         )
 
     def trireme(
-        self, host: int, *arguments: str, timeout: float = 120, **env: str
+        self,
+        host: int,
+        *arguments: str,
+        timeout: float = 120,
+        **env: str,
     ) -> subprocess.CompletedProcess[str]:
         """Run `trireme` on a host to its end."""
         command = [sys.executable, "-m", "app", *arguments]

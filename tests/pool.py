@@ -77,7 +77,10 @@ _call_numbers = itertools.count()
 
 
 def run_distributed(
-    func: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0
+    func: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
 ) -> list[Any]:
     """Call `func(rank, *args)` on gloo ranks.
 

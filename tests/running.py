@@ -221,11 +221,10 @@ def tree_without(*paths: str) -> Iterator[str]:
     Args:
         paths: What is left out: names, relative to the checkout, that begin with one of these.
     """
-    listing = subprocess.run(
-        ["git", "ls-files", "-z"], check=True, capture_output=True, text=True
-    ).stdout
+    command = ["git", "ls-files", "-z"]
+    process = subprocess.run(command, check=True, capture_output=True, text=True)
     with tempfile.TemporaryDirectory() as folder:
-        for name in filter(None, listing.split("\0")):
+        for name in filter(None, process.stdout.split("\0")):
             if not name.startswith(paths) and Path(name).exists():
                 copy = Path(folder, name)
                 copy.parent.mkdir(parents=True, exist_ok=True)
@@ -349,9 +348,8 @@ class Lines:
         try:
             return wait_until(find, timeout)
         except AssertionError:
-            raise AssertionError(
-                f"{part!r} was not printed within {timeout:g} s, but: {self.text}"
-            ) from None
+            message = f"{part!r} was not printed within {timeout:g} s, but: {self.text}"
+            raise AssertionError(message) from None
 
 
 def disturb(folder: Path, rank: int, number: int) -> float:
