@@ -50,6 +50,7 @@ _SELECTIVE_KEEPS = (
     "aten._scaled_dot_product_cudnn_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "aten._scaled_dot_product_fused_attention_overrideable.default",
+    "trireme.float8_product.default",
     "trireme.linear_scatter.default",
     "trireme.ring_attention.default",
     "trireme.allgather_attention.default",

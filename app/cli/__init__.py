@@ -16,6 +16,7 @@ from app.run.stopping import drop_streams, end_at_once, end_on_signals, nobody_r
 
 COMMANDS = {
     "train": ("runs", "Train an experiment, or continue one that was stopped."),
+    "fork": ("fork", "Continue a checkpoint of a run as a new run, with other keys."),
     "sweep": (
         "studies",
         "Search batch size, learning rate and other keys; run it again to continue.",
@@ -23,6 +24,7 @@ COMMANDS = {
     "scale": ("studies", "Measure what more workers bring, and whether the next doubling pays."),
     "runs": ("look", "List runs with their state, last loss and age."),
     "watch": ("look", "Follow a run that trains in another shell or on another machine."),
+    "compare": ("look", "Say which runs are better, and whether it is more than noise."),
     "profile": ("look", "Show where the time of a run's profiled steps went."),
     "report": ("studies", "Write one page about runs, a sweep or a scaling study."),
     "config": ("runs", "Show every key of an experiment, its value and what it means."),

@@ -135,6 +135,10 @@ def _in_a_run(
         else:
             # A driver on this machine is seen at once, before anything starts.
             run.lease.refuse_if_held(seconds=0.0)
+        if config.checkpoint.fork:
+            from app.run.fork import find_origin  # imports torch, which starts without need of it
+
+            find_origin(config, run, config.train.steps)
         with contextlib.ExitStack() as stack:
             if not verbose:
                 labels = log_labels(config, run.attempt, "driver")

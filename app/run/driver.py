@@ -15,6 +15,7 @@ from app.console.masking import mask_tree
 from app.console.terminal import Console
 from app.errors import Interrupted, RunFailed
 from app.run.cost import Meter
+from app.run.fork import tags_of
 from app.run.manifest import Run
 from app.run.metrics import RunMetrics
 from app.run.progress import ProgressFile
@@ -354,6 +355,7 @@ class Driver:
         """Starts the MLflow run, and logs the configuration and the installed packages."""
         values = to_dict(self.config)
         self.tracker.start()
+        self.tracker.tags(tags_of(self.run.manifest.fork, is_child=self.tracker.is_child))
         self.tracker.params(flatten(values))
         self.tracker.text(to_yaml(mask_tree(values)), "config.yaml")
         self.tracker.text(environment_text(), "packages.txt")

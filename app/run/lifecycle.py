@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from app.console.terminal import duration, evaluation_line, quantity
 from app.errors import Interrupted, RunFailed
 from app.run.driver import Driver
+from app.run.fork import adopt, find_origin
 from app.run.manifest import Outcome
 from app.run.prepare import Prepared
 from app.run.versions import newer
@@ -41,8 +42,11 @@ def train_run(
     console = driver.console
     if run.finished and run.manifest.steps >= prepared.steps:
         return _already_finished(driver)
+    origin = find_origin(prepared.config, run, prepared.steps)
     run.manifest.sources = prepared.sources
     run.open(prepared.config, prepared.steps, console.say)
+    if origin is not None:
+        adopt(origin, run)
     write_task_file(prepared.config.task, run.storage)
     _announce(driver, prepared, where)
     driver.begin_tracking()
@@ -87,6 +91,7 @@ def _job_of(driver: Driver, prepared: Prepared) -> Job:
         leased=True,
         spot_provider=provider_of(cluster_file(prepared.config.cluster.file)),
         sources=prepared.sources,
+        fork=driver.run.manifest.fork,
     )
 
 

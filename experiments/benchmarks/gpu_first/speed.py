@@ -85,18 +85,27 @@ def speed(here: Here, options: str = "default", precision: str = "bf16", compile
     here.found(over_by_hand=seconds / by_hand["seconds"])
 
 
-def alone(here: Here, options: str = "default", precision: str = "bf16", compiled: bool = True) -> float:
+def alone(
+    here: Here,
+    options: str = "default",
+    precision: str = "bf16",
+    compiled: bool = True,
+    micro_batches: int | None = None,
+) -> float:
     """A run's own steps, beside the plan, and their kernels. MFU is of bf16's peak.
 
     Args:
         options: of the model, a name in `OPTIONS`.
         precision: of the arithmetic.
         compiled: whether blocks are compiled, on a GPU.
+        micro_batches: of a step; None: what the shape has.
 
     Returns:
         Seconds of a step.
     """
     shape, folder = SHAPES[here.model], os.environ["TMPDIR"]
+    if micro_batches is not None:
+        shape = replace(shape, micro_batches=micro_batches)
     made = config(shape, folder, OPTIONS[options], compile=here.on_gpu and compiled, precision=precision)
     plan, peak = planned(made), here.datasheet().gpu.rate("bf16")
     with torch.device("meta"):
