@@ -16,10 +16,10 @@ from cluster.shape import shape_of_gpus
 from experiments.benchmarks.gpt import SHAPES
 from experiments.benchmarks.gpu_first import program
 from experiments.benchmarks.gpu_first.check import Check
-from experiments.benchmarks.gpu_first.program import Shared
-from experiments.benchmarks.gpu_first.speed import larger
-from experiments.benchmarks.gpu_first.table import CHECKS, HERE, ROW
-from experiments.benchmarks.gpu_first.training import config, planned
+from experiments.benchmarks.gpu_first.program import Session
+from experiments.benchmarks.gpu_first.speed import with_larger_batch
+from experiments.benchmarks.gpu_first.table import CHECKS, PACKAGE, ROW_PREFIX
+from experiments.benchmarks.gpu_first.training import estimate_of, make_config
 from tests.experiments.benchmarks.bad_checks import NOT_THERE
 from tests.running import ROOT, environment, wait_until
 
@@ -44,7 +44,7 @@ def test_the_whole_program_runs_on_a_cpu_where_there_is_little_but_torch(tmp_pat
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     *lines, summary = map(json.loads, out.read_text().splitlines())
     by = {line["name"]: line for line in lines}
-    assert list(by)[:-1] == ["machine", *(check.name for check in CHECKS)] and list(by)[-1].startswith(ROW)
+    assert list(by)[:-1] == ["machine", *(check.name for check in CHECKS)] and list(by)[-1].startswith(ROW_PREFIX)
     assert all(list(line) == FIELDS for line in lines)
     for name, line in by.items():
         if line["ok"]:
@@ -63,6 +63,10 @@ def test_the_whole_program_runs_on_a_cpu_where_there_is_little_but_torch(tmp_pat
 BAD = "tests.experiments.benchmarks.bad_checks."
 
 
+def bad_check(name: str, function: str, *arguments: object, limit: float = 30.0) -> Check:
+    return Check(name=name, function=BAD + function, seconds=1.0, limit=limit, arguments=arguments)
+
+
 @pytest.mark.slow
 def test_a_check_that_hangs_crashes_or_fails_is_ended_and_the_later_ones_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -71,14 +75,12 @@ def test_a_check_that_hangs_crashes_or_fails_is_ended_and_the_later_ones_run(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for name in (*NCCL, *ALLOCATOR):
         monkeypatch.delenv(name, raising=False)
-    checks = [Check("hangs", BAD + "hangs", 1.0, 4.0)]
-    checks += [
-        Check(name, BAD + name, 1.0, 30.0) for name in ("crashes", "raises", "is_not_for_here", "says_its_environment")
-    ]
-    checks += [Check(name, BAD + "lacks", 1.0, 30.0, (name,)) for name in ("no_such_package", "app.no_such_module")]
-    checks += [Check(str(value), BAD + "is_wrong", 1.0, 30.0, (value,)) for value in (1.5, 3.0, float("nan"), None)]
-    checks.append(Check("gpu", "", 1.0, 1.0, needs="gpu"))
-    by = {line["name"]: line for line in program.run_all(checks, 0, "tiny", Shared(tmp_path))}
+    checks = [bad_check("hangs", "hangs", limit=4.0)]
+    checks += [bad_check(name, name) for name in ("crashes", "raises", "is_not_for_here", "says_its_environment")]
+    checks += [bad_check(name, "lacks", name) for name in ("no_such_package", "app.no_such_module")]
+    checks += [bad_check(str(value), "is_wrong", value) for value in (1.5, 3.0, float("nan"), None)]
+    checks.append(Check(name="gpu", function="", seconds=1.0, limit=1.0, needs="gpu"))
+    by = {line["name"]: line for line in program.run_all(checks, gpus=0, model="tiny", session=Session(tmp_path))}
     assert list(by) == [check.name for check in checks] and all(list(line) == FIELDS for line in by.values())
     failed = [name for name, line in by.items() if line["ok"] is False]
     assert failed == ["hangs", "crashes", "raises", "app.no_such_module", "3.0", "nan", "None"]
@@ -104,9 +106,9 @@ def sleeping() -> bool:
 ONE_THAT_HANGS = f"""import sys
 from pathlib import Path
 from experiments.benchmarks.gpu_first.check import Check
-from experiments.benchmarks.gpu_first.program import Shared
-from experiments.benchmarks.gpu_first.program import Shared, run
-run(Check("hangs", "{BAD}hangs", 1.0, 600.0), "cpu", "tiny", Shared(Path(sys.argv[1])))
+from experiments.benchmarks.gpu_first.program import Session, run
+check = Check(name="hangs", function="{BAD}hangs", seconds=1.0, limit=600.0)
+run(check, "cpu", "tiny", Session(Path(sys.argv[1])))
 """
 
 
@@ -133,11 +135,15 @@ def test_what_does_not_fit_the_budget_is_left_out_and_named(
 
     def run(check: Check, *_: object) -> dict[str, object]:
         clock[0] += check.seconds
-        return program._line(check.name, True)
+        return program.make_line(check.name, True)
 
     monkeypatch.setattr(program, "run", run)
-    checks = [Check("short", "", 10.0, 60.0), Check("long", "", 15.0, 60.0)]
-    lines = list(program.run_all(checks, 1, None, Shared(tmp_path, end=100.0 + left)))
+    checks = [
+        Check(name="short", function="", seconds=10.0, limit=60.0),
+        Check(name="long", function="", seconds=15.0, limit=60.0),
+    ]
+    session = Session(tmp_path, deadline=100.0 + left)
+    lines = list(program.run_all(checks, gpus=1, model=None, session=session))
     assert [line["name"] for line in lines if line["ok"]] == runs
     assert all("of --budget" in line["error"] for line in lines if not line["ok"])
 
@@ -147,8 +153,9 @@ def test_a_package_that_is_not_there_ends_the_program_badly_and_what_a_gpu_needs
     lacks: str | None, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found = {"gpus": 0, "most": [float("inf"), 1.5]}
-    monkeypatch.setattr(program, "run", lambda *_: program._line("machine", True, found=found))
-    monkeypatch.setattr(program, "run_all", lambda *_: iter([program._line("a", None, error="why", lacks=lacks)]))
+    monkeypatch.setattr(program, "run", lambda *_: program.make_line("machine", True, found=found))
+    left_out = program.make_line("a", None, error="why", lacks=lacks)
+    monkeypatch.setattr(program, "run_all", lambda *_, **__: iter([left_out]))
     with pytest.raises(SystemExit) as ended:
         program.main(["--model", "tiny", "--out", str(tmp_path / "out")])
     machine, *_, summary = map(json.loads, (tmp_path / "out").read_text().splitlines())
@@ -168,7 +175,7 @@ def test_it_is_said_why_no_gpu_was_found(
     found: dict[str, int], ended: dict[str, str], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "found").write_text(json.dumps({"found": found}) + "\n" + json.dumps(ended) + "\n")
-    line = program._judged("machine", tmp_path / "found", "", "")
+    line = program.judge("machine", tmp_path / "found")
     monkeypatch.setattr(program, "run", lambda *_: line)
     with pytest.raises(SystemExit) as why:
         program.main([])
@@ -186,7 +193,7 @@ def test_what_is_written_wrongly_is_refused(words: list[str], capsys: pytest.Cap
 def test_each_check_is_found_and_only_names_begin_with_what_is_asked_for() -> None:
     for check in CHECKS:
         module, _, name = check.function.rpartition(".")
-        assert check.function.startswith(HERE) and callable(getattr(importlib.import_module(module), name))
+        assert check.function.startswith(PACKAGE) and callable(getattr(importlib.import_module(module), name))
         assert check.model in SHAPES and check.seconds < check.limit <= 400
     assert [check.name for check in program.chosen(CHECKS, ["copy", "memory_1"])][:2] == ["copy", "memory_1.3b"]
 
@@ -196,5 +203,6 @@ def test_one_memory_shape_runs_out_on_every_gpu_and_one_beside_it_fits_80_gb(tmp
     for name, gpu, fits in (("memory_1.3b", "h100-80gb", True), ("memory_1.3b_runs_out", "b200", False)):
         check = rows[name]
         mode, times = check.arguments
-        made = config(larger(SHAPES[check.model], times), str(tmp_path), activation_checkpointing=mode)
-        assert planned(made, of_shape(shape_of_gpus(1, gpu, 1, None), 1)).fits == fits, check.name
+        shape = with_larger_batch(SHAPES[check.model], times)
+        config = make_config(shape, str(tmp_path), activation_checkpointing=mode)
+        assert estimate_of(config, of_shape(shape_of_gpus(1, gpu, 1, None), 1)).fits == fits, check.name
