@@ -99,8 +99,9 @@ def _measure_with_split_and_whole_inputs(rank: int, changes: dict[str, Any]) -> 
 @pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, COMPILED, ASYNC_TP], ids=str)
 def test_backward_gathers_inputs_again_instead_of_keeping_them(changes: dict[str, Any]) -> None:
     results = run_distributed(_measure_with_split_and_whole_inputs, 2, changes)[0]
-    (split_bytes, split_gathers, split_gradients), whole = results
-    (whole_bytes, whole_gathers, whole_gradients) = whole
+    split, whole = results
+    split_bytes, split_gathers, split_gradients = split
+    whole_bytes, whole_gathers, whole_gradients = whole
     # A block has one input of queries, keys and values, and one of its MLP; the head has one.
     inputs = 2 * LAYERS + 1
     # What the compiler gathers itself is not counted.

@@ -170,17 +170,20 @@ def attention(context: CheckContext) -> None:
     for name in (CHOSEN, *(BACKENDS if context.on_gpu else ())):
         with contextlib.nullcontext() if name == CHOSEN else sdpa_kernel(BACKENDS[name]):
             try:
-                forward = context.seconds_of(
+                forward_seconds = context.seconds_of(
                     lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True)
                 )
-                both = context.seconds_of(lambda: _forward_backward((q, k, v), gradient))
+                both_seconds = context.seconds_of(lambda: _forward_backward((q, k, v), gradient))
             except RuntimeError as error:
                 kernels[name] = {"error": str(error)[:200]}
                 continue
         kernels[name] = {
-            "forward_ms": 1e3 * forward,
-            "both_ms": 1e3 * both,
-            "tflops": {"forward": flops / forward / 1e12, "both": 3.5 * flops / both / 1e12},
+            "forward_ms": 1e3 * forward_seconds,
+            "both_ms": 1e3 * both_seconds,
+            "tflops": {
+                "forward": flops / forward_seconds / 1e12,
+                "both": 3.5 * flops / both_seconds / 1e12,
+            },
         }
         context.found(kernels=kernels)
     ms_by_kernel = {name: times["both_ms"] for name, times in kernels.items() if "both_ms" in times}
