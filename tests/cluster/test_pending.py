@@ -29,16 +29,16 @@ SHAPE = ClusterShape(
 )
 
 
-def _node(address: str, kind: str, total: dict[str, float], **used: float) -> NodeState:
+def node(address: str, kind: str, total: dict[str, float], **used: float) -> NodeState:
     available = {name: amount - used.get(name, 0.0) for name, amount in total.items()}
     return NodeState(address=address, kind=kind, total=total, available=available)
 
 
-HEAD = _node("10.0.0.1", "head", {"CPU": 4.0})
-FULL = _node("10.0.0.2", "big", {"CPU": 96.0, "GPU": 8.0}, GPU=8)
-FREE = _node("10.0.0.3", "big", {"CPU": 96.0, "GPU": 8.0})
-HALF = _node("10.0.0.4", "big", {"CPU": 96.0, "GPU": 8.0}, GPU=5)
-SMALL_NODES = [_node(f"s{i}", "small", {"GPU": 1.0, "CPU": 8.0}) for i in range(5)]
+HEAD_NODE = node("10.0.0.1", "head", {"CPU": 4.0})
+FULL = node("10.0.0.2", "big", {"CPU": 96.0, "GPU": 8.0}, GPU=8)
+FREE = node("10.0.0.3", "big", {"CPU": 96.0, "GPU": 8.0})
+HALF = node("10.0.0.4", "big", {"CPU": 96.0, "GPU": 8.0}, GPU=5)
+SMALL_NODES = [node(f"s{i}", "small", {"GPU": 1.0, "CPU": 8.0}) for i in range(5)]
 HOLDERS = {"job 02 (trireme train b.yaml)": {"GPU": 8.0}}
 
 NO_AUTOSCALER = AutoscalerReport()
@@ -64,7 +64,7 @@ def _diagnose(
 
 
 def test_bundles_that_fit_need_no_explanation() -> None:
-    assert _diagnose([1.0] * 8, HEAD, FREE) is None
+    assert _diagnose([1.0] * 8, HEAD_NODE, FREE) is None
     assert _diagnose([3.0, 8.0], FREE, HALF) is None, "the fuller node takes the smaller bundle"
 
 
@@ -77,26 +77,26 @@ def _of_cpu(report: AutoscalerReport) -> Diagnosis | None:
     ("diagnosis", "ever", "placed", "words"),
     [
         (
-            _diagnose([4.0], HEAD, FULL),
+            _diagnose([4.0], HEAD_NODE, FULL),
             True,
             0,
             "bundle 1 of 1 (GPU 4) cannot be placed; it could be on 10.0.0.2, but",
         ),
         (
-            _diagnose([4.0], HEAD, FULL),
+            _diagnose([4.0], HEAD_NODE, FULL),
             True,
             0,
             "8 of 8 GPU are held by job 02 (trireme train b.yaml)",
         ),
-        (_diagnose([2.0] * 3, HEAD, HALF), True, 1, "bundle 2 of 3"),
+        (_diagnose([2.0] * 3, HEAD_NODE, HALF), True, 1, "bundle 2 of 3"),
         (
-            _diagnose([16.0], HEAD, FREE, shape=SHAPE),
+            _diagnose([16.0], HEAD_NODE, FREE, shape=SHAPE),
             False,
             0,
             "no node has it, the most is GPU 8",
         ),
         (
-            _diagnose([4.0], HEAD, FREE, resource="TPU"),
+            _diagnose([4.0], HEAD_NODE, FREE, resource="TPU"),
             False,
             0,
             "no node has it, the most is TPU 0",
