@@ -53,11 +53,14 @@ def test_training_does_not_depend_on_micro_batches_or_the_checkpoints_layout(
     one_batch = _train(SINGLE, 1)
     two_batches = _train(SINGLE, 2)
     assert curves.difference(one_batch, two_batches).within(1e-6)
+    largest_bias = 0.0
     for name, value in one_batch.weights.items():
-        if name.endswith("router.bias"):
-            assert value.abs().max() > 0.005, "the bias has not moved"
         if "router.b" in name:
             assert torch.equal(value, two_batches.weights[name])
+        if name.endswith("router.bias"):
+            largest_bias = max(largest_bias, value.abs().max().item())
+    # Each step moves a bias up or down, so that after four steps some are 0 again.
+    assert largest_bias > 0.005, "no bias has moved"
     run_distributed(_train_on_4_and_then_2_shards, 4, str(tmp_path))
     last_step = _train(SINGLE, 2, range(3, 4), load=f"{tmp_path}/2")
     expected = Curve(two_batches.losses[3:], two_batches.norms[3:], two_batches.weights)
