@@ -354,15 +354,17 @@ def _in_ray(
     from cluster.connect import address, connect, disconnect
 
     is_checked = threading.Event()
+    is_told = threading.Event()
 
     def read() -> Task:
         try:
-            from app.run.prepare import read_task
             from app.tasks import check_task
 
             check_task(config.task, config.task_args)
         finally:
             is_checked.set()
+        from app.run.prepare import read_task
+
         return read_task(config)
 
     def refuse_wrong_task() -> None:
@@ -371,14 +373,18 @@ def _in_ray(
         # Data is read while Ray starts, but most of what can be wrong with it shows at once.
         with contextlib.suppress(TimeoutError):
             future_task.result(timeout=READ_SECONDS)
+        if not is_told.is_set():  # Ray may be tried several times, and is waited for once
+            is_told.set()
+            console.waits_for(waits_for)
 
     console.status("reading the data and starting Ray")
     future_task = _in_background(read)  # imports torch while this thread imports Ray
     cluster_address = address()
     if cluster_address:
-        console.waits_for(f"the Ray cluster at {cluster_address} to answer")
+        waits_for = f"the Ray cluster at {cluster_address} to answer"
     else:
-        console.waits_for("Ray to start on this machine")
+        waits_for = "Ray to start on this machine"
+    console.waits_for("the task to be checked")
     cluster = connect(
         worker_setup=names.worker_setup(),
         say=console.say,
