@@ -69,6 +69,11 @@ def test_offloading_says_how_much_host_memory_it_takes(tried: tuple[Plan, dict[s
     assert f"{row.host_memory_bytes / GIB:.1f} GiB of state in each host's memory" in settings_text(row)
     four = plan_of(large, gpus(4, "rtx-4090"), *BATCH, "parallel.offload=true", given=("parallel.offload",))
     assert four.rows[0].host_memory_bytes == pytest.approx(state, rel=0.01), "of four GPUs in one host"
+    kept = predict(plan.config, large.task, choose("single", 1), plan.machine, large)
+    moved = predict(
+        load_config([EXPERIMENT], [*BATCH, "parallel.offload=true"]), large.task, choose("fsdp", 1), plan.machine, large
+    )
+    assert moved.memory["activations"] >= kept.memory["activations"], "what backward needs is on the GPU all the same"
     held = plan_of(large, gpus(4, "rtx-4090"), *BATCH, "parallel.offload=false", given=("parallel.offload",))
     assert held.layout(held.rows[0])["host_memory"] == held.rows[0].host_memory_bytes == 0
 
