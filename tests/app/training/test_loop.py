@@ -354,7 +354,7 @@ def test_the_loop_logs_and_shows_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyP
     earlier = replace(shown, loss_step=100, mfu=None)
     assert progress_line(earlier, {}) == f"{begin} (step 100)  {speed}  {end}"
     assert progress_line(earlier, held_out) == f"{begin}  held out 0.2500  {speed}  {end}"
-    assert progress_line(shown, held_out) == f"{begin}  held out 0.2500  {speed}  MFU 41.2%  {end}"
+    assert progress_line(shown, held_out) == f"{begin}  held out 0.2500  {speed}  {end}"
     long = replace(shown, step=123_456, steps=1_000_000, loss_step=123_450, rate=1_234_567.0, seconds_left=1e6)
     for event in (shown, long, replace(long, loss=None), replace(long, mfu=None)):
         for evaluated in ({}, held_out):
