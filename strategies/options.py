@@ -64,7 +64,7 @@ class Options:
     find_unused_parameters: bool = False
     """With ddp: a step may leave parameters unused; each step then searches for them, which takes time."""
     offload: bool = False
-    """With dp_shard: keep parameters, gradients and optimizer state in host memory."""
+    """With dp_shard, or strategy=fsdp on one worker: keep parameters, gradients and optimizer state in host memory."""
     reshard_after_forward: bool | None = None
     """With dp_shard: free gathered parameters after forward (less memory, one more all-gather). null: zero1 and zero2
     no; fsdp, zero3 and hsdp yes, but not on a GPU of whose free memory they take less than an
