@@ -407,6 +407,7 @@ def progress_line(event: StepsDone, evaluated: Mapping[str, float]) -> str:
         (step, loss, held_out, speed, mfu, left),
         (step, loss, held_out, speed, left),
         (step, loss, speed, left),
+        (step, loss, speed.removeprefix("mean "), left),
     ):
         lines.append("  ".join(part for part in shown if part))
     return next((line for line in lines if len(line) <= LINE_WIDTH), lines[-1])

@@ -428,7 +428,10 @@ class Estimator:
             activations = _pipeline_activations(case, stage, counts)
             gradients_at_peak = 0.0 if strategy.is_sharded else float(cost.gradients)
         else:
-            activations, gradients_at_peak = _worst_moment(case, cost.gradients)
+            # Offloaded gradients are not on the device at any moment.
+            activations, gradients_at_peak = _worst_moment(
+                case, 0.0 if candidate.offload else float(cost.gradients)
+            )
         is_on_device = not candidate.offload
         # All gradients are counted below, but at the peak of activations some are still to come.
         missing_gradients = (cost.gradients - gradients_at_peak) * is_on_device

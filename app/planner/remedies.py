@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from app.config.io import from_dict, to_dict
 from app.errors import UserError
 from app.planner.estimate import Estimate
 from app.planner.layouts import DATA_DEGREES, Fixed
@@ -170,6 +169,9 @@ def _lora(plan: Plan, settled: Fixed) -> Remedy:
     if config.task_args.get("lora"):
         row = _first(plan.on_gpus(plan.machine.world, settled, as_planned=True))
         return replace(remedy, keys="task_args.lora, as now", row=row)
+    # Imported only here, since the first run on a GPU plans without the package that reads YAML.
+    from app.config.io import from_dict, to_dict
+
     tree = to_dict(config)
     tree["task_args"]["lora"] = dict(LORA)
     tree["train"]["precision"] = settled["train.precision"]

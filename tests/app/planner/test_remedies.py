@@ -36,7 +36,7 @@ SMALL_LLAMA = """{"model_type": "llama", "architectures": ["LlamaForCausalLM"], 
 @pytest.fixture(scope="module")
 def tried(large: Reader) -> tuple[Plan, dict[str, Remedy]]:
     """A plan of one GPU on which the model does not fit, and what to try by name."""
-    plan = plan_of(large, gpus(1, "rtx-4090"), *BATCH, given=("train.precision",))
+    plan = plan_of(large, gpus(1, "rtx-4090"), *BATCH, fixed_keys=("train.precision",))
     found = list(remedies(plan))
     assert [remedy.name for remedy in found] == ORDER and needs_remedies(plan)
     return plan, {remedy.name: remedy for remedy in found}
@@ -88,13 +88,32 @@ def test_offloading_says_how_much_host_memory_it_takes(
         row
     )
     four = plan_of(
-        large, gpus(4, "rtx-4090"), *BATCH, "parallel.offload=true", given=("parallel.offload",)
+        large,
+        gpus(4, "rtx-4090"),
+        *BATCH,
+        "parallel.offload=true",
+        fixed_keys=("parallel.offload",),
     )
     assert four.rows[0].host_memory_bytes == pytest.approx(state, rel=0.01), (
         "of four GPUs in one host"
     )
+    kept = predict(plan.config, large.task, choose("single", 1), plan.machine, large)
+    moved = predict(
+        load_config([EXPERIMENT], [*BATCH, "parallel.offload=true"]),
+        large.task,
+        choose("fsdp", 1),
+        plan.machine,
+        large,
+    )
+    assert moved.memory["activations"] >= kept.memory["activations"], (
+        "what backward needs is on the GPU all the same"
+    )
     held = plan_of(
-        large, gpus(4, "rtx-4090"), *BATCH, "parallel.offload=false", given=("parallel.offload",)
+        large,
+        gpus(4, "rtx-4090"),
+        *BATCH,
+        "parallel.offload=false",
+        fixed_keys=("parallel.offload",),
     )
     assert held.layout(held.rows[0])["host_memory"] == held.rows[0].host_memory_bytes == 0
 
@@ -104,7 +123,9 @@ def test_the_number_of_gpus_that_is_named_is_the_fewest_that_a_plan_of_that_many
     small: Reader, share: float
 ) -> None:
     """It was 8 without offloading, where a plan of 4 found a layout with it."""
-    one = plan_of(small, gpus(1), *BATCH, "parallel.offload=false", given=("parallel.offload",))
+    one = plan_of(
+        small, gpus(1), *BATCH, "parallel.offload=false", fixed_keys=("parallel.offload",)
+    )
     memory = share * min(row.memory_bytes for row in one.rows)
 
     def planned(count: int) -> Plan:
@@ -130,9 +151,9 @@ def test_the_number_of_gpus_that_is_named_is_the_fewest_that_a_plan_of_that_many
 
 
 def test_a_layout_that_nobody_has_to_keep_comes_first(small: Reader) -> None:
-    whole = plan_of(small, gpus(4), *BATCH, "strategy=ddp", given=("strategy",))
+    whole = plan_of(small, gpus(4), *BATCH, "strategy=ddp", fixed_keys=("strategy",))
     machine = with_memory(gpus(4), 0.7 * min(row.memory_bytes for row in whole.rows))
-    plan = plan_of(small, machine, *BATCH, "strategy=ddp", given=("strategy",))
+    plan = plan_of(small, machine, *BATCH, "strategy=ddp", fixed_keys=("strategy",))
     first = next(remedies(plan))
     assert (
         first.name == "another layout"
@@ -140,7 +161,7 @@ def test_a_layout_that_nobody_has_to_keep_comes_first(small: Reader) -> None:
         and first.keys.endswith("instead of strategy=ddp")
     )
     best = plan_of(
-        small, machine, *BATCH, "parallel.offload=false", given=("parallel.offload",)
+        small, machine, *BATCH, "parallel.offload=false", fixed_keys=("parallel.offload",)
     ).best
     assert best is not None and first.row is not None
     assert first.row.candidate.layout == best.candidate.layout and "another layout" in " ".join(
@@ -151,12 +172,12 @@ def test_a_layout_that_nobody_has_to_keep_comes_first(small: Reader) -> None:
 @pytest.mark.parametrize("strategy", ["fsdp", "zero3", "ddp", "zero1"])
 def test_a_strategy_of_several_workers_can_be_planned_for_one(small: Reader, strategy: str) -> None:
     given = ("strategy", "parallel.offload")
-    plan = plan_of(small, gpus(1), f"strategy={strategy}", given=given)
+    plan = plan_of(small, gpus(1), f"strategy={strategy}", fixed_keys=given)
     assert plan.best is not None and not plan.best.candidate.offload
     if strategy == "ddp":
         return
     offloaded = plan_of(
-        small, gpus(1), f"strategy={strategy}", "parallel.offload=true", given=given
+        small, gpus(1), f"strategy={strategy}", "parallel.offload=true", fixed_keys=given
     ).best
     assert (
         offloaded is not None

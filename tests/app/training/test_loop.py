@@ -433,7 +433,7 @@ def test_the_progress_line_shows_rate_mfu_and_the_last_evaluation() -> None:
     assert progress_line(earlier, held_out) == f"{begin}  held out 0.2500  {speed}  {end}"
     assert progress_line(done, held_out) == f"{begin}  held out 0.2500  {speed}  {end}"
     long = replace(
-        done, step=123_456, steps=1_000_000, loss_step=123_450, rate=1_234_567.0, seconds_left=8e4
+        done, step=123_456, steps=1_000_000, loss_step=123_450, rate=1_234_567.0, seconds_left=1e6
     )
     for event in (done, long, replace(long, loss=None), replace(long, mfu=None)):
         for evaluated in ({}, held_out):
