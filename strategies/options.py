@@ -67,7 +67,8 @@ class Options:
     """With ddp: a step may leave parameters unused. Each step then searches for them, which takes
     time."""
     offload: bool = False
-    """With dp_shard, or strategy=fsdp on one worker: keep parameters, gradients and optimizer state in host memory."""
+    """With dp_shard, or strategy=fsdp on one worker: keep parameters, gradients and optimizer state
+    in host memory."""
     reshard_after_forward: bool | None = None
     """With dp_shard: free gathered parameters after forward (less memory, one more all-gather).
     null: no for zero1 and zero2; yes for fsdp, zero3 and hsdp, unless they take less than an eighth

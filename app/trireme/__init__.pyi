@@ -86,7 +86,8 @@ class ParallelKeys(TypedDict, total=False):
     null: no for zero1 and zero2; yes for fsdp, zero3 and hsdp, unless they take less than an eighth
     of a GPU's free memory."""
     offload: bool
-    """With dp_shard: keep parameters, gradients and optimizer state in host memory."""
+    """With dp_shard, or strategy=fsdp on one worker: keep parameters, gradients and optimizer state
+    in host memory."""
     reduce_dtype: str
     """Type in which gradients are averaged over data-parallel workers: fp32 or bf16."""
     bucket_mb: float
