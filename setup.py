@@ -13,8 +13,10 @@ from setuptools.command.build_py import build_py
 
 NAMES = ("app", "strategies", "cluster", "experiments")
 DATA = {
-    "experiments": ["*.yaml", "report/*.html"],
-    "cluster": ["*.yaml", "*.json", "schemas/*"],
+    "app": ["py.typed"],
+    "strategies": ["py.typed"],
+    "experiments": ["*.yaml", "report/*.html", "py.typed"],
+    "cluster": ["*.yaml", "*.json", "schemas/*", "py.typed"],
     "app.planner": ["*.yaml"],
 }
 EDITABLE = "editable_wheel" in sys.argv
@@ -41,7 +43,10 @@ def packages() -> list[str]:
 setup(
     packages=["trireme", *(f"{PREFIX}{name}" for name in packages())],
     package_dir={"trireme": "app/trireme", **{f"{PREFIX}{name}": name for name in NAMES}},
-    package_data={f"{PREFIX}{name}": files for name, files in DATA.items()},
+    package_data={
+        "trireme": ["py.typed", "*.pyi"],
+        **{f"{PREFIX}{name}": files for name, files in DATA.items()},
+    },
     include_package_data=False,
     cmdclass={"build_py": BuildWithPath},
 )

@@ -15,23 +15,28 @@ has dotted keys: **{"train.steps": 200}. `task` may also be a class or an object
 program.
 
 All functions raise UserError, with one sentence, for wrong input. A training that fails raises
-RunFailed, and Ctrl-C raises Interrupted after a checkpoint.
+RunFailed, and Ctrl-C raises Interrupted after a checkpoint. A sentence about what your own code has
+raised ends with the line of that code; the exception itself is the `__context__` of the error.
+
+app/trireme/__init__.pyi shows editors and type checkers all keywords (app/trireme/stub.py).
 """
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
+import functools
+import inspect
 import json
 import threading
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from app.cli.common import files_and_overrides
 from app.config import Config
 from app.console.terminal import Console
-from app.errors import RunFailed, UserError
+from app.errors import RunFailed, TriremeError, UserError, described, own_line, with_line
 from app.run.endings import MACHINE_ERRORS, USER_ERRORS
 from app.run.look import RunState, look, open_run
 from app.tasks.by_value import name_of
@@ -41,30 +46,58 @@ if TYPE_CHECKING:
     from torch import nn
 
     from app.planner.plan import Plan as Planned
+    from app.results.export import Exported
     from experiments.sweep.answer import BestTrial, SoonestTrial
 
 _LOCK = threading.RLock()
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
-@contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
-    """Let one thread at a time train or plan, and turn all errors for people into Trireme's own.
+def _tells(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Let a function raise errors for people as Trireme's own, without what raised them.
+
+    A traceback then has the caller's line and the sentence, also in a notebook.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        __tracebackhide__ = True  # pytest's, and debuggers', name for frames that say nothing
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            told = _for_a_person(error)
+            if told is None:
+                raise
+            raise told.with_traceback(None) from None
+
+    return call
+
+
+def _one_at_a_time(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Let one thread at a time call a function, which raises errors as `_tells` says.
 
     Ray's connection, the current folder and the output belong to all threads of a process.
-
-    Raises:
-        UserError: For what the command line ends with exit code 2 for.
-        RunFailed: For a machine that did not do what it usually can.
     """
-    with _LOCK:
-        try:
-            yield
-        except UserError:
-            raise
-        except USER_ERRORS as error:
-            raise UserError(str(error)) from error
-        except MACHINE_ERRORS as error:
-            raise RunFailed(str(error)) from error
+
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with _LOCK:
+            return function(*args, **kwargs)
+
+    return _tells(call)
+
+
+def _for_a_person(error: Exception) -> TriremeError | None:
+    """The error that a program gets for one of Trireme's or of its own code; None for others."""
+    if isinstance(error, TriremeError):
+        return error
+    if isinstance(error, USER_ERRORS):
+        return UserError(str(error))
+    if isinstance(error, MACHINE_ERRORS):
+        return RunFailed(str(error))
+    line = own_line(error)
+    return None if line is None else RunFailed(with_line(described(error), line))
 
 
 class Run:
@@ -77,10 +110,12 @@ class Run:
         UserError: There is no such run.
     """
 
+    @_tells
     def __init__(self, run: str | Path) -> None:
         self.storage = open_run(str(run))
 
     @property
+    @_tells
     def state(self) -> RunState:
         """The state of the run now, which another process may be training."""
         return look(self.storage)
@@ -96,6 +131,7 @@ class Run:
         return self.storage.url
 
     @property
+    @_tells
     def config(self) -> Config:
         """The configuration of the run's latest start, without secrets."""
         from app.results.trained import config_of
@@ -118,12 +154,14 @@ class Run:
     def _manifest(self) -> dict[str, Any]:
         return json.loads(self.storage.read_bytes("run.json"))
 
+    @_tells
     def metrics(self) -> pandas.DataFrame:
         """All logged metrics by step, a column for each, such as `train/loss` and `eval/loss`."""
         from app.results.history import history
 
         return history(self.storage)
 
+    @_tells
     def checkpoint(self, step: int | None = None) -> str:
         """The folder of a checkpoint.
 
@@ -137,6 +175,7 @@ class Run:
 
         return checkpoint_of(self.storage, step).path
 
+    @_tells
     def model(self, step: int | None = None) -> nn.Module:
         """The trained model, on the CPU and in evaluation mode.
 
@@ -149,6 +188,77 @@ class Run:
         from app.results.trained import trained
 
         return trained(self.storage, step).model
+
+    @_tells
+    def export(self, to: str = "safetensors", *, out: str | Path | None = None, step: int | None = None) -> Exported:
+        """Write the trained weights as files that other programs read.
+
+        Args:
+            to: safetensors, huggingface (a folder for `from_pretrained`), peft, or torch.
+            out: The folder to write, which must be empty or not exist. None means
+                export/FORMAT-step-N in the run's folder.
+            step: The step of the checkpoint; None means the newest good one.
+
+        Returns:
+            The folder, its files and their size.
+
+        Raises:
+            UserError: There is no such checkpoint, the task does not support the format, or the
+                folder cannot be written.
+        """
+        from app.results.export import export_run
+
+        return export_run(self.folder, to=to, out=None if out is None else str(out), step=step)
+
+    @_tells
+    def generate(
+        self,
+        text: str,
+        *,
+        max_tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        step: int | None = None,
+    ) -> str:
+        """Continue a text with the language model that the run has trained, or trains now.
+
+        Args:
+            text: The text to continue; a model with an encoder reads it and writes its own.
+            max_tokens: How many tokens to add at most.
+            temperature: 0 takes the most probable token.
+            top_k: Draw from this many of the most probable tokens only.
+            top_p: Draw from the fewest tokens that together reach this probability.
+            seed: The same seed gives the same text.
+            step: The step of the checkpoint; None means the newest good one.
+
+        Returns:
+            The continuation, without `text`.
+
+        Raises:
+            UserError: The run has trained no language model, has no such checkpoint, or a value is
+                out of its range.
+        """
+        from app.results.generate import Sampling, Writer
+
+        sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+        return "".join(Writer(self.storage, step).write(text, sampling=sampling, seed=seed))
+
+    @_tells
+    def report(self, out: str | Path | None = None) -> Path:
+        """Write one self-contained page about the run.
+
+        Args:
+            out: The file to write; None means report.html in the run's folder.
+
+        Returns:
+            The page.
+
+        Raises:
+            UserError: The file cannot be written.
+        """
+        return report(self, out=out)
 
     def __repr__(self) -> str:
         state = self.state
@@ -207,6 +317,41 @@ class Sweep:
         return Run(f"{self.folder}/{trial or self.best['trial']}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """A scaling study that has ended.
+
+    Args:
+        folder: The study's folder.
+        points: A row for each measurement.
+        laws: The fitted law of each strategy.
+        verdicts: For each strategy, whether more workers pay, in a sentence.
+        recommended: The strategy to use.
+        page: The path of the report.
+    """
+
+    folder: str
+    points: pandas.DataFrame
+    laws: dict[str, dict[str, Any]]
+    verdicts: dict[str, str]
+    recommended: str
+    page: str
+
+
+def _takes_keys(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Let `help` and notebooks show the configuration's keys as keywords of a function."""
+    signature = inspect.signature(function)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    known = {parameter.name for parameter in parameters}
+    for field in dataclasses.fields(Config):
+        if field.name not in known:
+            parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=...))
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
+
+
+@_takes_keys
+@_one_at_a_time
 def train(*experiment: str | Path, again: bool = False, quiet: bool = False, **keys: Any) -> Run:
     """Train an experiment to its end; the same call continues a run that was stopped.
 
@@ -223,12 +368,47 @@ def train(*experiment: str | Path, again: bool = False, quiet: bool = False, **k
     """
     from app.launchers.train import train as start_training
 
-    with _one_at_a_time():
-        config, _ = _read_experiment(experiment, keys)
-        outcome = start_training(config, Console(quiet=quiet), again=again)
-        return Run(outcome.folder)
+    config, _ = _read_experiment(experiment, keys)
+    outcome = start_training(config, Console(quiet=quiet), again=again)
+    return Run(outcome.folder)
 
 
+@_takes_keys
+@_one_at_a_time
+def fork(
+    parent: Run | str | Path,
+    *overrides: str,
+    at: int | None = None,
+    quiet: bool = False,
+    **keys: Any,
+) -> Run:
+    """Continue a checkpoint of a run as a new run, with other keys.
+
+    The fork takes over weights, optimizer, step and position in the data; the same call continues
+    it.
+
+    Args:
+        parent: The run, or its folder; it is not changed.
+        overrides: key=value.
+        at: The step of the checkpoint; None means the newest good one.
+        quiet: Print nothing.
+        keys: The configuration's own keys that differ from the run's.
+
+    Raises:
+        UserError: There is no such checkpoint, or the input is wrong.
+        RunFailed: Training failed; its last good checkpoint is intact.
+        Interrupted: Training was stopped by Ctrl-C or a signal, after a checkpoint.
+    """
+    from app.cli.fork import fork_config
+    from app.launchers.train import train as start_training
+
+    config = fork_config(_folder(parent), (*overrides, *_overrides(keys)), at)
+    outcome = start_training(config, Console(quiet=quiet))
+    return Run(outcome.folder)
+
+
+@_takes_keys
+@_one_at_a_time
 def plan(
     *experiment: str | Path,
     cluster: str | None = None,
@@ -261,18 +441,17 @@ def plan(
     from app.planner.machine import MachineOptions, find_machine
     from app.planner.stand_in import plan_experiment
 
-    with _one_at_a_time():
-        config, overrides = _read_experiment(experiment, keys)
-        request = MachineOptions(
-            cluster=cluster,
-            gpus=gpus,
-            gpu=gpu,
-            per_node=gpus_per_node,
-            interconnect=interconnect,
-        )
-        machine = find_machine(request, config.workers)
-        fixed_keys = frozenset(override.partition("=")[0] for override in overrides)
-        planned = plan_experiment(config, machine, fixed_keys)
+    config, overrides = _read_experiment(experiment, keys)
+    request = MachineOptions(
+        cluster=cluster,
+        gpus=gpus,
+        gpu=gpu,
+        per_node=gpus_per_node,
+        interconnect=interconnect,
+    )
+    machine = find_machine(request, config.workers)
+    fixed_keys = frozenset(override.partition("=")[0] for override in overrides)
+    planned = plan_experiment(config, machine, fixed_keys)
     return Plan(
         layouts=pandas.json_normalize([planned.layout(row) for row in planned.rows]),
         best=planned.layout(planned.best) if planned.best else None,
@@ -281,13 +460,15 @@ def plan(
     )
 
 
+@_takes_keys
+@_one_at_a_time
 def sweep(file: str | Path, *, quiet: bool = False, **keys: Any) -> Sweep:
     """Search the space of a sweep file; the same call continues the sweep.
 
     Args:
         file: The path of the sweep file.
         quiet: Print nothing.
-        keys: The sweep file's own keys.
+        keys: The sweep file's own keys, and those of its experiment.
 
     Raises:
         UserError: The input is wrong.
@@ -297,9 +478,8 @@ def sweep(file: str | Path, *, quiet: bool = False, **keys: Any) -> Sweep:
     from experiments.sweep import run, spec
     from experiments.sweep.trials import load_trial
 
-    with _one_at_a_time():
-        sweep_spec = spec.read_sweep(str(file), _overrides(keys))
-        outcome = run.sweep(sweep_spec, Console(quiet=quiet))
+    sweep_spec = spec.read_sweep(str(file), _overrides(keys))
+    outcome = run.sweep(sweep_spec, Console(quiet=quiet))
     rows = []
     for folder in sorted(Path(outcome.folder).iterdir()):
         trial = load_trial(folder) if folder.is_dir() else None
@@ -317,6 +497,111 @@ def sweep(file: str | Path, *, quiet: bool = False, **keys: Any) -> Sweep:
     )
 
 
+@_takes_keys
+@_one_at_a_time
+def scale(
+    *experiment: str | Path,
+    workers: Sequence[int],
+    strategy: str | Sequence[str] | None = None,
+    weak: bool = False,
+    repeats: int = 3,
+    steps: int = 10,
+    blocks: int = 5,
+    quiet: bool = False,
+    **keys: Any,
+) -> Scaling:
+    """Measure an experiment on several numbers of workers; the same call continues the study.
+
+    Args:
+        experiment: Paths of YAML files and key=value.
+        workers: The numbers of workers to measure.
+        strategy: One strategy or several; None means the experiment's.
+        weak: Let the batch grow with the workers, instead of sharing the same one.
+        repeats: Measurements of every point, in turns.
+        steps: Steps in a block.
+        blocks: Blocks of each measurement.
+        quiet: Print nothing.
+        keys: The configuration's own keys.
+
+    Raises:
+        UserError: The input is wrong.
+        RunFailed: A point could not be measured.
+    """
+    import pandas
+
+    from experiments.scale import run
+
+    config, _ = _read_experiment(experiment, keys)
+    names = [strategy] if isinstance(strategy, str) else strategy
+    study = run.StudyPlan(
+        workers=tuple(workers),
+        strategies=run.strategies_to_measure(config, names, most_workers=max(workers, default=1)),
+        weak=weak,
+        repeats=repeats,
+        blocks=blocks,
+        steps=steps,
+    )
+    outcome = run.scale(config, study, Console(quiet=quiet))
+    return Scaling(
+        folder=outcome.folder,
+        points=pandas.json_normalize([dict(point) for point in outcome.points]),
+        laws=outcome.laws,
+        verdicts=outcome.verdicts,
+        recommended=outcome.recommended,
+        page=outcome.page,
+    )
+
+
+@_tells
+def report(*runs: Run | str | Path, out: str | Path | None = None) -> Path:
+    """Write one self-contained page about runs, a sweep or a scaling study.
+
+    Args:
+        runs: Runs, or the folders of runs, of a sweep or of a study.
+        out: The file to write; None means report.html, or comparison.html of several runs.
+
+    Returns:
+        The page.
+
+    Raises:
+        UserError: A folder holds nothing to report on, or the file cannot be written.
+    """
+    from experiments.report.runs import report as write_report
+
+    if not runs:
+        raise UserError("no run is given: write for instance trireme.report('runs/mnist')")
+    folders = [_folder(run) for run in runs]
+    page, _ = write_report(folders, None if out is None else str(out))
+    return page
+
+
+@_tells
+def compare(*runs: Run | str | Path, metric: str = "train/loss", last: float = 0.5) -> pandas.DataFrame:
+    """Compare runs with the first one, over the same samples.
+
+    Args:
+        runs: Runs, or their folders.
+        metric: The metric, of which a lower value is better.
+        last: The share of the samples in common, at their end, over which to compare.
+
+    Returns:
+        A row for each run but the first, with the mean difference, its interval (`low`, `high`,
+        95 %) and the verdict: better, worse, within noise or undecided.
+
+    Raises:
+        UserError: There are fewer than two runs, or they cannot be compared.
+    """
+    import pandas
+
+    from app.results.compare import compare_runs
+
+    storages = [open_run(_folder(run)) for run in runs]
+    differences = compare_runs(storages, metric=metric, share=last)
+    rows = [{**asdict(each), "verdict": each.verdict} for each in differences]
+    return pandas.DataFrame(rows).set_index("name")
+
+
+@_tells
 def load_run(run: str | Path) -> Run:
     """A run that was trained before, or that another process trains now.
 
@@ -327,6 +612,10 @@ def load_run(run: str | Path) -> Run:
         UserError: There is no such run.
     """
     return Run(run)
+
+
+def _folder(run: Run | str | Path) -> str:
+    return run.folder if isinstance(run, Run) else str(run)
 
 
 def _read_experiment(

@@ -54,6 +54,12 @@ TRIES = 3
 START_TRIES = 5
 """To start Ray on this machine."""
 PAUSE_SECONDS = 2.0
+NOT_STARTED = "Ray did not start on this machine"
+WITHOUT_RAY = (
+    "training needs no Ray with launcher=local, which is one process, or with "
+    "torchrun --nproc-per-node N -m trireme train …"
+)
+"""What to do on a machine where Ray does not start."""
 BUSY = "Timed out waiting for file"
 """In the log of a raylet whose agents have not written their ports in time."""
 _FOLDERS: list[TemporaryFolder] = []
@@ -107,6 +113,7 @@ def connect(
     *,
     worker_setup: str = "",
     say: Callable[[str], None] = lambda text: None,
+    before_start: Callable[[], object] = lambda: None,
 ) -> Cluster:
     """Connects to RAY_ADDRESS or to the cluster that runs on this machine, or else starts Ray here.
 
@@ -117,6 +124,8 @@ def connect(
             something else on Ray's search path has the name of one of Trireme's packages; "" where
             nothing has.
         say: Called with a sentence that says what did not work and is tried again.
+        before_start: Called when Ray is imported, but not started or asked yet; what it raises ends
+            the call.
 
     Returns:
         The cluster with its living nodes.
@@ -139,16 +148,17 @@ def connect(
         try:
             with _signal_handlers_kept():
                 if cluster_address:
-                    _join(cluster_address, variables, worker_setup)
+                    _join(cluster_address, variables, worker_setup, before_start)
                 else:
-                    _start_here(worker_setup)
+                    _start_here(worker_setup, before_start)
             break
         except ClusterUnavailable as error:
             _leave()
+            advice = "" if cluster_address else f"; {WITHOUT_RAY}"
             if number == tries:
-                raise ClusterUnavailable(f"{error} ({tries} tries)") from error
+                raise ClusterUnavailable(f"{error} ({tries} tries){advice}") from error
             pause = PAUSE_SECONDS * number
-            say(f"{error}; trying again in {pause:g} s ({number + 1} of {tries})")
+            say(f"{error}; trying again in {pause:g} s ({number + 1} of {tries}){advice}")
             time.sleep(pause)
         except BaseException:
             _leave()
@@ -157,13 +167,19 @@ def connect(
     return describe(private=not cluster_address)
 
 
-def _join(cluster_address: str, variables: dict[str, str], worker_setup: str) -> None:
+def _join(
+    cluster_address: str,
+    variables: dict[str, str],
+    worker_setup: str,
+    before_start: Callable[[], object],
+) -> None:
     """Connects to a cluster that runs already, without trying again.
 
     Args:
         cluster_address: As `address` returns it.
         variables: Environment variables of the workers.
         worker_setup: See `connect`.
+        before_start: See `connect`.
 
     Raises:
         ClusterError: See `connect`.
@@ -172,6 +188,7 @@ def _join(cluster_address: str, variables: dict[str, str], worker_setup: str) ->
     _check_reachable(cluster_address)
     import ray
 
+    before_start()
     runtime_env = {"env_vars": variables, **_setup(worker_setup)}
     try:
         # ray.init finds the address in the same way as `address`, and the token of the cluster.
@@ -209,11 +226,12 @@ def _explained(cluster_address: str, error: Exception) -> Exception:
     return error
 
 
-def _start_here(worker_setup: str) -> None:
+def _start_here(worker_setup: str, before_start: Callable[[], object]) -> None:
     """Starts Ray on this machine for this process alone, without trying again.
 
     Args:
         worker_setup: See `connect`.
+        before_start: See `connect`.
 
     Raises:
         ClusterError: See `connect`.
@@ -227,6 +245,7 @@ def _start_here(worker_setup: str) -> None:
 
     from cluster import ray_internals
 
+    before_start()
     # Ray's processes inherit the environment, so no runtime_env is needed; without one, the workers
     # that Ray starts ahead can be used.
     options = dict(OPTIONS)
@@ -247,7 +266,7 @@ def _start_here(worker_setup: str) -> None:
     except Exception as error:  # Ray raises nothing more precise where it does not start in time
         _end_processes(folder)
         reason = _reason_in_logs(folder) or first_line(error)
-        raise ClusterUnavailable(f"Ray did not start on this machine: {reason}") from error
+        raise ClusterUnavailable(f"{NOT_STARTED}: {reason}") from error
 
 
 def _agents() -> list[int]:

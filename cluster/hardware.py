@@ -108,10 +108,12 @@ class Catalogue:
     Attributes:
         instances: Cloud machines by name.
         gpus_by_alias: GPUs by each of their names, reduced by `_plain`.
+        names: All names of each GPU, by its own.
     """
 
     instances: dict[str, Instance]
     gpus_by_alias: dict[str, Gpu]
+    names: dict[str, tuple[str, ...]]
 
 
 def find_gpu(name: str) -> Gpu:
@@ -141,6 +143,33 @@ def find_gpu(name: str) -> Gpu:
         f"the GPU {base!r} is not in the catalogue {CATALOGUE}{hint} (to add one, run `trireme "
         "calibrate` on it or write an entry there)"
     )
+
+
+def other_meanings(name: str) -> list[str]:
+    """The other GPUs that a name could mean, such as a100-80gb for A100, which is a100-40gb here.
+
+    These are the GPUs with a name that begins with the same words and says more.
+
+    Args:
+        name: The name, as for `find_gpu`.
+
+    Returns:
+        Names of the catalogue; [] for a name that means one GPU only.
+
+    Raises:
+        HardwareError: The GPU is not in the catalogue.
+    """
+    base = name.partition(":")[0]
+    taken = find_gpu(base)
+    if _plain(base) == _plain(taken.name):
+        return []
+    words = _words(base)
+    others = []
+    for other, names in _catalogue().names.items():
+        begins_alike = any(_words(alias)[: len(words)] == words for alias in names)
+        if other != taken.name and begins_alike:
+            others.append(other)
+    return others
 
 
 def _variant(base: Gpu, text: str) -> Gpu:
@@ -256,15 +285,17 @@ def _catalogue() -> Catalogue:
     own_gpus = _own_gpus()
     entries = tree["gpus"] | own_gpus
     gpus_by_alias = {}
+    names: dict[str, tuple[str, ...]] = {}
     for name, entry in entries.items():
         gpu = _read_gpu(name, entry, own_catalogue() if name in own_gpus else CATALOGUE)
-        for alias in (name, *entry.get("aka", ())):
+        names[name] = (name, *entry.get("aka", ()))
+        for alias in names[name]:
             gpus_by_alias[_plain(alias)] = gpu
     instances = {}
     for provider, offers in tree["prices"].items():
         for name, entry in offers["instances"].items():
             instances[name] = _read_instance(name, provider, entry, date=str(offers["date"]))
-    return Catalogue(instances, gpus_by_alias)
+    return Catalogue(instances, gpus_by_alias, names)
 
 
 def _read_gpu(name: str, entry: dict[str, Any], file: Path) -> Gpu:
@@ -298,6 +329,12 @@ def _read_instance(name: str, provider: str, entry: dict[str, Any], *, date: str
         cards=int(entry.get("cards", 0)),
         date=date,
     )
+
+
+def _words(name: str) -> list[str]:
+    """The words of a GPU's name, each as `_plain` has it."""
+    words = [_plain(word) for word in re.split(r"[^A-Za-z0-9]+", name)]
+    return [word for word in words if word]
 
 
 def _plain(name: str) -> str:

@@ -44,7 +44,8 @@ from cluster.ray_rules import Mistakes, parse_scalar
 from cluster.shape import problem_with_fact
 
 VERBS = [
-    *("train", "sweep", "scale", "runs", "watch", "profile", "report", "config", "parity"),
+    *("train", "fork", "sweep", "scale", "runs", "watch", "compare", "profile", "report"),
+    *("config", "parity"),
     *("export", "generate", "sync", "submit", "queue", "doctor", "plan", "calibrate", "cluster"),
 ]
 """The commands of `trireme`."""

@@ -8,7 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster import ClusterError, ray_internals
@@ -36,6 +36,7 @@ class NodeType:
         spot: Whether the cloud may take a node back at short notice.
         min_nodes: How many nodes there always are.
         max_nodes: How many nodes there can be.
+        gpu_as_written: The GPU's name where it was read from; "" if that is not known.
     """
 
     name: str
@@ -49,6 +50,7 @@ class NodeType:
     spot: bool
     min_nodes: int
     max_nodes: int
+    gpu_as_written: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +208,8 @@ def node_type(
                 return source[key]
         return default
 
-    gpu = str(fact("gpu", ""))
+    gpu_as_written = str(fact("gpu", ""))
+    gpu = gpu_as_written
     gpus = int(fact("gpus", 0))
     link_within = fact("link_within")
     if gpu:
@@ -226,6 +229,7 @@ def node_type(
         spot=bool(fact("spot", False)),
         min_nodes=min_nodes,
         max_nodes=max_nodes,
+        gpu_as_written=gpu_as_written,
     )
 
 

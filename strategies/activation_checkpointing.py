@@ -1,21 +1,22 @@
-"""Activation checkpointing: forget what a block computed in forward, compute it again in backward.
+"""Activation checkpointing: free a block's activations after forward, recompute them in backward.
 
-Backward needs every operation's inputs, O(blocks × activations of a block). Keeping only what flows
-*between* blocks and recomputing one block at a time needs O(blocks × boundary + activations of one
-block), for one more forward: a third more arithmetic. Chen et al. 2016,
+Backward needs the inputs of every operation, O(blocks × activations of a block). Keeping only the
+inputs of *blocks* and recomputing one block at a time needs O(blocks × block input + activations of
+one block). It costs one more forward, which is a third more arithmetic. Chen et al. 2016,
 https://arxiv.org/abs/1604.06174.
 
-- `full`: every block; `every_N`: every N-th block, trading memory for time by block;
-- `selective`: by operator: every block is recomputed, except the results of matrix products,
-  attention and collectives that sum, which cost most and are kept; what is recomputed (norms,
-  activations, dropout; what tensor parallelism gathers, which is large) is cheap. Korthikanti et
+- `full` recomputes every block, `every_N` every N-th one: the fewer, the faster, and the more
+  memory.
+- `selective` recomputes every block too, but keeps the results of the operators that cost most:
+  matrix products, attention and collectives that sum. What it recomputes is cheap: norms,
+  activation functions, dropout, and what tensor parallelism gathers, which is large. Korthikanti et
   al. 2022, https://arxiv.org/abs/2205.05198;
   `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
 
-The numbers are the same: the recomputation repeats the forward, its random numbers included, and
-leaves alone what BatchNorm has counted in the first (its running statistics, on which training does
-not depend). A block's `forward` is replaced in place, so no name changes, and hooks around the
-block (of sharding) run once, outside of it.
+The results are the same, because the recomputation repeats the forward with the same random
+numbers. It does not count batches in BatchNorm's running statistics again. (Training does not
+depend on these.) A block's `forward` is replaced in place, so that no name changes, and hooks
+around the block (those of sharding) run only once, outside the recomputed part.
 """
 
 import contextlib
@@ -36,7 +37,7 @@ from strategies.dims import LayoutError
 from strategies.state import BATCH_NORMS
 from strategies.torch_internals import functional_collectives
 
-_KEPT_NAMES = (
+_SELECTIVE_KEEPS = (
     "aten.mm.default",
     "aten.addmm.default",
     "aten.bmm.default",
@@ -49,21 +50,30 @@ _KEPT_NAMES = (
     "aten._scaled_dot_product_cudnn_attention.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "aten._scaled_dot_product_fused_attention_overrideable.default",
+    "trireme.float8_product.default",
     "trireme.linear_scatter.default",
     "trireme.ring_attention.default",
     "trireme.allgather_attention.default",
     "trireme.grouped_linear.default",
 )
+"""The operators of torch.ops whose results `selective` keeps, beside collectives that sum."""
 
 
 def checkpoint_every(value: str) -> int | None:
-    """For "every_N" the N, for "full" 1, else None (none, selective)."""
+    """Read the mode of activation checkpointing.
+
+    Returns:
+        N for "every_N", 1 for "full", None for "none" and "selective".
+
+    Raises:
+        LayoutError: There is no such mode.
+    """
     if value in ("none", "selective"):
         return None
     if value == "full":
         return 1
-    head, _, number = value.partition("_")
-    if head == "every" and number.isdecimal() and int(number) > 0:
+    prefix, _, number = value.partition("_")
+    if prefix == "every" and number.isdecimal() and int(number) > 0:
         return int(number)
     raise LayoutError(
         f"train.activation_checkpointing is {value!r}: write none, full, selective, or every_2 for "
@@ -72,89 +82,131 @@ def checkpoint_every(value: str) -> int | None:
 
 
 def apply(module: nn.Module, blocks: list[str], mode: str) -> None:
-    """Replaces the forward of the blocks (of the whole module if there are none), in place."""
+    """Make blocks recompute their activations, by replacing their forward in place.
+
+    Args:
+        module: The model.
+        blocks: The names of its repeating blocks. Without any, the whole module is one block.
+        mode: none, full, every_N or selective.
+
+    Raises:
+        LayoutError: There is no such mode.
+    """
     if mode == "none":
         return
     every = checkpoint_every(mode) or 1
-    for i, name in enumerate(blocks or [""]):
-        if i % every == 0:
-            block = module.get_submodule(name)
-            norms = [part for part in block.modules() if isinstance(part, BATCH_NORMS)]
-            block.forward = _recomputed(block.forward, norms, selective=mode == "selective")
+    for name in (blocks or [""])[::every]:
+        block = module.get_submodule(name)
+        norms = [part for part in block.modules() if isinstance(part, BATCH_NORMS)]
+        block.forward = _recomputed_forward(
+            block.forward, norms=norms, is_selective=mode == "selective"
+        )
 
 
-def _recomputed(
-    forward: Callable[..., Any], norms: Sequence[nn.Module], *, selective: bool
+def _recomputed_forward(
+    forward: Callable[..., Any], *, norms: Sequence[nn.Module], is_selective: bool
 ) -> Callable[..., Any]:
-    selected = functools.partial(create_selective_checkpoint_contexts, _keep)
+    """A forward whose activations are recomputed in backward.
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Around forward and around its repetition."""
-        if not selective:
-            return contextlib.nullcontext(), _without_counting(norms, contextlib.nullcontext())
-        first, again = selected()
-        return first, _without_counting(norms, again)
+    Args:
+        forward: The block's forward.
+        norms: The block's batch normalisations.
+        is_selective: Whether to keep the results of some operators.
+    """
+    selective_contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
+
+    def contexts_of_norms() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """The contexts of the first forward and of the recomputation."""
+        if is_selective:
+            first, recomputation = selective_contexts()
+        else:
+            first = recomputation = contextlib.nullcontext()
+        return first, _with_copied_statistics(norms, recomputation)
 
     @functools.wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
+    def recomputed_forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        # A compiled forward does not run again, and does not recompute what it writes into buffers.
         if norms and not torch.compiler.is_compiling():
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        if selective:
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=selected, **kwargs)
+            return checkpoint(
+                forward, *args, use_reentrant=False, context_fn=contexts_of_norms, **kwargs
+            )
+        if is_selective:
+            return checkpoint(
+                forward, *args, use_reentrant=False, context_fn=selective_contexts, **kwargs
+            )
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-    return recomputed
+    return recomputed_forward
 
 
 @contextlib.contextmanager
-def _without_counting(
+def _with_copied_statistics(
     norms: Sequence[nn.Module], inner: AbstractContextManager[Any]
 ) -> Iterator[None]:
-    """While this lasts, what batch normalisations count goes into copies. (A compiled forward is not run again: what it
-    writes is no part of what is recomputed.)"""
-    counted = [
-        (norm, name, buffer) for norm in norms for name, buffer in norm.named_buffers(recurse=False)
-    ]
+    """Give batch normalisations copies of their running statistics to write into.
+
+    Args:
+        norms: The batch normalisations.
+        inner: A context to enter as well.
+    """
+    statistics = []
+    for norm in norms:
+        for name, buffer in norm.named_buffers(recurse=False):
+            statistics.append((norm, name, buffer))
     try:
-        for norm, name, buffer in counted:
+        for norm, name, buffer in statistics:
             setattr(norm, name, buffer.clone())
         with inner:
             yield
     finally:
-        for norm, name, buffer in counted:
+        for norm, name, buffer in statistics:
             setattr(norm, name, buffer)
 
 
-def _keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    if is_kept(operator):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def is_kept(operator: Any) -> bool:
-    """Whether `selective` keeps what this operator (of torch.ops) computes."""
-    return operator in _kept()
+    """Whether `selective` keeps the results of an operator of torch.ops."""
+    return operator in _kept_operators()
 
 
 @functools.cache
-def _kept() -> frozenset[Any]:
-    """The operators of `_KEPT_NAMES` that this torch has, and collectives that sum."""
-    found = list(functional_collectives()[3])
-    for name in _KEPT_NAMES:
-        space, operator, overload = name.split(".")
-        packet = getattr(getattr(torch.ops, space), operator, None)
+def _kept_operators() -> frozenset[Any]:
+    """The operators of `_SELECTIVE_KEEPS` that this torch has, and collectives that sum."""
+    operators = list(functional_collectives().summing_operators)
+    for qualified_name in _SELECTIVE_KEEPS:
+        namespace, name, overload = qualified_name.split(".")
+        packet = getattr(getattr(torch.ops, namespace), name, None)
         if packet is not None and hasattr(packet, overload):
-            found.append(getattr(packet, overload))
-    return frozenset(found)
+            operators.append(getattr(packet, overload))
+    return frozenset(operators)
 
 
 def recomputed_blocks(mode: str, blocks: int) -> int:
     """How many of a model's blocks are recomputed."""
-    every = checkpoint_every(mode)
-    return 0 if mode == "none" else -(-blocks // every) if every else blocks
+    if mode == "none":
+        return 0
+    every = checkpoint_every(mode) or 1
+    return -(-blocks // every)
 
 
-def kept_bytes(mode: str, saved: float, kept: float, boundary: float) -> float:
-    """What a block that is recomputed keeps of the `saved` bytes: its input, and under selective what `is_kept` says
-    (`kept`)."""
-    return boundary if checkpoint_every(mode) else min(kept + boundary, saved)
+def kept_bytes(
+    mode: str, *, saved_bytes: float, selective_bytes: float, input_bytes: float
+) -> float:
+    """The bytes that a recomputed block keeps for backward.
+
+    Args:
+        mode: full, every_N or selective.
+        saved_bytes: What it would keep if it were not recomputed.
+        selective_bytes: The results for which `is_kept` is true.
+        input_bytes: Its input.
+    """
+    if checkpoint_every(mode):
+        return input_bytes
+    return min(selective_bytes + input_bytes, saved_bytes)

@@ -106,7 +106,7 @@ def require_one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
 def unknown_strategy(name: str) -> str:
     """The message about a strategy that does not exist."""
     otherwise = f"write one of auto, {', '.join(STRATEGIES)}"
-    return f"strategy {name!r} is not known: {did_you_mean(name, STRATEGIES, otherwise)}"
+    return f"strategy {name!r} is not known: {did_you_mean(name.lower(), STRATEGIES, otherwise)}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,21 +1,25 @@
-"""Which modules of a model are mixtures of experts, told by their looks: no name of a model is known here.
+"""Find a model's mixtures of experts by the form of its modules, not by their names.
 
-*Experts*: a module that holds the experts' weights itself, each parameter with a row per expert,
-(E, …), at least one of them a matrix per expert; called with the tokens, which experts each chose,
-and how much each counts:
+*Experts* are a module that holds the weights of all experts itself. Each of its parameters has one
+row per expert, (E, …), and at least one has a matrix per expert. The module is called with tokens,
+the experts that each token chose, and how much each of them counts:
 
-    forward(x (…, D), index (…, k) int, weights (…, k)) → Σ over k of weights · expert_index(x), (…,
-    D)
+    forward(x (…, D), index (…, k) int, weights (…, k)) → (…, D)
 
-where weights may have the default None, which stands for 1.
+    forward(x, index, weights) = Σ over k of weights · expert_index(x)
 
-So Hugging Face's transformers has them since version 5, in all its mixtures of that kind (Mixtral,
-Qwen-MoE, OLMoE, DeepSeek-V3, …), and app/models/mixture.py. *Router*: what stands beside experts
-and says how many are chosen (`top_k`); called with tokens it returns a tuple, of which the first is
-their scores' logarithms (…, E).
+`weights` may have the default None, which stands for 1.
+
+Hugging Face's transformers has written all its mixtures of this kind in this form since version 5
+(Mixtral, Qwen-MoE, OLMoE, DeepSeek-V3, …), and so does app/models/mixture.py.
+
+A *router* is a module beside the experts, with an attribute `top_k`: the number of experts that
+each token chooses. Called with tokens it returns a tuple, which begins with the logarithms of their
+scores (…, E).
 """
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +30,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """name: of the experts' module. count: E. top_k: k; E where no router says. width: D, of a token."""
+    """One mixture of experts of a model.
+
+    Attributes:
+        name: The name of the experts' module.
+        experts: The experts' module.
+        router: The module beside it that chooses experts; None if there is none.
+        count: E, the number of experts.
+        top_k: k, how many of them each token chooses; E if no router says it.
+        width: D, the size of a token.
+    """
 
     name: str
     experts: nn.Module
@@ -38,122 +51,204 @@ class Mixture:
     width: int
 
     def parameter_names(self) -> list[str]:
+        """The names of the experts' parameters in the model."""
         return [f"{self.name}.{name}" for name, _ in self.experts.named_parameters(recurse=False)]
 
 
 def find_mixtures(module: nn.Module) -> list[Mixture]:
-    """In the order of the modules; [] if there are none."""
-    found = []
-    for name, experts in module.named_modules():
-        if count := count_of(experts):
-            beside = module.get_submodule(name.rpartition(".")[0]).children() if name else ()
-            routers = [child for child in beside if isinstance(getattr(child, "top_k", None), int)]
-            top_k: int = routers[0].top_k if routers else count  # type: ignore[assignment]
-            shapes = [
-                p.shape for owner in (*routers, experts) for p in owner.parameters() if p.dim() > 1
-            ]
-            found.append(
-                Mixture(name, experts, routers[0] if routers else None, count, top_k, shapes[0][-1])
-            )
-    return found
+    """The mixtures of a model, in the order of its modules."""
+    mixtures = []
+    for name, part in module.named_modules():
+        count = expert_count(part)
+        if count:
+            siblings = module.get_submodule(name.rpartition(".")[0]).children() if name else ()
+            mixtures.append(_mixture(name, part, count=count, siblings=list(siblings)))
+    return mixtures
 
 
-def count_of(module: nn.Module) -> int:
-    """How many experts the module itself holds; 0 if it is not of the form above."""
+def _mixture(name: str, experts: nn.Module, *, count: int, siblings: list[nn.Module]) -> Mixture:
+    """The record of one mixture.
+
+    Args:
+        name: The name of the experts' module.
+        experts: The experts' module.
+        count: The number of experts.
+        siblings: The modules beside it.
+    """
+    routers = [module for module in siblings if isinstance(getattr(module, "top_k", None), int)]
+    router = routers[0] if routers else None
+    top_k: int = count if router is None else router.top_k  # type: ignore[assignment]
+    parameters = (p for owner in (*routers, experts) for p in owner.parameters())
+    first_matrix = next(p for p in parameters if p.dim() > 1)
+    return Mixture(
+        name=name,
+        experts=experts,
+        router=router,
+        count=count,
+        top_k=top_k,
+        width=first_matrix.shape[-1],
+    )
+
+
+def expert_count(module: nn.Module) -> int:
+    """How many experts a module holds itself; 0 if it does not have the form of experts."""
     shapes = [p.shape for p in module.parameters(recurse=False)]
-    counts = {shape[0] if len(shape) > 1 else 0 for shape in shapes}
-    if len(counts) != 1 or 0 in counts or not any(len(shape) > 2 for shape in shapes):
+    row_counts = {shape[0] if len(shape) > 1 else 0 for shape in shapes}
+    has_matrix_per_expert = any(len(shape) > 2 for shape in shapes)
+    if len(row_counts) != 1 or 0 in row_counts or not has_matrix_per_expert:
         return 0
-    takes = list(inspect.signature(type(module).forward).parameters)[1:4]
-    as_told = (
-        len(takes) == 3 and "ind" in takes[1] and ("weight" in takes[2] or "score" in takes[2])
-    )
-    return counts.pop() if as_told else 0
+    argument_names = list(inspect.signature(type(module).forward).parameters)[1:4]
+    if len(argument_names) != 3:
+        return 0
+    _, index_name, weights_name = argument_names
+    takes_index = "ind" in index_name
+    takes_weights = "weight" in weights_name or "score" in weights_name
+    return row_counts.pop() if takes_index and takes_weights else 0
 
 
-def rename_counts(experts: nn.Module, count: int, own: int) -> None:
-    """Tells the module's own code, which had `count` experts, that it has `own`."""
-    counters = [
-        name for name, value in vars(experts).items() if type(value) is int and value == count
-    ]
-    vars(experts).update({name: own for name in counters if "expert" in name})
+def set_expert_count(experts: nn.Module, *, before: int, now: int) -> None:
+    """Change the attributes from which the code of an experts' module knows how many it has.
+
+    Args:
+        experts: The module, which keeps fewer experts than it was built with.
+        before: How many it was built with.
+        now: How many it keeps.
+    """
+    attributes = vars(experts)
+    for name, value in list(attributes.items()):
+        if "expert" in name and type(value) is int and value == before:
+            attributes[name] = now
 
 
-def computed(forward: Any, rows: Tensor, index: Tensor, weights: Tensor | None) -> Tensor:
-    """What experts make of rows (M, D) that chose one each: index, weights (M,) → (M, D). Of none as well: they are
-    still a part of the graph, so that backward comes to all that experts are computed from."""
-    several = len(rows)
-    given = [rows, *(t.unsqueeze(-1) for t in (index, weights) if t is not None)]
-    if not several:
-        given = [torch.cat([t, t.new_zeros(1, t.size(1))]) for t in given]
-    return forward(*given).narrow(0, 0, several)
+def apply_experts(
+    forward: Callable[..., Tensor], rows: Tensor, *, index: Tensor, weights: Tensor | None
+) -> Tensor:
+    """Compute rows by one expert each.
+
+    If there are no rows, the experts compute a row of zeros that is cut off again. They are then
+    still a part of the graph, so that backward reaches whatever their weights are computed from.
+
+    Args:
+        forward: The experts' forward.
+        rows: (M, D).
+        index: (M,), the expert of each row.
+        weights: (M,); None to call the experts without weights.
+
+    Returns:
+        (M, D).
+    """
+    arguments = [rows, index.unsqueeze(-1)]
+    if weights is not None:
+        arguments.append(weights.unsqueeze(-1))
+    row_count = len(rows)
+    if not row_count:
+        arguments = [torch.cat([t, t.new_zeros(1, t.size(1))]) for t in arguments]
+    return forward(*arguments).narrow(0, 0, row_count)
 
 
-def may_leave_weights_out(forward: Any) -> bool:
+def weights_are_optional(forward: Callable[..., Tensor]) -> bool:
     """Whether experts can be called without weights, which then are 1."""
-    return list(inspect.signature(forward).parameters.values())[2].default is None
+    weights_parameter = list(inspect.signature(forward).parameters.values())[2]
+    return weights_parameter.default is None
 
 
-def sorted_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """chosen: (M,). Their order by expert, each one's place in it, and how many chose each expert, (experts,)."""
-    order = chosen.argsort(stable=True)
-    place = torch.empty_like(order).scatter_(
-        0, order, torch.arange(len(order), device=order.device)
-    )
-    return order, place, chosen.new_zeros(experts).scatter_add_(0, chosen, torch.ones_like(chosen))
+def sorted_by_expert(choices: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort choices by expert.
+
+    Args:
+        choices: (M,), the expert of each choice.
+        experts: The number of experts.
+
+    Returns:
+        The order (M,), its inverse (M,), which is the position of each choice in the order, and how
+        many choices each expert has (experts,).
+    """
+    order = choices.argsort(stable=True)
+    positions = torch.arange(len(order), device=order.device)
+    inverse = torch.empty_like(order).scatter_(0, order, positions)
+    ones = torch.ones_like(choices)
+    counts = choices.new_zeros(experts).scatter_add_(0, choices, ones)
+    return order, inverse, counts
 
 
-def spread(rows: Tensor, order: Tensor, place: Tensor, times: int = 1) -> Tensor:
-    """(N, D), each row `times` times, in another order → (N·times, D). place: the inverse of order, with which the
-    gradient is gathered; that of index_select would be added up row by row, on GPUs each time in
-    another order."""
-    return _Spread.apply(rows, order, place, times)
+def permute_rows(rows: Tensor, order: Tensor, inverse: Tensor, *, repeats: int = 1) -> Tensor:
+    """Repeat each row, and put the result into another order.
+
+    The gradient is gathered with the inverse of the order. The gradient of `index_select` would be
+    added up row by row, on GPUs in a different order each time.
+
+    Args:
+        rows: (N, D).
+        order: (N · repeats,), indices of the repeated rows.
+        inverse: (N · repeats,), the inverse of the order.
+        repeats: How often each row is repeated.
+
+    Returns:
+        (N · repeats, D).
+    """
+    return _PermuteRows.apply(rows, order, inverse, repeats)
 
 
-class _Spread(torch.autograd.Function):
+class _PermuteRows(torch.autograd.Function):
+    """See `permute_rows`."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, place: Tensor, times: int) -> Tensor:
-        ctx.save_for_backward(place)
-        ctx.times = times
-        return rows.index_select(0, order if times == 1 else order // times)
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, repeats: int) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.repeats = repeats
+        return rows.index_select(0, order if repeats == 1 else order // repeats)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        found = gradient.index_select(0, *ctx.saved_tensors)
-        return (
-            found if ctx.times == 1 else found.unflatten(0, (-1, ctx.times)).sum(1),
-            None,
-            None,
-            None,
-        )
+        (inverse,) = ctx.saved_tensors
+        rows_gradient = gradient.index_select(0, inverse)
+        if ctx.repeats > 1:
+            rows_gradient = rows_gradient.unflatten(0, (-1, ctx.repeats)).sum(1)
+        return rows_gradient, None, None, None
 
 
 class SplitExperts:
-    """A model's mixtures, split over workers. mesh: of the workers that hold the same experts, as Setup.mesh is of all
-    data-parallel ones; None where there is one and nothing is sharded."""
+    """A model's mixtures, with their experts split over workers.
+
+    Attributes:
+        mixtures: The mixtures.
+        mesh: The workers that hold the same experts, in the dimensions that Setup.mesh has for all
+            data-parallel workers. None if a single worker holds them and nothing is sharded.
+        names: The names of all experts' parameters in the model.
+    """
 
     def __init__(self, mixtures: list[Mixture], mesh: DeviceMesh | None) -> None:
-        self.mixtures, self.mesh = mixtures, mesh
-        self.names = frozenset(name for found in mixtures for name in found.parameter_names())
+        self.mixtures = mixtures
+        self.mesh = mesh
+        self.names = frozenset(name for mixture in mixtures for name in mixture.parameter_names())
 
     @property
     def group(self) -> ProcessGroup | None:
-        """Of replicas that hold the same experts."""
+        """The group of replicas that hold the same experts."""
         return self.mesh.get_group(0) if self.mesh is not None else None
 
     def modules_in(self, block: nn.Module) -> list[nn.Module]:
-        """Those of the experts' modules that the block holds."""
-        inside = set(block.modules())
-        return [found.experts for found in self.mixtures if found.experts in inside]
+        """The experts' modules inside a block."""
+        parts = set(block.modules())
+        return [mixture.experts for mixture in self.mixtures if mixture.experts in parts]
 
     def placement(self, parameter: nn.Parameter) -> Shard:
-        """For fully_shard over `mesh`."""
+        """How `fully_shard` shards a parameter of the experts over `mesh`."""
         assert self.mesh is not None
-        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return Shard(shard_dim(tuple(own.shape), self.mesh.size(-1)))
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return Shard(shard_dim(tuple(local.shape), self.mesh.size(-1)))
 
 
-def shard_dim(shape: tuple[int, ...], ways: int) -> int:
-    """Along which dimension shards cut a worker's experts, (own experts, …): between experts, unless not all workers
-    would have equally many and rows can be shared evenly."""
-    return int(shape[0] % ways != 0 and shape[1] % ways == 0)
+def shard_dim(shape: tuple[int, ...], shards: int) -> int:
+    """The dimension along which a parameter of a worker's experts is sharded.
+
+    It is the dimension of the experts, unless the experts cannot be divided evenly and the rows of
+    their matrices can.
+
+    Args:
+        shape: (the worker's experts, rows, …).
+        shards: The number of shards.
+    """
+    experts_divide = shape[0] % shards == 0
+    rows_divide = shape[1] % shards == 0
+    return 1 if rows_divide and not experts_divide else 0

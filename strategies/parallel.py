@@ -12,7 +12,7 @@ from torch import nn
 from strategies import state
 from strategies.clip import GradNorm
 from strategies.context.apply import Context
-from strategies.dims import Layout
+from strategies.dims import Layout, LayoutError
 from strategies.expert.router import RouterLoad
 from strategies.mixtures import find_mixtures
 from strategies.strategy import MicroStep, no_communication
@@ -20,6 +20,50 @@ from strategies.zero_weight import backward_of_zeros, has_no_weight, recorded_ou
 
 T = TypeVar("T")
 Loss = Callable[[nn.Module, Any], torch.Tensor]
+
+
+class LossError(LayoutError):
+    """What a loss function returns cannot be trained on.
+
+    Args:
+        message: One sentence.
+        suspicious: A regular expression of what is to blame in the function's `return`.
+    """
+
+    def __init__(self, message: str, suspicious: str = "") -> None:
+        super().__init__(message)
+        self.suspicious = suspicious
+
+
+def require_loss(value: object) -> None:
+    """Checks that backward can begin at what a loss function has returned.
+
+    Raises:
+        LossError: It cannot; one sentence.
+    """
+    must_be = "but it must be a tensor of one number"
+    if isinstance(value, (int, float)):
+        raise LossError(
+            f"the loss is a {type(value).__name__}, {must_be}: "
+            "return the tensor itself, without .item() or float()",
+            suspicious=r"\.item\(|\.tolist\(|\bfloat\(",
+        )
+    if not isinstance(value, torch.Tensor):
+        raise LossError(
+            f"the loss is a {type(value).__name__}, {must_be}: return the loss alone",
+            suspicious=r"return [({]|\.numpy\(|\bdict\(",
+        )
+    if value.numel() != 1:
+        raise LossError(
+            f"the loss has shape {tuple(value.shape)}, {must_be}: return its mean, say",
+            suspicious="reduction|none",
+        )
+    if not value.requires_grad:
+        raise LossError(
+            "the loss has no gradient: it depends on no weight that is trained, or is computed "
+            "under .detach(), torch.tensor(…) or torch.no_grad(), which must be left out",
+            suspicious=r"\.detach\(|\.data\b|\btensor\(",
+        )
 
 
 class WholeStep(nn.Module):
@@ -143,6 +187,7 @@ class Parallel:
                 with self.micro_step(last=is_last):
                     with self.autocast():
                         value = self.call(loss, batch)
+                    require_loss(value)
                     # The average over data-parallel workers divides by their number.
                     factor = weight * workers
                     is_factor_one = isinstance(factor, float) and factor == 1.0

@@ -91,7 +91,7 @@ def parallelize(
     """
     options = options or Options()
     check(layout, options)
-    strategy = registry.data_strategy(layout)
+    strategy = registry.data_strategy(layout, offload=options.offload)
     dims = layout.dims.for_parameters(strategy.is_sharded)
 
     # A split model is built on meta, split, and then filled from rank 0's model, tensor by tensor.
@@ -106,7 +106,8 @@ def parallelize(
         division = Division(
             module, names, layout=layout, options=options, device=device, example=example
         )
-    mesh = dims.build_mesh(device.type) if dims.world_size > 1 else None
+    has_mesh = dims.world_size > 1 or strategy.is_sharded
+    mesh = dims.build_mesh(device.type) if has_mesh else None
 
     split = None
     if mesh is not None and dims.tp > 1:
@@ -162,6 +163,12 @@ def parallelize(
         state.broadcast_weights(module, source, device, is_partial=division is not None)
 
     group = dims.data_group(mesh) if mesh is not None else None
+    data_mesh = None
+    if mesh is not None:
+        if group is not None:
+            data_mesh = dims.data_mesh(mesh)
+        elif strategy.is_sharded:  # the only worker, whose state is in host memory
+            data_mesh = mesh
     setup = Setup(
         strategy=strategy,
         module=module,
@@ -170,7 +177,7 @@ def parallelize(
         device=device,
         blocks=names,
         load=load,
-        mesh=dims.data_mesh(mesh) if mesh is not None and group is not None else None,
+        mesh=data_mesh,
         group=group,
         experts=experts,
     )

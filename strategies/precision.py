@@ -1,51 +1,53 @@
-"""Mixed precision: float32 where numbers are kept, 16 bits where they are multiplied, or 8.
+"""Mixed precision: store numbers in float32, and multiply matrices in 16 or 8 bits.
 
-Parameters, gradients, optimizer state and loss stay float32; matrix products run in bfloat16 (8
-bits of exponent: never overflows, nothing else to do) or float16 (5 bits: gradients underflow, so
-the loop scales the loss). Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740;
+Parameters, gradients, optimizer state and loss stay float32. Matrix products run in bfloat16 (8
+bits of exponent, so that nothing overflows) or float16 (5 bits: small gradients underflow, so the
+training loop scales the loss). Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740;
 https://docs.pytorch.org/docs/stable/amp.html.
 
-Two ways, by layout:
+How the cast happens depends on the layout:
 
 - replicated parameters (single, ddp, tensor): `torch.autocast` around forward casts operation by
   operation;
 - sharded parameters (zero*, fsdp, hsdp): `fully_shard`'s `MixedPrecisionPolicy` casts the shards
   *before* they are gathered, which halves that communication, and reduces gradients in
-  `reduce_dtype`. Everything inside then runs in 16 bits, norms included (`cast_calls`), and the
-  module's output comes back as float32 for the loss (unless `float_output` is false: a loss that
-  takes 16 bits spares a float32 copy of the logits).
+  `reduce_dtype`. Everything inside the module then runs in 16 bits, norms included (`cast_calls`).
+  The module's output comes back as float32 for the loss, unless `float_output` is false: a loss
+  that accepts 16 bits saves a float32 copy of the logits.
 
-The two round at different places, so they agree to bfloat16's rounding (2⁻⁸ relative per number),
-not bit by bit; the second, which also adds up the residual stream in 16 bits, is the noisier one
-(experiments/parity/matrix.py).
+The two round in different places, so their results agree to bfloat16's rounding (2⁻⁸ relative per
+number), not bit by bit. The second also adds up the residual stream in 16 bits and is the noisier
+one (experiments/parity/matrix.py).
 
-**fp8**: linear layers that multiply in 8 bits, for GPUs that do that twice as fast as in 16. A
-float8 number has few bits, so each tensor is scaled to fill them, by its own largest magnitude of
-just now ("dynamic", per tensor; Micikevicius et al. 2022, https://arxiv.org/abs/2209.05433):
+**fp8**: linear layers multiply in 8 bits, which some GPUs do twice as fast as in 16. A float8
+number has few bits, so each tensor is scaled to use all of them, by its own largest magnitude at
+that moment ("dynamic scaling per tensor"; Micikevicius et al. 2022,
+https://arxiv.org/abs/2209.05433):
 
     s(x) = max of the type / max|x|        q(x) = round(x · s(x))        x ≈ q(x) / s(x)
 
-    forward    y  = q(x)·q(W)ᵀ / (s(x)·s(W))        e4m3 (4 bits of exponent, 3 of mantissa: up to
-    448) backward   dx = q(dy)·q(W) / (s(dy)·s(W))       dy in e5m2 (up to 57,344), as gradients
-    spread wider
-               dW = q(dy)ᵀ·q(x) / (s(dy)·s(x))
+    forward    y  = q(x)·q(W)ᵀ / (s(x)·s(W))       x, W in e4m3 (4 bits of exponent, 3 of mantissa,
+                                                   up to 448)
+    backward   dx = q(dy)·q(W) / (s(dy)·s(W))      dy in e5m2 (up to 57,344), because gradients
+               dW = q(dy)ᵀ·q(x) / (s(dy)·s(x))     have the wider range
 
-Products come back as bfloat16 (`torch.nn.functional.scaled_mm`). They are added up in float32; in
-forward, not for gradients, with Hopper's fast accumulation, whose partial sums have fewer bits
-(torchao's choice too, https://github.com/pytorch/ao). Everything else is as with
-train.precision=bf16: parameters, gradients and optimizer state float32, norms, attention, embedding
-and head 16 bits.
+Products come back as bfloat16 (`torch.nn.functional.scaled_mm`). They are added up in float32. The
+forward, unlike the gradients, uses Hopper's fast accumulation, whose partial sums have fewer bits
+(as torchao does, https://github.com/pytorch/ao). Everything else is as with train.precision=bf16:
+parameters, gradients and optimizer state in float32; norms, attention, embedding and head in 16
+bits.
 
-Choose it for large models on an H100 or newer, with train.compile (the scaling is a few passes over
+Choose it for large models on an H100 or newer, with train.compile (scaling makes a few passes over
 each tensor, which compiling fuses), once bf16 trains well: a number is rounded by up to 2⁻⁴ of
-itself instead of 2⁻⁹. Scaling grows with a layer's width and the product with its square, so where
-layers are narrow nothing is gained. (Not measured on a GPU yet: `python -m experiments.benchmarks
-gpu first --only speed_fp8` does.)
+itself instead of 2⁻⁹. Scaling grows with a layer's width and the product with its square, so narrow
+layers gain nothing. A GPT of 1.3 billion parameters takes 469 ms a step on an H100, 561 ms in bf16,
+and a fifth less memory (experiments/benchmarks/RESULTS.md, the first H100).
 
-Only the linear layers of the blocks are changed, and of these those whose sizes 16 divides, as the
-hardware wants it; of a layer that is split over workers (tensor), each worker's part; one that they
-all have whole stays in bfloat16. A call with a number of rows that 16 does not divide is computed
-in bfloat16. A worker scales by what it has itself, so two layouts agree to float8's rounding.
+Only linear layers of the blocks change, and of these only the ones whose sizes are divisible by 16,
+as the hardware requires. Of a layer that is split over workers (tensor), each worker changes its
+own slice; a layer that every worker keeps whole stays in bfloat16. A call whose number of rows is
+not divisible by 16 is computed in bfloat16. A worker scales by the magnitudes of its own slice, so
+two layouts agree to float8's rounding.
 """
 
 import contextlib
@@ -69,11 +71,11 @@ DTYPES = {
     "fp16": torch.float16,
     "fp8": torch.bfloat16,
 }
-"""fp8 is bf16 but for what `use_float8` changes."""
+"""The type of matrix products. With fp8, those that `use_float8` does not change have it."""
 
 
 def autocast(precision: str, device_type: str) -> Callable[[], AbstractContextManager[object]]:
-    """What to wrap forward in, for replicated parameters."""
+    """A maker of the context that casts inside a forward, for replicated parameters."""
     if precision == "fp32":
         return contextlib.nullcontext
     dtype = DTYPES[precision]
@@ -83,47 +85,65 @@ def autocast(precision: str, device_type: str) -> Callable[[], AbstractContextMa
 def shard_policies(
     precision: str, reduce_dtype: str
 ) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
-    """What `fully_shard` casts, for sharded parameters: of a block, and of the whole step, whose batch (targets are in
-    it) stays as it is."""
-    compute = None if precision == "fp32" else DTYPES[precision]
-    reduce = None if compute is None and reduce_dtype == "fp32" else DTYPES[reduce_dtype]
-    return MixedPrecisionPolicy(compute, reduce), MixedPrecisionPolicy(
-        compute, reduce, cast_forward_inputs=False
+    """What `fully_shard` casts, for sharded parameters.
+
+    Returns:
+        The policy of a block, and the policy of the whole step. The step's input is the batch,
+        targets included, and is not cast.
+    """
+    compute_dtype = None if precision == "fp32" else DTYPES[precision]
+    if compute_dtype is None and reduce_dtype == "fp32":
+        gradient_dtype = None
+    else:
+        gradient_dtype = DTYPES[reduce_dtype]
+    block_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=gradient_dtype)
+    step_policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=gradient_dtype, cast_forward_inputs=False
     )
+    return block_policy, step_policy
 
 
 def cast_calls(module: nn.Module, precision: str, float_output: bool) -> None:
-    """Casts what the model is called with to 16 bits, and its output to float32 again, unless not wanted.
+    """Make a model with sharded parameters cast its inputs to 16 bits and its output to float32.
 
-    Within it casts what a layer with parameters of its own is called with, as autocast does for
-    replicated ones: a float32 mask times an embedding is float32. A layer that needs none in its
-    first call is left alone from then on.
+    Inside the model, the inputs of every layer with parameters of its own are cast too, as autocast
+    does for replicated parameters: a float32 mask times an embedding is float32. If the first call
+    of a layer needs no cast, its later calls are not checked.
+
+    Args:
+        module: The model; hooks are added in place.
+        precision: A key of `DTYPES`; with fp32 nothing is cast.
+        float_output: Whether to cast the output to float32.
     """
     if precision == "fp32":
         return
     for layer in module.modules():
-        if layer is module or any(True for _ in layer.parameters(recurse=False)):
-            _Narrowing(layer, DTYPES[precision])
+        has_parameters = any(True for _ in layer.parameters(recurse=False))
+        if layer is module or has_parameters:
+            _InputCast(layer, DTYPES[precision])
     if float_output:
         module.register_forward_hook(lambda _, __, output: _cast(output, torch.float32))
 
 
-class _Narrowing:
+class _InputCast:
+    """A hook that casts a layer's inputs, and removes itself if the first call needs no cast."""
+
     def __init__(self, layer: nn.Module, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.handle = layer.register_forward_pre_hook(self, with_kwargs=True)
 
-    def __call__(self, layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        if any(
-            _is_float(leaf) and leaf.dtype != self.dtype for leaf in tree_leaves((args, kwargs))
-        ):
+    def __call__(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        leaves = tree_leaves((args, kwargs))
+        if any(_is_float(leaf) and leaf.dtype != self.dtype for leaf in leaves):
             return _cast(args, self.dtype), _cast(kwargs, self.dtype)
         if not torch.compiler.is_compiling():
             self.handle.remove()
         return None
 
 
-def _is_float(value: Any) -> bool:
+def _is_float(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
@@ -132,7 +152,10 @@ def _cast(values: Any, dtype: torch.dtype) -> Any:
 
 
 class Product:
-    """The products of a linear layer and of its backward, for layers that are split (tensor) to take others (fp8)."""
+    """The matrix products of a linear layer's forward and backward, in the type of their inputs.
+
+    Layers that are split over workers (tensor) call these, so that fp8 can replace them.
+    """
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -140,161 +163,246 @@ class Product:
         return F.linear(x, weight, bias)
 
     @staticmethod
-    def of_input(gradient: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
         """(…, N) and (N, K) → (…, K)."""
         return gradient.matmul(weight)
 
     @staticmethod
-    def of_weight(gradient: Tensor, x: Tensor) -> Tensor:
+    def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
         """(…, N) and (…, K) → (N, K)."""
         return gradient.flatten(0, -2).T.matmul(x.flatten(0, -2))
 
 
 # --- float8 ---------------------------------------------------------------------------------------
 
-FORWARD, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16
-LEAST = (8, 9)
-"""Compute capability of the first GPUs that have it (Ada; Hopper is 9.0)."""
+FORWARD_DTYPE = torch.float8_e4m3fn
+GRADIENT_DTYPE = torch.float8_e5m2
+SIZE_MULTIPLE = 16
+"""What the hardware requires the sizes of float8 products to be divisible by."""
+MINIMUM_CAPABILITY = (8, 9)
+"""The compute capability of the first GPUs with float8 products (Ada; Hopper is 9.0)."""
 
 
 def require_float8(device: torch.device) -> None:
-    """Raises LayoutError, one sentence, if the device has no float8 products."""
+    """Check that a device has float8 products.
+
+    Raises:
+        LayoutError: It has none.
+    """
     if device.type != "cuda":
         raise LayoutError(
             "train.precision=fp8 needs GPUs, but the workers have none: write train.precision=bf16"
         )
-    found = torch.cuda.get_device_capability(device)
-    if torch.version.hip is not None or found < LEAST:
+    major, minor = torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None or (major, minor) < MINIMUM_CAPABILITY:
+        least_major, least_minor = MINIMUM_CAPABILITY
         raise LayoutError(
-            f"train.precision=fp8 needs an NVIDIA GPU of compute capability {LEAST[0]}.{LEAST[1]} "
-            f"or newer (Ada, Hopper), but {torch.cuda.get_device_name(device)} has "
-            f"{found[0]}.{found[1]}: write train.precision=bf16"
+            f"train.precision=fp8 needs an NVIDIA GPU of compute capability {least_major}."
+            f"{least_minor} or newer (Ada, Hopper), but {torch.cuda.get_device_name(device)} has "
+            f"{major}.{minor}: write train.precision=bf16"
         )
 
 
 def use_float8(module: nn.Module, blocks: list[str]) -> tuple[str, ...]:
-    """Lets the linear layers of the blocks (of the whole module if there are none) compute in float8, in place: names
-    and parameters stay. Returns remarks for the user.
+    """Make the linear layers of the blocks compute in float8.
+
+    The layers change in place; their names and parameters stay.
+
+    Args:
+        module: The model, already split over workers if it is to be.
+        blocks: The names of its repeating blocks. Without any, all linear layers change.
+
+    Returns:
+        Remarks for the user.
 
     Raises:
-        LayoutError: none of them can.
+        LayoutError: No linear layer can compute in float8.
     """
-    inside = (layer for name in blocks or [""] for layer in module.get_submodule(name).modules())
-    layers = dict.fromkeys(layer for layer in inside if _is_linear(layer))
-    chosen = [
-        layer for layer in layers if not any(size % MULTIPLE for size in _own_weight(layer).shape)
-    ]
-    if not chosen:
+    block_modules = [module.get_submodule(name) for name in blocks or [""]]
+    parts = (part for block in block_modules for part in block.modules())
+    layers = list(dict.fromkeys(part for part in parts if _is_linear(part)))
+    float8_layers = [layer for layer in layers if _sizes_allow_float8(layer)]
+    if not float8_layers:
         raise LayoutError(
             "train.precision=fp8, but the model's blocks have no linear layer whose sizes "
-            f"{MULTIPLE} divides: write train.precision=bf16"
+            f"{SIZE_MULTIPLE} divides: write train.precision=bf16"
         )
-    for layer in chosen:
+    for layer in float8_layers:
         if type(layer) is nn.Linear:
             layer.__class__ = Float8Linear
         else:
-            vars(layer).update(_product=Float8Product)
-    if len(chosen) == len(layers):
+            vars(layer)["_product"] = Float8Product
+    bfloat16_count = len(layers) - len(float8_layers)
+    if not bfloat16_count:
         return ()
-    left = len(layers) - len(chosen)
     return (
-        f"{left} of the blocks' {len(layers)} linear layers compute in bfloat16, because "
-        f"{MULTIPLE} does not divide their sizes; the others in float8",
+        f"{bfloat16_count} of the blocks' {len(layers)} linear layers compute in bfloat16, because "
+        f"{SIZE_MULTIPLE} does not divide their sizes; the others in float8",
     )
 
 
 def _is_linear(layer: nn.Module) -> bool:
-    """A subclass computes in its own way, but for those of tensor parallelism, which have a product."""
-    return type(layer) is nn.Linear or (
-        "_product" in vars(layer) and type(layer).__bases__ == (nn.Linear,)
-    )
+    """Whether a layer computes as `nn.Linear` does.
+
+    A subclass may compute something else. The subclasses of tensor parallelism do not: they have a
+    `_product`.
+    """
+    if type(layer) is nn.Linear:
+        return True
+    return "_product" in vars(layer) and type(layer).__bases__ == (nn.Linear,)
 
 
-def _own_weight(layer: nn.Module) -> Tensor:
-    return local(nn.Module.__getattr__(layer, "weight"))  # not by its name, which may gather it
+def _sizes_allow_float8(layer: nn.Module) -> bool:
+    """Whether both sizes of this worker's slice of the weight are divisible by `SIZE_MULTIPLE`."""
+    # `layer.weight` may be a property that gathers the weight from other workers.
+    weight = local(nn.Module.__getattr__(layer, "weight"))
+    return all(size % SIZE_MULTIPLE == 0 for size in weight.shape)
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer, (…, in) → (…, out) bfloat16; made of one by changing its class."""
+    """A linear layer, (…, in) → (…, out) bfloat16; an `nn.Linear` whose class was changed."""
 
     def forward(self, x: Tensor) -> Tensor:
         return Float8Product.forward(x, self.weight, self.bias)
 
 
 class Float8Product(Product):
-    """The products of a linear layer in float8; those with a number of rows that it cannot have in bfloat16."""
+    """The matrix products of a linear layer in float8, or in bfloat16 for other numbers of rows."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        rows, weight = x.to(torch.bfloat16).reshape(-1, x.size(-1)), weight.to(torch.bfloat16)
+        rows = x.to(torch.bfloat16).reshape(-1, x.size(-1))
+        weight = weight.to(torch.bfloat16)
         bias = None if bias is None else bias.to(torch.bfloat16)
-        if _odd(rows):
-            y = F.linear(rows, weight, bias)
-        else:
+        if _row_count_allows_float8(rows):
             y = _Float8Forward.apply(rows, weight)
             y = y if bias is None else y + bias
+        else:
+            y = F.linear(rows, weight, bias)
         return y.view(*x.shape[:-1], len(weight))
 
     @staticmethod
-    def of_input(gradient: Tensor, weight: Tensor) -> Tensor:
+    def input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
         rows = gradient.flatten(0, -2)
-        if _odd(rows):
-            return Product.of_input(gradient, weight)
-        found = multiply(*quantise(rows, GRADIENT), *quantise(weight.t(), FORWARD))
-        return found.view(*gradient.shape[:-1], weight.size(1))
+        if not _row_count_allows_float8(rows):
+            return Product.input_gradient(gradient, weight)
+        gradient8, gradient_scale = quantise(rows, GRADIENT_DTYPE)
+        weight8, weight_scale = quantise(weight.t(), FORWARD_DTYPE)
+        input_gradient = multiply(
+            gradient8, weight8, left_scale=gradient_scale, right_scale=weight_scale
+        )
+        return input_gradient.view(*gradient.shape[:-1], weight.size(1))
 
     @staticmethod
-    def of_weight(gradient: Tensor, x: Tensor) -> Tensor:
+    def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
         rows = gradient.flatten(0, -2)
-        if _odd(rows):
-            return Product.of_weight(gradient, x)
-        return multiply(*quantise(rows.t(), GRADIENT), *quantise(x.flatten(0, -2).t(), FORWARD))
+        if not _row_count_allows_float8(rows):
+            return Product.weight_gradient(gradient, x)
+        gradient8, gradient_scale = quantise(rows.t(), GRADIENT_DTYPE)
+        x8, x_scale = quantise(x.flatten(0, -2).t(), FORWARD_DTYPE)
+        return multiply(gradient8, x8, left_scale=gradient_scale, right_scale=x_scale)
 
 
-def _odd(rows: Tensor) -> bool:
-    return not len(rows) or len(rows) % MULTIPLE != 0
+def _row_count_allows_float8(rows: Tensor) -> bool:
+    return len(rows) > 0 and len(rows) % SIZE_MULTIPLE == 0
 
 
 class _Float8Forward(torch.autograd.Function):
-    """(M, K) bfloat16 and (N, K) bfloat16 → (M, N) bfloat16, whose backward multiplies what forward rounded."""
+    """x (M, K) and weight (N, K), bfloat16 → (M, N) bfloat16.
+
+    The backward multiplies the float8 tensors that the forward multiplied.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        x8, w8 = quantise(x, FORWARD), quantise(weight, FORWARD)
-        ctx.save_for_backward(*x8, *w8)
-        return multiply(*x8, *w8, fast=True)
+        x8, x_scale = quantise(x, FORWARD_DTYPE)
+        weight8, weight_scale = quantise(weight, FORWARD_DTYPE)
+        ctx.save_for_backward(x8, x_scale, weight8, weight_scale)
+        return multiply(x8, weight8, left_scale=x_scale, right_scale=weight_scale, fast=True)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x8, x_inverse, w8, w_inverse = ctx.saved_tensors
-        g8, g_inverse = quantise(gradient, GRADIENT)
-        to_x = to_weight = None
+        x8, x_scale, weight8, weight_scale = ctx.saved_tensors
+        gradient8, gradient_scale = quantise(gradient, GRADIENT_DTYPE)
+        x_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
-            to_x = multiply(g8, g_inverse, w8.t().contiguous(), w_inverse)
+            x_gradient = multiply(
+                gradient8,
+                weight8.t().contiguous(),
+                left_scale=gradient_scale,
+                right_scale=weight_scale,
+            )
         if ctx.needs_input_grad[1]:
-            to_weight = multiply(g8.t().contiguous(), g_inverse, x8.t().contiguous(), x_inverse)
-        return to_x, to_weight
+            weight_gradient = multiply(
+                gradient8.t().contiguous(),
+                x8.t().contiguous(),
+                left_scale=gradient_scale,
+                right_scale=x_scale,
+            )
+        return x_gradient, weight_gradient
 
 
 def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(x in float8, contiguous; what to multiply it by to have x again, 0-d float32 on the device).
+    """Round a tensor to float8, scaled by its own largest magnitude.
 
-    A tensor that holds inf or nan becomes one that holds nan, so that the loop's check sees it.
+    A tensor with inf or nan becomes a tensor with nan, so that the training loop's check sees it.
+
+    Args:
+        x: Any floating-point tensor.
+        dtype: The float8 type.
+
+    Returns:
+        The float8 tensor, contiguous, and its scale (0-d float32, on the device). Their product
+        approximates `x`.
     """
-    most = torch.finfo(dtype).max
-    largest = x.detach().abs().amax().float().clamp(min=1e-12)  # of nothing but zeros too
-    scaled = (x.float() * (most / largest)).clamp(-most, most)
-    return scaled.to(dtype).contiguous(), largest / most
+    dtype_max = torch.finfo(dtype).max
+    # The minimum keeps a tensor of zeros from dividing by zero.
+    largest = x.detach().abs().amax().float().clamp(min=1e-12)
+    scaled = (x.float() * (dtype_max / largest)).clamp(-dtype_max, dtype_max)
+    return scaled.to(dtype).contiguous(), largest / dtype_max
 
 
 def multiply(
-    a8: Tensor, a_inverse: Tensor, b8: Tensor, b_inverse: Tensor, *, fast: bool = False
+    left: Tensor, right: Tensor, *, left_scale: Tensor, right_scale: Tensor, fast: bool = False
 ) -> Tensor:
-    """a·bᵀ of float8 (M, K) and (N, K), both contiguous (the second is handed on as columns, as the hardware takes it),
-    scaled back: (M, N) bfloat16. fast: added up with fewer bits, which on Hopper is faster."""
-    each, out = F.ScalingType.TensorWise, torch.bfloat16
+    """left · rightᵀ of float8 matrices, scaled back.
+
+    Args:
+        left: (M, K), contiguous.
+        right: (N, K), contiguous. Its transpose, which the hardware takes column by column, is then
+            a view.
+        left_scale: The scale that `quantise` returned with `left`.
+        right_scale: The scale that `quantise` returned with `right`.
+        fast: Whether to add up with fewer bits, which is faster on Hopper.
+
+    Returns:
+        (M, N) bfloat16.
+    """
+    return _float8_product(left, right, left_scale, right_scale, fast)
+
+
+@torch.library.custom_op("trireme::float8_product", mutates_args=())
+def _float8_product(
+    left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, fast: bool
+) -> Tensor:
+    """torch's own product as one operator.
+
+    torch 2.11's compiler cannot look into `scaled_mm`, and would leave the whole backward pass of a
+    float8 layer to be run operation by operation, which takes twice as long as bfloat16.
+    """
     return F.scaled_mm(
-        a8, b8.t(), a_inverse, each, b_inverse, each, output_dtype=out, use_fast_accum=fast
+        left,
+        right.t(),
+        scale_a=left_scale,
+        scale_recipe_a=F.ScalingType.TensorWise,
+        scale_b=right_scale,
+        scale_recipe_b=F.ScalingType.TensorWise,
+        output_dtype=torch.bfloat16,
+        use_fast_accum=fast,
     )
+
+
+@_float8_product.register_fake
+def _(left: Tensor, right: Tensor, left_scale: Tensor, right_scale: Tensor, fast: bool) -> Tensor:
+    return left.new_empty(len(left), len(right), dtype=torch.bfloat16)

@@ -143,15 +143,20 @@ def by_degrees(*degrees: str) -> Strategy:
     return STRATEGIES[_BY_DEGREES[degrees]]
 
 
-def data_strategy(layout: Layout) -> Strategy:
+def data_strategy(layout: Layout, *, offload: bool = False) -> Strategy:
     """What a layout does with its data-parallel workers.
 
     It is what the layout's name says. If the name says nothing about them, or there is nothing to
-    shard, it is what the degrees say.
+    shard, it is what the degrees say. One worker alone shards if its state is in host memory.
+
+    Args:
+        layout: The layout.
+        offload: Whether state is kept in host memory.
     """
     first = find(layout.parts[0])
     dims = layout.dims.for_parameters(first.is_sharded)
-    has_nothing_to_shard = first.is_sharded and dims.dp_shard == 1
+    is_one_shard = offload and dims.world_size == 1
+    has_nothing_to_shard = first.is_sharded and dims.dp_shard == 1 and not is_one_shard
     if first.splits_model or has_nothing_to_shard:
         degrees = [name for name in ("dp_replicate", "dp_shard") if getattr(dims, name) > 1]
         return by_degrees(*degrees)

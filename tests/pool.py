@@ -1,4 +1,4 @@
-"""A reusable pool of gloo processes: `run_distributed(func, world_size, *args)` makes a distributed test three lines.
+"""A pool of gloo processes, with which a distributed test has three lines.
 
     def _sum(rank: int, x: float) -> float:          # at the top level of the test module
         t = torch.tensor(x + rank)
@@ -8,9 +8,11 @@
     def test_sum() -> None:
         assert run_distributed(_sum, 2, 1.0) == [3.0, 3.0]
 
-Processes are started once and kept (importing torch costs more than most tests); a call on four ranks uses the first
-four. Every call gets a fresh process group and a seeded generator, so that calls cannot see each other. A rank that
-raises, dies or hangs ends the call with `DistributedFailure`, and the processes are replaced.
+Processes are started once and kept, since importing torch costs more than most tests. A call on
+four ranks uses the first four. Every call gets a new process group and a seeded generator, so that
+calls cannot affect each other. If a rank raises, dies or hangs, the call ends with
+`DistributedFailure`, and the processes are replaced.
+
 The idea is OLMo-core's `run_distributed_test`.
 """
 
@@ -39,10 +41,17 @@ from typing import Any
 from unittest import mock
 
 START_TIMEOUT = 120.0
-"""Seconds in which a new process must have imported torch (two busy cores)."""
+"""Seconds in which a new process must have imported torch, on two busy cores."""
 GRACE = 3.0
-"""Seconds the other ranks get to end by themselves after one has failed."""
+"""Seconds that the other ranks get to end by themselves after one has failed."""
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+_PRELOADED = [
+    "torch.distributed.fsdp",
+    "strategies.parallelize",
+    "tests.strategies.models",
+    "app.training.loop",
+]
+"""What every process would import otherwise."""
 
 
 class DistributedFailure(AssertionError):
@@ -51,30 +60,50 @@ class DistributedFailure(AssertionError):
 
 @dataclass
 class _Worker:
+    """A process of the pool, and the pipe to it."""
+
     process: Any
     pipe: Connection
 
 
 _workers: list[_Worker] = []
-_stores: list["tempfile.TemporaryDirectory[str]"] = []
-"""Where ranks meet. Kept as long as there are ranks: one that lets go of its store while the folder is being removed
-waits for the file until the call's timeout, and then ends (torch 2.13, FileStore)."""
-_numbers = itertools.count()
+_store_folders: list["tempfile.TemporaryDirectory[str]"] = []
+"""Where ranks meet.
+
+The folder stays as long as the processes. A rank that closes its store while the folder is being
+removed would wait for the file until the call's timeout and then end (torch 2.13, FileStore).
+"""
+_call_numbers = itertools.count()
 
 
-def run_distributed(func: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Call `func(rank, *args)` on `world_size` gloo ranks and return their results by rank.
+def run_distributed(
+    func: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+) -> list[Any]:
+    """Call `func(rank, *args)` on gloo ranks.
 
-    func: a function at the top level of a module. args and results are pickled: no DTensors.
-    timeout: seconds, for the whole call and for every collective in it; a rank that takes longer prints its stacks.
-    Raises DistributedFailure.
+    Args:
+        func: A function at the top level of a module.
+        world_size: The number of ranks.
+        args: Its arguments. They and the results are pickled, so they may not be DTensors.
+        timeout: Seconds for the whole call, and for every collective in it. A rank that takes
+            longer prints its stacks.
+
+    Returns:
+        The results by rank.
+
+    Raises:
+        DistributedFailure: A rank raised, died or hung.
     """
-    _start(world_size)
-    store = os.path.join(_stores[0].name, f"store{next(_numbers)}")
+    _start_workers(world_size)
+    store = os.path.join(_store_folders[0].name, f"store{next(_call_numbers)}")
     call = pickle.dumps((world_size, timeout, store, pickle.dumps((func, args))))
-    for worker in _workers[:world_size]:
+    workers = _workers[:world_size]
+    for worker in workers:
         worker.pipe.send_bytes(call)
-    results, failures = _collect(_workers[:world_size], timeout)
+    results, failures = _collect(workers, timeout)
     if failures:
         close()
         name = getattr(func, "__qualname__", repr(func))
@@ -83,72 +112,82 @@ def run_distributed(func: Callable[..., Any], world_size: int, *args: Any, timeo
 
 
 def close(grace: float = 0.0) -> None:
-    """End all processes of the pool; the next call starts new ones. grace: seconds in which they may end by themselves,
-    as who measures what they ran needs it (`make coverage`)."""
-    until = time.monotonic() + grace
+    """End all processes of the pool; the next call starts new ones.
+
+    Args:
+        grace: Seconds in which they may end by themselves. `make coverage` needs that to measure
+            what they ran.
+    """
+    deadline = time.monotonic() + grace
     for worker in _workers:
         worker.pipe.close()
     while _workers:
         process = _workers.pop().process
-        process.join(max(0.0, until - time.monotonic()))
+        process.join(max(0.0, deadline - time.monotonic()))
         process.kill()
         process.join()
-    while _stores:
-        _stores.pop().cleanup()
+    while _store_folders:
+        _store_folders.pop().cleanup()
 
 
 atexit.register(close, GRACE)
 
 
-def _start(count: int) -> None:
-    """Have at least `count` living, ready processes."""
+def _start_workers(count: int) -> None:
+    """Make sure that at least `count` processes are alive and ready."""
     if any(not worker.process.is_alive() for worker in _workers):
         close()
-    if not _stores:
-        _stores.append(tempfile.TemporaryDirectory(prefix="pool-"))
-    fresh = [_spawn(rank) for rank in range(len(_workers), count)]
-    _workers.extend(fresh)
-    for worker in fresh:
-        ready = False
+    if not _store_folders:
+        _store_folders.append(tempfile.TemporaryDirectory(prefix="pool-"))
+    new_workers = [_start_worker(rank) for rank in range(len(_workers), count)]
+    _workers.extend(new_workers)
+    for worker in new_workers:
+        is_ready = False
         with contextlib.suppress(EOFError):
-            ready = worker.pipe.poll(START_TIMEOUT) and worker.pipe.recv_bytes() == b"ready"
-        if not ready:
+            is_ready = worker.pipe.poll(START_TIMEOUT) and worker.pipe.recv_bytes() == b"ready"
+        if not is_ready:
             close()
-            raise DistributedFailure("a process of the pool did not start; see what it printed above")
+            raise DistributedFailure("a process of the pool did not start; see its output above")
 
 
-def _spawn(rank: int) -> _Worker:
+def _start_worker(rank: int) -> _Worker:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["torch.distributed.fsdp", "strategies.parallelize", "tests.strategies.models", "app.training.loop"]
-    )
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(rank, theirs), name=f"pool-rank-{rank}")
-    with mock.patch.dict(os.environ, _ENVIRONMENT):  # torch and gloo read these when they are loaded
+    context.set_forkserver_preload(_PRELOADED)
+    pipe, pipe_of_process = context.Pipe()
+    process = context.Process(target=_serve, args=(rank, pipe_of_process), name=f"pool-rank-{rank}")
+    with mock.patch.dict(os.environ, _ENVIRONMENT):  # torch and gloo read these when loaded
         process.start()
-    theirs.close()
-    return _Worker(process, ours)
+    pipe_of_process.close()
+    return _Worker(process, pipe)
 
 
 def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], list[str]]:
-    """Every rank's result, and one text per rank that failed, in the order in which they did."""
+    """Wait for the results of a call.
+
+    Returns:
+        The results by rank, and a text for each rank that failed, in the order of the failures.
+    """
     results: dict[int, Any] = {}
     failures: list[str] = []
-    waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
+    rank_by_pipe = {worker.pipe: rank for rank, worker in enumerate(workers)}
     deadline = time.monotonic() + timeout + GRACE
-    while waiting:
-        ready = multiprocessing.connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+    while rank_by_pipe:
+        seconds = max(0.0, deadline - time.monotonic())
+        ready = multiprocessing.connection.wait(list(rank_by_pipe), timeout=seconds)
         if not ready:
             late = f"did not end within {timeout:g} s, or {GRACE:g} s after another had failed"
-            return results, failures + [f"--- rank {rank}\n{late}" for rank in waiting.values()]
+            failures += [f"--- rank {rank}\n{late}" for rank in rank_by_pipe.values()]
+            return results, failures
         for pipe in ready:
-            rank = waiting.pop(pipe)
+            rank = rank_by_pipe.pop(pipe)
             try:
-                ok, value = pickle.loads(pipe.recv_bytes())
+                succeeded, value = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
-                workers[rank].process.join(GRACE)
-                ok, value = False, f"the process ended with exit code {workers[rank].process.exitcode}"
-            if ok:
+                process = workers[rank].process
+                process.join(GRACE)
+                succeeded = False
+                value = f"the process ended with exit code {process.exitcode}"
+            if succeeded:
                 results[rank] = value
             else:
                 failures.append(f"--- rank {rank}\n{value}")
@@ -156,72 +195,100 @@ def _collect(workers: list[_Worker], timeout: float) -> tuple[dict[int, Any], li
     return results, failures
 
 
-# --- in the processes -------------------------------------------------------------------------------------------------
+# --- in the processes -----------------------------------------------------------------------------
 
 
 def _serve(rank: int, pipe: Connection) -> None:
-    """A process of the pool: do calls until the pipe closes."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the fork server ends with pytest, and this with it
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's
-    faulthandler.enable()  # of what ends it in native code, the stacks
+    """What a process of the pool does: calls, until the pipe closes."""
+    # PR_SET_PDEATHSIG: the fork server ends with pytest, and this process with the fork server.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest
+    faulthandler.enable()  # prints Python's stacks if native code ends the process
     import torch
     import torch.distributed
 
-    getattr(torch._C, "_set_print_stack_traces_on_fatal_signal", bool)(True)  # and of native threads
+    # Prints the stacks of native threads too.
+    getattr(torch._C, "_set_print_stack_traces_on_fatal_signal", bool)(True)
     torch.set_num_threads(1)
-    environment, folder = dict(os.environ), os.getcwd()
+    environment = dict(os.environ)
+    folder = os.getcwd()
     pipe.send_bytes(b"ready")
     while True:
         try:
             call = pickle.loads(pipe.recv_bytes())
         except EOFError:
-            os._exit(0)  # whatever threads a test has left behind
-        pipe.send_bytes(_answer(rank, *call))
+            os._exit(0)  # a test may have left threads behind
+        pipe.send_bytes(_do_call(rank, *call))
         restore(environment)
         os.chdir(folder)
         gc.collect()
-        gc.freeze()  # what torch's modules hold is not looked at again: a collection would take longer than the call
+        gc.freeze()  # collecting the objects of torch's modules again would take longer than a call
         faulthandler.cancel_dump_traceback_later()
 
 
 def restore(environment: dict[str, str]) -> None:
-    """Gives the process these variables. Only what differs is touched: a thread that asks for one meanwhile, as looking
-    up a host does, may read memory that glibc has given up, and the process ends."""
-    for name in [name for name in os.environ if name not in environment]:
-        del os.environ[name]
-    os.environ.update({name: value for name, value in environment.items() if os.environ.get(name) != value})
+    """Give this process the environment variables that it had.
+
+    Only variables that differ are changed. A thread that reads one meanwhile, as a look-up of a
+    host does, may read memory that glibc has freed, which ends the process.
+    """
+    for name in list(os.environ):
+        if name not in environment:
+            del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
-def _answer(rank: int, world_size: int, timeout: float, store: str, work: bytes) -> bytes:
-    """The pickled pair (True, result) or (False, traceback). Whoever calls it says when what is left is put in order:
-    what takes too long until then prints the stacks."""
+def _do_call(rank: int, world_size: int, timeout: float, store: str, work: bytes) -> bytes:
+    """Do a call.
+
+    If the process takes longer than the timeout, until the caller of this function has cleaned up,
+    it prints its stacks.
+
+    Args:
+        rank: This rank.
+        world_size: The number of ranks.
+        timeout: Seconds.
+        store: The file where ranks meet.
+        work: The pickled function and its arguments.
+
+    Returns:
+        The pickled pair (True, result) or (False, traceback).
+    """
     faulthandler.dump_traceback_later(timeout)
     try:
         func, args = pickle.loads(work)
-        with _process_group(rank, world_size, timeout, store):
+        with _process_group(rank, world_size, timeout=timeout, store=store):
             return pickle.dumps((True, func(rank, *args)))
-    except BaseException:  # SystemExit and pytest's outcomes too: the parent must hear of every end
+    except BaseException:  # the parent must know of SystemExit and pytest's outcomes too
         return pickle.dumps((False, traceback.format_exc()))
 
 
 @contextlib.contextmanager
-def _process_group(rank: int, world_size: int, timeout: float, store: str) -> Iterator[None]:
+def _process_group(rank: int, world_size: int, *, timeout: float, store: str) -> Iterator[None]:
+    """A new process group for one call, of which nothing remains afterwards."""
     import torch
     import torch.distributed as dist
 
-    size = str(world_size)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     torch.manual_seed(0)
-    files = dist.FileStore(store, world_size)
-    patience = datetime.timedelta(seconds=timeout)
-    dist.init_process_group("gloo", store=files, rank=rank, world_size=world_size, timeout=patience)
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
     try:
         yield
-        dist.barrier()  # nobody tears its connections down while another rank still uses them
+        dist.barrier()  # a rank must not close connections that another rank still uses
     finally:
-        _forget_meshes()
-        # DDP's Reducer holds a process group, and where it is the last to let go it waits, with Python's lock, for
-        # gloo's threads, one of which may need that lock to free a tensor (torch 2.13).
+        _clear_caches_of_dtensors()
+        # DDP's Reducer holds a process group. If it is the last to release it, it waits for gloo's
+        # threads while it holds Python's lock, which one of these threads may need to free a tensor
+        # (torch 2.13).
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -229,18 +296,31 @@ def _process_group(rank: int, world_size: int, timeout: float, store: str) -> It
             torch.compiler.reset()
 
 
-def _forget_meshes() -> None:
-    """Clears what torch remembers of operations on DTensors: it holds their meshes, and so process groups, each with a
-    thread that wakes a hundred times a second. (Another row's meshes have other names: nothing of it serves twice.)"""
+def _clear_caches_of_dtensors() -> None:
+    """Clear what torch caches of operations on DTensors.
+
+    The caches hold meshes, and so process groups, each of which has a thread that wakes up a
+    hundred times a second. (The meshes of another call have other names, so that no call could use
+    an entry of another.)
+    """
     if "torch.distributed.tensor" not in sys.modules:
         return
     importlib.import_module("torch.distributed.tensor.debug")
-    remembering = type(functools.cache(lambda: None))
-    for module in [m for name, m in sys.modules.items() if name.startswith("torch.distributed.tensor.")]:
-        for name, value in list(vars(module).items()):
-            members = vars(value).values() if isinstance(value, type) else ()
-            for each in (value, *(getattr(member, "__func__", member) for member in members)):
-                if isinstance(each, remembering):
-                    each.cache_clear()
-            if name in ("clear_redistribute_planner_cache", "_clear_sharding_prop_cache"):  # torch 2.13
-                value()
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("torch.distributed.tensor."):
+            for name, value in list(vars(module).items()):
+                _clear_caches(value)
+                # torch 2.13
+                if name in ("clear_redistribute_planner_cache", "_clear_sharding_prop_cache"):
+                    value()
+
+
+def _clear_caches(value: Any) -> None:
+    """Clear the cache of a function, or of the methods of a class."""
+    cached_function = type(functools.cache(lambda: None))
+    candidates = [value]
+    if isinstance(value, type):
+        candidates += [getattr(member, "__func__", member) for member in vars(value).values()]
+    for candidate in candidates:
+        if isinstance(candidate, cached_function):
+            candidate.cache_clear()

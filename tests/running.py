@@ -1,4 +1,4 @@
-"""Runs `trireme` as a person would: a process of its own, its output and exit code looked at."""
+"""Run `trireme` as a user does, in a process of its own, and look at what it leaves."""
 
 import contextlib
 import functools
@@ -24,29 +24,45 @@ from app.run.stopping import SIGNALS
 
 ROOT = Path(__file__).parents[1]
 LONG = 300.0
-"""Seconds to wait for what will come: twenty times what it takes, because other work may have the processors."""
+"""Seconds to wait for an event: twenty times what it takes, because the machine may be busy."""
 POINTS = ["task=tests.tasks:Points", "train.global_batch_size=16", "tracking.log_model=false"]
 
 
 @dataclass
 class Ended:
+    """A command that has ended.
+
+    Attributes:
+        code: Its exit code.
+        out: What it wrote to stdout.
+        err: What it wrote to stderr.
+    """
+
     code: int
     out: str
     err: str
 
     @property
     def json(self) -> dict[str, Any]:
+        """The last line of its output."""
         return json.loads(self.out.strip().splitlines()[-1])
 
     def expect(self, code: int = 0) -> Any:
-        """Itself; it must have ended with this code."""
+        """This object; the command must have ended with an exit code."""
         assert self.code == code, self.out + self.err
         return self
 
 
+# --- commands -------------------------------------------------------------------------------------
+
+
 def here(patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str], *words: str) -> Ended:
-    """`trireme WORDS` in this process: for what is refused, or only printed, before anything starts."""
-    from app.cli import main  # not above: the first 30 minutes on a GPU run tests where there is no Click
+    """Run `trireme WORDS` in this process.
+
+    This is for commands that are refused, or only print something, before anything starts.
+    """
+    # Imported here because the first 30 minutes on a GPU run tests where there is no Click.
+    from app.cli import main
 
     patch.setattr(sys, "argv", ["trireme", *words])
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
@@ -56,12 +72,18 @@ def here(patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str], *words:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return Ended(int(ended.value.code or 0), *capture.readouterr())
+    out, err = capture.readouterr()
+    return Ended(int(ended.value.code or 0), out, err)
 
 
 def invoke(*words: object, code: int = 0) -> Any:
-    """`trireme WORDS` in this process too, which ends with `code`: without what `main` does around commands."""
-    from click.testing import CliRunner  # not above: as there
+    """Run `trireme WORDS` in this process, without what `main` does around commands.
+
+    Args:
+        words: The command line.
+        code: The exit code that the command must have.
+    """
+    from click.testing import CliRunner  # imported here for the same reason as above
 
     from app.cli import group
 
@@ -71,65 +93,107 @@ def invoke(*words: object, code: int = 0) -> Any:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """This environment without what would send a test's metrics, or its Ray, elsewhere."""
-    drop = ("MLFLOW_", "RAY_ADDRESS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RAY_TMPDIR": _ray_folder().name} | more
+    """This environment, changed so that a test's metrics and its Ray stay with the test."""
+    dropped = ("MLFLOW_", "RAY_ADDRESS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+    return {
+        **kept,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "RAY_TMPDIR": _ray_folder().name,
+        **more,
+    }
 
 
 @functools.cache
 def _ray_folder() -> tempfile.TemporaryDirectory[str]:
-    """Where Ray notes which cluster runs on this machine: a test must not find another program's."""
-    return tempfile.TemporaryDirectory(prefix="tests-", dir="/tmp", ignore_cleanup_errors=True)  # short: for sockets
+    """Where Ray notes the cluster of this machine, so that tests do not find another program's."""
+    # The paths of Ray's sockets may not be long.
+    return tempfile.TemporaryDirectory(prefix="tests-", dir="/tmp", ignore_cleanup_errors=True)
 
 
 @functools.cache
-def _database() -> bytes:
-    """An empty database of MLflow's, which takes it seconds of a processor to make: kept beside pytest's cache."""
-    kept = ROOT / ".pytest_cache" / f"mlflow-{importlib.metadata.version('mlflow')}.db"
-    if not kept.exists():
+def _empty_database() -> bytes:
+    """An empty database of MLflow.
+
+    Making one takes seconds of a processor, so it is kept beside pytest's cache.
+    """
+    version = importlib.metadata.version("mlflow")
+    cached = ROOT / ".pytest_cache" / f"mlflow-{version}.db"
+    if not cached.exists():
         from mlflow.tracking import MlflowClient
 
-        kept.parent.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+        cached.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cached.parent) as folder:
             MlflowClient(f"sqlite:///{folder}/mlflow.db").search_experiments()
-            os.replace(f"{folder}/mlflow.db", kept)
-    return kept.read_bytes()
+            os.replace(f"{folder}/mlflow.db", cached)
+    return cached.read_bytes()
 
 
 def seed(arguments: list[str]) -> None:
-    """Gives the storage of a run that is tracked beside it such a database, unless it has one."""
-    words = dict(word.partition("=")[::2] for word in arguments)
-    file = Path(words.get("run.storage", ""), "mlflow.db")
-    if file.is_absolute() and not file.exists() and not {"tracking.uri", "tracking.enabled"} & words.keys():
+    """Put an empty database into the storage of a run that is tracked there, unless it has one.
+
+    Args:
+        arguments: The run's arguments.
+    """
+    values = dict(argument.partition("=")[::2] for argument in arguments)
+    file = Path(values.get("run.storage", ""), "mlflow.db")
+    is_tracked_elsewhere = "tracking.uri" in values or "tracking.enabled" in values
+    if file.is_absolute() and not file.exists() and not is_tracked_elsewhere:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(_database())
+        file.write_bytes(_empty_database())
 
 
-def start(arguments: list[str], *, env: dict[str, str] | None = None, program: list[str] | None = None) -> Any:
+def start(
+    arguments: list[str],
+    *,
+    env: dict[str, str] | None = None,
+    program: list[str] | None = None,
+) -> Any:
+    """Start a command.
+
+    Args:
+        arguments: Its arguments.
+        env: Its environment; by default `environment()`.
+        program: What to run in place of `trireme`.
+    """
     seed(arguments)
-    command = [*(program or [sys.executable, "-m", "app"]), *arguments]
-    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # It heeds Ctrl-C also where the tests were started in the background, whose processes ignore it.
-    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    return subprocess.Popen(command, cwd=ROOT, env=env or environment(), preexec_fn=heed, **streams)
+    if program is None:
+        program = [sys.executable, "-m", "app"]
+    return subprocess.Popen(
+        [*program, *arguments],
+        cwd=ROOT,
+        env=env or environment(),
+        preexec_fn=_end_on_ctrl_c,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _end_on_ctrl_c() -> None:
+    """In the new process: react to SIGINT, which processes in the background ignore."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def trireme(*arguments: str, env: dict[str, str] | None = None, timeout: float = LONG) -> Ended:
-    """Runs the command to its end."""
+    """Run `trireme` to its end."""
     return finish(start(list(arguments), env=env), timeout)
 
 
-def torchrun(*arguments: str) -> Ended:
-    return finish(start(list(arguments), program=torchrun_program()))
+def torchrun(*arguments: str, env: dict[str, str] | None = None) -> Ended:
+    """Run `trireme` under torchrun, on two ranks, to its end."""
+    return finish(start(list(arguments), program=torchrun_program(), env=env))
 
 
 def torchrun_program(*more: str) -> list[str]:
+    """What runs `trireme` under torchrun on two ranks, with more arguments of torchrun's."""
     program = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     return [*program, *more, "-m", "app"]
 
 
 def finish(process: Any, timeout: float = LONG) -> Ended:
+    """Wait for a command's end; it is killed after the timeout."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -140,30 +204,41 @@ def finish(process: Any, timeout: float = LONG) -> Ended:
 
 
 def end_tree(pid: int) -> None:
-    """Kills a process of ours and its descendants."""
+    """Kill a process of ours and its descendants."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        tree = [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
-        for process in tree:
+        root = psutil.Process(pid)
+        for process in [*root.children(recursive=True), root]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(signal.SIGKILL)
 
 
 @contextlib.contextmanager
 def tree_without(*paths: str) -> Iterator[str]:
-    """A folder with a copy of this checkout, in which these files or folders are not: for PYTHONPATH."""
+    """A folder with a copy of this checkout, without some of its files or folders.
+
+    It is for PYTHONPATH.
+
+    Args:
+        paths: What is left out: names, relative to the checkout, that begin with one of these.
+    """
+    command = ["git", "ls-files", "-z"]
+    process = subprocess.run(command, check=True, capture_output=True, text=True)
     with tempfile.TemporaryDirectory() as folder:
-        tracked = subprocess.run(["git", "ls-files", "-z"], check=True, capture_output=True, text=True).stdout
-        for name in filter(None, tracked.split("\0")):
+        for name in filter(None, process.stdout.split("\0")):
             if not name.startswith(paths) and Path(name).exists():
-                Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(name, Path(folder, name))
-        # Where Trireme is installed in editable mode, its finder would find in the checkout what is not here.
+                copy = Path(folder, name)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(name, copy)
+        # If Trireme is installed in editable mode, its finder would find the missing files in the
+        # checkout.
         finders = "[finder for finder in sys.meta_path if 'Editable' not in repr(finder)]"
-        Path(folder, "sitecustomize.py").write_text(f"import sys; sys.meta_path[:] = {finders}")
+        customization = f"import sys; sys.meta_path[:] = {finders}"
+        Path(folder, "sitecustomize.py").write_text(customization)
         yield folder
 
 
 def wait_until(condition: Callable[[], Any], timeout: float = LONG) -> Any:
+    """The first true value of a condition."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         value = condition()
@@ -173,25 +248,38 @@ def wait_until(condition: Callable[[], Any], timeout: float = LONG) -> Any:
     raise AssertionError(f"did not happen within {timeout} s: {condition}")
 
 
+# --- what a run leaves ----------------------------------------------------------------------------
+
+
 def committed(folder: Path) -> list[int]:
-    """Steps of the committed checkpoints of a run, ascending."""
-    return sorted(int(p.parent.name.split("-")[1]) for p in folder.glob("checkpoints/step-*/COMMIT.json"))
+    """The steps of a run's committed checkpoints, in ascending order."""
+    markers = folder.glob("checkpoints/step-*/COMMIT.json")
+    return sorted(int(marker.parent.name.split("-")[1]) for marker in markers)
 
 
 def weights(folder: Path) -> dict[str, Any]:
-    import torch  # not above: the process that only hands tests out to others does without it, and begins sooner
+    """The weights that a run has exported."""
+    # Imported here because a process that only hands out tests starts sooner without torch.
+    import torch
 
     return torch.load(folder / "model" / "weights.pt", weights_only=True)
 
 
 def same_bits(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether two states have the same names and equal tensors."""
     import torch
 
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def assert_unbroken(storage: Path, truth: Path, ended: Ended) -> None:
-    """No step is lost and none is there twice: to the last bit as in the run `truth`, which nothing has disturbed."""
+    """Check that the run `run` has every step once, and the same bits as an undisturbed run.
+
+    Args:
+        storage: The storage of the run.
+        truth: The folder of the undisturbed run.
+        ended: The end of the run.
+    """
     ended.expect()
     assert same_bits(weights(storage / "run"), weights(truth))
     for metric in ("train/loss", "eval/loss"):
@@ -200,27 +288,42 @@ def assert_unbroken(storage: Path, truth: Path, ended: Ended) -> None:
 
 
 def kill_and_run_again(storage: Path, given: list[str]) -> Ended:
-    """Both workers of `run` under torchrun, which continues; how `truth`, undisturbed, ended."""
+    """Kill both workers of the run `run` under torchrun, and check that it continues.
+
+    Args:
+        storage: The storage of the run.
+        given: The run's arguments, without its name.
+
+    Returns:
+        The end of an undisturbed run `truth`.
+    """
     truth = torchrun(*given, "run.name=truth").expect()
     process = start([*given, "run.name=run"], program=torchrun_program())
     wait_until(lambda: committed(storage / "run"))
     end_tree(process.pid)
     process.wait()
-    again = torchrun(*given, "run.name=run")
-    assert_unbroken(storage, storage / "truth", again)
-    assert "continuing after step" in again.out
+    second_start = torchrun(*given, "run.name=run")
+    assert_unbroken(storage, storage / "truth", second_start)
+    assert "continuing after step" in second_start.out
     return truth
 
 
 def flip(path: Path) -> None:
-    """Flips a bit in the middle of a file; a second time it is as before."""
+    """Flip a bit in the middle of a file; flipping it twice restores the file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
 
 
+# --- a run that is going on -----------------------------------------------------------------------
+
+
 class Lines:
-    """What a process says, and when; it is read to its end."""
+    """What a process prints, and when; it is read to its end.
+
+    Attributes:
+        heard: (time, line) of each line so far.
+    """
 
     def __init__(self, process: Any) -> None:
         self.heard: list[tuple[float, str]] = []
@@ -233,56 +336,89 @@ class Lines:
 
     @property
     def text(self) -> str:
+        """All lines so far."""
         return "".join(line for _, line in self.heard)
 
     def when(self, part: str, timeout: float = LONG) -> float:
+        """When a line with this part was printed first; waits for it."""
+
+        def find() -> float | None:
+            return next((at for at, line in self.heard if part in line), None)
+
         try:
-            return wait_until(lambda: next((at for at, line in self.heard if part in line), None), timeout)
+            return wait_until(find, timeout)
         except AssertionError:
-            raise AssertionError(f"{part!r} was not said within {timeout:g} s, but: {self.text}") from None
+            message = f"{part!r} was not printed within {timeout:g} s, but: {self.text}"
+            raise AssertionError(message) from None
 
 
 def disturb(folder: Path, rank: int, number: int) -> float:
-    """Signals the process that writes this rank's log; when."""
+    """Signal the process that writes the log of a rank.
+
+    Args:
+        folder: The run's folder.
+        rank: The rank.
+        number: The signal.
+
+    Returns:
+        When the signal was sent.
+    """
     log = str(folder / "logs" / f"rank-{rank}.log")
-    (victim,) = [process for process in psutil.process_iter() if writes(process, log)]
-    at = time.time()
-    victim.send_signal(number)
-    return at
+    (process,) = [process for process in psutil.process_iter() if writes(process, log)]
+    sent_at = time.time()
+    process.send_signal(number)
+    return sent_at
 
 
 def writes(process: psutil.Process, log: str) -> bool:
+    """Whether a process writes its output to a file."""
     try:
         return os.readlink(f"/proc/{process.pid}/fd/1") == log
     except OSError:
         return False
 
 
+# --- MLflow ---------------------------------------------------------------------------------------
+
+
 def _mlflow(storage: Path) -> Any:
-    """A client of the embedded store."""
+    """A client of the store inside a storage."""
     from mlflow.tracking import MlflowClient
 
     return MlflowClient(f"sqlite:///{storage}/mlflow.db")
 
 
 def mlflow_run(storage: Path, name: str) -> Any:
-    """The one MLflow run of that name."""
+    """The MLflow run of that name; there must be one."""
     client = _mlflow(storage)
     experiment = client.get_experiment_by_name("trireme")
-    found = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{name}'")
-    assert len(found) == 1, [run.info.run_id for run in found]
-    return found[0]
+    runs = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{name}'")
+    assert len(runs) == 1, [run.info.run_id for run in runs]
+    return runs[0]
 
 
 def mlflow_text(storage: Path, run_id: str, folder: str, suffix: str = ".txt") -> list[str]:
+    """The text artifacts of a run.
+
+    Args:
+        storage: The run's storage.
+        run_id: The MLflow run.
+        folder: The folder of the artifacts.
+        suffix: How their names end.
+    """
     client = _mlflow(storage)
-    paths = [artifact.path for artifact in client.list_artifacts(run_id, folder) if artifact.path.endswith(suffix)]
-    return [Path(client.download_artifacts(run_id, path)).read_text() for path in paths]
+    paths = [artifact.path for artifact in client.list_artifacts(run_id, folder)]
+    texts = []
+    for path in paths:
+        if path.endswith(suffix):
+            texts.append(Path(client.download_artifacts(run_id, path)).read_text())
+    return texts
 
 
 def curve(storage: Path, name: str, metric: str = "train/loss") -> dict[int, float]:
-    """A metric by step; fails if a step was logged twice."""
-    history = _mlflow(storage).get_metric_history(mlflow_run(storage, name).info.run_id, metric)
+    """A metric by step, of which no step may be logged twice."""
+    run_id = mlflow_run(storage, name).info.run_id
+    history = _mlflow(storage).get_metric_history(run_id, metric)
     steps = [point.step for point in history]
     assert len(steps) == len(set(steps)), f"{metric} was logged twice at a step: {steps}"
     return {point.step: point.value for point in history}

@@ -34,6 +34,7 @@ from app.checkpoint.commit import (
     survey,
 )
 from app.checkpoint.dcp import StagedState, Stager, Writer
+from app.checkpoint.forks import held
 from app.checkpoint.ranks import (
     SUPERSEDED,
     CheckpointError,
@@ -293,7 +294,16 @@ class Checkpointer:
             keep_best=self._keep_best,
             mode=self._mode,
         )
+        if not outdated:
+            return
+        try:
+            held_names = held(self._storage)
+        except Exception as error:  # each object store library has its own exceptions
+            _log.warning("no old checkpoint is removed (%s)", describe(error))
+            return
         for commit in outdated:
+            if commit.path.rpartition("/")[2] in held_names:
+                continue
             try:
                 remove(commit.storage)
             except Exception as error:  # each object store library has its own exceptions

@@ -16,6 +16,7 @@ from app.run.stopping import drop_streams, end_at_once, end_on_signals, nobody_r
 
 COMMANDS = {
     "train": ("runs", "Train an experiment, or continue one that was stopped."),
+    "fork": ("fork", "Continue a checkpoint of a run as a new run, with other keys."),
     "sweep": (
         "studies",
         "Search batch size, learning rate and other keys; run it again to continue.",
@@ -23,6 +24,7 @@ COMMANDS = {
     "scale": ("studies", "Measure what more workers bring, and whether the next doubling pays."),
     "runs": ("look", "List runs with their state, last loss and age."),
     "watch": ("look", "Follow a run that trains in another shell or on another machine."),
+    "compare": ("look", "Say which runs are better, and whether it is more than noise."),
     "profile": ("look", "Show where the time of a run's profiled steps went."),
     "report": ("studies", "Write one page about runs, a sweep or a scaling study."),
     "config": ("runs", "Show every key of an experiment, its value and what it means."),
@@ -156,13 +158,23 @@ def usage_error(error: click.ClickException) -> str:
 
     Keys are not options: someone who writes `--workers 4` is told to write workers=VALUE.
     """
-    if isinstance(error, click.NoSuchOption) and not error.possibilities:
-        from app.config.words import OTHER_NAMES, meant_key
+    command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else ""
+    match error:
+        case click.NoSuchOption(possibilities=similar) if not set(similar or ()) - {"--help"}:
+            from app.config.io import documentation
+            from app.config.words import OTHER_NAMES, meant_key
 
-        word = error.option_name.lstrip("-")
-        key = word if word in OTHER_NAMES else meant_key(word)
-        if key is not None:
-            return f"there is no option {error.option_name}: write {key}=VALUE, without dashes"
+            word = error.option_name.lstrip("-").replace("-", "_")
+            keys = [key for key in documentation() if word in (key, key.rpartition(".")[2])]
+            is_known = word in OTHER_NAMES or word in documentation()
+            key = word if is_known else meant_key(word) or next(iter(keys), None)
+            if key is not None:
+                return f"there is no option {error.option_name}: write {key}=VALUE, without dashes"
+        case click.MissingParameter(param=click.Parameter() as parameter):
+            name = parameter.opts[0] if isinstance(parameter, click.Option) else ""
+            shown = " ".join(filter(None, (name, parameter.make_metavar(error.ctx))))  # type: ignore[arg-type]
+            missing = name or parameter.human_readable_name
+            return f"{missing} is missing: write {command} {shown}; {command} --help explains it"
     return error.format_message()
 
 

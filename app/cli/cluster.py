@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import click
 
 from app import names
-from app.cli.common import Invocation, experiment_arguments, read_experiment, verb
+from app.cli.common import Invocation, NamedGroup, experiment_arguments, read_experiment, verb
 from app.errors import EXIT_FAILED, EXIT_REFUSED, RunFailed
 from app.run.endings import USER_ERRORS
 from app.run.versions import TESTED
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from app.submit.client import Server
 
 
-@click.group("cluster")
+@click.group("cluster", cls=NamedGroup)
 def cluster() -> None:
     """Define, check, start and stop clusters: one laptop, machines over SSH, clouds, Kubernetes.
 

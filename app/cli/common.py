@@ -19,6 +19,10 @@ from app.errors import (
     Interrupted,
     RunFailed,
     UserError,
+    described,
+    nearest,
+    own_line,
+    with_line,
 )
 from app.run.endings import MACHINE_ERRORS, USER_ERRORS
 
@@ -121,11 +125,27 @@ def _report_error(cli: Invocation, error: Exception) -> int:
         code = EXIT_FAILED
     text = str(error)
     if not isinstance(error, (*USER_ERRORS, *MACHINE_ERRORS, RunFailed, Interrupted)):
-        first_line = text.strip().partition("\n")[0]
-        text = f"{type(error).__name__}: {first_line} (--traceback shows where)"
+        line = own_line(error)
+        hint = "" if line else " (--traceback shows where)"
+        text = with_line(f"{described(error)}{hint}", line)
     cli.answer({"status": STATUS[code], "error": text})
     cli.console.error(f"trireme: {text}")
     return code
+
+
+class NamedGroup(click.Group):
+    """A group of commands that knows which one an unknown word may mean."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Click's hook: find the command that arguments begin with."""
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            hint = nearest(args[0], self.commands)
+            raise click.UsageError(
+                f"unknown command {args[0]!r}{hint}: write one of {', '.join(self.commands)}"
+            )
+        return super().resolve_command(ctx, args)
 
 
 class GroupWithDefault(click.Group):

@@ -72,27 +72,19 @@ def generate(
     on this machine's GPU if it has one. One with an encoder (T5, BART) makes its text of the one
     given.
     """
-    import torch
-
-    from app.results.generate import Sampling, continuation, text_input
-    from app.results.trained import trained
+    from app.results.generate import Sampling, Writer
     from app.run.look import open_run
 
     if text is None and not interactive:
         raise UserError('no text is given: write one, such as "def main(", or --interactive')
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     cli.console.status("reading the checkpoint")
-    result = trained(open_run(run), step, cli.console.say)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = result.model.to(device)
-    preprocessor = text_input(result.task)
-    generator = torch.Generator(device).manual_seed(seed)
+    writer = Writer(open_run(run), step, cli.console.say)
+    generator = writer.generator(seed)
 
     def print_continuation(prompt: str) -> str:
         pieces = []
-        for piece in continuation(
-            model, preprocessor, prompt, sampling=sampling, generator=generator
-        ):
+        for piece in writer.write_on(prompt, sampling=sampling, generator=generator):
             pieces.append(piece)
             cli.console.part(piece)
         cli.console.say("")
@@ -101,7 +93,7 @@ def generate(
     if text is not None:
         cli.console.part(text)
         generated = print_continuation(text)
-        cli.answer({"status": "complete", "step": result.step, "text": text + generated})
+        cli.answer({"status": "complete", "step": writer.step, "text": text + generated})
     while interactive:
         try:
             prompt = input("> " if sys.stdin.isatty() else "")

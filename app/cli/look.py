@@ -1,4 +1,4 @@
-"""`trireme runs`, `watch` and `profile`: runs seen from another shell or machine."""
+"""`trireme runs`, `watch`, `compare` and `profile`: runs seen from another shell or machine."""
 
 import dataclasses
 
@@ -64,6 +64,36 @@ def watch(cli: Invocation, run: str) -> None:
         raise RunFailed(f"{ending}; its logs are in {state.folder}/logs")
     text = f"{ending}: {evaluation_line(state.evaluated)}" if state.evaluated else ending
     cli.answer(state, text)
+
+
+@verb("compare")
+@click.argument("runs", metavar="RUN RUN…", nargs=-1)
+@click.option("--metric", default="train/loss", show_default=True, help="Lower is better.")
+@click.option(
+    "--last",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.5,
+    show_default=True,
+    metavar="SHARE",
+    help="Compare over this share of the samples that the runs have in common, at their end.",
+)
+def compare(cli: Invocation, runs: tuple[str, ...], metric: str, last: float) -> None:
+    """Say which runs are better than the first one, and whether it is more than noise.
+
+    \b
+    trireme fork runs/gpt --at 3000 run.name=slow optimizer.lr=1e-4
+    trireme fork runs/gpt --at 3000 run.name=fast optimizer.lr=4e-4
+    trireme compare runs/slow runs/fast
+
+    Values over the same samples are compared pair by pair, so forks of one checkpoint need few
+    steps to differ. Runs of another seed or other data are compared less sharply.
+    """
+    from app.results.compare import compare_runs, sentence
+    from app.run.look import open_run
+
+    differences = compare_runs([open_run(run) for run in runs], metric=metric, share=last)
+    values = [{**dataclasses.asdict(each), "verdict": each.verdict} for each in differences]
+    cli.answer(values, "\n".join(map(sentence, differences)))
 
 
 @verb("profile")

@@ -95,14 +95,10 @@ def scale(
             f"--workers is {workers!r}: write numbers with commas, such as 1,2,4"
         ) from None
     from experiments.scale import run
-    from strategies.dims import DEGREES
-    from strategies.registry import automatic
 
-    strategies = tuple(name.strip() for name in (strategy or config.strategy).split(","))
-    if strategies == ("auto",):
-        # Without a planner, so that every point has the same strategy.
-        degrees: dict[str, int | None] = {name: getattr(config.parallel, name) for name in DEGREES}
-        strategies = (automatic(max(worker_counts), degrees).name,)
+    strategies = run.strategies_to_measure(
+        config, strategy.split(",") if strategy else None, most_workers=max(worker_counts)
+    )
     plan = run.StudyPlan(
         workers=worker_counts,
         strategies=strategies,

@@ -6,6 +6,7 @@ from functools import reduce
 from typing import Any
 
 from app.config import Config
+from app.config.words import meant_value
 from app.errors import UserError, nearest
 from strategies.dims import unknown_strategy
 from strategies.options import (
@@ -96,28 +97,28 @@ def validate(config: Config, mistakes: Sequence[str] = ()) -> None:
         raise UserError("\n".join(sentences))
 
 
-def check_trainable(config: Config) -> None:
-    """Check that a valid configuration has what training needs.
-
-    Raises:
-        UserError: The task, the run's name or the length of the training is missing, or the length
-            is given twice.
-    """
+def missing_for_training(config: Config) -> list[str]:
+    """A sentence for each thing that a valid configuration lacks for training, the task first."""
+    sentences = []
     if not config.task:
-        raise UserError("task is empty: write for instance task=image_classification")
+        sentences.append("task is empty: write for instance task=image_classification")
     if not config.run.name:
-        raise UserError("run.name is empty: write run.name=NAME")
+        sentences.append("run.name is empty: write run.name=NAME")
     if (config.train.steps is None) == (config.train.epochs is None):
         given = "neither is" if config.train.steps is None else "both are"
-        raise UserError(f"give train.steps or train.epochs, one of the two: {given} given")
+        sentences.append(f"give train.steps or train.epochs, one of the two: {given} given")
+    return sentences
 
 
 def unknown_optimizer(name: str) -> str:
     """The sentence about an optimizer that is neither a short name nor an import path."""
+    module, dot, class_name = name.rpartition(".")
+    hint = nearest(name.lower(), OPTIMIZERS)
+    if dot and module and class_name:
+        hint = f" (did you mean '{module}:{class_name}'?)"
     return (
         f"optimizer.name is {name!r}, but it must be one of {', '.join(OPTIMIZERS)} "
-        "or an import path such as my_package.my_module:MyOptimizer"
-        f"{nearest(name.lower(), OPTIMIZERS)}"
+        f"or an import path such as my_package.my_module:MyOptimizer{hint}"
     )
 
 
@@ -167,7 +168,8 @@ def _choices(config: Config) -> Iterator[str]:
     for key, choices in CHOICES.items():
         value = _value(config, key)
         if value not in choices:
-            hint = nearest(value, choices)
+            meant = meant_value(key, value)
+            hint = nearest(value if meant is None else meant, choices)
             yield f"{key} is {value!r}, but it must be one of {', '.join(choices)}{hint}"
 
 

@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import re
 import textwrap
 import typing
 from collections.abc import Iterable, Mapping
@@ -20,8 +21,9 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationE
 
 from app.config import Config
 from app.config.check import validate
+from app.config.types import example_of, words_of
 from app.config.words import meant_key
-from app.errors import UserError, nearest
+from app.errors import UserError
 from cluster.document import read_document
 from strategies.options import Options
 
@@ -210,19 +212,19 @@ def read_yaml(file: Path) -> DictConfig:
     Raises:
         UserError: The file cannot be read, has a key twice, or has no keys.
     """
+    if file.is_dir():
+        files = sorted(file.glob("*.y*ml"))
+        example = f", such as {files[0]}" if files else ""
+        raise UserError(f"{file} is a folder: write the path of a YAML file{example}")
     if not file.exists():
-        hint = nearest(str(file), file.parent.glob("*.y*ml"))
+        hint = _similar_file(file)
         raise UserError(f"there is no file {file}{hint}: write the path of a YAML file")
     try:
         document = read_document(str(file), file.read_text())
         tree = OmegaConf.create(document.data if document.data is not None else {})
-    except (
-        yaml.YAMLError,
-        OmegaConfBaseException,
-        OSError,
-        UnicodeDecodeError,
-        RecursionError,
-    ) as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is not a text in UTF-8: write the path of a YAML file") from error
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -233,6 +235,13 @@ def read_yaml(file: Path) -> DictConfig:
     if not isinstance(tree, DictConfig):
         raise UserError(f"{file} holds no keys: write lines such as `task: image_classification`")
     return tree
+
+
+def _similar_file(file: Path) -> str:
+    """The end of a sentence about a file that is not there: a YAML file with a similar name."""
+    stems = {path.stem: path for path in file.parent.glob("*.y*ml")}
+    close = difflib.get_close_matches(file.stem, stems, n=1)
+    return f" (did you mean '{stems[close[0]]}'?)" if close else ""
 
 
 def _read_override(override: str) -> DictConfig:
@@ -348,10 +357,10 @@ def _misfit(error: Exception, values: DictConfig, place: str) -> str:
     for section in SECTIONS:  # OmegaConf does not say which section was given a plain value
         written = OmegaConf.select(values, section)
         if written is not None and not isinstance(written, DictConfig):
-            return (
-                f"{section} ({place}) is {written!r}, "
-                f"but it is a section: write {section}.KEY=VALUE"
-            )
+            example = f"{section}.KEY=VALUE"
+            if isinstance(written, str) and f"{section}.name" in documentation():
+                example = f"{section}.name={written}"
+            return f"{section} ({place}) is {written!r}, but it is a section: write {example}"
     key = getattr(error, "full_key", None) or "the configuration"
     default = OmegaConf.select(_defaults(), key, throw_on_missing=False)
     written = OmegaConf.select(values, key)
@@ -365,7 +374,35 @@ def _misfit(error: Exception, values: DictConfig, place: str) -> str:
             f"{key} ({place}) is {written!r}, "
             f"but it must be a list: write for instance '{key}={example}'"
         )
-    return f"{key} ({place}) does not fit: {str(error).splitlines()[0]}"
+    item = re.fullmatch(r"(.+)\[\d+\]", key)
+    full_key = item[1] if item else key
+    hint = _hint_of(full_key)
+    if hint is None:
+        return f"{key} ({place}) does not fit: {str(error).splitlines()[0]}"
+    written = OmegaConf.select(values, full_key, throw_on_resolution_failure=False)
+    if OmegaConf.is_config(written):
+        written = OmegaConf.to_container(written)
+    default = OmegaConf.select(_defaults(), full_key, throw_on_missing=False)
+    if OmegaConf.is_config(default):
+        default = OmegaConf.to_container(default)
+    return (
+        f"{full_key} ({place}) is {'empty' if written is None else repr(written)}, "
+        f"but it must be {words_of(hint)}: "
+        f"write for instance {example_of(full_key, hint, default)}"
+    )
+
+
+def _hint_of(key: str) -> Any:
+    """The type of a key or, below a mapping, of its values; None if there is no such key."""
+    hint: Any = Config
+    for name in key.split("."):
+        if dataclasses.is_dataclass(hint):
+            hint = typing.get_type_hints(hint).get(name)
+        elif typing.get_origin(hint) is dict:
+            hint = typing.get_args(hint)[1]
+        else:
+            return None
+    return hint
 
 
 def _validated(tree: DictConfig, mistakes: list[str]) -> Config:

@@ -194,6 +194,9 @@ class CheckpointConfig:
     """At the end also write all trained weights into one file, model/weights.pt of the run."""
     load: Optional[str] = None
     """Folder of a committed checkpoint (or of a run) whose weights a new run starts from."""
+    fork: Optional[str] = None
+    """Folder of a committed checkpoint (or of a run) from which a new run continues: weights,
+    optimizer, step and position in the data. `trireme fork` sets it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,9 +50,30 @@ OTHER_NAMES = {
     "task_args.model": "model",
     "task_args.data": "data dataset data_path",
     "parallel.offload": "offload cpu_offload",
-    "strategy": "accelerator parallelism distributed",
+    "strategy": "parallelism distributed",
+    "resources_per_worker": "device accelerator cuda use_cuda no_cuda use_cpu gpu cpu",
 }
 """For each key, the words that other trainers use for it, separated by spaces."""
+
+OTHER_VALUES = {
+    "train.precision": {
+        "fp32": "32 32-true float32 float single no none",
+        "bf16": "bf16-mixed bf16-true bfloat16",
+        "fp16": "16 16-mixed 16-true float16 half",
+        "": "fp64 float64 64 64-true double",
+    },
+    "schedule.name": {
+        "cosine": "cosine_with_restarts cosineannealing cosineannealinglr cosine_annealing",
+        "constant": "none constant_with_warmup",
+        "linear": "linear_with_warmup",
+    },
+    "launcher": {
+        "torchrun": "slurm srun torchelastic elastic",
+        "local": "none single no process",
+    },
+    "checkpoint.mode": {"min": "lowest smallest minimize", "max": "highest largest maximize"},
+}
+"""For some keys, the words that other trainers use for each of its values; "" if it has none."""
 
 KEY_OF_WORD = {word: key for key, words in OTHER_NAMES.items() for word in words.split()}
 
@@ -65,3 +86,20 @@ def meant_key(written: str) -> str | None:
     """
     word = written.rpartition(".")[2].replace("-", "_").lower()
     return KEY_OF_WORD.get(word)
+
+
+def meant_value(key: str, written: object) -> str | None:
+    """The value of a key that another trainer's word means.
+
+    Args:
+        key: A key of the configuration.
+        written: What was written for it.
+
+    Returns:
+        None for a word that no trainer uses; "" for one that means nothing that the key may be.
+    """
+    word = str(written).lower()
+    for value, words in OTHER_VALUES.get(key, {}).items():
+        if word == value or word in words.split():
+            return value
+    return None

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from app.training.job import Job
 
 SECONDS_BETWEEN_LINES = 5.0
+LINE_WIDTH = 79
+"""Characters of the line that says how far training is: a terminal has 80 columns, and a cursor."""
+LOG_TIME = "%Y-%m-%d %H:%M:%S"
+"""How lines of a log begin."""
 FIRST_SILENCE = 4.0
 NEXT_SILENCE = 20.0
 """Seconds without output before the first and before each later "waiting for …" line."""
@@ -50,6 +54,7 @@ class Console:
         self._last_line = 0.0
         self._waiting: WaitingNotice | None = None
         self._json_log: JsonLines | None = None
+        self._text_log: IO[str] | None = None
 
     @property
     def error_stream(self) -> IO[str]:
@@ -62,8 +67,8 @@ class Console:
 
         Args:
             log: The file to append to.
-            labels: If given, Python's output becomes JSON lines with these labels, and what this
-                console writes is copied there as well.
+            labels: If given, Python's output becomes JSON lines with these labels. What this
+                console says is copied to the log in either form, with the time.
         """
         original_streams = self._out, self._err
         duplicates: list[IO[str]] = []
@@ -76,14 +81,18 @@ class Console:
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 # If this process trains by itself, the person sees its crash.
                 faulthandler.enable(self._err, all_threads=False)
+            if self._json_log is None:
+                self._text_log = log.open("a", buffering=1)
             try:
                 yield
             except BaseException:
-                with log.open("a") as file:
-                    traceback.print_exc(file=self._json_log or file)
+                traceback.print_exc(file=self._json_log or self._text_log)
                 raise
             finally:
                 self._clear()
+                if self._text_log is not None:
+                    self._text_log.close()
+                    self._text_log = None
                 faulthandler.disable()
                 if had_faulthandler:
                     faulthandler.enable(sys.__stderr__ or 2)
@@ -95,6 +104,10 @@ class Console:
     def _copy_to_log(self, text: str) -> None:
         if self._json_log:
             self._json_log.write(f"{text}\n")
+        elif self._text_log:
+            with contextlib.suppress(OSError, ValueError):  # the disk is full, for example
+                now = time.strftime(LOG_TIME)
+                self._text_log.write(f"{now} {mask_text(text)}\n")
 
     def restore(self) -> None:
         """Restore the process's own streams before it executes another program.
@@ -164,15 +177,16 @@ class Console:
             evaluated: The newest metrics on held-out data by name, empty before the first
                 evaluation.
         """
-        if self.quiet:
-            return
-        if self._out.isatty():
-            self._rewrite(progress_line(event, evaluated))
-            return
+        line = progress_line(event, evaluated)
+        is_terminal = self._out.isatty()
+        if is_terminal and not self.quiet:
+            self._rewrite(line)
         is_due = time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES
         if is_due or event.step >= event.steps:
             self._last_line = time.monotonic()
-            self._print(progress_line(event, evaluated))
+            self._copy_to_log(line)
+            if not is_terminal and not self.quiet:
+                self._print(line)
 
     def _print(self, text: str, *, end: str = "\n", stream: IO[str] | None = None) -> None:
         if self._waiting is not None:
@@ -358,30 +372,45 @@ def _flush() -> None:
 
 
 def progress_line(event: StepsDone, evaluated: Mapping[str, float]) -> str:
-    """The state of training in one line.
+    """The state of training in one line of at most `LINE_WIDTH` characters.
 
     For example `step 120/500  loss 0.2314  mean 1,204 samples/s  0:41 left  310 MB per worker`.
     After the first evaluation the line has `held out 0.2401` as well, and on GPUs whose peak
     performance is known `151 per GPU, MFU 41.2%`. The speed is that of `Speed` in
-    app/training/reporting.py.
+    app/training/reporting.py. Of a line that is too long the memory is left out, then the speed of
+    a GPU, the step of the loss, the MFU, and what was held out.
 
     Args:
         event: How far the workers are.
         evaluated: The newest metrics on held-out data by name.
     """
-    parts = [f"step {event.step:,}/{event.steps:,}"]
+    step = f"step {event.step:,}/{event.steps:,}"
+    loss = loss_step = held_out = gpus = mfu = ""
     if event.loss is not None:
-        loss_step = event.loss_step or event.step
-        of_step = f" (step {loss_step:,})" if loss_step != event.step else ""
-        parts.append(f"loss {event.loss:.4f}{of_step}")
+        loss = f"loss {event.loss:.4f}"
+        if event.loss_step not in (0, event.step):
+            loss_step = f" (step {event.loss_step:,})"
     if "loss" in evaluated:
-        parts.append(f"held out {evaluated['loss']:.4f}")
-    parts.append(f"mean {quantity(event.rate)} {event.unit}/s")
+        held_out = f"held out {evaluated['loss']:.4f}"
+    speed = f"mean {quantity(event.rate)} {event.unit}/s"
     if event.mfu is not None:
-        parts.append(f"{quantity(event.rate / event.gpus)} per GPU, MFU {event.mfu:.1%}")
-    parts.append(f"{duration(event.seconds_left)} left")
-    parts.append(f"{size(event.memory_bytes)} per worker")
-    return "  ".join(parts)
+        mfu = f"MFU {event.mfu:.1%}"
+        gpus = f"{quantity(event.rate / event.gpus)} per GPU, {mfu}"
+    left = f"{duration(event.seconds_left)} left"
+    memory = f"{size(event.memory_bytes)} per worker"
+
+    lines = []
+    for shown in (
+        (step, loss + loss_step, held_out, speed, gpus, left, memory),
+        (step, loss + loss_step, held_out, speed, gpus, left),
+        (step, loss + loss_step, held_out, speed, mfu, left),
+        (step, loss, held_out, speed, mfu, left),
+        (step, loss, held_out, speed, left),
+        (step, loss, speed, left),
+        (step, loss, speed.removeprefix("mean "), left),
+    ):
+        lines.append("  ".join(part for part in shown if part))
+    return next((line for line in lines if len(line) <= LINE_WIDTH), lines[-1])
 
 
 def evaluation_line(values: dict[str, float]) -> str:

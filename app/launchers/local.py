@@ -1,16 +1,22 @@
-"""Launcher: one worker in a thread of this process. No Ray, no process group."""
+"""Launcher: one worker in a thread of this process. No Ray.
+
+There is no process group either, unless the worker keeps its state in host memory, which
+`fully_shard` does, over a group of one.
+"""
 
 import queue
 import sys
 import threading
 
 import torch
+import torch.distributed as dist
 
 from app.errors import Interrupted
 from app.launchers.workers import Failures, Poll, start_system_sampler
 from app.training import loop
 from app.training.events import Event, TrainingDone, WorkerInfo
 from app.training.job import Job, Place, SilentChannel
+from strategies import registry
 
 POLL_SECONDS = 0.1
 JOIN_SECONDS = 60.0
@@ -99,10 +105,16 @@ class LocalWorkers:
     def __init__(self) -> None:
         self.channel = QueueChannel()
         self.training: TrainingThread | None = None
+        self.has_group = False
 
     def start(self, job: Job) -> None:
         """See `Workers`."""
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        strategy = registry.data_strategy(job.layout, offload=job.config.parallel.offload)
+        if strategy.is_sharded and not dist.is_initialized():
+            backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            self.has_group = True
         place = Place(rank=0, world_size=1, local_rank=0, device=device)
         self.training = TrainingThread(job, place, self.channel)
 
@@ -131,3 +143,5 @@ class LocalWorkers:
         self.channel.closed = True
         if self.training is not None and not isinstance(sys.exception(), KeyboardInterrupt):
             self.training.thread.join(JOIN_SECONDS)
+        if self.has_group and dist.is_initialized():
+            dist.destroy_process_group()

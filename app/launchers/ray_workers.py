@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 import time
@@ -19,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import cloudpickle
 
-from app.console.terminal import worker_output
+from app.console.terminal import LOG_TIME, worker_output
+from app.errors import keep_line, own_line
 from app.launchers.driver_actors import EventQueue, start_here
 from app.launchers.heartbeats import Answer, Beat, HeartbeatThread, Reply
 from app.launchers.recovery import oom_kills
@@ -147,7 +149,8 @@ class RayWorkers(Workers):
         match event:
             case WorkerStarted(info=info):
                 self.infos[info.rank] = info
-            case WorkerFailed(rank=rank, error=error):
+            case WorkerFailed(rank=rank, error=error, line=line):
+                keep_line(error, line)
                 self.failures.setdefault(rank, error)
                 return True
             case WorkerDied(rank=rank, details=details):
@@ -243,11 +246,12 @@ class RayChannel(SilentChannel):
 
     def failed(self, error: BaseException) -> None:
         """Tells the driver the exception that this rank ends with."""
+        line = own_line(error)
         try:
             cloudpickle.loads(cloudpickle.dumps(error))
         except Exception:  # an exception that cannot be pickled
             error = RuntimeError(f"{type(error).__name__}: {error}")
-        self.emit(WorkerFailed(rank=self.rank, error=error))
+        self.emit(WorkerFailed(rank=self.rank, error=error, line=line))
         self.flush()
 
     def flush(self) -> None:
@@ -274,6 +278,7 @@ def surroundings(job: Job, place: Place, channel: RayChannel, node_rank: int) ->
             sampler = start_system_sampler(channel, f"node-{node_rank}", every)
             stack.callback(sampler.close)
             stack.callback(_watch_preemption(job, channel).close)
+        _log_place(job, place)
         try:
             yield
         except BaseException as error:
@@ -281,7 +286,17 @@ def surroundings(job: Job, place: Place, channel: RayChannel, node_rank: int) ->
             raise
         channel.flush()
         channel.heartbeat.phase = "finished"
+        print(f"{time.strftime(LOG_TIME)} finished", flush=True)
         channel.send_beat(heartbeats.beat(), None)
+
+
+def _log_place(job: Job, place: Place) -> None:
+    """Writes into a worker's log where it is and what it trains, so that none is empty."""
+    print(
+        f"{time.strftime(LOG_TIME)} rank {place.rank} of {place.world_size}, process {os.getpid()} "
+        f"on {socket.gethostname()}, {place.device}: trains {job.config.run.name} as {job.layout}",
+        flush=True,
+    )
 
 
 def enter(job: Job, channel: RayChannel, label: str = "") -> WorkerInfo:

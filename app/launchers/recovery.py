@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 from torch.distributed import DistError
 
-from app.errors import NonFiniteError, RunFailed, UserError
+from app.errors import NonFiniteError, RunFailed, UserError, described, own_line, with_line
 from app.launchers import crash
 from app.launchers.failure_policy import Failure, Kind
 from app.launchers.workers import Failures, WorkerLost
@@ -177,11 +177,9 @@ def _cause(rank: int | None, error: BaseException, state: State) -> tuple[Kind, 
         return Kind.DEVICE_FAILED, f"the GPU of {who} failed {state.when}: {_first_line(error)}"
     if lost_peer:
         return _death_of_peer(rank, state)
+    kind, colon, message = described(error).partition(":")
     where = f" on worker {rank}" if rank is not None else ""
-    return (
-        Kind.EXCEPTION,
-        f"{type(error).__name__}{where}: {_first_line(error)}{_see_log(rank, state)}",
-    )
+    return Kind.EXCEPTION, f"{kind}{where}{colon}{message}{_see_log(rank, state)}"
 
 
 def _death_of_peer(rank: int | None, state: State) -> tuple[Kind, str]:
@@ -292,7 +290,7 @@ def error_to_raise(failures: Failures, reason: str, *, here: bool) -> BaseExcept
     was_ended = isinstance(error, WorkerLost | Hung | NotStarted) or _has_lost_peer(error)
     if here and not was_ended:
         return error
-    return RunFailed(reason)
+    return RunFailed(with_line(reason, own_line(error)))
 
 
 def is_consequence(error: BaseException) -> bool:

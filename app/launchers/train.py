@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from app import names
 from app.config import Config
-from app.config.check import check_trainable
+from app.config.check import missing_for_training
 from app.console.terminal import Console, log_labels
 from app.errors import UserError
 from app.launchers.crash_notice import announce_crash
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from app.tasks.base import Task
     from app.training.job import Job
 
+READ_SECONDS = 1.0
+"""How long Ray waits for a task that is being made, in case that something is wrong with it."""
 Result = TypeVar("Result")
 Launch = Callable[[Run, Config, Console, Settings], Outcome]
 """Trains a run with one launcher."""
@@ -60,7 +62,7 @@ def train(
         RunFailed: Training failed; its last good checkpoint is intact.
         Interrupted: Stopped by Ctrl-C, SIGTERM or SIGHUP, after saving.
     """
-    check_trainable(config)
+    _require_trainable(config)
     if again:
         config = under_free_name(config)
     launcher = chosen_launcher(config)
@@ -89,6 +91,25 @@ def train(
         process_name=f"the driver, process {os.getpid()} on {socket.gethostname()},",
         launch=partial(_in_ray, restart),
     )
+
+
+def _require_trainable(config: Config) -> None:
+    """Checks that a valid configuration has what training needs.
+
+    Raises:
+        UserError: The task, the run's name or the length of the training is missing, or the length
+            is given twice; a sentence for each, and first of all what is wrong with the task.
+    """
+    mistakes = missing_for_training(config)
+    if mistakes and config.task:
+        from app.tasks import check_task
+
+        try:
+            check_task(config.task, config.task_args)
+        except UserError as error:
+            mistakes.insert(0, str(error))
+    if mistakes:
+        raise UserError("\n".join(mistakes))
 
 
 def chosen_launcher(config: Config) -> str:
@@ -135,6 +156,10 @@ def _in_a_run(
         else:
             # A driver on this machine is seen at once, before anything starts.
             run.lease.refuse_if_held(seconds=0.0)
+        if config.checkpoint.fork:
+            from app.run.fork import find_origin  # imports torch, which starts without need of it
+
+            find_origin(config, run, config.train.steps)
         with contextlib.ExitStack() as stack:
             if not verbose:
                 labels = log_labels(config, run.attempt, "driver")
@@ -199,6 +224,27 @@ def _in_this_process(run: Run, config: Config, console: Console, settings: Setti
     return _without_ray(processes, run, config, console, settings=settings)
 
 
+def require_gpus(config: Config, *, workers: int, gpus: int) -> None:
+    """Checks that this machine has the GPUs that its workers are to have.
+
+    Args:
+        config: The configuration.
+        workers: How many workers this machine has.
+        gpus: How many GPUs torch sees on it.
+
+    Raises:
+        UserError: It has fewer.
+    """
+    wanted = config.resources_per_worker.get("GPU", 0)
+    if wanted * workers > gpus:
+        visible = f"{gpus} GPU" if gpus == 1 else f"{gpus or 'no'} GPUs"
+        each = "its worker" if workers == 1 else f"each of its {workers} workers"
+        raise UserError(
+            f"resources_per_worker.GPU is {wanted:g} for {each}, but torch sees {visible} on this "
+            "machine: leave it out, or run `trireme doctor`, which says why"
+        )
+
+
 def _without_ray(
     processes: Processes, run: Run, config: Config, console: Console, *, settings: Settings
 ) -> Outcome:
@@ -210,8 +256,9 @@ def _without_ray(
     from app.run.prepare import check_devices, prepare, read_task, with_idle_gpus
     from strategies import registry
 
-    check_devices(config, "cuda" if torch.cuda.is_available() else "cpu")
     gpus = torch.cuda.device_count()
+    require_gpus(config, workers=processes.on_this_machine, gpus=gpus)
+    check_devices(config, "cuda" if gpus else "cpu")
     if processes.world_size > 1:
         devices_per_node: int | None = processes.on_this_machine
     else:
@@ -306,19 +353,43 @@ def _in_ray(
 ) -> Outcome:
     from cluster.connect import address, connect, disconnect
 
+    is_checked = threading.Event()
+    is_told = threading.Event()
+
     def read() -> Task:
+        try:
+            from app.tasks import check_task
+
+            check_task(config.task, config.task_args)
+        finally:
+            is_checked.set()
         from app.run.prepare import read_task
 
         return read_task(config)
 
+    def refuse_wrong_task() -> None:
+        """Raises what is wrong with the task, as far as that is known before Ray starts."""
+        is_checked.wait()
+        # Data is read while Ray starts, but most of what can be wrong with it shows at once.
+        with contextlib.suppress(TimeoutError):
+            future_task.result(timeout=READ_SECONDS)
+        if not is_told.is_set():  # Ray may be tried several times, and is waited for once
+            is_told.set()
+            console.waits_for(waits_for)
+
     console.status("reading the data and starting Ray")
-    future_task = _in_background(read)  # imports torch while Ray starts its processes
+    future_task = _in_background(read)  # imports torch while this thread imports Ray
     cluster_address = address()
     if cluster_address:
-        console.waits_for(f"the Ray cluster at {cluster_address} to answer")
+        waits_for = f"the Ray cluster at {cluster_address} to answer"
     else:
-        console.waits_for("Ray to start on this machine")
-    cluster = connect(worker_setup=names.worker_setup(), say=console.say)
+        waits_for = "Ray to start on this machine"
+    console.waits_for("the task to be checked")
+    cluster = connect(
+        worker_setup=names.worker_setup(),
+        say=console.say,
+        before_start=refuse_wrong_task,
+    )
     try:
         console.waits_for("the data to be read")
         # Before more is imported: two threads in torch's circular imports can deadlock.

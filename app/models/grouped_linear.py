@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from app.models.linear import product_dtype
-from strategies.mixtures import sorted_by_expert, spread
+from strategies.mixtures import permute_rows, sorted_by_expert
 
 DEVICES = ("cpu", "cuda")
 torch.library.define(
@@ -69,9 +69,9 @@ def by_expert(
     k = index.size(-1)
     tokens = x.flatten(0, -2).to(product_dtype(x))
     order, place, counts = sorted_by_expert(index.flatten(), experts)
-    sorted_tokens = spread(tokens, order, place, k)
+    sorted_tokens = permute_rows(tokens, order, place, repeats=k)
     results = compute(sorted_tokens, counts.cumsum(0).int())
-    results = spread(results, place, order).view(*index.shape, -1)
+    results = permute_rows(results, place, order).view(*index.shape, -1)
     if weights is not None:
         results = results * weights.unsqueeze(-1)
     y = results.squeeze(-2) if k == 1 else results.sum(-2)

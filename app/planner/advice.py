@@ -7,6 +7,7 @@ from app.planner.layouts import Candidate
 from app.planner.machine import Machine, machine_of_run
 from app.planner.plan import GIB, Plan, estimator_of, reader_of
 from app.planner.read import Reader
+from app.planner.remedies import LARGEST_CLUSTER, Remedy, remedies
 from app.tasks.base import Task
 from cluster.hardware import all_instances
 from strategies.dims import DEGREES, Layout
@@ -42,8 +43,6 @@ MOST_GPUS_DOUBLED = 64
 """With more GPUs nothing is said about twice as many, because planning those takes seconds."""
 NO_FASTER = 1.05
 """A gain below this is called no gain."""
-LARGEST_CLUSTER = 2**12
-"""GPUs up to which a cluster is looked for that holds a model."""
 
 
 def predict(
@@ -99,12 +98,12 @@ def size_text(size: float) -> str:
 
 def smallest(rows: list[Estimate]) -> Estimate:
     """The layout that takes the least of a GPU, of those whose state the hosts can hold."""
-    return min(rows, key=lambda row: (max(1.0, row.host_memory_share), row.memory_bytes))
+    return min(rows, key=lambda row: (max(1.0, row.host_memory_share or 0.0), row.memory_bytes))
 
 
 def shortage(row: Estimate) -> str:
     """The memory that a layout needs, and what there is of it."""
-    if row.host_memory_share > 1:
+    if row.exceeds_host:
         return f"{row.host_memory_share:.1f} times the memory of its hosts"
     return f"{size_text(row.memory_bytes)} per GPU, of {size_text(row.capacity)} available"
 
@@ -121,23 +120,29 @@ def settings_text(row: Estimate) -> str:
     written = " ".join(f"{name}={degree}" for name, degree in degrees if degree > 1)
     mode = candidate.checkpointing
     recomputation = "" if mode == "none" else f", {mode} recomputation"
-    offload = ", state in host memory" if candidate.offload else ""
+    offload = ""
+    if candidate.offload:
+        offload = f", {size_text(row.host_memory_bytes)} of state in each host's memory"
     return f"{written or 'one worker'}, micro-batch {candidate.micro_batch}{recomputation}{offload}"
 
 
 # --- advice ---------------------------------------------------------------------------------------
 
 
-def advice(plan: Plan) -> list[str]:
+def advice(plan: Plan, tried: list[Remedy] | None = None) -> list[str]:
     """What to use, as sentences.
 
     The first says which layout, how fast, at what cost and with how much room. The others say what
     another number of GPUs would bring, and what the step waits for.
+
+    Args:
+        plan: The plan.
+        tried: What `remedies` gives, where nothing fits and it has been asked already.
     """
     best = plan.best
-    if best is None:
-        return infeasible(plan)
     assumption = plan.machine.assumption
+    if best is None:
+        return [*infeasible(plan, tried), *([assumption] if assumption else [])]
     return [
         _answer(plan, best),
         *_compared_with_one_gpu(plan, best),
@@ -172,7 +177,7 @@ def _fastest(rows: list[Estimate]) -> Estimate | None:
 
 def _compared_with_one_gpu(plan: Plan, best: Estimate) -> list[str]:
     world = plan.machine.world
-    single = best if world == 1 else _fastest(plan.on_gpus(1, {}))
+    single = best if world == 1 else _fastest(plan.on_gpus(1, {}, as_planned=True))
     if single is None:
         return []
     device = "worker" if plan.machine.device.is_cpu else "GPU"
@@ -183,16 +188,17 @@ def _compared_with_one_gpu(plan: Plan, best: Estimate) -> list[str]:
             f"The model does not fit one {device} (at least {needed}, of {capacity}): "
             "shard or split it."
         ]
+    only_with = " only with its state in host memory" if single.candidate.offload else ""
     if world == 1:
-        return [f"The model fits one {device} ({needed} of {capacity})."]
+        return [f"The model fits one {device}{only_with} ({needed} of {capacity})."]
     gain = single.step_seconds / best.step_seconds
     if gain < world:
         consequence = f"so one {device} costs less while time does not matter"
     else:
         consequence = "so they cost no more"
     return [
-        f"The model fits one {device} ({figures(single)}); {world} are {gain:.1f} × as fast, "
-        f"{100 * gain / world:.0f} % of ideal, {consequence}."
+        f"The model fits one {device}{only_with} ({figures(single)}); "
+        f"{world} are {gain:.1f} × as fast, {100 * gain / world:.0f} % of ideal, {consequence}."
     ]
 
 
@@ -202,7 +208,7 @@ def _compared_with_twice_as_many(plan: Plan, best: Estimate) -> list[str]:
     if plan.machine.device.is_cpu or world > MOST_GPUS_DOUBLED:
         return []
     # What a plan for that many would choose from, so that the two do not contradict each other.
-    doubled = _fastest(plan.on_gpus(2 * world, plan.fixed, pipelines=True))
+    doubled = _fastest(plan.on_gpus(2 * world, plan.fixed, as_planned=True))
     if doubled is None or not doubled.fits:
         return []
     gain = best.step_seconds / doubled.step_seconds
@@ -238,16 +244,22 @@ def _waits(best: Estimate) -> list[str]:
 # --- a model that fits nowhere --------------------------------------------------------------------
 
 
-def infeasible(plan: Plan) -> list[str]:
-    """Why nothing fits, what would make it fit, and the smallest cluster that holds the model."""
+def infeasible(plan: Plan, tried: list[Remedy] | None = None) -> list[str]:
+    """Why nothing fits, what would make it fit, and the cheapest cluster that holds the model.
+
+    Args:
+        plan: The plan.
+        tried: What `remedies` gives, if it has been asked already.
+    """
     least = smallest(plan.rows)
     largest_kind = max(least.memory, key=lambda kind: least.memory[kind])
     needed_bytes = _needed_bytes(plan)
+    fitting = (remedy for remedy in tried or remedies(plan) if remedy.fits)
     return [
         f"No layout fits: the smallest, {least.candidate.layout.name} with {settings_text(least)}, "
         f"needs {shortage(least)}, mostly for {largest_kind}.",
-        f"What would fit: {_what_would_fit(plan, needed_bytes, largest_kind)}.",
-        _smallest_cluster(needed_bytes),
+        f"What would fit: {_what_would_fit(plan, next(fitting, None), largest_kind)}.",
+        _cheapest_cluster(needed_bytes),
     ]
 
 
@@ -264,29 +276,22 @@ def _needed_bytes(plan: Plan) -> dict[int, float]:
     return needed
 
 
-def _what_would_fit(plan: Plan, needed_bytes: dict[int, float], largest_kind: str) -> str:
-    """Other keys, state in host memory, more GPUs, or a smaller model."""
-    world = plan.machine.world
-    capacity = plan.machine.device.capacity
-    precision = plan.rows[0].candidate.precision
-    for offload in () if plan.machine.device.is_cpu else (False, True):
-        fixed = {"train.precision": precision, "parallel.offload": offload}
-        row = _fastest(plan.on_gpus(world, fixed))
-        if row is not None and row.fits:
-            key = "parallel.offload=true, " if offload else ""
-            return f"{key}{row.candidate.layout.name} with {settings_text(row)} ({figures(row)})"
-    for gpus, needed in needed_bytes.items():
-        if gpus > world and needed <= capacity:
-            return f"{gpus} × {plan.machine.device.gpu.name} ({size_text(needed)} each)"
+def _what_would_fit(plan: Plan, remedy: Remedy | None, largest_kind: str) -> str:
+    """The first remedy that is enough, or a smaller model."""
+    if remedy is not None and remedy.row is not None:
+        row = remedy.row
+        layout = f"{row.candidate.layout.name} with {settings_text(row)}"
+        gpus = ""
+        if remedy.gpus != plan.machine.world:
+            gpus = f"{remedy.gpus} × {plan.machine.device.gpu.name}, "
+        return f"{remedy.name} ({remedy.keys}): {gpus}{layout}, {figures(row)}"
+    capacity = size_text(plan.machine.device.capacity)
     if largest_kind == "activations":
         return "a shorter sequence, or a model of fewer or narrower layers"
-    return (
-        f"a smaller model, or GPUs of more than {size_text(capacity)}; "
-        "more of these GPUs do not help"
-    )
+    return f"a smaller model, or GPUs of more than {capacity}; more of these GPUs do not help"
 
 
-def _smallest_cluster(needed_bytes: dict[int, float]) -> str:
+def _cheapest_cluster(needed_bytes: dict[int, float]) -> str:
     """The cluster of the catalogue with the lowest list price, and the fewest machines."""
     offers = []
     for instance in all_instances().values():
@@ -299,10 +304,11 @@ def _smallest_cluster(needed_bytes: dict[int, float]) -> str:
             offers.append((price, machines, gpus, instance.name))
     if not offers:
         most = max(needed_bytes, default=1)
-        return f"No cluster of the catalogue with up to {most:,} GPUs would hold it."
+        return f"No cluster of the catalogue with up to {most:,} GPUs holds it without offloading."
     price, machines, gpus, name = min(offers)
     instance = all_instances()[name]
     return (
-        f"The smallest cluster of the catalogue that holds it: {gpus} × {instance.gpu}, "
-        f"{machines} × {name} ({instance.provider}, ${price:,.2f} per hour, {instance.date})."
+        "The cheapest cluster of the catalogue that holds it without offloading: "
+        f"{gpus} × {instance.gpu}, {machines} × {name} "
+        f"({instance.provider}, ${price:,.2f} per hour, {instance.date})."
     )

@@ -51,7 +51,7 @@ def best_by_number(plan: Plan) -> dict[int, Estimate | None]:
         if number == world:
             best[number] = plan.best
         else:
-            rows = ranked(plan.on_gpus(number, plan.fixed, pipelines=True))
+            rows = ranked(plan.on_gpus(number, plan.fixed, as_planned=True))
             best[number] = rows[0] if rows and rows[0].fits else None
     return best
 

@@ -56,7 +56,8 @@ class Estimate:
             (parallel.accumulate_sharded); None if the layout leaves no choice.
         stages: The number of blocks of each chunk of a pipeline; None without a pipeline.
         speed_range: Between these shares of the planned speed are 80 % of runs of this kind.
-        host_memory_share: Share of a host's memory that offloaded state takes.
+        host_memory_bytes: Of a host's memory that offloaded state of its GPUs takes.
+        host_bytes: The memory of a host; None if it is not known.
         unmeasured: Traits of the plan that none of the runs behind `speed_range` had.
     """
 
@@ -68,18 +69,31 @@ class Estimate:
     reduces_each_microbatch: bool | None
     stages: tuple[int, ...] | None
     speed_range: tuple[float, float] = (1.0, 1.0)
-    host_memory_share: float = 0.0
+    host_memory_bytes: float = 0.0
+    host_bytes: float | None = None
     unmeasured: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.memory_bytes = sum(self.memory.values())
         self.step_seconds = sum(self.seconds.values())
-        self.fits = self.memory_bytes <= self.capacity and self.host_memory_share <= 1
+        self.fits = self.memory_bytes <= self.capacity and not self.exceeds_host
+
+    @property
+    def host_memory_share(self) -> float | None:
+        """Share of a host's memory that offloaded state takes; None if its size is not known."""
+        if not self.host_memory_bytes:
+            return 0.0
+        return self.host_memory_bytes / self.host_bytes if self.host_bytes else None
+
+    @property
+    def exceeds_host(self) -> bool:
+        """Whether offloaded state takes more than the memory of a host."""
+        return (self.host_memory_share or 0.0) > 1
 
     @property
     def fit_probability(self) -> float:
         """The probability that it fits, if log(memory / planned memory) is normally distributed."""
-        if self.host_memory_share > 1:
+        if self.exceeds_host:
             return 0.0
         if self.memory_bytes <= 0:
             return 1.0
@@ -90,7 +104,7 @@ class Estimate:
     def verdict(self) -> str:
         """fits, close (the plan's error decides) or does not fit."""
         is_close = abs(self.memory_bytes / self.capacity - 1) < CLOSE
-        if is_close and self.host_memory_share <= 1:
+        if is_close and not self.exceeds_host:
             return "close"
         return "fits" if self.fits else "does not fit"
 
@@ -205,9 +219,9 @@ class Estimator:
             parameter_tensors=len(self.reader.size.parameters),
             clips=self.clips,
         )
-        host_memory_share = 0.0
-        if candidate.offload and self.machine.host_bytes:
-            host_memory_share = self._host_memory_share(case, stages, self.machine.host_bytes)
+        host_memory_bytes = 0.0
+        if candidate.offload:
+            host_memory_bytes = self._host_memory_bytes(case, stages)
         spread = spread_of(self.traits(candidate), self.machine.device.ranges)
         return Estimate(
             candidate=candidate,
@@ -220,7 +234,8 @@ class Estimator:
             ),
             stages=stages.sizes,
             speed_range=(spread.low, spread.high),
-            host_memory_share=host_memory_share,
+            host_memory_bytes=host_memory_bytes,
+            host_bytes=self.machine.host_bytes,
             unmeasured=spread.unmeasured,
         )
 
@@ -413,7 +428,10 @@ class Estimator:
             activations = _pipeline_activations(case, stage, counts)
             gradients_at_peak = 0.0 if strategy.is_sharded else float(cost.gradients)
         else:
-            activations, gradients_at_peak = _worst_moment(case, cost.gradients)
+            # Offloaded gradients are not on the device at any moment.
+            activations, gradients_at_peak = _worst_moment(
+                case, 0.0 if candidate.offload else float(cost.gradients)
+            )
         is_on_device = not candidate.offload
         # All gradients are counted below, but at the peak of activations some are still to come.
         missing_gradients = (cost.gradients - gradients_at_peak) * is_on_device
@@ -426,13 +444,13 @@ class Estimator:
             "buffers": float(cost.buffers),
         }
 
-    def _host_memory_share(self, case: Case, stages: Stages, host_bytes: float) -> float:
-        """Share of a host's memory for parameters, gradients and optimizer state of its GPUs."""
+    def _host_memory_bytes(self, case: Case, stages: Stages) -> float:
+        """Bytes of a host's memory for parameters, gradients and optimizer state of its GPUs."""
         size = self._rank_size_of(case, stages.slowest)
         cost = case.candidate.strategy.cost(size, case.step)
         gpus_of_host = min(self.machine.per_node, self.machine.world)
         state_bytes = cost.parameters + cost.gradients + cost.optimizer
-        return float(state_bytes) * gpus_of_host / float(host_bytes)
+        return float(state_bytes) * gpus_of_host
 
     def _rank_size_of(self, case: Case, counts: tuple[int, ...]) -> RankSize:
         shards = ParameterShards.of(case.candidate.parameter_dims)

@@ -56,12 +56,12 @@ class Candidate(NamedTuple):
     @property
     def strategy(self) -> Strategy:
         """What the data-parallel workers do."""
-        return _data_strategy(self.layout)
+        return _data_strategy(self.layout, offload=self.offload)
 
     @property
     def parameter_dims(self) -> ParallelDims:
         """The degrees as parameters see them: the workers of a sequence hold copies or shards."""
-        return _parameter_dims(self.layout)
+        return _parameter_dims(self.layout, offload=self.offload)
 
     @property
     def family(self) -> str:
@@ -81,7 +81,7 @@ class Candidate(NamedTuple):
         From low to high: one device, copies, shards, both; experts, tensor parallelism, state in
         host memory, context parallelism, a pipeline.
         """
-        return _complexity(self.layout) + 20 * self.offload
+        return _complexity(self.layout, offload=self.offload) + 20 * self.offload
 
 
 # Thousands of candidates share a layout, so these are computed once for each.
@@ -89,14 +89,14 @@ _data_strategy = cache(registry.data_strategy)
 
 
 @cache
-def _parameter_dims(layout: Layout) -> ParallelDims:
-    return layout.dims.for_parameters(_data_strategy(layout).is_sharded)
+def _parameter_dims(layout: Layout, *, offload: bool) -> ParallelDims:
+    return layout.dims.for_parameters(_data_strategy(layout, offload=offload).is_sharded)
 
 
 @cache
-def _complexity(layout: Layout) -> int:
+def _complexity(layout: Layout, *, offload: bool) -> int:
     dims = layout.dims
-    strategy = _data_strategy(layout)
+    strategy = _data_strategy(layout, offload=offload)
     is_special = bool(strategy.degrees) and not _is_plain(strategy)
     return (
         (dims.dp_replicate > 1)
@@ -207,7 +207,7 @@ def enumerate_layouts(space: Space, fixed: Fixed, family: str | None = None) -> 
         samples, remainder = divmod(space.global_batch, dims.dp)
         if remainder or not samples:
             continue
-        for strategy in _possible_strategies(dims):
+        for strategy in _possible_strategies(dims, space, fixed):
             layout = Layout(_layout_name(strategy, dims), dims)
             is_of_family = family in (None, layout.parts[-1])
             if is_of_family and _has_fixed_strategy(layout, fixed):
@@ -341,8 +341,20 @@ def _is_plain(strategy: Strategy) -> bool:
     return registry.by_degrees(*strategy.degrees) is strategy
 
 
-def _possible_strategies(dims: ParallelDims) -> list[Strategy]:
-    """What data-parallel workers can do: the usual strategy for the degrees, and special ones."""
+def _possible_strategies(dims: ParallelDims, space: Space, fixed: Fixed) -> list[Strategy]:
+    """What data-parallel workers can do: the usual strategy for the degrees, and special ones.
+
+    One worker alone can have the strategy that is fixed, and shard to keep state in host memory.
+    """
+    if dims.world_size == 1:
+        strategies = [registry.by_degrees()]
+        if "strategy" in fixed:
+            named = registry.records(fixed["strategy"])[0]
+            if named.degrees and not named.splits_model:
+                strategies.append(registry.find(named.alias_of or named.name))
+        elif space.offloads or fixed.get("parallel.offload"):
+            strategies.append(registry.by_degrees("dp_shard"))
+        return strategies
     data_degrees = [name for name in DATA_DEGREES if getattr(dims, name) > 1]
     model_degrees = [name for name in MODEL_DEGREES if getattr(dims, name) > 1]
     strategies = [registry.by_degrees(*data_degrees)]
@@ -400,6 +412,9 @@ def _offloads(
     It is planned for the usual strategies only, unless it is fixed.
     """
     can_offload = strategy.is_sharded and dims.pp == 1
+    if can_offload and dims.world_size == 1 and "strategy" not in fixed:
+        # Without offloading it would be the same as one device.
+        return (True,) if fixed.get("parallel.offload", space.offloads) else ()
     if "parallel.offload" in fixed:
         offload = fixed["parallel.offload"]
         return (offload,) if can_offload or not offload else ()

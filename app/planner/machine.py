@@ -13,13 +13,14 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from app import names
 from app.errors import UserError
 from app.planner.device import Device, apply_assumptions, device_named, measured_values
 from cluster.files import cluster_file, read_cluster
-from cluster.hardware import all_instances, cheapest, find_gpu
+from cluster.hardware import all_instances, cheapest, find_gpu, other_meanings
 from cluster.shape import ClusterShape, NodeType, parse_link_speed, shape_of_gpus
 
 UNKNOWN_NETWORK = 100e9 / 8
@@ -43,7 +44,8 @@ class Machine:
         price_per_hour: Of one device, in US dollars; None if it is not known.
         name: Of the cluster.
         host_bytes: Memory of a node's host; None if it is not known.
-        assumption: A sentence on what is not known and assumed; "" for nothing.
+        assumption: Sentences on what is not known and assumed; "" for nothing.
+        most_per_node: Devices of a node if there were more devices; None: `per_node`.
     """
 
     device: Device
@@ -54,6 +56,7 @@ class Machine:
     name: str = ""
     host_bytes: float | None = None
     assumption: str = ""
+    most_per_node: int | None = None
 
     @functools.cached_property
     def links(self) -> Links:
@@ -65,12 +68,16 @@ class Route(NamedTuple):
     """What a collective of a group of ranks takes.
 
     Args:
-        seconds_per_byte: On the slowest link of a ring.
+        ring_per_byte: Seconds of a ring's slowest link for each byte of the tensor.
+        tree_per_byte: The same of a tree over the nodes, with a ring inside each.
+        exchange_per_byte: Seconds for each byte that a rank has for all others together.
         ring_seconds: Of all hops of a ring.
         tree_seconds: Of all hops of a tree.
     """
 
-    seconds_per_byte: float
+    ring_per_byte: float
+    tree_per_byte: float
+    exchange_per_byte: float
     ring_seconds: float
     tree_seconds: float
 
@@ -96,7 +103,7 @@ class Links:
         self._route = functools.cache(self._find_route)
 
     def gather(self, size: float, ways: int, stride: int) -> float:
-        """Seconds of an all-gather to, or a reduce-scatter from, a tensor.
+        """Seconds of an all-gather to, or a reduce-scatter from, a tensor: a ring.
 
         Args:
             size: Bytes of the whole tensor.
@@ -104,10 +111,10 @@ class Links:
             stride: The distance between neighbouring ranks.
         """
         route = self._route(ways, stride)
-        return size * route.seconds_per_byte + route.ring_seconds
+        return size * route.ring_per_byte + route.ring_seconds
 
     def reduce(self, size: float, ways: int, stride: int) -> float:
-        """Seconds of an all-reduce: a reduce-scatter and an all-gather, with the hops of a tree.
+        """Seconds of an all-reduce: a tree over the nodes, up and down.
 
         Args:
             size: Bytes of the tensor.
@@ -115,7 +122,18 @@ class Links:
             stride: The distance between neighbouring ranks.
         """
         route = self._route(ways, stride)
-        return 2 * (size * route.seconds_per_byte + route.tree_seconds)
+        return 2 * (size * route.tree_per_byte + route.tree_seconds)
+
+    def exchange(self, size: float, ways: int, stride: int) -> float:
+        """Seconds of an all-to-all, in which each rank sends every other one an equal part.
+
+        Args:
+            size: Bytes of one rank, its own part included.
+            ways: The number of ranks.
+            stride: The distance between neighbouring ranks.
+        """
+        route = self._route(ways, stride)
+        return size * route.exchange_per_byte + route.ring_seconds
 
     def send(self, size: float, stride: int) -> float:
         """Seconds from one pipeline stage to the next; all devices of a node send at once.
@@ -133,12 +151,19 @@ class Links:
         if ways % members:
             members = 1
         nodes = ways // members
-        seconds_within = (ways - 1) / ways / self.within
+        within = (ways - 1) / ways / self.within
         # The other ranks of a node are in groups like this one, and share its link.
         groups_of_node = max(1.0, self.per_node / members)
-        seconds_across = (nodes - 1) / nodes * groups_of_node / self.across
+        # A ring leaves each node once, over a link that passes on all parts but one, also those
+        # that began in the node behind it. A tree sends a node's sum up and the total down.
+        ring_across = (ways - 1) / ways * groups_of_node / self.across if nodes > 1 else 0.0
+        tree_across = (nodes - 1) / nodes * groups_of_node / self.across
+        # Each rank of a node sends its parts for the ranks of other nodes.
+        exchange_across = (nodes - 1) / nodes * self.per_node / self.across
         return Route(
-            seconds_per_byte=max(seconds_within, seconds_across),
+            ring_per_byte=max(within, ring_across),
+            tree_per_byte=max(within, tree_across),
+            exchange_per_byte=max(within, exchange_across),
             ring_seconds=(members - 1) * self.hop_within + (nodes - 1) * self.hop_across,
             tree_seconds=math.log2(members) * self.hop_within + math.log2(nodes) * self.hop_across,
         )
@@ -227,7 +252,10 @@ def _machine_of_devices(name: str, world: int | None, options: MachineOptions) -
     is_hypothetical = bool(options.gpus or options.gpu)
     usual_per_node = GPUS_PER_NODE if is_hypothetical else local_gpus
     per_node = options.per_node or min(world, usual_per_node)
-    return of_shape(shape_of_gpus(world, name, per_node, options.interconnect), world)
+    machine = of_shape(shape_of_gpus(world, name, per_node, options.interconnect), world)
+    if is_hypothetical:
+        return replace(machine, most_per_node=options.per_node or GPUS_PER_NODE)
+    return replace(machine, host_bytes=float(psutil.virtual_memory().total))
 
 
 def cpus(workers: int, per_node: int | None = None, link_across: float | None = None) -> Machine:
@@ -238,8 +266,6 @@ def cpus(workers: int, per_node: int | None = None, link_across: float | None = 
         per_node: Workers of a node, if there are several nodes.
         link_across: Bytes/s between nodes, if known.
     """
-    import psutil
-
     node = NodeType(
         name="cpu",
         gpus=min(per_node or workers, workers),
@@ -306,9 +332,10 @@ def of_shape(
     if not link_across:
         known = [node.link_across for node in nodes if node.link_across is not None]
         link_across = min(known, default=None)
-    return _machine_of_node(
-        replace(first, gpu=name, link_across=link_across), world or max_gpus, shape.name
+    node = replace(
+        first, gpu=name, link_across=link_across, gpu_as_written=gpu or first.gpu_as_written
     )
+    return _machine_of_node(node, world or max_gpus, shape.name)
 
 
 def _max_gpus(shape: ClusterShape, nodes: list[NodeType]) -> int:
@@ -345,9 +372,16 @@ def _machine_of_node(node: NodeType, world: int, name: str) -> Machine:
         values.setdefault("link_within", node.link_within)
     if is_cpu:
         values["memory_bytes"] = int(node.memory_bytes / node.gpus)
-    assumption = ""
+    assumptions = []
+    others = other_meanings(node.gpu_as_written) if node.gpu_as_written else []
+    if others:
+        *but_last, last = others
+        choices = f"{', '.join(but_last)} or {last}" if but_last else last
+        assumptions.append(
+            f"{node.gpu_as_written} is taken for {node.gpu}: write {choices} for another."
+        )
     if link_across is None and world > node.gpus:
-        assumption = (
+        assumptions.append(
             "The network between nodes is not known: the plan assumes 100 Gbit/s "
             "(set it with --interconnect)."
         )
@@ -359,7 +393,7 @@ def _machine_of_node(node: NodeType, world: int, name: str) -> Machine:
         price_per_hour=price / node.gpus if price else None,
         name=name,
         host_bytes=None if is_cpu else node.memory_bytes,
-        assumption=assumption,
+        assumption=" ".join(assumptions),
     )
 
 

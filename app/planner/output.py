@@ -15,6 +15,7 @@ from app.planner.device import assumptions
 from app.planner.estimate import CLOSE, Estimate
 from app.planner.layouts import LEAST_TOKENS, Fixed, enumerate_layouts
 from app.planner.plan import GIB, NEAR, Plan
+from app.planner.remedies import Remedy, needs_remedies, remedies
 from cluster.shape import align_columns
 from strategies import registry
 from strategies.dims import DEGREES
@@ -33,6 +34,11 @@ COLUMNS = (
     "$/step",
 )
 """The table's columns; {} is the task's unit."""
+REMEDY_COLUMNS = ("try", "write", "GPUs", "GiB", "", "s/step", "GiB of each host")
+REMEDIES_HEAD = (
+    "To try, in this order; checkpointing, 16 bits and micro-batches are taken together, "
+    "the others alone:"
+)
 WHY_OPTION = "--why for each strategy's reason"
 ASSUMPTIONS_OPTION = "--assumptions for what the devices are taken to reach"
 ALIKE = 0.02
@@ -50,7 +56,11 @@ def text(
         with_reasons: Also why each strategy's best layout is, or is not, the best of all.
         with_assumptions: Also what the devices are assumed to reach.
     """
-    lines = [*advice(plan), "", _summary(plan)]
+    tried = list(remedies(plan)) if needs_remedies(plan) else []
+    lines = [*advice(plan, tried), ""]
+    if tried:
+        lines += [REMEDIES_HEAD, *align_columns([REMEDY_COLUMNS, *map(_remedy_cells, tried)]), ""]
+    lines.append(_summary(plan))
     if plan.reader.note:
         lines.append(f"note: {plan.reader.note}")
     lines.append("")
@@ -87,12 +97,17 @@ def _summary(plan: Plan) -> str:
     machine = plan.machine
     device = machine.device
     millions = quantity(plan.reader.parameters / 1e6)
+    parameters = plan.reader.size.parameters
+    trained = sum(parameter.numel for parameter in parameters if parameter.trainable)
+    frozen = ""
+    if trained < plan.reader.parameters:
+        frozen = f", of which {quantity(trained / 1e6)} million train,"
     fitting = sum(row.fits for row in plan.rows)
     layouts = "1 layout" if len(plan.rows) == 1 else f"{len(plan.rows):,} layouts"
     return (
-        f"{millions} million parameters in {plan.reader.blocks} blocks, on {machine.world} × "
-        f"{device.gpu.name} ({device.capacity / GIB:.0f} GiB each, {machine.per_node} to a node): "
-        f"{layouts}, of which {fitting:,} fit"
+        f"{millions} million parameters{frozen} in {plan.reader.blocks} blocks, "
+        f"on {machine.world} × {device.gpu.name} ({device.capacity / GIB:.0f} GiB each, "
+        f"{machine.per_node} to a node): {layouts}, of which {fitting:,} fit"
     )
 
 
@@ -129,6 +144,17 @@ def _is_like(row: Estimate, other: Estimate) -> bool:
     slower = abs(row.step_seconds / other.step_seconds - 1)
     larger = abs(row.memory_bytes / other.memory_bytes - 1)
     return slower < ALIKE and larger < CLOSE
+
+
+def _remedy_cells(remedy: Remedy) -> tuple[str, ...]:
+    """A row of the table of what to try."""
+    row = remedy.row
+    if row is None:
+        return (remedy.name, remedy.keys, str(remedy.gpus), "-", remedy.reason, "-", "-")
+    host = f"{row.host_memory_bytes / GIB:.1f}" if row.host_memory_bytes else "-"
+    size = f"{row.memory_bytes / GIB:.1f}"
+    seconds = f"{row.step_seconds:.3g}"
+    return (remedy.name, remedy.keys, str(remedy.gpus), size, row.verdict, seconds, host)
 
 
 def _head(plan: Plan) -> tuple[str, ...]:
@@ -279,14 +305,19 @@ def as_json(plan: Plan, top: int) -> dict[str, Any]:
     machine = plan.machine
     gpu = machine.device.gpu
     reader = plan.reader
+    tried = list(remedies(plan)) if needs_remedies(plan) else []
     return {
         "layouts": [plan.layout(row) for row in plan.rows[:top]],
         "count": len(plan.rows),
         "fitting": sum(row.fits for row in plan.rows),
         "families": families(plan),
-        "advice": advice(plan),
+        "advice": advice(plan, tried),
+        "remedies": [remedy.as_json() for remedy in tried],
         "model": {
             "parameters": reader.parameters,
+            "trained_parameters": sum(
+                parameter.numel for parameter in reader.size.parameters if parameter.trainable
+            ),
             "blocks": reader.blocks,
             "note": reader.note,
         },

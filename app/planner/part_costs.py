@@ -256,7 +256,12 @@ def _saved_bytes(
     needed_in_backward = values["saved"]
     if shares.recomputed:
         results = values["kept"] * (1 - device.again)
-        checkpointed = kept_bytes(work.checkpointing, saved, results, values["boundary"])
+        checkpointed = kept_bytes(
+            work.checkpointing,
+            saved_bytes=saved,
+            selective_bytes=results,
+            input_bytes=values["boundary"],
+        )
         needed_in_backward += values["regathered"]
     average = checkpointed * shares.recomputed + saved * (1 - shares.recomputed)
     # Micro-batches share 16-bit copies of parameters, except where a compiled block of a pipeline

@@ -67,7 +67,7 @@ class Plan:
         fixed: Fixed,
         *,
         global_batch: int | None = None,
-        pipelines: bool = False,
+        as_planned: bool = False,
     ) -> list[Estimate]:
         """Layouts of the same model on another number of these devices.
 
@@ -76,19 +76,22 @@ class Plan:
             fixed: Keys of the configuration whose values stay.
             global_batch: Samples of a step, if they are not those of the plan; nodes then have the
                 usual number of devices.
-            pipelines: Whether pipelines are considered.
+            as_planned: Whether all is considered that a plan of that many considers; otherwise
+                neither pipelines, state in host memory nor another precision.
         """
-        per_node = self.machine.per_node if global_batch is None else GPUS_PER_NODE
+        per_node = self.machine.most_per_node or self.machine.per_node
+        if global_batch is not None:
+            per_node = GPUS_PER_NODE
         machine = replace(self.machine, world=world, per_node=min(world, per_node))
         space = replace(
             self.space,
             world=world,
             per_node=machine.per_node,
             global_batch=self.space.global_batch if global_batch is None else global_batch,
-            precisions=(self.rows[0].candidate.precision,),
-            offloads=False,
-            pipelines=pipelines,
         )
+        if not as_planned:
+            precision = self.rows[0].candidate.precision
+            space = replace(space, precisions=(precision,), offloads=False, pipelines=False)
         estimator = replace(self.estimator, machine=machine)
         return [estimator.estimate(candidate) for candidate in enumerate_layouts(space, fixed)]
 
@@ -135,6 +138,7 @@ class Plan:
             "unmeasured": list(row.unmeasured),
             "verdict": row.verdict,
             "host_memory": row.host_memory_share,
+            "host_memory_bytes": int(row.host_memory_bytes),
         }
 
 

@@ -101,18 +101,19 @@ def _folder_instead_of_weights(config: Config) -> str:
     uses_weights = args.get("pretrained") or args.get("lora")
     if config.task != "huggingface" or not uses_weights:
         return ""
-    from app.tasks.huggingface.model import WEIGHTS, find_model, resolve_config
+    from app.tasks.huggingface.model import WEIGHTS, find_model, has_weights_here, resolve_config
 
     model = args.get("model")
-    if isinstance(model, str):
-        folder = Path(model).expanduser()
-        if folder.is_dir():
-            if any((folder / name).is_file() for name in WEIGHTS):
-                return ""
-        elif model.count("/") == 1:
-            return ""  # on the hub, which has the weights
+    if isinstance(model, str) and has_weights_here(model):
+        return ""
     overrides = json.loads(json.dumps(args.get("config") or {}))
-    model_config = resolve_config(find_model(model, weights=False), {}, overrides)
+    try:
+        source = find_model(model, weights=False)
+    except UserError as error:
+        raise UserError(
+            f"{error}; to plan without its weights a folder with its config.json is enough"
+        ) from error
+    model_config = resolve_config(source, {}, overrides)
     written = json.dumps(model_config.to_dict(), sort_keys=True, default=str)
 
     def make(path: Path) -> None:

@@ -12,11 +12,14 @@ parallel.async_tp a share (`Device.async_tp`, less what products lose to it) if 
 it take as long. Exchanging tokens with experts hides nothing. Experts are assumed to be used
 evenly, and to be gathered and averaged over as many workers as the other parameters.
 
-Collectives are rings over the links between the devices that take part (Thakur et al. 2005). Ranks
-are numbered so that tp peers are next to one another, then those of cp, dp_shard and dp_replicate,
-then stages (strategies/dims.py); a node holds `per_node` consecutive ranks. A group whose
-neighbours are `stride` ranks apart has min(n, per_node / stride) members in a node; the other ranks
-of the node run the same collective in groups of their own and share the node's link.
+All-gathers and reduce-scatters are rings over the links between the devices that take part (Thakur
+et al. 2005), all-reduces trees over their nodes, as NCCL has them. A ring of R devices on several
+nodes sends (R - 1) / R of the tensor over each node's link, also what began in the node that gets
+it. A tree over N nodes sends (N - 1) / N of it each way. Ranks are numbered so that tp peers are
+next to one another, then those of cp, dp_shard and dp_replicate, then stages (strategies/dims.py);
+a node holds `per_node` consecutive ranks. A group whose neighbours are `stride` ranks apart has
+min(n, per_node / stride) members in a node; the other ranks of the node run the same collective in
+groups of their own and share the node's link.
 """
 
 import math
@@ -123,8 +126,8 @@ def timing(
     exposed = Exposed()
     _add_tensor(case, exposed)
     _add_context(case, exposed)
-    if dims.ep > 1:  # like a gather, an exchange sends everything but a rank's own share
-        exposed.expert = machine.links.gather(case.expert_bytes, dims.ep, dims.tp) * micro_batches
+    if dims.ep > 1:
+        exposed.expert = machine.links.exchange(case.expert_bytes, dims.ep, dims.tp) * micro_batches
     if dims.dp_cp > 1 and candidate.strategy.is_sharded:
         for part, unit, count in zip(case.parts, case.units, case.counts):
             _add_sharded_unit(case, part, unit=unit, count=count, exposed=exposed)
@@ -321,6 +324,7 @@ def _optimizer_seconds(case: Case, clips: bool) -> float:
     moved_bytes = gradient_bytes * (3 + 2 * STATES.get(case.step.optimizer, 2) + clips)
     norm_seconds = case.machine.links.reduce(4.0, case.machine.world, 1) if clips else 0.0
     if candidate.offload:  # over PCIe: the shards up for each gathering, the gradients down
-        transfers = 1 + 2 * candidate.micro_batches
-        return moved_bytes / HOST_MEMORY + norm_seconds + transfers * gradient_bytes / HOST_LINK
+        parameter_bytes = case.sum_of_parts([unit.sharded_parameters for unit in case.units])
+        sent_bytes = gradient_bytes + 2 * candidate.micro_batches * parameter_bytes
+        return moved_bytes / HOST_MEMORY + norm_seconds + sent_bytes / HOST_LINK
     return moved_bytes / device.bandwidth + norm_seconds

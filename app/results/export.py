@@ -152,6 +152,14 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
         ) from error
     try:
         yield temporary
+        _set_usual_mode(temporary)
         os.replace(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _set_usual_mode(folder: Path) -> None:
+    """Give files the mode that the umask leaves, as the folder has it."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(folder.stat().st_mode & 0o666)

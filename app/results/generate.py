@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from app.errors import UserError
 from app.models.gpt import Attention
 from app.models.prediction import call_model, logits_of
+from app.results.trained import trained
+from app.storage.storage import Storage
 from app.tasks.base import Task
 from app.tasks.huggingface.inputs import PairsInput
-from app.tasks.language import TextInput
+from app.tasks.language import TextInput, end_tokens
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,47 @@ def text_input(task: Task) -> TextInput | PairsInput:
     return preprocessor
 
 
+class Writer:
+    """A run's trained language model, on this machine's GPU if it has one.
+
+    Args:
+        storage: The run's folder.
+        step: The step of its checkpoint; None means the newest good one.
+        warn: Called with a sentence for each damaged checkpoint that is skipped.
+
+    Raises:
+        UserError: There is no such checkpoint, or the run has trained no language model.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        step: int | None = None,
+        warn: Callable[[str], None] = lambda sentence: None,
+    ) -> None:
+        result = trained(storage, step, warn)
+        self.step = result.step
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = result.model.to(self.device)
+        self.preprocessor = text_input(result.task)
+
+    def write(self, prompt: str, *, sampling: Sampling, seed: int = 0) -> Iterator[str]:
+        """Generate text from a prompt; see `continuation`."""
+        yield from self.write_on(prompt, sampling=sampling, generator=self.generator(seed))
+
+    def generator(self, seed: int) -> torch.Generator:
+        """A new random-number generator for `write_on`."""
+        return torch.Generator(self.device).manual_seed(seed)
+
+    def write_on(
+        self, prompt: str, *, sampling: Sampling, generator: torch.Generator
+    ) -> Iterator[str]:
+        """Generate text from a prompt with the next random numbers of a generator."""
+        return continuation(
+            self.model, self.preprocessor, prompt, sampling=sampling, generator=generator
+        )
+
+
 def continuation(
     model: nn.Module,
     preprocessor: TextInput | PairsInput,
@@ -123,13 +166,14 @@ def continuation(
     if is_answer:
         yield "\n"
     prompt_tokens = tokens_BT.shape[1]
-    end_tokens = _end_tokens(model)
+    tokenizer = preprocessor.tokenizer if isinstance(preprocessor, TextInput) else None
+    ends = end_tokens(model, tokenizer)
     text = ""
     shown = 0  # characters of `text` that have been yielded
     with contextlib.closing(predictor):
         for _ in range(min(sampling.max_tokens, predictor.max_tokens)):
             token = sampling.draw(predictor.logits(tokens_BT), generator)
-            if token in end_tokens:
+            if token in ends:
                 break
             tokens_BT = torch.cat([tokens_BT, torch.tensor([[token]])], 1)
             decoded = preprocessor.decode(tokens_BT[0, prompt_tokens:].tolist())
@@ -235,11 +279,3 @@ def _cache_name(model: nn.Module) -> str:
     """The argument of a `transformers` model for its key-value cache, which 5.24 renamed."""
     is_renamed = "cache" in inspect.signature(model.forward).parameters
     return "cache" if is_renamed else "past_key_values"
-
-
-def _end_tokens(model: nn.Module) -> set[int]:
-    """The end-of-text tokens of a `transformers` model; other models have none."""
-    token_ids = getattr(getattr(model, "config", None), "eos_token_id", None)
-    if isinstance(token_ids, int):
-        return {token_ids}
-    return set(token_ids) if isinstance(token_ids, list) else set()

@@ -15,6 +15,7 @@ from app.console.masking import mask_tree
 from app.console.terminal import Console
 from app.errors import Interrupted, RunFailed
 from app.run.cost import Meter
+from app.run.fork import tags_of
 from app.run.manifest import Run
 from app.run.metrics import RunMetrics
 from app.run.progress import ProgressFile
@@ -262,6 +263,11 @@ class Driver:
         self.tracker.tags(
             {"trireme.device": event.device, "trireme.parameters": str(event.parameters)}
         )
+        trained = event.trained_parameters
+        if trained is not None and trained < event.parameters:
+            self.tracker.tags({"trireme.trained_parameters": str(trained)})
+            if event.resumed_from is None:
+                self.console.say(f"{trained:,} of {event.parameters:,} parameters are trained")
         if event.resumed_from is not None:
             self.console.say(f"continuing after step {last_step:,} of {event.steps:,}")
             self.tracker.tags({"trireme.resumed_from": str(last_step)})
@@ -354,6 +360,7 @@ class Driver:
         """Starts the MLflow run, and logs the configuration and the installed packages."""
         values = to_dict(self.config)
         self.tracker.start()
+        self.tracker.tags(tags_of(self.run.manifest.fork, is_child=self.tracker.is_child))
         self.tracker.params(flatten(values))
         self.tracker.text(to_yaml(mask_tree(values)), "config.yaml")
         self.tracker.text(environment_text(), "packages.txt")

@@ -65,6 +65,8 @@ GRADIENT_TOLERANCE = 1e-3
 """The same for gradients, in which rounding adds up."""
 COARSE_TOLERANCE = 5e-2
 """The same for losses and gradients if a parameter has 16 bits."""
+RECOMPUTING_TOLERANCE = 1e-2
+"""The same for the gradient of a parameter if activations are recomputed."""
 REPEATED_TOLERANCE = 1e-5
 """The same for a loss that is computed again in the same way, whatever its type."""
 CPU = torch.device("cpu")
@@ -353,26 +355,37 @@ def _single_sample_error(config: Config, task: Task, batch: Batch) -> str:
 
 
 def _recomputing_error(config: Config, task: Task, batch: Batch) -> str:
-    """How a step fails only because the model is recomputed; "" if it does not."""
+    """How a step fails, or gets other gradients, only because the model is recomputed.
+
+    Returns:
+        A clause; "" if recomputation changes nothing.
+    """
     mode = config.train.activation_checkpointing
     if mode == "none":
         return ""
 
-    def take_step(*, recompute: bool) -> None:
+    def take_step(*, recompute: bool) -> dict[str, Tensor]:
         model = _build(config, task, CPU).train()
         if recompute:
             activation_checkpointing.apply(model, find_blocks(model, task.blocks(model)), mode)
         seed_step(config.train.seed, 0, data_rank=0, device=CPU)
         task.loss(model, clone_tensors(batch)).backward()
+        parameters = model.named_parameters()
+        return {name: each.grad for name, each in parameters if each.grad is not None}
 
     try:
-        take_step(recompute=False)
+        gradients = take_step(recompute=False)
     except Exception:  # the workers meet it too, and their logs say where
         return ""
     try:
-        take_step(recompute=True)
+        recomputed_gradients = take_step(recompute=True)
     except Exception as error:
         return _first_line(error)
+    for name, gradient in gradients.items():
+        recomputed = recomputed_gradients.get(name, torch.zeros_like(gradient))
+        difference = (recomputed - gradient).abs().norm()
+        if difference > RECOMPUTING_TOLERANCE * gradient.abs().norm():
+            return "gradients change, because a block overwrites a result that is kept"
     return ""
 
 

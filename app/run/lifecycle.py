@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from app.console.terminal import duration, evaluation_line, quantity
 from app.errors import Interrupted, RunFailed
 from app.run.driver import Driver
+from app.run.fork import adopt, find_origin
 from app.run.manifest import Outcome
 from app.run.prepare import Prepared
 from app.run.versions import newer
@@ -41,8 +43,11 @@ def train_run(
     console = driver.console
     if run.finished and run.manifest.steps >= prepared.steps:
         return _already_finished(driver)
+    origin = find_origin(prepared.config, run, prepared.steps)
     run.manifest.sources = prepared.sources
     run.open(prepared.config, prepared.steps, console.say)
+    if origin is not None:
+        adopt(origin, run)
     write_task_file(prepared.config.task, run.storage)
     _announce(driver, prepared, where)
     driver.begin_tracking()
@@ -87,6 +92,7 @@ def _job_of(driver: Driver, prepared: Prepared) -> Job:
         leased=True,
         spot_provider=provider_of(cluster_file(prepared.config.cluster.file)),
         sources=prepared.sources,
+        fork=driver.run.manifest.fork,
     )
 
 
@@ -200,10 +206,20 @@ def _finished(driver: Driver) -> Outcome:
     return outcome
 
 
+def _trained_share(summary: Mapping[str, Any]) -> str:
+    """How many of a model's parameters are trained, as with LoRA; "" for all of them."""
+    trained = summary.get("trained_parameters")
+    if trained is None or trained == summary["parameters"]:
+        return ""
+    return f", of which {trained:,} train ({trained / summary['parameters']:.2%})"
+
+
 def _print_summary(driver: Driver, outcome: Outcome) -> None:
     console = driver.console
     summary = outcome.summary
-    trained = f"{outcome.run}: {summary['parameters']:,} parameters, {summary['step']:,} steps"
+    frozen = _trained_share(summary)
+    trained = f"{outcome.run}: {summary['parameters']:,} parameters{frozen}"
+    trained += f", {summary['step']:,} steps"
     if summary["resumed_from"]:
         trained += f", continued after step {summary['resumed_from']:,}"
     speed = (

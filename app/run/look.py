@@ -40,6 +40,7 @@ class RunState:
         progress: The record of the newest StepsDone; empty before the first.
         evaluated: The newest metrics on held-out data.
         driver: The driver, such as "process 123 on host"; "" if there is none.
+        fork: The checkpoint of another run from which this one continues; "" for none.
     """
 
     name: str
@@ -53,6 +54,7 @@ class RunState:
     progress: dict[str, Any] = field(default_factory=dict)
     evaluated: dict[str, float] = field(default_factory=dict)
     driver: str = ""
+    fork: str = ""
 
     @property
     def over(self) -> bool:
@@ -146,6 +148,7 @@ def look(storage: Storage) -> RunState:
         progress=progress if "rate" in progress else {},
         evaluated=progress.get("evaluated", evaluated),
         driver=driver,
+        fork=manifest.get("fork", ""),
     )
 
 
@@ -197,10 +200,11 @@ def table(runs: list[RunState]) -> str:
     """Runs as lines for a person.
 
     A line has name, state, steps, the newest loss and held-out loss, mean speed, time left and age.
+    Forks stand below the run that they continue.
     """
     now = time.time()
     rows = [("RUN", "STATE", "STEP", "LOSS", "HELD OUT", "MEAN SPEED", "LEFT", "AGE")]
-    for run in runs:
+    for run, depth in _as_tree(runs):
         progress = run.progress
         held_out_loss = run.evaluated.get("loss")
         speed = ""
@@ -211,7 +215,7 @@ def table(runs: list[RunState]) -> str:
             seconds_left = duration(progress["seconds_left"])
         rows.append(
             (
-                run.name,
+                _name_in_tree(run, depth),
                 run.state,
                 f"{run.step:,}/{run.steps:,}",
                 "" if run.loss is None else f"{run.loss:.4f}",
@@ -222,3 +226,27 @@ def table(runs: list[RunState]) -> str:
             )
         )
     return "\n".join(align_columns(rows))
+
+
+def _as_tree(runs: list[RunState]) -> Iterator[tuple[RunState, int]]:
+    """Runs with their depths: each fork comes after the run that it continues, one deeper."""
+    folders = {run.folder for run in runs}
+    forks: dict[str, list[RunState]] = {}
+    for run in runs:
+        forked_run = run.fork.rsplit("/", 2)[0]
+        parent = forked_run if forked_run in folders else ""
+        forks.setdefault(parent, []).append(run)
+
+    def below(parent: str, depth: int) -> Iterator[tuple[RunState, int]]:
+        for run in forks.get(parent, []):
+            yield run, depth
+            yield from below(run.folder, depth + 1)
+
+    return below("", 0)
+
+
+def _name_in_tree(run: RunState, depth: int) -> str:
+    if not run.fork:
+        return run.name
+    step = run.fork.rpartition("/")[2].split("-")[1]
+    return f"{'  ' * (depth - 1)}└ {run.name} (from {int(step):,})" if depth else run.name

@@ -68,6 +68,7 @@ class Manifest:
         mlflow_run_id: None until MLflow was reached.
         summary: What is known of the training at its end.
         sources: Digests of the task's own source files in the latest start.
+        fork: The checkpoint of another run from which this one continues; "" for none.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Manifest:
     mlflow_run_id: str | None = None
     summary: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    fork: str = ""
 
 
 def run_folder(config: Config, name: str | None = None) -> Storage:

@@ -27,10 +27,10 @@ from app.data.loader import (
 )
 from app.data.randomness import seed_everything
 from app.data.stream import continues_exactly, is_stream
-from app.errors import UserError
+from app.errors import UserError, own_code
 from app.run.first_step import FirstStep, take_first_step
 from app.run.inputs import inputs
-from app.run.rehearse import rehearse, require_data, require_methods
+from app.run.rehearse import read_batch, rehearse, require_data, require_methods
 from app.run.resolve import resolve
 from app.tasks import load_task
 from app.tasks.base import Task
@@ -78,11 +78,12 @@ class Prepared:
     sources: dict[str, str] = field(default_factory=dict)
 
 
+@own_code("the task's data cannot be read")
 def read_task(config: Config) -> Task:
     """Loads the task and its data, so that what is wrong with either is known now.
 
     Raises:
-        UserError: See `app.tasks.load_task` and the task itself.
+        UserError: See `app.tasks.load_task` and the task itself, also for what its code raises.
     """
     optimizer_class(config.optimizer.name)
     if config.checkpoint.load:
@@ -91,9 +92,11 @@ def read_task(config: Config) -> Task:
     task = load_task(config.task, config.task_args)
     require_methods(task)
     require_data(config, task)
+    read_batch(task)
     return task
 
 
+@own_code("the task does not work")
 def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int | None) -> Prepared:
     """Decides the layout and the number of steps, and checks them.
 
@@ -110,8 +113,6 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         LayoutError: See UserError.
     """
     samples = length(task.train_data())
-    if samples == 0:
-        raise UserError("the training data is empty: give the task data with at least one sample")
     first_step = _first_step(config, task, workers)
     resolved = resolve(
         config,

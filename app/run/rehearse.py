@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader
 from app.config import CheckpointConfig, Config
 from app.data.loader import Batch, fetch, length, map_tensors, tensors
 from app.data.stream import is_stream
-from app.errors import UserError, nearest
+from app.errors import UserError, nearest, own_code, return_line, with_line
 from app.tasks.base import Task
+from strategies.parallel import LossError, require_loss
 
 SAMPLES = 4
 """Samples in the batch that the task is tried with."""
@@ -59,6 +60,8 @@ def require_data(config: Config, task: Task) -> None:
             "__getitem__ or with __iter__, from which batches are made as train.global_batch_size "
             "says"
         )
+    if length(data) == 0:
+        raise UserError("the training data is empty: give the task data with at least one sample")
     if is_stream(data) and config.train.steps is None:
         raise UserError(
             f"train.epochs needs data with a length, and the training data is a stream ({kind}): "
@@ -90,7 +93,7 @@ def rehearse(
     Raises:
         UserError: Every mistake found, a sentence each.
     """
-    batch, samples = _batch(task)
+    batch, samples = read_batch(task)
     _check_memory(
         config,
         bytes_per_sample=sum(tensor.nbytes for tensor in tensors(batch)) / samples + PICK_BYTES,
@@ -105,7 +108,7 @@ def rehearse(
     return logged_names
 
 
-def _batch(task: Task) -> tuple[Batch, int]:
+def read_batch(task: Task) -> tuple[Batch, int]:
     """A batch of samples from all over the training data.
 
     Returns:
@@ -118,7 +121,8 @@ def _batch(task: Task) -> tuple[Batch, int]:
     samples = length(data) or SAMPLES
     positions = range(0, samples, max(1, samples // SAMPLES))
     try:
-        batch = fetch(data, [(position, position) for position in positions])
+        with own_code("a sample of the training data cannot be read"):
+            batch = fetch(data, [(position, position) for position in positions])
     except (RuntimeError, TypeError, ValueError, KeyError, IndexError) as error:
         lines = str(error).strip().splitlines() or [""]
         raise UserError(
@@ -158,6 +162,11 @@ def _mistakes_on_meta(config: Config, task: Task, batch: Batch) -> Iterator[str]
             names = [*metrics, *task.derived(dict.fromkeys(metrics, 1.0))]
     except Exception:  # the task's own code may need numbers
         return
+    if not isinstance(loss, Tensor):
+        try:
+            require_loss(loss)
+        except LossError as error:
+            yield with_line(str(error), return_line(task.loss, error.suspicious))
     for name, value in [("loss", loss), *metrics.items()]:
         if isinstance(value, Tensor) and value.dim():
             yield (

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
-import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from app.errors import MissingData, UserError, nearest
+from app.errors import (
+    UserError,
+    claim_package,
+    described,
+    nearest,
+    own_code,
+    own_line,
+    with_line,
+)
+from app.names import parsed
 from app.tasks import by_value
+from app.tasks.arguments import check_arguments
 from app.tasks.base import Task
-from app.tasks.parts import require_known
 from app.tasks.user_code import user_module
 
 BUILT_IN = {
@@ -31,9 +41,29 @@ def load_task(name: str, task_args: Mapping[str, Any]) -> Task:
         task_args: The arguments of its class.
 
     Raises:
-        UserError: There is no such task, it cannot be imported, an argument is missing, or the task
-            does not take one.
-        Exception: Whatever the task's own code raises.
+        UserError: See `check_task`; or the task's own code raises an exception.
+        Exception: Whatever the code of a built-in task raises.
+    """
+    known = check_task(name, task_args)
+    if isinstance(known, Task):
+        return known
+    with own_code(f"task {name!r} cannot be made"):
+        return known(**task_args)
+
+
+def check_task(name: str, task_args: Mapping[str, Any]) -> type[Task] | Task:
+    """Find a task and check its arguments, without making it, which may read data for long.
+
+    Args:
+        name: The name of a built-in task, or "package.module:Class".
+        task_args: The arguments of its class.
+
+    Returns:
+        The task's class, or the object itself if that is what the calling program has given.
+
+    Raises:
+        UserError: There is no such task, it cannot be imported, an argument is missing or has the
+            wrong type, or the task does not take one.
     """
     known = by_value.KNOWN.get(name)
     if isinstance(known, Task):
@@ -44,8 +74,8 @@ def load_task(name: str, task_args: Mapping[str, Any]) -> Task:
             )
         return known
     task_class = find_task(name)
-    _check_arguments(name, task_class, task_args)
-    return task_class(**task_args)
+    check_arguments(name, task_class, task_args)
+    return task_class
 
 
 def find_task(name: str) -> type[Task]:
@@ -66,9 +96,15 @@ def find_task(name: str) -> type[Task]:
         return by_value.KNOWN[name]
     import_path = BUILT_IN.get(name, name)
     module_name, colon, class_name = import_path.partition(":")
+    if name not in BUILT_IN:
+        _refuse_file(name, module_name, class_name)
     if not (module_name and colon and class_name):
+        hint = nearest(name, BUILT_IN)
+        package, dot, last = name.rpartition(".")
+        if dot and package and last not in ("", "py") and not colon:
+            hint = f" (did you mean '{package}:{last}'?)"
         raise UserError(
-            f"there is no task {name!r}{nearest(name, BUILT_IN)}; "
+            f"there is no task {name!r}{hint}; "
             f"write one of {', '.join(BUILT_IN)}, "
             "or the import path of your own class as package.module:Class"
         )
@@ -76,13 +112,49 @@ def find_task(name: str) -> type[Task]:
     task_class = getattr(module, class_name, None)
     if task_class is None:
         classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
+        tasks = [key for key in classes if _is_users_task(getattr(module, key))]
         hint = nearest(class_name, classes)
+        if tasks and not hint:
+            hint = f": write {' or '.join(f'{module_name}:{task}' for task in tasks)}"
         raise UserError(f"task {name!r}: module {module_name} has no {class_name}{hint}")
     if not (inspect.isclass(task_class) and issubclass(task_class, Task)):
         raise UserError(
             f"task {name!r} is not a task: {class_name} must be a subclass of trireme.Task"
         )
     return task_class
+
+
+def _is_users_task(value: object) -> bool:
+    is_task = inspect.isclass(value) and issubclass(value, Task)
+    return is_task and not value.__module__.startswith("app.tasks")
+
+
+def _refuse_file(name: str, module_name: str, class_name: str) -> None:
+    """Check that a task is not written as a file, or as a module without its class.
+
+    Args:
+        name: As it was written.
+        module_name: What is before the colon.
+        class_name: What is after it.
+
+    Raises:
+        UserError: It is; the message has the task's import path.
+    """
+    is_file = module_name.endswith(".py")
+    path = Path(module_name if is_file else f"{module_name.replace('.', '/')}.py")
+    if class_name and not is_file:
+        return
+    if not path.is_file():
+        return
+    module = ".".join(path.with_suffix("").parts)
+    if not class_name:
+        classes = [node for node in parsed(str(path)).body if isinstance(node, ast.ClassDef)]
+        tasks = [node.name for node in classes if any("Task" in ast.unparse(b) for b in node.bases)]
+        class_name = (tasks or ["MyTask"])[0]
+    raise UserError(
+        f"there is no task {name!r}: a task is the import path of its class, "
+        f"here {module}:{class_name}"
+    )
 
 
 def _import(name: str, module_name: str, class_name: str) -> ModuleType:
@@ -94,6 +166,7 @@ def _import(name: str, module_name: str, class_name: str) -> ModuleType:
     try:
         if name in BUILT_IN:
             return importlib.import_module(module_name)
+        claim_package(module_name)
         module = user_module(module_name, class_name)
         # A module `app` that Trireme and the user both have runs the user's code when an attribute
         # is looked up (app/names.py). Its errors belong here.
@@ -111,53 +184,11 @@ def _import(name: str, module_name: str, class_name: str) -> ModuleType:
             )
         else:
             reason = f"{module_name} needs {missing!r}, which is not installed"
-        raise UserError(f"task {name!r} does not import: {reason}") from error
+        line = None if is_task_module else own_line(error)
+        raise UserError(with_line(f"task {name!r} does not import: {reason}", line)) from error
     except Exception as error:
-        message = error.msg if isinstance(error, SyntaxError) else str(error)
-        first_line = (message.strip().splitlines() or ["no message"])[0].rstrip(".")
-        raise UserError(
-            f"task {name!r} does not import: {type(error).__name__}{_place(error)}: {first_line}"
-        ) from error
+        sentence = f"task {name!r} does not import: {described(error)}"
+        raise UserError(with_line(sentence, own_line(error))) from error
 
 
-def _place(error: BaseException) -> str:
-    """Where the error was raised, as " (file.py, line 3)"; "" if that is not known."""
-    if isinstance(error, SyntaxError):
-        return f" ({error.filename}, line {error.lineno})"
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return ""
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})"
-
-
-def _check_arguments(name: str, task_class: type[Task], task_args: Mapping[str, Any]) -> None:
-    """Check that a class takes these arguments and needs no others.
-
-    Raises:
-        MissingData: Only the argument `data` is missing.
-        UserError: Another argument is missing, or the class does not take one.
-    """
-    parameters = list(inspect.signature(task_class).parameters.values())
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    by_keyword = [
-        parameter
-        for parameter in parameters
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    ]
-    names = [parameter.name for parameter in by_keyword]
-    require_known(task_args, names, key="task_args", owner=f"task {name!r}")
-    missing = [
-        parameter.name
-        for parameter in by_keyword
-        if parameter.default is parameter.empty and parameter.name not in task_args
-    ]
-    if missing:
-        kind = MissingData if missing == ["data"] else UserError
-        raise kind(
-            f"task {name!r} needs task_args.{missing[0]}, which is not given; "
-            "add it to the experiment"
-        )
-
-
-__all__ = ["BUILT_IN", "Task", "find_task", "load_task"]
+__all__ = ["BUILT_IN", "Task", "check_task", "find_task", "load_task"]

@@ -54,6 +54,8 @@ DEFAULT_EVAL_SEQUENCES = 256  # the most sequences that are held out by default
 PROMPT_TOKENS = 16  # tokens of the held-out data that a sample at an evaluation begins with
 SAMPLE_TOKENS = 32  # tokens that the model adds to them
 PREDICTED_TOKENS = 64  # tokens that the model in MLflow adds to a text
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|im_end|>")
+"""What tokenizers call the token after a text."""
 MAX_EXPONENT = 700.0  # exp of a larger loss overflows float64
 
 
@@ -122,7 +124,8 @@ class TextInput(Preprocessor):
             logits_BTV = logits_of(call_model(model, self(tokens_BT)))
             next_B1 = logits_BTV[:, -1].argmax(-1, keepdim=True).cpu()
             tokens_BT = torch.cat([tokens_BT, next_B1], 1)
-        return self.decode(tokens_BT[0, -PREDICTED_TOKENS:].tolist())
+        added_T = tokens_BT[0, -PREDICTED_TOKENS:]
+        return self.decode(up_to_end(added_T, end_tokens(model, self.tokenizer)).tolist())
 
 
 class TokenSource(NamedTuple):
@@ -458,9 +461,32 @@ def log_sample(task: SplitDataTask, model: nn.Module, log: EvaluationLog) -> Non
         log("sample", sample_text(model, preprocessor, inputs_T[:PROMPT_TOKENS]))
 
 
+def end_tokens(model: nn.Module, tokenizer: Any = None) -> set[int]:
+    """The tokens after which a text is over.
+
+    Args:
+        model: The model; one of `transformers` names them in its configuration.
+        tokenizer: A Tokenizer of the tokenizers library, which may have one of `END_OF_TEXT`.
+    """
+    token_ids = getattr(getattr(_inner(model), "config", None), "eos_token_id", None)
+    ends = set(token_ids) if isinstance(token_ids, list) else {token_ids}
+    if tokenizer is not None:
+        ends |= {tokenizer.token_to_id(name) for name in END_OF_TEXT}
+    return {token for token in ends if isinstance(token, int)}
+
+
+def up_to_end(tokens_T: Tensor, ends: set[int]) -> Tensor:
+    """The tokens up to the first one that ends the text, which is kept."""
+    for index, token in enumerate(tokens_T.tolist()):
+        if token in ends:
+            return tokens_T[: index + 1]
+    return tokens_T
+
+
 def sample_text(model: nn.Module, preprocessor: TextInput, prompt_T: Tensor) -> str:
-    """The text of a prompt and of `SAMPLE_TOKENS` tokens after it."""
-    sampled_T = sample_tokens(model, preprocessor, prompt_T, length=preprocessor.longest)
+    """The text of a prompt and of at most `SAMPLE_TOKENS` tokens after it."""
+    ends = end_tokens(model, preprocessor.tokenizer)
+    sampled_T = sample_tokens(model, preprocessor, prompt_T, length=preprocessor.longest, ends=ends)
     prompt = preprocessor.decode(prompt_T.tolist())
     return f"{prompt} → {preprocessor.decode(sampled_T.tolist())}"
 
@@ -471,17 +497,20 @@ def sample_tokens(
     prompt_T: Tensor,
     *,
     length: int,
+    ends: set[int],
 ) -> Tensor:
-    """`SAMPLE_TOKENS` tokens after a prompt, drawn with torch's global generator.
+    """`SAMPLE_TOKENS` tokens after a prompt, drawn with torch's global generator, up to an end.
 
     The model is always called with the same number of tokens, so that every call has one shape.
-    Those that are still to come are zeros, which a causal model does not see.
+    Those that are still to come are zeros, which a causal model does not see. It is called equally
+    often on every rank, so what comes after the end is drawn too, and left out.
 
     Args:
         model: The model.
         arguments: The arguments of the model for tokens (1, length).
         prompt_T: The tokens to begin with.
         length: How many tokens the model is called with.
+        ends: The tokens that end a text.
     """
     tokens_T = prompt_T
     for _ in range(SAMPLE_TOKENS):
@@ -493,7 +522,7 @@ def sample_tokens(
             logits_V = logits_V.full_tensor()
         probabilities_V = logits_V.float().cpu().softmax(-1)
         tokens_T = torch.cat([tokens_T, torch.multinomial(probabilities_V, 1)])
-    return tokens_T[len(prompt_T) :]
+    return up_to_end(tokens_T[len(prompt_T) :], ends)
 
 
 def _inner(model: nn.Module) -> nn.Module:

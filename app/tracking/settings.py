@@ -120,6 +120,10 @@ def sqlite_path(uri: str) -> Path:
     return Path(uri.split("?", 1)[0].removeprefix("sqlite:///"))
 
 
+TRAINING_VIEW = "workflowType=machine_learning"
+"""What makes MLflow's page show a training run; without it MLflow 3 begins with its GenAI view."""
+
+
 def run_url(settings: Settings, experiment_id: str, run_id: str) -> str:
     """The address of a run's page in the MLflow UI.
 
@@ -133,13 +137,14 @@ def run_url(settings: Settings, experiment_id: str, run_id: str) -> str:
     """
     if not run_id or not experiment_id:
         return ""
-    page = f"#/experiments/{experiment_id}/runs/{run_id}"
-    if settings.uri.startswith(_SERVERS):
-        return f"{re.sub('//[^/]*@', '//', settings.uri)}/{page}"
+    path = f"experiments/{experiment_id}/runs/{run_id}"
     if settings.uri.startswith("databricks"):
         workspace = os.environ.get("DATABRICKS_HOST", "").rstrip("/")
-        return f"{workspace}/ml/{page[2:]}" if workspace else ""
-    return f"http://127.0.0.1:5000/{page}"
+        return f"{workspace}/ml/{path}" if workspace else ""
+    server = "http://127.0.0.1:5000"
+    if settings.uri.startswith(_SERVERS):
+        server = re.sub("//[^/]*@", "//", settings.uri)
+    return f"{server}/#/{path}?{TRAINING_VIEW}"
 
 
 def ui_command(settings: Settings) -> str:

@@ -90,6 +90,11 @@ class Tracker:
         self._spool: Spool | None = None
         self._driver_lock: int | None = None
 
+    @property
+    def is_child(self) -> bool:
+        """Whether the MLflow run stands below a parent's."""
+        return self._parent is not None
+
     def start(self) -> None:
         """Begin or resume the run, and start the writer, which creates or finds the MLflow run.
 

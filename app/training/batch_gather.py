@@ -163,9 +163,9 @@ class Gathering:
         self.obstacle = _obstacle(parallel.layout)
         self.batch_gather = BatchGather(
             parallel,
-            samples=rows,
+            count_samples=rows,
             randomness=Generators(device),
-            collecting=self._without_logging,
+            without_logging=self._without_logging,
         )
         self.parts = 1
         """How many parts the global batch has in the step that is running."""
@@ -215,7 +215,7 @@ class Gathering:
         function = getattr(loss, "__func__", loss)
         code = getattr(function, "__code__", function)
         if code not in self._losses:
-            gathers = self.batch_gather.calls(batches[0], loss) > 0
+            gathers = self.batch_gather.count_calls(batches[0], loss) > 0
             self._losses[code] = (len(self._losses), gathers)
         return self._losses[code]
 

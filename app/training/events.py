@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from app.errors import SourceLine
     from strategies.pipeline.simulate import Span
 
 # --- for the launcher and the supervisor ----------------------------------------------------------
@@ -53,6 +54,8 @@ class WorkerFailed:
 
     rank: int
     error: BaseException
+    line: SourceLine | None = None
+    """The line of the person's own code that it came from: a pickled exception has no traceback."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,8 @@ class TrainingStarted:
     """Rank 0's, such as "cuda:0"."""
     parameters: int
     """How many parameters the whole model has."""
+    trained_parameters: int | None = None
+    """How many of them are trained; None if that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,8 @@ class Job:
     """The cloud whose preemption notices are watched; "" if the cluster has no spot machines."""
     sources: dict[str, str] = field(default_factory=dict)
     """Digests of the task's own code; see app/tasks/sources.py."""
+    fork: str = ""
+    """The checkpoint of another run from which this one continues; "" if it begins anew."""
     failed_nodes: tuple[str, ...] = ()
     """Ids of nodes that have failed too often."""
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from app.checkpoint.ranks import Ranks
 from app.data.loader import Batch, number_on, pipeline_example, rows, train_batches
 from app.data.randomness import seed_everything, seed_step
-from app.errors import UserError
+from app.errors import UserError, return_line, with_line
 from app.storage.storage import Storage
 from app.tasks import load_task
 from app.tasks.build import build_model
@@ -45,7 +45,7 @@ from app.training.process import collect_garbage, configure_torch, garbage_waits
 from app.training.profiler import Profiler
 from app.training.reporting import Reporter
 from app.training.step_sync import StepSync
-from strategies.parallel import Loss
+from strategies.parallel import Loss, LossError
 from strategies.parallelize import Parallel, parallelize
 
 Summary = dict[str, Any]
@@ -118,7 +118,7 @@ class Training:
         self.average: Average | None = None
         if train.ema_decay is not None:
             self.average = Average(self.parallel, train.ema_decay)
-        self.parameter_count = self._count_parameters()
+        self.parameter_count, self.trained_count = self._count_parameters()
 
         self.progress = Progress()
         self.persistence = persistence_class(
@@ -268,9 +268,13 @@ class Training:
 
         # For each micro-batch: loss = loss_function(model, batch); (weight · loss).backward().
         # The gradients add up, over micro-batches and, once per step, over workers.
-        loss = self.gathering.forward_backward(
-            runner, batches, weights, loss=loss_function, scale=self.loss_scale.factor
-        )
+        try:
+            loss = self.gathering.forward_backward(
+                runner, batches, weights, loss=loss_function, scale=self.loss_scale.factor
+            )
+        except LossError as error:
+            line = return_line(loss_function, error.suspicious)
+            raise UserError(with_line(str(error), line)) from error
         optimizer = hooks.choose_optimizer(
             self.optimizer, optimizer_name, self.parallel.parameters()
         )
@@ -431,13 +435,23 @@ class Training:
             noise_scale.count_items = partial(count_items, self.task)
         return noise_scale
 
-    def _count_parameters(self) -> int:
-        """Parameters of the whole model, of which a stage of a pipeline has a part."""
-        counts = {name: parameter.numel() for name, parameter in self.parallel.named_parameters()}
+    def _count_parameters(self) -> tuple[int, int]:
+        """Parameters of the whole model, of which a stage of a pipeline has a part.
+
+        Returns:
+            (all parameters, those that are trained)
+        """
+        counts = {
+            name: (parameter.numel(), parameter.numel() * parameter.requires_grad)
+            for name, parameter in self.parallel.named_parameters()
+        }
         if self.dims.pp > 1:
             for stage_counts in Ranks().all_gather(counts):
                 counts |= stage_counts
-        return sum(counts.values())
+        return (
+            sum(numel for numel, _ in counts.values()),
+            sum(trained for _, trained in counts.values()),
+        )
 
     def _announce(self) -> None:
         if self.place.rank == 0:
@@ -451,6 +465,7 @@ class Training:
                 steps=self.job.steps,
                 device=str(self.place.device),
                 parameters=self.parameter_count,
+                trained_parameters=self.trained_count,
             )
         )
 
@@ -465,6 +480,7 @@ class Training:
             "metrics": self.progress.latest,
             "resumed_from": self.resumed_from,
             "parameters": self.parameter_count,
+            "trained_parameters": self.trained_count,
             "memory_bytes": memory_bytes(self.place.device),
             "memory_bytes_before": self.memory_before,
         }

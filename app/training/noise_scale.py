@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from app.data.loader import Batch, map_tensors, number_on, rows
-from strategies.parallel import Loss
+from strategies.parallel import Loss, require_loss
 from strategies.parallelize import Parallel
 from strategies.zero_weight import backward_of_zeros, has_no_weight, recorded_outputs
 
@@ -190,6 +190,7 @@ class NoiseScale:
             if is_left_out:
                 backward_of_zeros(value, outputs)
             else:
+                require_loss(value)
                 (value * (weight * parallel.layout.dims.dp * scale)).backward()
         full_value = value.full_tensor() if isinstance(value, DTensor) else value
         if is_left_out:  # its loss may be nan

@@ -307,8 +307,8 @@ class Persistence:
             progress: Set to that of the checkpoint.
 
         Returns:
-            The step of the checkpoint; None if the run has none. Then the weights of
-            `checkpoint.load` are loaded, if it is set.
+            The step of the checkpoint; None if the run has none and does not continue another
+            one's. Then the weights of `checkpoint.load` are loaded, if it is set.
 
         Raises:
             UserError: The run has checkpoints, but all are damaged; or `checkpoint.load` is not
@@ -322,12 +322,18 @@ class Persistence:
                 self.channel.emit(WarningIssued(message=message))
         if commit is not None:
             self._load(commit, progress)
+            # A driver that was killed may not have sent these; the tracker drops those that it has.
+            for text in commit.meta["events"]:
+                self.channel.emit(MetricsLogged.from_json(text))
             return progress.step
         if damaged:
             raise UserError(
                 f"{damaged[0]}; no other checkpoint is whole: "
                 f"remove {self.job.checkpoints} to start anew"
             )
+        if self.job.fork:
+            self._continue_other_run(progress)
+            return progress.step
         self._load_weights(self.job.config.checkpoint.load)
         return None
 
@@ -369,9 +375,17 @@ class Persistence:
         changed = change_note(meta.get("sources"), self.job.sources, progress.step)
         if changed and self.place.rank == 0:
             self.channel.emit(WarningIssued(message=changed))
-        # A driver that was killed may not have sent these; the tracker drops those that it has.
-        for text in meta["events"]:
-            self.channel.emit(MetricsLogged.from_json(text))
+
+    def _continue_other_run(self, progress: Progress) -> None:
+        """Take over the whole state of another run's checkpoint, as the beginning of this run.
+
+        What the other run has logged stays with it.
+        """
+        self._load(checkpoint.find(self.job.fork), progress)
+        self.frozen_saved = False
+        self.saved_step = -1
+        progress.ended = False
+        progress.events = []
 
     def _load_weights(self, path: str | None) -> None:
         if not path:

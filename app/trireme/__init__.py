@@ -1,9 +1,12 @@
 """What `import trireme` gives.
 
-`train`, `plan`, `sweep` and `load_run` are verbs of the command line (app/api.py), and `Task` is
-the base of your own tasks. `trireme.tasks`, `trireme.data`, … are `app.tasks`, `app.data`, … under
-names that no package of yours can hide. Once this is imported, Trireme's own packages come before
-others with the same names (app/names.py). Everything else is imported when it is first used.
+`train`, `fork`, `plan`, `sweep`, `scale`, `report`, `compare` and `load_run` are verbs of the
+command line (app/api.py), and `Task` is the base of your own tasks. Editors and type checkers read
+__init__.pyi instead, which shows all keywords.
+
+`trireme.tasks`, `trireme.data`, … are `app.tasks`, `app.data`, … under names that no package of
+yours can hide. Once this is imported, Trireme's own packages come before others with the same names
+(app/names.py). Everything else is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -14,12 +17,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from app.api import Plan, Run, Sweep, load_run, plan, sweep, train
+    from app.api import (
+        Plan,
+        Run,
+        Scaling,
+        Sweep,
+        compare,
+        fork,
+        load_run,
+        plan,
+        report,
+        scale,
+        sweep,
+        train,
+    )
     from app.errors import Interrupted, RunFailed, TriremeError, UserError
     from app.tasks.base import Task
 
 _MODULES = {
-    "app.api": ("Plan", "Run", "Sweep", "load_run", "plan", "sweep", "train"),
+    "app.api": (
+        "Plan",
+        "Run",
+        "Scaling",
+        "Sweep",
+        "compare",
+        "fork",
+        "load_run",
+        "plan",
+        "report",
+        "scale",
+        "sweep",
+        "train",
+    ),
     "app.errors": ("Interrupted", "RunFailed", "TriremeError", "UserError"),
     "app.tasks.base": ("Task",),
 }
@@ -71,12 +100,17 @@ __all__ = [
     "Plan",
     "Run",
     "RunFailed",
+    "Scaling",
     "Sweep",
     "Task",
     "TriremeError",
     "UserError",
+    "compare",
+    "fork",
     "load_run",
     "plan",
+    "report",
+    "scale",
     "sweep",
     "train",
 ]

@@ -14,7 +14,7 @@ from app.data.loader import fetch
 from app.data.mixture import order_of
 from app.data.randomness import seed_everything
 from app.data.stream import is_stream
-from app.errors import UserError
+from app.errors import UserError, nearest
 from app.tasks import load_task
 from app.tasks.build import build_model
 from app.training.job import strategy_options
@@ -154,7 +154,9 @@ def choose_rows(names: str | None, workers: str | None, *, has_experts: bool = F
     unknown_names = chosen_names - known_names
     if unknown_names:
         known = ", ".join(sorted(known_names))
-        raise UserError(f"there is no row {min(unknown_names)!r}: write some of {known}")
+        unknown = min(unknown_names)
+        hint = nearest(unknown, known_names)
+        raise UserError(f"there is no row {unknown!r}{hint}: write some of {known}")
     named = [row for row in rows if not chosen_names or row.name in chosen_names]
     chosen = [row for row in named if not chosen_counts or str(row.workers) in chosen_counts]
     if not chosen:

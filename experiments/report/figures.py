@@ -14,17 +14,33 @@ if TYPE_CHECKING:
 
 COLOURS = ("#2563a8", "#d1651c", "#2f8f5b", "#b0344a", "#7a4fb5", "#8a6d1f", "#3a8fa8", "#6b6b6b")
 """Distinct for people who see colours differently; in print the marks tell lines apart."""
+DARK_COLOURS = (
+    "#6aa9ec",
+    "#ef8f4d",
+    "#5cc48a",
+    "#ec7a92",
+    "#b294e6",
+    "#cfae4f",
+    "#63bfd8",
+    "#a6a6a6",
+)
+"""The same series where a page is dark."""
 GREY = "#8793a1"
 LIGHT_GREY = "#b8c0ca"
 FRAME = "#d1651c"
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 INK = "#1d2733"
 FAINT = "#d9dee5"
+PAPER = "#ffffff"
+CELL_INK, CELL_PAPER = "#111821", "#fefefe"
+"""Of the text in the cells of a heat map, whose colours are the same on a dark page."""
 WIDTH = 5.4
 """Inches.
 
 Text of 10.5 points is then 10 pixels high on a phone, and 14 where two figures are side by side.
 """
+LONGEST_LABEL = 26
+"""Characters for which there is room beside an axis, and twice in the width of a legend."""
 MAX_NAMED = 8
 """Lines of a plot that have a colour of their own and an entry in the legend."""
 _SVG_NAMESPACES = 'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
@@ -50,6 +66,24 @@ _STYLE: Any = {
 }
 
 Points = Sequence[tuple[float, float]]
+
+
+def colour_variables() -> dict[str, tuple[str, str]]:
+    """The colours that a page changes where it is dark.
+
+    Returns:
+        The name of the page's variable → (the colour in figures, the colour on a dark page).
+    """
+    variables = {
+        "ink": (INK, "#dfe6ee"),
+        "grid": (FAINT, "#2c3641"),
+        "grey": (GREY, "#7f8c9b"),
+        "pale": (LIGHT_GREY, "#4c5866"),
+        "paper": (PAPER, "#12171d"),
+    }
+    for number, colours in enumerate(zip(COLOURS, DARK_COLOURS, strict=True)):
+        variables[f"series-{number}"] = colours
+    return variables
 
 
 def new(height: float = 3.4) -> tuple[Figure, Axes]:
@@ -84,7 +118,10 @@ def to_svg(figure: Figure) -> str:
         element,
         count=1,
     )
-    return re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.S)
+    element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.S)
+    for name, (light, _) in colour_variables().items():
+        element = re.sub(rf"{light}\b", f"var(--{name}, {light})", element)
+    return element
 
 
 def colour(index: int) -> str:
@@ -98,6 +135,7 @@ def line_plot(
     x: str,
     y: str,
     log_y: bool = False,
+    numbers: Mapping[str, int] | None = None,
 ) -> Figure:
     """One line per series; several have a legend with the first eight.
 
@@ -106,10 +144,15 @@ def line_plot(
         x: The label of the x axis.
         y: The label of the y axis.
         log_y: Whether the y axis is logarithmic; values must be positive.
+        numbers: The number of each series among all that a page has, which has the same colour in
+            every plot; None: they are numbered as they come.
     """
     figure, axes = new()
     values = []
-    for i, (name, points) in enumerate(series.items()):
+    positions: list[float] = []
+    for place, (name, points) in enumerate(series.items()):
+        i = place if numbers is None else numbers[name]
+        positions += [position for position, _ in points]
         finite = [(position, value) for position, value in points if math.isfinite(value)]
         values += [value for _, value in finite]
         axes.plot(
@@ -126,18 +169,29 @@ def line_plot(
     if log_y and values and max(values) > 3 * min(values):
         axes.set_yscale("log")
         set_ticks(axes, "y", log_ticks(values))
+    if all(float(position).is_integer() for position in positions):
+        set_whole_ticks(axes)
     axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    if len(series) > 4:
+    axes.set_ylabel(y if len(y) <= LONGEST_LABEL else y.rsplit("/", 1)[-1])
+    if len(series) > 1:
         legend_above(axes)
-    elif len(series) > 1:
-        axes.legend()
     return figure
 
 
 def legend_above(axes: Axes) -> None:
     """Puts the legend above the plot, so that it does not cover it."""
-    axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+    names = axes.get_legend_handles_labels()[1]
+    are_long = max(map(len, names), default=0) > LONGEST_LABEL
+    columns = 1 if are_long else 2
+    axes.legend(ncols=columns, loc="lower center", bbox_to_anchor=(0.5, 1.0))
+
+
+def set_whole_ticks(axes: Axes) -> None:
+    """Sets ticks of the x axis at whole numbers, as there is no step 22.5."""
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
 
 
 def set_ticks(axes: Axes, axis_name: Literal["x", "y"], values: Sequence[float]) -> None:
@@ -217,7 +271,7 @@ def heat_map(
             ha="center",
             va="center",
             fontsize=9,
-            color="white" if is_dark else INK,
+            color=CELL_PAPER if is_dark else CELL_INK,
         )
         if value == best:
             corner = position[0] - 0.5, position[1] - 0.5

@@ -10,6 +10,8 @@ from typing import Any, NotRequired, TypedDict
 import jinja2
 from markupsafe import Markup
 
+from experiments.report import figures
+
 PAGE = "report.html"
 MISSING = "–"
 """What a cell without a value shows."""
@@ -90,11 +92,16 @@ def render(content: Mapping[str, Any]) -> str:
     )
     environment.filters["number"] = format_number
     environment.filters["kind"] = _cell_class
+    variables = figures.colour_variables()
+    light = {name: colours[0] for name, colours in variables.items()}
+    dark = {name: colours[1] for name, colours in variables.items()}
     sections = []
     for section in content["sections"]:
         tables = [_with_columns(table) for table in section.get("tables", ()) if table["rows"]]
         sections.append({"folded": {}, **section, "tables": tables})
-    return environment.get_template("page.html").render({**content, "sections": sections})
+    return environment.get_template("page.html").render(
+        {**content, "sections": sections, "light": light, "dark": dark}
+    )
 
 
 def _with_columns(table: Table) -> dict[str, Any]:
@@ -108,7 +115,7 @@ def _with_columns(table: Table) -> dict[str, Any]:
 def _is_numeric(column: str, rows: Sequence[Mapping[str, object]]) -> bool:
     """Whether every row has a number in a column, or shows that it has no value."""
     for row in rows:
-        value = row.get(column, "")
+        value = row.get(column, MISSING)
         if not isinstance(value, int | float) and value != MISSING:
             return False
     return True

@@ -302,6 +302,9 @@ def _facts(record: RunRecord) -> list[tuple[str, str, str]]:
         facts.append(("training time", duration(summary["seconds"]), workers))
     if summary.get("parameters"):
         memory = f"{size(summary.get('memory_bytes', 0))} per worker"
+        trained = summary.get("trained_parameters", summary["parameters"])
+        if trained != summary["parameters"]:
+            memory = f"{trained:,} of them are trained; {memory}"
         facts.append(("parameters", f"{summary['parameters']:,}", memory))
     return facts
 
@@ -345,15 +348,18 @@ def _plots(records: Sequence[RunRecord]) -> list[tuple[str, str]]:
         for name, points in record.curves.items():
             if len(points) > 1 and not name.startswith(NOT_DRAWN):
                 names.add(name)
+    numbers = {record.name: number for number, record in enumerate(records)}
     plots = []
     if len(records) == 1 and names.issuperset(LOSSES):
         losses = {name: records[0].curves[name] for name in LOSSES}
         plots.append((_draw(losses, "loss"), "Loss in training and on held-out data."))
         names -= set(LOSSES)
     for name in sorted(names, key=_importance):
-        plots.append((_draw(_series(records, name), name), f"{name} over the steps."))
+        drawn = _draw(_series(records, name), name, numbers)
+        plots.append((drawn, f"{name} over the steps."))
     for name in _utilizations(records)[:MAX_UTILIZATIONS]:
-        figure = figures.line_plot(_series(records, name), x="seconds", y=name)
+        series = _series(records, name)
+        figure = figures.line_plot(series, x="seconds", y=name, numbers=numbers)
         plots.append((figures.to_svg(figure), f"{name} during the run."))
     return plots
 
@@ -378,11 +384,18 @@ def _series(records: Sequence[RunRecord], name: str) -> dict[str, Curve]:
     return {record.name: record.curves[name] for record in records if name in record.curves}
 
 
-def _draw(series: Mapping[str, Curve], name: str) -> str:
-    """SVG of a metric over steps."""
+def _draw(series: Mapping[str, Curve], name: str, numbers: Mapping[str, int] | None = None) -> str:
+    """SVG of a metric over steps.
+
+    Args:
+        series: Its curves, by the name of a run or a metric.
+        name: The metric.
+        numbers: The number of each run on the page; None where curves are not of runs.
+    """
     is_positive = all(value > 0 for points in series.values() for _, value in points)
     log_y = is_positive and name.rsplit("/", 1)[-1] in ON_LOG_SCALE
-    return figures.to_svg(figures.line_plot(series, x="step", y=name, log_y=log_y))
+    figure = figures.line_plot(series, x="step", y=name, log_y=log_y, numbers=numbers)
+    return figures.to_svg(figure)
 
 
 def _table_of_prefix(records: Sequence[RunRecord], prefix: str) -> list[dict[str, str]]:

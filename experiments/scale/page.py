@@ -269,15 +269,16 @@ def _speedup_plot(speeds: Mapping[str, Speeds], laws: Mapping[str, Law]) -> tupl
 
 def _parts_plot(points: Mapping[Key, Sequence[Point]]) -> tuple[str, str]:
     """SVG and caption of the parts of each point's step."""
-    figure, axes = figures.new()
-    names = [f"{strategy}\n× {workers}" for strategy, workers in points]
-    bottom = [0.0] * len(points)
+    figure, axes = figures.new(1.2 + 0.26 * len(points))
+    names = [f"{strategy} × {workers}" for strategy, workers in points]
+    left = [0.0] * len(points)
     for i, (part, label) in enumerate(PARTS.items()):
-        heights = [_milliseconds(repeats, part) for repeats in points.values()]
-        if any(heights):
-            axes.bar(names, heights, bottom=bottom, color=figures.colour(i), label=label)
-        bottom = [below + height for below, height in zip(bottom, heights)]
-    axes.set_ylabel("ms per step")
-    axes.grid(axis="x", visible=False)
+        widths = [_milliseconds(repeats, part) for repeats in points.values()]
+        if any(widths):
+            axes.barh(names, widths, left=left, color=figures.colour(i), label=label)
+        left = [before + width for before, width in zip(left, widths)]
+    axes.invert_yaxis()
+    axes.set_xlabel("ms per step")
+    axes.grid(axis="y", visible=False)
     figures.legend_above(axes)
     return figures.to_svg(figure), "Where a step's time goes."

@@ -2,7 +2,7 @@
 
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ from experiments.scale import answer, laws
 from experiments.scale.manifest import Point, ScalingManifest
 from experiments.scale.page import AHEAD, content
 from experiments.study import load_manifest, locked_folder, save_manifest, tracked_study
+from strategies.dims import DEGREES
+from strategies.registry import automatic
 
 KIND = "study"
 """The name of the manifest and of the log in a study's folder."""
@@ -31,6 +33,24 @@ NOT_OF_IDENTITY = ("run", "tracking", "fault", "checkpoint")
 """Sections of an experiment that may change from one start of a study to the next."""
 WARM_UP_AND_PROFILE = 2
 """Blocks of steps besides those that are timed."""
+
+
+def strategies_to_measure(
+    config: Config, names: Sequence[str] | None, *, most_workers: int
+) -> tuple[str, ...]:
+    """The strategies of a study.
+
+    Args:
+        config: The experiment.
+        names: As they are written; None means the experiment's.
+        most_workers: The largest number of workers that is measured.
+    """
+    strategies = tuple(name.strip() for name in names or config.strategy.split(","))
+    if strategies != ("auto",):
+        return strategies
+    # Without a planner, so that every point has the same strategy.
+    degrees: dict[str, int | None] = {name: getattr(config.parallel, name) for name in DEGREES}
+    return (automatic(most_workers, degrees).name,)
 
 
 @dataclass(frozen=True, kw_only=True)

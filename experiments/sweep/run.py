@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from app import names
+from app.checkpoint import find
+from app.checkpoint.forks import hold, release
 from app.config import Config
 from app.config.io import flatten, to_dict, to_yaml, with_values
 from app.console.masking import mask_tree
 from app.console.terminal import Console
 from app.errors import RunFailed
+from app.run.fork import origin_name
 from app.tracking.spool import State
 from app.tracking.tracker import Tracker
 from cluster.connect import connect, disconnect
@@ -84,6 +87,9 @@ def sweep(spec: Sweep, console: Console, *, verbose: bool = False) -> Outcome:
 
                 tuning = prepare(spec, store, cluster, longest=longest)
             save_manifest(folder, "sweep", store.manifest)
+            if spec.fork and has_trials_left:
+                hold(find(spec.fork), str(folder), until_released=True)
+                console.say(_budget(spec))
             with tracked_study(
                 experiment, folder, store.manifest, kind="sweep", console=console
             ) as tracker:
@@ -93,10 +99,22 @@ def sweep(spec: Sweep, console: Console, *, verbose: bool = False) -> Outcome:
                 if tuning is not None:
                     run_trials(spec, store, console, tuning=tuning)
                 answer, page = _conclude(spec, store, console, tracker=tracker)
+            if spec.fork and len(store.ended) == spec.count:
+                release(spec.fork, str(folder))
         finally:
             if has_trials_left:
                 disconnect()
     return _outcome(spec, store, answer, page=page)
+
+
+def _budget(spec: Sweep) -> str:
+    """What the trials of a fork will see, for a person."""
+    assert spec.samples is not None
+    total = spec.count * spec.samples
+    return (
+        f"{spec.count} trials continue {origin_name(spec.fork)} for {spec.samples:,} samples each, "
+        f"{total:,} in all"
+    )
 
 
 def _outcome(spec: Sweep, store: TrialStore, answer: Answer, *, page: Path) -> Outcome:

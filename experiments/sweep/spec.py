@@ -7,6 +7,8 @@ the experiment's.
 """
 
 import dataclasses
+import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +18,16 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
+from app.checkpoint import Commit, find
 from app.config import Config
 from app.config.check import RUN_NAME
 from app.config.io import flatten, from_dict, load_config, read_yaml, to_dict
 from app.errors import UserError, nearest
+from app.results.trained import checkpoint_of
+from app.run.fork import config_file
+from app.run.look import open_run
 from app.run.prepare import prepare, read_task
+from app.storage.storage import Storage
 from experiments.sweep.search import (
     SCHEDULERS,
     SEARCHERS,
@@ -45,6 +52,13 @@ class Sweep(Search):
     """The value of the metric to reach; trials that have reached it stop."""
     reports: int | None = 10
     """Evaluations of each trial, evenly spread; null: as train.eval_every says."""
+    fork: str = ""
+    """A run, or RUN@STEP: every trial continues from this checkpoint. Without `experiment` trials
+    have the run's configuration."""
+    samples: int | None = None
+    """With `fork`: the samples that each trial sees from there on."""
+    origin_step: int = 0
+    """The step of the checkpoint that trials continue from; not in the file."""
 
     def is_reached(self, report: Report) -> bool:
         """Whether a trial has reached the target with this report."""
@@ -76,6 +90,11 @@ class Sweep(Search):
             tree["train"]["epochs"] = None
         elif "train.epochs" in values:
             tree["train"]["steps"] = None
+        if self.fork:
+            tree["checkpoint"]["fork"] = self.fork
+        if self.samples is not None:
+            branch_steps = math.ceil(self.samples / tree["train"]["global_batch_size"])
+            tree["train"] |= {"steps": self.origin_step + branch_steps, "epochs": None}
         tree["tracking"]["log_model"] = False  # the run that follows the sweep logs its model
         tree["run"] |= {"name": name, "storage": storage}
         # By default a trial takes one device, and the sweep uses the others for other trials.
@@ -118,7 +137,7 @@ class Sweep(Search):
                 tasks[key] = read_task(config)
             prepared = prepare(config, tasks[key], int(config.workers), devices_per_node=None)
             per_step = config.train.global_batch_size if self.time == "samples" else 1
-            lengths.append(prepared.steps * per_step)
+            lengths.append((prepared.steps - self.origin_step) * per_step)
         return max(lengths)
 
     def _different_configs(self) -> Collection[Config]:
@@ -141,7 +160,9 @@ class Sweep(Search):
         for section in ("run", "tracking", "fault"):
             del experiment[section]
         space = {key: [domain.kind, *domain.values] for key, domain in self.space.items()}
+        branches = {"fork": self.fork, "samples": self.samples} if self.fork else {}
         return {
+            **branches,
             "searcher": self.searcher,
             "scheduler": self.scheduler,
             "metric": self.metric,
@@ -155,8 +176,11 @@ class Sweep(Search):
 FILE_KEYS = {field.name for field in dataclasses.fields(Sweep)} - {
     "searcher_args",
     "scheduler_args",
+    "origin_step",
 }
 """The keys of a sweep file, besides `set`."""
+EXPERIMENT_KEYS = {field.name for field in dataclasses.fields(Config)}
+"""The keys and sections of an experiment."""
 
 
 def read_sweep(file: str, overrides: list[str]) -> Sweep:
@@ -180,6 +204,10 @@ def read_sweep(file: str, overrides: list[str]) -> Sweep:
         elif key in FILE_KEYS - {"experiment", "space"}:
             keys[key] = yaml.safe_load(value)
         else:
+            is_key = key in EXPERIMENT_KEYS or "." in key
+            hint = "" if is_key else nearest(key, FILE_KEYS)
+            if hint:
+                raise UserError(f"there is no key {key!r} (on the command line){hint}")
             experiment_overrides.append(override)
     for key in keys.keys() - FILE_KEYS - {"set"}:
         hint = f"{nearest(key, FILE_KEYS)}: its keys are {', '.join(sorted(FILE_KEYS))}"
@@ -187,13 +215,20 @@ def read_sweep(file: str, overrides: list[str]) -> Sweep:
     searcher, searcher_args = _name_and_arguments("searcher", keys.pop("searcher", "grid"))
     scheduler, scheduler_args = _name_and_arguments("scheduler", keys.pop("scheduler", "none"))
     space = read_space(keys.pop("space", None))
+    forked_run = str(keys.pop("fork", None) or "")
+    experiment_or_file = keys.pop("experiment", None)
+    if forked_run and not experiment_or_file:
+        experiment_or_file = str(config_file(_run_and_step(forked_run)[0]))
     experiment = _read_experiment(
         path,
-        keys.pop("experiment", None),
+        experiment_or_file,
         extra=keys.pop("set", None) or {},
         overrides=experiment_overrides,
     )
     name = str(keys.pop("name", None) or path.stem)
+    if forked_run:
+        checkpoint = _origin(forked_run, Storage(experiment.run.storage).join(name))
+        keys |= {"fork": checkpoint.path, "origin_step": checkpoint.step}
     sweep = Sweep(
         name=name,
         experiment=experiment,
@@ -206,6 +241,41 @@ def read_sweep(file: str, overrides: list[str]) -> Sweep:
     )
     _check(sweep)
     return sweep
+
+
+def _run_and_step(fork: str) -> tuple[Storage, int | None]:
+    """The folder of the run that a sweep forks, and the step if one is given.
+
+    Args:
+        fork: RUN or RUN@STEP.
+
+    Raises:
+        UserError: There is no such run.
+    """
+    run, separator, step = fork.rpartition("@")
+    if separator and step.isdigit():
+        return open_run(run), int(step)
+    return open_run(fork), None
+
+
+def _origin(fork: str, folder: Storage) -> Commit:
+    """The checkpoint that all trials of a sweep continue from.
+
+    The first start of the sweep decides on it, since the run may have saved newer ones by the next.
+
+    Args:
+        fork: RUN or RUN@STEP.
+        folder: The sweep's.
+
+    Raises:
+        UserError: There is no such checkpoint.
+    """
+    if folder.exists("sweep.json"):
+        chosen = json.loads(folder.read_bytes("sweep.json"))["about"].get("fork")
+        if chosen:
+            return find(chosen)
+    storage, step = _run_and_step(fork)
+    return checkpoint_of(storage, step)
 
 
 def _read_keys(path: Path) -> dict[str, Any]:
@@ -290,7 +360,7 @@ def _checked(key: str, value: Any) -> Any:
     """
     is_integer = type(value) is int  # a truth value is none
     match key:
-        case "trials" | "reports" | "concurrent":
+        case "trials" | "reports" | "concurrent" | "samples":
             is_valid = value is None or (is_integer and value > 0)
             expected = "a whole number greater than 0"
         case "seed":
@@ -327,6 +397,12 @@ def _check(sweep: Sweep) -> None:
     if not RUN_NAME.fullmatch(sweep.name):
         rule = "use letters, digits, '.', '_' and '-' (at most 128)"
         raise UserError(f"name is {sweep.name!r}: {rule}")
+    if sweep.fork and sweep.samples is None:
+        problem = "a sweep of forks says for how many samples each trial goes on"
+        raise UserError(f"{problem}: write samples: 10000")
+    if sweep.samples is not None and not sweep.fork:
+        problem = "samples is for the trials of a fork, and fork is not given"
+        raise UserError(f"{problem}: write fork: runs/NAME, or train.steps under set")
     if {"train.steps", "train.epochs"} <= space.keys():
         problem = "the space has train.steps and train.epochs, which contradict each other"
         raise UserError(f"{problem}: leave one out")

@@ -289,13 +289,14 @@ class TrialRun:
         """Reports an evaluation.
 
         Args:
-            step: The optimizer steps so far.
+            step: The optimizer steps so far; of a fork, with those of the run that it continues.
             seconds: The seconds of training of this start.
             metrics: The newest value of each metric.
 
         Raises:
             WrongMetric: The metric that the sweep compares is not among them.
         """
+        step -= self.sweep.origin_step
         if step <= self.last.get("step", 0):
             return  # a checkpoint brings evaluations that were made before it
         metric = self.sweep.metric
@@ -352,7 +353,8 @@ class TrialRun:
     def _train(self) -> None:
         workers = int(self.config.workers)
         task = read_task(self.config)
-        self.steps = self.config.train.steps_for(length(task.train_data()))
+        all_steps = self.config.train.steps_for(length(task.train_data()))
+        self.steps = all_steps - self.sweep.origin_step
         config = self.config
         if self.sweep.reports:
             every = max(1, math.ceil(self.steps / self.sweep.reports))

@@ -122,8 +122,7 @@ def attend(
     v = _for_each_head(v, q)
     kernel = flash_attention(q, v)
     if kernel is not None:
-        forward, _ = kernel
-        return forward(q, k, v, is_causal, scale)
+        return kernel.forward(q, k, v, is_causal=is_causal, scale=scale)
     out = q.new_empty((*q.shape[:-1], v.size(-1)))
     lse = _empty_lse(q)
     for rows, scores in _scores(q, k, is_causal=is_causal, scale=scale):
@@ -176,8 +175,9 @@ def attend_backward(
     v = _for_each_head(v, q)
     kernel = flash_attention(q, v)
     if kernel is not None:
-        _, kernel_backward = kernel
-        dq, dk, dv = kernel_backward(grad, q, k, v, out, lse, is_causal, scale)
+        dq, dk, dv = kernel.backward(
+            grad, q=q, k=k, v=v, out=out, lse=lse, is_causal=is_causal, scale=scale
+        )
     else:
         dq, dk, dv = _backward_by_products(attended, k, v, is_causal=is_causal, scale=scale)
     return dq, _summed_over_shared_heads(dk, key_heads), _summed_over_shared_heads(dv, key_heads)

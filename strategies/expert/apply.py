@@ -38,8 +38,8 @@ from strategies.mixtures import (
     Mixture,
     SplitExperts,
     find_mixtures,
-    may_leave_weights_out,
-    rename_counts,
+    set_expert_count,
+    weights_are_optional,
 )
 from strategies.strategy import Strategy
 from strategies.traits import CHANGING_OR_HOOKED, Trait
@@ -141,7 +141,7 @@ def _split_experts(mixture: Mixture, mesh: DeviceMesh, exchange: Exchange) -> No
         names.append(name)
         counts.add((len(local), len(own)))
     ((count_before, own_count),) = counts
-    rename_counts(experts, count_before, own_count)
+    set_expert_count(experts, before=count_before, now=own_count)
     kind: Any = type(experts)  # mypy takes its instances' __hash__ for its own
     experts.__class__ = _split_class(kind, tuple(names))
     vars(experts)["_expert_mesh"] = mesh
@@ -149,7 +149,7 @@ def _split_experts(mixture: Mixture, mesh: DeviceMesh, exchange: Exchange) -> No
     is_split_by_tensor = hasattr(experts, "_compute_experts")
     forward_name = "_compute_experts" if is_split_by_tensor else "forward"
     forward = getattr(experts, forward_name)
-    exchange.passes_weights = not may_leave_weights_out(forward)
+    exchange.passes_weights = not weights_are_optional(forward)
     vars(experts)[forward_name] = functools.partial(exchange, forward)
 
 

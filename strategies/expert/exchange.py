@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strategies.collectives import all_to_all
-from strategies.mixtures import computed, sorted_by_expert, spread
+from strategies.mixtures import apply_experts, permute_rows, sorted_by_expert
 
 ComputeExperts = Callable[..., Tensor]
 """(rows (M, D), expert of each row (M, 1), weights (M, 1), which may be left out) → (M, D)."""
@@ -69,11 +69,11 @@ class Exchange:
         arriving_counts = all_to_all(counts, self.group)
         by_worker = torch.stack([counts, arriving_counts]).view(2, self.size, self.own_experts)
         sent, received = by_worker.sum(2).tolist()  # the host waits
-        rows = spread(tokens, order, place, index.size(-1))
+        rows = permute_rows(tokens, order, place, repeats=index.size(-1))
         arrived = _AllToAll.apply(rows, sent, received, self.group)
         results = self._compute_arrived(compute, arrived, arriving_counts)
         returned = _AllToAll.apply(results, received, sent, self.group)
-        y = spread(returned, place, order).view(*index.shape, -1)
+        y = permute_rows(returned, place, order).view(*index.shape, -1)
         return (y * weights.unsqueeze(-1)).sum(-2).to(x.dtype)
 
     def _compute_arrived(self, compute: ComputeExperts, rows: Tensor, counts: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Exchange:
         experts = torch.arange(self.own_experts, device=rows.device).repeat(self.size)
         index = experts.repeat_interleave(counts, output_size=len(rows))
         weights = rows.new_ones(len(rows)) if self.passes_weights else None
-        return computed(compute, rows, index, weights)
+        return apply_experts(compute, rows, index=index, weights=weights)
 
 
 class _AllToAll(torch.autograd.Function):

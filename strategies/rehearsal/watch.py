@@ -299,10 +299,12 @@ class Watch(TorchFunctionMode):
         ]
 
     def _recurrent_layers(self) -> list[str]:
-        """Recurrent layers that are blocks or in blocks."""
+        """Recurrent layers that are blocks or in blocks. A model without blocks is one block."""
         names = []
         for name, part in self.module.named_modules():
-            is_in_block = any(f"{name}.".startswith(f"{block}.") for block in self.blocks)
+            is_in_block = not self.blocks or any(
+                f"{name}.".startswith(f"{block}.") for block in self.blocks
+            )
             if is_in_block and isinstance(part, (nn.RNNBase, nn.RNNCellBase)):
                 names.append(name)
         return names

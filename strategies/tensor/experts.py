@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from strategies.mixtures import computed, count_of, rename_counts
+from strategies.mixtures import apply_experts, expert_count, set_expert_count
 from strategies.tensor.ops import Peers
 from strategies.tensor.plan import expert_dims, splits_between_experts
 
@@ -41,9 +41,9 @@ def split_forward(experts: nn.Module, peers: Peers) -> ExpertsForward:
     forward = vars(experts).pop("forward", experts.forward)
     if not splits_between_experts(experts):
         return forward
-    count = count_of(experts)
+    count = expert_count(experts)
     # Without processes, the number need not be divisible.
-    rename_counts(experts, count, -(-count // peers.size))
+    set_expert_count(experts, before=count, now=-(-count // peers.size))
     return functools.partial(_own_experts_forward, peers, experts, forward)
 
 
@@ -75,6 +75,6 @@ def _own_experts_forward(
     positions, own_index = peers.own_choices(index.flatten(), own_count)
     own_tokens = tokens.index_select(0, positions // top_k)
     own_weights = weights.flatten().index_select(0, positions)
-    own_rows = computed(forward, own_tokens, own_index, own_weights)
+    own_rows = apply_experts(forward, own_tokens, index=own_index, weights=own_weights)
     rows = own_rows.new_zeros(index.numel(), tokens.size(1)).index_copy(0, positions, own_rows)
     return rows.view(*index.shape, -1).sum(-2)

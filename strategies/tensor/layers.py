@@ -47,9 +47,9 @@ class _ColumnsOfGathered(torch.autograd.Function):
     ) -> tuple[Tensor | None, None, None, Tensor, Tensor | None, None]:
         own_part, weight = ctx.saved_tensors
         wait_for_x = ctx.start_gather(own_part)
-        of_x = ctx.product.of_input(gradient, weight) if ctx.needs_input_grad[0] else None
+        of_x = ctx.product.input_gradient(gradient, weight) if ctx.needs_input_grad[0] else None
         of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[4] else None
-        of_weight = ctx.product.of_weight(gradient, wait_for_x())
+        of_weight = ctx.product.weight_gradient(gradient, wait_for_x())
         return of_x, None, None, of_weight, of_bias, None
 
 

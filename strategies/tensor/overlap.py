@@ -130,7 +130,7 @@ class _Columns(torch.autograd.Function):
             if of_y is None:
                 assert of_gathered is not None, "backward comes with a gradient"
                 return _piece(of_gathered, position, size)
-            own = product.of_input(_piece(of_y, position, size), weight)
+            own = product.input_gradient(_piece(of_y, position, size), weight)
             if of_gathered is None:
                 return own
             return _piece(of_gathered, position, size) + own
@@ -140,7 +140,7 @@ class _Columns(torch.autograd.Function):
         of_bias = None
         if of_y is not None and needs_weight:
             gathered = x if wait_for_x is None else wait_for_x()
-            of_weight = product.of_weight(of_y, gathered)
+            of_weight = product.weight_gradient(of_y, gathered)
         if of_y is not None and needs_bias:
             of_bias = of_y.flatten(0, -2).sum(0)
         return of_x, of_weight, of_bias, None, None, None
@@ -164,8 +164,10 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         product = ctx.product
-        gathered, of_x = _gather(gradient, ctx.group, lambda piece: product.of_input(piece, weight))
-        of_weight = product.of_weight(gathered, x) if ctx.needs_input_grad[1] else None
+        gathered, of_x = _gather(
+            gradient, ctx.group, lambda piece: product.input_gradient(piece, weight)
+        )
+        of_weight = product.weight_gradient(gathered, x) if ctx.needs_input_grad[1] else None
         return of_x, of_weight, None, None
 
 

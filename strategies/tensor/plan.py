@@ -37,7 +37,7 @@ from typing import cast
 from torch import nn
 
 from strategies.dims import LayoutError, did_you_mean
-from strategies.mixtures import count_of, find_mixtures
+from strategies.mixtures import expert_count, find_mixtures
 
 VALUES: dict[str, tuple[type[nn.Module] | None, int | None]] = {
     "embedding": (nn.Embedding, 0),
@@ -167,7 +167,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _require_class(module: nn.Module, name: str, value: str) -> None:
     """Raises LayoutError unless the module is one that the value is for."""
-    if value == "experts" and not count_of(module):
+    if value == "experts" and not expert_count(module):
         raise LayoutError(
             f"the tensor plan splits {name} as experts, which it is not: leave it out"
         )

@@ -18,7 +18,7 @@ STAGES = "strategy=pipeline parallel.pp=2"
 # The arguments after BASE, and words of the sentence.
 ROWS: list[tuple[str, ...]] = [
     ("steps=3", "steps", "train.steps"),
-    ("train.steps=many", "train.steps", "many", "Integer"),
+    ("train.steps=many", "train.steps", "many", "a whole number"),
     ("train=3", "train", "section"),
     ("fast", "fast", "there is no file"),
     ("train.steps=null", "train.steps", "train.epochs"),
@@ -46,6 +46,12 @@ ROWS: list[tuple[str, ...]] = [
     ("train.precision=fp8", "train.precision", "fp8", "bf16"),
     ("workers=2", "launcher=local", "workers=1"),
     ("launcher=torchrun", "torchrun --nproc-per-node"),
+    (
+        "resources_per_worker.GPU=1",
+        "resources_per_worker.GPU is 1",
+        "torch sees no GPUs",
+        "trireme doctor",
+    ),
     ("parallel.dp_shard=3", "dp_shard", "1"),
     (STAGES, "launcher=ray", "strategy=model_parallel"),
     (f"{STAGES} parallel.schedule=1f2b", "did you mean '1f1b'"),
@@ -68,7 +74,6 @@ FILES: list[tuple[str, str, tuple[str, ...]]] = [
     ("x.yaml", "optimiser: {lr: 1}", ("x.yaml", "optimiser", "optimizer")),
     ("x.yaml", "task: a\n  b: : c", ("x.yaml", "line 2")),
     ("x.yaml", "- a\n- b", ("x.yaml", "keys")),
-    ("x.yaml", "", ("task is empty",)),
     ("x.yaml", "task: a\ntask: b", ("x.yaml", "line 2", "task", "twice")),
 ]
 
@@ -129,6 +134,20 @@ def test_a_mistake_in_a_file_gets_one_sentence(
     Path("x.yaml").write_text(text)
     (sentence,) = refused(*arguments.split())
     assert all(word in sentence for word in words), sentence
+
+
+def test_all_that_training_lacks_is_told_at_once_and_the_task_first() -> None:
+    Path("x.yaml").write_text("")
+    later_sentences = refused("x.yaml")[1:]
+    assert [sentence.partition(":")[0] for sentence in later_sentences] == [
+        "give train.steps or train.epochs, one of the two"
+    ]
+    sentences = refused("task=tabulr")
+    assert "there is no task 'tabulr' (did you mean 'tabular'?)" in sentences[0]
+    assert len(sentences) == 3
+    sentences = refused("task=tests.tasks:Poinst", "train.steps=1")
+    assert "has no Poinst (did you mean 'Points'?)" in sentences[0]
+    assert sentences[1].startswith("run.name is empty")
 
 
 def test_several_mistakes_are_told_at_once_also_as_json() -> None:

@@ -1,6 +1,7 @@
 """Errors for users: how a command ends with each of their classes, and what a script catches."""
 
 import json
+import traceback
 
 import click
 import pytest
@@ -25,6 +26,20 @@ NAMESAKES = [
 
 class Narrower(LayoutError):
     """A subclass of an error, with another name."""
+
+
+def raised_in_python(
+    kind: type[Exception], from_error: Exception | None = None
+) -> trireme.TriremeError:
+    """What a verb of Python raises of an error of this kind."""
+
+    @_one_at_a_time
+    def verb_of_python() -> None:
+        raise kind("it is so.") from from_error
+
+    with pytest.raises(trireme.TriremeError) as raised:
+        verb_of_python()
+    return raised.value
 
 
 def ending(error: Exception) -> tuple[int, dict[str, str]]:
@@ -59,9 +74,9 @@ def test_a_command_ends_with_the_sentence_and_the_code_of_its_error(
 @pytest.mark.parametrize("kind", NAMESAKES, ids=lambda kind: kind.__name__)
 def test_a_users_error_of_the_same_name_is_not_triremes(kind: type[Exception]) -> None:
     code, answer = ending(kind("it is so."))
-    assert code == 1 and answer["error"].startswith(f"{kind.__name__}: it is so.")
-    with pytest.raises(kind), _one_at_a_time():
-        raise kind("it is so.")
+    assert code == 1 and answer["error"].startswith(f"{kind.__name__}: it is so\n")
+    told = raised_in_python(kind)
+    assert type(told) is RunFailed and str(told).startswith(f"{kind.__name__}: it is so\n  File ")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +93,22 @@ def test_a_users_error_of_the_same_name_is_not_triremes(kind: type[Exception]) -
 def test_a_script_catches_every_error_by_one_class(
     kind: type[Exception], caught: type[Exception]
 ) -> None:
-    with pytest.raises(trireme.TriremeError) as raised, _one_at_a_time():
-        raise kind("it is so.")
-    assert type(raised.value) is caught and str(raised.value) == "it is so."
+    raised = raised_in_python(kind)
+    assert type(raised) is caught
+    assert str(raised) == "it is so."
     assert trireme.TriremeError is TriremeError
+
+
+def test_a_program_sees_its_own_line_and_the_sentence_and_no_chain() -> None:
+    """Also of an error that was raised from others, as that of a Ray that does not start is."""
+    told = raised_in_python(ClusterUnavailable, from_error=OSError("out of ports"))
+    text = "".join(traceback.format_exception(told))
+    assert text.count("Traceback") == 1 and text.count('  File "') <= 3, text
+    assert text.endswith("RunFailed: it is so.\n")
+    assert isinstance(told.__context__, ClusterUnavailable), "for a debugger"
+
+
+def test_a_bug_of_triremes_keeps_its_traceback() -> None:
+    with pytest.raises(TypeError) as raised:
+        trireme.plan(cluster=object(), task="tabular")  # type: ignore[arg-type]
+    assert len(raised.traceback) > 4

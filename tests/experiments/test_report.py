@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import UserError
-from experiments.report import page
+from experiments.report import figures, page
 from experiments.report.runs import RunRecord, content, report
 from tests.running import POINTS, invoke, mlflow_run, mlflow_text, seed
 
@@ -88,24 +88,110 @@ def test_the_page_of_a_study_is_the_one_that_it_wrote(tmp_path: Path) -> None:
     assert text == (tmp_path / "report.html").read_text() and not note
     assert not re.search(r"<[bnyzw]>", text) and "<svg>a</svg>" in text
     assert "noted" in text and "Nothing" not in text and "of nothing" not in text
-    row = r"class=n>2</td><td class=n>0\.5</td><td>–</td></tr>\s*<tr class=\"best\">"
-    assert re.search(row, text)
+    cells = r"class=n [^>]*>2</td><td class=n [^>]*>0\.5</td><td [^>]*>–</td></tr>\s*"
+    cells += r"<tr class=\"best\">"
+    assert re.search(cells, text) and 'data-column="&lt;n&gt;"' in text
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="no browser is installed")
-def test_a_page_is_no_wider_than_a_phone(runs: Path, tmp_path: Path) -> None:
-    widths_as_title = "document.title = `W${document.documentElement.scrollWidth}of${innerWidth}`"
-    probe = f"<script>{widths_as_title}</script>"
+@pytest.mark.parametrize("width", [390, 1200])
+def test_nothing_is_wider_than_a_phone_or_a_desk(runs: Path, tmp_path: Path, width: int) -> None:
+    probe = """<script>
+    const tables = [...document.querySelectorAll(".scroll")];
+    const cut = Math.max(...tables.map(table => table.scrollWidth - table.clientWidth));
+    document.title = `W${document.documentElement.scrollWidth}of${innerWidth}cut${cut}`
+    </script>"""
     copy = tmp_path / "page.html"
-    out, _ = report([str(runs / "a")], None)
-    copy.write_text(out.read_text().replace("</body>", probe + "</body>"))
+    text = page.render(content([_record("a" * 40, 0.01), _record("b" * 40, 0.02)]))
+    copy.write_text(text.replace("</body>", probe + "</body>"))
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=390,900"]
-    command += ["--dump-dom", f"file://{copy}"]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
-    widths = re.search(r"<title>W(\d+)of(\d+)</title>", dom)
-    assert widths and int(widths[1]) <= int(widths[2]), dom[:500]
+    command += [
+        f"--user-data-dir={tmp_path / 'profile'}",
+        f"--window-size={width},900",
+        "--dump-dom",
+        f"file://{copy}",
+    ]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
+    found = re.search(r"<title>W(\d+)of(\d+)cut(\d+)</title>", shown)
+    assert found and int(found[1]) <= int(found[2]) and int(found[3]) == 0, shown[:500]
+
+
+def _record(name: str, rate: float, *left_out: str) -> RunRecord:
+    """A run of 90 steps with some metrics, without those that are left out."""
+    curves = {
+        metric: [(step, rate * step) for step in range(5, 95, 5)]
+        for metric in (
+            "train/loss",
+            "train/grad_norm",
+            "eval/loss",
+            "system/cpu_utilization_percentage",
+        )
+        if metric not in left_out
+    }
+    summary = {"step": 90, "parameters": 1000, "trained_parameters": 10, "memory_bytes": 5}
+    manifest = {"created": 0.0, "steps": 90, "starts": 1, "status": "finished", "summary": summary}
+    config = {"task": "x", "workers": "2", "optimizer": {"lr": rate}, "data": f"/folder/{name}" * 3}
+    return RunRecord(
+        name=name, folder=Path("/runs") / name, manifest=manifest, config=config, curves=curves
+    )
+
+
+def test_a_run_has_one_colour_in_all_plots_also_where_others_lack_a_metric() -> None:
+    records = [
+        _record("one", 0.1, "eval/loss"),
+        _record("two", 0.2, "train/grad_norm"),
+        _record("three", 0.3),
+    ]
+    plots = next(
+        section["plots"] for section in content(records)["sections"] if section["title"] == "Curves"
+    )
+    assert len(plots) == 4
+    for drawing, caption in plots:
+        metric = caption.partition(" ")[0]
+        used = set(re.findall(r"stroke: var\(--series-(\d)", drawing))
+        assert used == {str(i) for i, record in enumerate(records) if metric in record.curves}, (
+            caption
+        )
+
+
+def test_a_page_is_dark_where_the_reader_wants_it() -> None:
+    text = page.render(content([_record("one", 0.1), _record("two", 0.2)]))
+    pattern = r":root \{(.*?)\}\n@media.*?prefers-color-scheme: dark\) \{ :root \{(.*?)\}"
+    found = re.search(pattern, text, re.S)
+    assert found is not None
+    named = [dict(re.findall(r"--([\w-]+): (#\w+)", part)) for part in found.groups()]
+    used = set(re.findall(r"var\(--([\w-]+)", text))
+    assert used <= set(named[0]) and set(named[0]) == set(named[1])
+    assert all(named[0][name] != named[1][name] for name in used)
+    drawings = "".join(re.findall(r"<svg.*?</svg>", text, re.S))
+    assert not re.search(r"(fill|stroke): ?#", drawings), (
+        "every colour of a plot is one that changes"
+    )
+
+
+def test_a_heat_maps_text_stays_as_its_cells_are() -> None:
+    cells = {(16.0, 0.1): 1.0, (32.0, 0.1): 9.0}
+    drawing = figures.to_svg(
+        figures.heat_map([16, 32], [0.1], cells, lower_is_better=True, unfinished=())
+    )
+    assert figures.CELL_INK in drawing and figures.CELL_PAPER in drawing
+
+
+@pytest.mark.parametrize("last", [3, 9, 45, 90, 1000, 123456])
+def test_there_is_no_tick_between_two_steps(last: int) -> None:
+    figure = figures.line_plot(
+        {"loss": [(step, 1.0) for step in (1, last // 2, last)]}, x="step", y="loss"
+    )
+    figure.canvas.draw()
+    (axes,) = figure.axes
+    ticks = [float(tick) for tick in axes.get_xticks()]
+    assert len(ticks) > 1 and all(tick.is_integer() for tick in ticks)
+
+
+def test_how_many_parameters_are_trained_is_on_the_page() -> None:
+    facts = {label: remark for label, _, remark in content([_record("one", 0.1)])["facts"]}
+    assert facts["parameters"].startswith("10 of them are trained")
 
 
 def test_costs_and_stages_of_runs_are_tables(tmp_path: Path) -> None:

@@ -1,8 +1,12 @@
-"""However a run ends, nothing of it is left seconds later: no process, socket, shared memory or temporary file."""
+"""However a run ends, nothing of it is left seconds later.
+
+Neither a process, nor a socket, shared memory or a temporary file.
+"""
 
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,77 +17,204 @@ from tests.running import wait_until
 
 pytestmark = NEEDS_LAB
 Act = Callable[[Host, Started, Path], object]
+"""Something that is done with (host, run, storage)."""
 
 
-def starts(host: Host, run: Started, storage: Path) -> None:
+# --- when a run is ended --------------------------------------------------------------------------
+
+
+def while_it_starts(host: Host, run: Started, storage: Path) -> None:
     run.lines.when("")
     time.sleep(2)
 
 
-def trains(host: Host, run: Started, storage: Path) -> None:
+def while_it_trains(host: Host, run: Started, storage: Path) -> None:
     reached(storage / "run", 10)
 
 
-def compares(host: Host, run: Started, storage: Path) -> None:
+def while_it_compares(host: Host, run: Started, storage: Path) -> None:
+    """Of `trireme parity`: when its temporary folder is there."""
     wait_until(lambda: any("trireme-parity-" in path for path in host.left()["temporary"]))
 
 
-def nothing(host: Host, run: Started, storage: Path) -> None:
-    """It ends by itself."""
+def at_once(host: Host, run: Started, storage: Path) -> None:
+    pass
 
 
-def send(number: int, times: int = 1) -> Act:
+# --- how a run is ended ---------------------------------------------------------------------------
+
+
+def by_itself(host: Host, run: Started, storage: Path) -> None:
+    pass
+
+
+def by_signal(number: int, times: int = 1) -> Act:
     def act(host: Host, run: Started, storage: Path) -> None:
         for _ in range(times):
             run.process.send_signal(number)
-            time.sleep(0.2 * (times > 1))
+            if times > 1:
+                time.sleep(0.2)
 
     return act
 
 
-def take_over(*words: str, stopped: bool = False) -> Act:
+def by_killing_a_worker(host: Host, run: Started, storage: Path) -> None:
+    kill(host.worker(storage, 1))
+
+
+def by_taking_over(*words: str, while_stopped: bool = False) -> Act:
+    """Let another command take the run over.
+
+    Args:
+        words: The command.
+        while_stopped: Whether the first command is stopped meanwhile.
+    """
+
     def act(host: Host, run: Started, storage: Path) -> None:
-        if stopped:
+        if while_stopped:
             run.process.send_signal(signal.SIGSTOP)
-        again = host.start(*words, f"run.storage={storage}", "--take-over")
-        again.lines.when("taking the run over from process")
-        again.lines.when("continuing after step")
-        if stopped:
-            run.popen.send_signal(signal.SIGCONT)  # the way in has stopped with it, and lets it go on
-        assert again.wait() == 0, again.lines.text
+        second_run = host.start(*words, f"run.storage={storage}", "--take-over")
+        second_run.lines.when("taking the run over from process")
+        second_run.lines.when("continuing after step")
+        if while_stopped:
+            # What entered the host has stopped too, and lets the command continue.
+            run.popen.send_signal(signal.SIGCONT)
+        assert second_run.wait() == 0, second_run.lines.text
 
     return act
 
+
+# --- the table ------------------------------------------------------------------------------------
 
 TRAIN = ["train", *RUN, PACE, *TWO]
-IN_RAY_TRAIN = [*TRAIN, "launcher=ray"]
+RAY_TRAIN = [*TRAIN, "launcher=ray"]
 LOCAL = ["train", *RUN, PACE, "launcher=local"]
-FAILS = ["train", *RUN, *TWO, "task_args.good_steps=3"]
-PARITY = ["parity", "task=tests.tasks:Points", "train.global_batch_size=16", "--rows=ddp,fsdp", "--steps=500"]
-TERM, KILL, INT, HUP = signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP
-ROWS: dict[str, tuple[list[str], Act, Act, set[int], str]] = {
-    "finishes": (TRAIN, trains, nothing, {0}, ""),
-    "finishes, under Ray Train": (IN_RAY_TRAIN, trains, nothing, {0}, ""),
-    "an error in the user's code": ([*FAILS, "task=tests.tasks:Raises"], nothing, nothing, {1}, "would not help"),
-    "not finite": ([*FAILS, "task=tests.tasks:Infinite"], nothing, nothing, {1}, "not finite at step 4 on rank 1"),
-    "a wrong key": ([*TRAIN, "optimizer.lrr=1"], nothing, nothing, {2}, "did you mean"),
-    "a layout that cannot be": ([*TRAIN, "strategy=tensor", "parallel.tp=3"], nothing, nothing, {2}, "product is 2"),
-    "Ctrl-C": (TRAIN, trains, send(INT), {130}, "run the same command again"),
-    "Ctrl-C twice": (TRAIN, trains, send(INT, times=2), {130}, ""),
-    "Ctrl-C while it starts": (TRAIN, starts, send(INT), {130}, ""),
-    "SIGTERM": (TRAIN, trains, send(TERM), {130}, "run the same command again"),
-    "SIGTERM while it starts": (TRAIN, starts, send(TERM), {130}, "stopped"),
-    "SIGHUP": (TRAIN, trains, send(HUP), {130}, "run the same command again"),
-    "the driver is killed": (TRAIN, trains, send(KILL), {137, -KILL}, ""),
-    "the driver is killed while it starts": (TRAIN, starts, send(KILL), {137, -KILL}, ""),
-    "the driver is killed, under Ray Train": (IN_RAY_TRAIN, trains, send(KILL), {137, -KILL}, ""),
-    "a worker is killed": (TRAIN, trains, lambda host, _, at: kill(host.worker(at, 1)), {0}, "starting again"),
-    "taken over": (TRAIN, trains, take_over(*TRAIN), {1}, "was taken over by process"),
-    "taken over while it is stopped": (LOCAL, trains, take_over(*LOCAL, stopped=True), {1}, "was taken over by"),
-    "one process, SIGTERM": (LOCAL, trains, send(TERM), {130}, "run the same command again"),
-    "one process, killed": (LOCAL, trains, send(KILL), {137, -KILL}, ""),
-    "parity, Ctrl-C": (PARITY, compares, send(INT), {130}, ""),
-    "parity, SIGTERM": (PARITY, compares, send(TERM), {130}, ""),
+FAILING = ["train", *RUN, *TWO, "task_args.good_steps=3"]
+PARITY = [
+    "parity",
+    "task=tests.tasks:Points",
+    "train.global_batch_size=16",
+    "--rows=ddp,fsdp",
+    "--steps=500",
+]
+KILLED = {137, -signal.SIGKILL}
+INTERRUPTED = {130}
+HOW_TO_CONTINUE = "run the same command again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """A way in which a run ends.
+
+    Attributes:
+        words: The command.
+        when: Waits until the run is ended.
+        how: Ends it.
+        codes: The exit codes that the command may have.
+        says: What the command must print.
+        never_says: What it must not print; "" for nothing.
+    """
+
+    words: list[str]
+    when: Act
+    how: Act
+    codes: set[int]
+    says: str = ""
+    never_says: str = ""
+
+
+def _ending(
+    words: list[str],
+    when: Act,
+    how: Act,
+    *,
+    codes: set[int],
+    says: str = "",
+    never_says: str = "",
+) -> Ending:
+    return Ending(words=words, when=when, how=how, codes=codes, says=says, never_says=never_says)
+
+
+def _train(when: Act, how: Act, *, codes: set[int], says: str = "") -> Ending:
+    return _ending(TRAIN, when, how, codes=codes, says=says)
+
+
+ENDINGS = {
+    "finishes": _train(while_it_trains, by_itself, codes={0}),
+    "finishes, under Ray Train": _ending(RAY_TRAIN, while_it_trains, by_itself, codes={0}),
+    "an error in the user's code": _ending(
+        [*FAILING, "task=tests.tasks:Raises"],
+        at_once,
+        by_itself,
+        codes={1},
+        says="would not help",
+    ),
+    "not finite": _ending(
+        [*FAILING, "task=tests.tasks:Infinite"],
+        at_once,
+        by_itself,
+        codes={1},
+        says="not finite at step 4 on rank 1",
+        never_says="starting again",  # it would not be finite again
+    ),
+    "a wrong key": _ending(
+        [*TRAIN, "optimizer.lrr=1"],
+        at_once,
+        by_itself,
+        codes={2},
+        says="did you mean",
+    ),
+    "a layout that cannot be": _ending(
+        [*TRAIN, "strategy=tensor", "parallel.tp=3"],
+        at_once,
+        by_itself,
+        codes={2},
+        says="product is 2",
+    ),
+    "Ctrl-C": _train(
+        while_it_trains, by_signal(signal.SIGINT), codes=INTERRUPTED, says=HOW_TO_CONTINUE
+    ),
+    "Ctrl-C twice": _train(while_it_trains, by_signal(signal.SIGINT, times=2), codes=INTERRUPTED),
+    "Ctrl-C while it starts": _train(while_it_starts, by_signal(signal.SIGINT), codes=INTERRUPTED),
+    "SIGTERM": _train(
+        while_it_trains, by_signal(signal.SIGTERM), codes=INTERRUPTED, says=HOW_TO_CONTINUE
+    ),
+    "SIGTERM while it starts": _train(
+        while_it_starts, by_signal(signal.SIGTERM), codes=INTERRUPTED, says="stopped"
+    ),
+    "SIGHUP": _train(
+        while_it_trains, by_signal(signal.SIGHUP), codes=INTERRUPTED, says=HOW_TO_CONTINUE
+    ),
+    "the driver is killed": _train(while_it_trains, by_signal(signal.SIGKILL), codes=KILLED),
+    "the driver is killed while it starts": _train(
+        while_it_starts, by_signal(signal.SIGKILL), codes=KILLED
+    ),
+    "the driver is killed, under Ray Train": _ending(
+        RAY_TRAIN, while_it_trains, by_signal(signal.SIGKILL), codes=KILLED
+    ),
+    "a worker is killed": _train(
+        while_it_trains, by_killing_a_worker, codes={0}, says="starting again"
+    ),
+    "taken over": _train(
+        while_it_trains, by_taking_over(*TRAIN), codes={1}, says="was taken over by process"
+    ),
+    "taken over while it is stopped": _ending(
+        LOCAL,
+        while_it_trains,
+        by_taking_over(*LOCAL, while_stopped=True),
+        codes={1},
+        says="was taken over by",
+    ),
+    "one process, SIGTERM": _ending(
+        LOCAL, while_it_trains, by_signal(signal.SIGTERM), codes=INTERRUPTED, says=HOW_TO_CONTINUE
+    ),
+    "one process, killed": _ending(LOCAL, while_it_trains, by_signal(signal.SIGKILL), codes=KILLED),
+    "parity, Ctrl-C": _ending(
+        PARITY, while_it_compares, by_signal(signal.SIGINT), codes=INTERRUPTED
+    ),
+    "parity, SIGTERM": _ending(
+        PARITY, while_it_compares, by_signal(signal.SIGTERM), codes=INTERRUPTED
+    ),
 }
 
 
@@ -97,18 +228,27 @@ KINDS = "processes, sockets, shared memory, temporary files: during, after"
 HEAD = f"{'how the run ended':<40} {'code':>5}  {KINDS}; seconds"
 
 
-@pytest.mark.parametrize("how", ROWS)
-def test_nothing_is_left(how: str, host: Host, record_property: Callable[[str, object], None]) -> None:
-    words, until, act, codes, says = ROWS[how]
-    storage, before = host.lab.shared / "".join(filter(str.isalnum, how)), host.left()
-    run = host.start(*words, f"run.storage={storage}")
-    until(host, run, storage)
-    act(host, run, storage)
-    during = {kind: len(ones) - len(before[kind]) for kind, ones in host.left().items()}
+@pytest.mark.parametrize("name", ENDINGS)
+def test_nothing_is_left(
+    name: str, host: Host, record_property: Callable[[str, object], None]
+) -> None:
+    ending = ENDINGS[name]
+    storage = host.lab.shared / "".join(filter(str.isalnum, name))
+    before = host.left()
+    run = host.start(*ending.words, f"run.storage={storage}")
+    ending.when(host, run, storage)
+    ending.how(host, run, storage)
+    during = host.left()
     code = run.wait()
     left, seconds = host.settled(before)
-    counts = [f"{during[kind]:>3} {len(left[kind])}" for kind in left]
-    record_property(HEAD, f"{how:<40} {code:>5}  {'   '.join(counts)}  {seconds:>4.1f}")
-    assert not any(left.values()), f"{left}\n{run.lines.text}"
-    assert code in codes and says in run.lines.text, run.lines.text
-    assert how != "not finite" or "starting again" not in run.lines.text, "it would be so again"
+    counts = []
+    for kind in left:
+        count_during = len(during[kind]) - len(before[kind])
+        counts.append(f"{count_during:>3} {len(left[kind])}")
+    record_property(HEAD, f"{name:<40} {code:>5}  {'   '.join(counts)}  {seconds:>4.1f}")
+    output = run.lines.text
+    assert not any(left.values()), f"{left}\n{output}"
+    assert code in ending.codes, output
+    assert ending.says in output, output
+    if ending.never_says:
+        assert ending.never_says not in output, output

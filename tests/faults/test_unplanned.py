@@ -1,5 +1,8 @@
-"""Faults that nobody planned, at steps drawn from a seed: the run ends with the same bits, or with a clear sentence;
-nobody waits for a minute without one; nothing is left behind. The table is shown at the end."""
+"""Unplanned faults, at steps that are drawn from a seed.
+
+A run ends with the same bits, or with a clear sentence. Nobody waits for a minute without one, and
+nothing is left behind. A table of all faults is printed at the end.
+"""
 
 import contextlib
 import os
@@ -10,63 +13,123 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.faults.host import PACE, RUN, TORCHRUN, TWO, Host, Started, kill, memory_group, reached
+from tests.faults.host import (
+    PACE,
+    RUN,
+    TORCHRUN,
+    TWO,
+    Host,
+    Started,
+    kill,
+    memory_group,
+    reached,
+)
 from tests.lab import NEEDS_LAB, Lab
 from tests.running import committed, curve, flip, same_bits, weights
 
 pytestmark = NEEDS_LAB
 SEED = int(os.environ.get("SEED", "24"))
 SILENCE_SECONDS = 60.0
+"""How long a user may see nothing new."""
 ADDRESS = "127.0.0.1:6399"
-HEAD = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--port=6399", "--num-cpus=2"]
-HEAD += ["--include-dashboard=false", "--object-store-memory=100000000", "--node-ip-address=127.0.0.1"]
-
-
+RAY = str(Path(sys.executable).with_name("ray"))
+RAY_HEAD = [
+    RAY,
+    "start",
+    "--head",
+    "--block",
+    "--port=6399",
+    "--num-cpus=2",
+    "--include-dashboard=false",
+    "--object-store-memory=100000000",
+    "--node-ip-address=127.0.0.1",
+]
+HOW_TO_CONTINUE = "run the same command again to continue"
+SAME_BITS = "same bits"
 TABLE = f"{f'fault (seed {SEED})':<52} {'how the run ended':<34} {'silent':>7}   left behind"
 
 
 class Site:
-    """host: where runs are disturbed. truth: weights of the run that was not. note: takes a line of the table."""
+    """Where runs are disturbed.
+
+    Args:
+        host: The host.
+        truth: The storage of a run that was not disturbed.
+
+    Attributes:
+        note: Takes a line of the table.
+    """
 
     def __init__(self, host: Host, truth: Path) -> None:
-        self.host, self.truth = host, weights(truth / "run")
-        self.before = host.left()
+        self.host = host
+        self.truth = weights(truth / "run")
+        self.left_before = host.left()
         self.note: Callable[[str, object], None]
 
-    def run(self, commands: str) -> None:
-        """The host's shell, to its end; in its own mounts and network."""
-        done = self.host.lab.run(0, ["timeout", "20", "sh", "-c", commands])
-        assert done.returncode == 0, done.stdout + done.stderr
+    def run_shell(self, commands: str) -> None:
+        """Run shell commands in the host's mounts and network."""
+        shell = self.host.lab.run(0, ["timeout", "20", "sh", "-c", commands])
+        assert shell.returncode == 0, shell.stdout + shell.stderr
 
-    def begin(self, storage: Path, *more: str, env: dict[str, str] | None = None) -> Started:
-        return self.host.start("train", *RUN, PACE, *TWO, f"run.storage={storage}", *more, env=env)
+    def seen_from_here(self, path: Path) -> Path:
+        """Where this process finds what the host has at a path."""
+        return Path(f"/proc/{self.host.lab.first_process(0)}/root{path}")
 
-    def two_ranks(self, storage: Path, *more: str, env: dict[str, str] | None = None) -> Started:
-        """The same without Ray, for faults of which Ray has no part."""
+    def start(self, storage: Path, *more: str, env: dict[str, str] | None = None) -> Started:
+        """Start a run with two workers on Ray."""
+        words = ["train", *RUN, PACE, *TWO, f"run.storage={storage}", *more]
+        return self.host.start(*words, env=env)
+
+    def start_without_ray(
+        self, storage: Path, *more: str, env: dict[str, str] | None = None
+    ) -> Started:
+        """Start a run with two ranks under torchrun, for faults that do not concern Ray."""
         words = ["train", *RUN, PACE, "strategy=ddp", f"run.storage={storage}", *more]
         return self.host.start(*words, program=TORCHRUN, env=env)
 
-    def row(self, fault: str, run: Started, storage: Path, end: str = "same bits", code: int = 0) -> None:
-        """Waits for the run's end, holds what every fault must hold, and notes it. end: for the table."""
+    def check(
+        self,
+        fault: str,
+        run: Started,
+        storage: Path,
+        *,
+        outcome: str = SAME_BITS,
+        code: int = 0,
+    ) -> None:
+        """Wait for a run's end, check what holds for every fault, and add a line to the table.
+
+        Args:
+            fault: What was done.
+            run: The run, of which no longer silence is allowed than SILENCE_SECONDS.
+            storage: Its storage.
+            outcome: How it ended, for the table. If it ends with SAME_BITS, the weights must be
+                those of the undisturbed run.
+            code: The exit code.
+        """
         assert run.wait() == code, run.lines.text
-        quiet, (left, _) = run.silence(), self.host.settled(self.before)
-        nothing = "nothing" if not any(left.values()) else str(left)
-        self.note(TABLE, f"{fault:<52} {end:<34} {quiet:>5.1f} s   {nothing}")
-        assert not end.endswith("same bits") or same_bits(weights(storage / "run"), self.truth), run.lines.text
-        assert quiet <= SILENCE_SECONDS, run.lines.heard
-        assert nothing == "nothing", left
+        silence = run.longest_silence()
+        left, _ = self.host.settled(self.left_before)
+        remains = str(left) if any(left.values()) else "nothing"
+        self.note(TABLE, f"{fault:<52} {outcome:<34} {silence:>5.1f} s   {remains}")
+        if outcome.endswith(SAME_BITS):
+            assert same_bits(weights(storage / "run"), self.truth), run.lines.text
+        assert silence <= SILENCE_SECONDS, run.lines.heard
+        assert remains == "nothing"
 
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     with Lab(1) as lab:
-        host, truth = Host(lab), lab.shared / "truth"
-        run = host.start("train", *RUN, "strategy=ddp", f"run.storage={truth}", program=TORCHRUN)
+        host = Host(lab)
+        truth = lab.shared / "truth"
+        words = ["train", *RUN, "strategy=ddp", f"run.storage={truth}"]
+        run = host.start(*words, program=TORCHRUN)
         assert run.wait() == 0, run.lines.text
         host.settled()
         yield Site(host, truth)
@@ -74,137 +137,191 @@ def site() -> Iterator[Site]:
 
 @pytest.fixture
 def storage(site: Site, request: pytest.FixtureRequest) -> Path:
-    """A new folder for the runs of one test, that the host and this process see."""
-    return site.host.lab.shared / f"{re.sub(r'[^a-z0-9]+', '-', request.node.name)}"
+    """A new folder for the runs of one test, which the host and this process see."""
+    name = re.sub(r"[^a-z0-9]+", "-", request.node.name)
+    return site.host.lab.shared / name
 
 
 @pytest.fixture(autouse=True)
-def alone(site: Site, record_property: Callable[[str, object], None]) -> Iterator[None]:
-    """What a test that failed has left does not disturb the next one."""
+def end_processes(site: Site, record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """End what a failed test has left, so that it does not disturb the next one."""
     site.note = record_property
     yield
     for process in site.host.processes():
-        if process.pid not in site.host.own:
+        if process.pid not in site.host.own_pids:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
 
-def some_step(fault: str) -> int:
-    """When it happens: always the same for a seed."""
+def step_of(fault: str) -> int:
+    """When a fault happens: always at the same step for a seed."""
     return 5 * random.Random(f"{SEED} {fault}").randint(1, 6)
 
 
-@pytest.mark.parametrize("seconds", [5, 60])
-def test_a_worker_is_stopped_and_continued(site: Site, storage: Path, seconds: int) -> None:
-    """After 5 s it goes on; after 60 s it has been replaced, and can do nothing."""
-    run = site.begin(storage)
-    reached(storage / "run", some_step(f"stop {seconds}"))
-    victim = site.host.worker(storage, 1)
-    victim.send_signal(signal.SIGSTOP)
+# --- processes ------------------------------------------------------------------------------------
+
+
+def _stop_a_worker(site: Site, storage: Path, seconds: int) -> Started:
+    """Stop a worker for a while, and check the end of its run."""
+    run = site.start(storage)
+    reached(storage / "run", step_of(f"stop {seconds}"))
+    worker = site.host.worker(storage, 1)
+    worker.send_signal(signal.SIGSTOP)
     time.sleep(seconds)
     with contextlib.suppress(psutil.NoSuchProcess):
-        victim.send_signal(signal.SIGCONT)
-    site.row(f"a worker stopped for {seconds} s and continued", run, storage)
-    assert seconds < 10 or "does not answer" in run.lines.text, run.lines.text
+        worker.send_signal(signal.SIGCONT)
+    site.check(f"a worker stopped for {seconds} s and continued", run, storage)
+    return run
 
 
-@pytest.mark.parametrize("victim", ["/raylet", "/gcs_server", "ray::RuntimeEnvAgent"])
-def test_the_runs_own_ray_breaks(site: Site, storage: Path, victim: str) -> None:
-    run = site.begin(storage)
-    reached(storage / "run", some_step(victim))
-    kill(site.host.find(victim))
-    site.row(f"{victim.strip('/')} of the run's own Ray killed", run, storage)
+def test_a_worker_that_is_stopped_for_a_short_time_goes_on(site: Site, storage: Path) -> None:
+    _stop_a_worker(site, storage, 5)
+
+
+def test_a_worker_that_is_stopped_for_a_long_time_is_replaced(site: Site, storage: Path) -> None:
+    """After 60 s it is continued, and can do nothing."""
+    run = _stop_a_worker(site, storage, 60)
+    assert "does not answer" in run.lines.text, run.lines.text
+
+
+@pytest.mark.parametrize("process", ["/raylet", "/gcs_server", "ray::RuntimeEnvAgent"])
+def test_a_process_of_the_runs_own_ray_is_killed(site: Site, storage: Path, process: str) -> None:
+    run = site.start(storage)
+    reached(storage / "run", step_of(process))
+    kill(site.host.find(process))
+    site.check(f"{process.strip('/')} of the run's own Ray killed", run, storage)
 
 
 def test_a_clusters_head_is_killed_and_comes_back(site: Site, storage: Path) -> None:
-    """The run ends with a sentence; the same command goes on at the new head."""
+    """The run ends with a sentence, and the same command continues it at the new head."""
     env = {"RAY_ADDRESS": ADDRESS, "RAY_AUTH_MODE": "disabled"}
     with cluster_head(site) as head:
-        run = site.begin(storage, env=env)
-        reached(storage / "run", some_step("head"))
+        run = site.start(storage, env=env)
+        reached(storage / "run", step_of("head"))
         for process in (*head.children(recursive=True), head):
             with contextlib.suppress(psutil.NoSuchProcess):
                 kill(process)
-        assert run.wait() == 1 and run.lines.when("run the same command again to continue", 10), run.lines.text
+        assert run.wait() == 1, run.lines.text
+        run.lines.when(HOW_TO_CONTINUE, 10)
     with cluster_head(site):
-        again = site.begin(storage, env=env)
-        assert again.wait() == 0 and "continuing after step" in again.lines.text, again.lines.text
-    site.row("a cluster's head killed, and brought back", run, storage, "clear end; then same bits", 1)
+        second_start = site.start(storage, env=env)
+        assert second_start.wait() == 0, second_start.lines.text
+        assert "continuing after step" in second_start.lines.text, second_start.lines.text
+    site.check(
+        "a cluster's head killed, and brought back",
+        run,
+        storage,
+        outcome=f"clear end; then {SAME_BITS}",
+        code=1,
+    )
 
 
 @contextlib.contextmanager
 def cluster_head(site: Site) -> Iterator[psutil.Process]:
     """A Ray head on the host."""
-    started = site.host.start(program=HEAD, env={"RAY_AUTH_MODE": "disabled"})
-    started.lines.when("Ray runtime started", 90)
+    head = site.host.start(program=RAY_HEAD, env={"RAY_AUTH_MODE": "disabled"})
+    head.lines.when("Ray runtime started", 90)
     try:
-        yield started.process
+        yield head.process
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
-            started.process.send_signal(signal.SIGTERM)
-        started.wait()
-        shutil.rmtree(f"/proc/{site.host.lab.first_process(0)}/root/tmp/ray", ignore_errors=True)
+            head.process.send_signal(signal.SIGTERM)
+        head.wait()
+        shutil.rmtree(site.seen_from_here(Path("/tmp/ray")), ignore_errors=True)
 
 
-STORAGES = {  # what is done to it, for how many seconds, and what undoes it
-    "full": ("head -c 64M /dev/zero > {0}/ballast || true", 4, "rm {0}/ballast"),
-    "read-only": ("mount --bind {0} {0}; until mount -o remount,bind,ro {0}; do sleep 0.05; done", 4, "umount -l {0}"),
-    "hanging": ("fsfreeze -f {0}", 12, "fsfreeze -u {0}"),
-    "gone": ("mount -t tmpfs tmpfs {0}", 8, "umount {0}"),  # as where a server went: an empty folder is in its place
+def test_of_two_drivers_one_trains_and_the_other_is_refused(site: Site, storage: Path) -> None:
+    """Either may train; the other ends and says which process does."""
+    runs = [site.start(storage) for _ in range(2)]
+    codes = [run.wait() for run in runs]
+    assert sorted(codes) == [0, 2], [run.lines.text for run in runs]
+    training = runs[codes.index(0)]
+    refused = runs[codes.index(2)]
+    assert "is being trained by process" in refused.lines.text, refused.lines.text
+    site.check("two drivers at once", training, storage)
+
+
+# --- storage --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StorageFault:
+    """What is done to a storage, for how many seconds, and what undoes it.
+
+    {0} stands for the storage.
+    """
+
+    disturb: str
+    seconds: int
+    mend: str
+
+
+STORAGE_FAULTS = {
+    "full": StorageFault("head -c 64M /dev/zero > {0}/ballast || true", 4, "rm {0}/ballast"),
+    "read-only": StorageFault(
+        "mount --bind {0} {0}; until mount -o remount,bind,ro {0}; do sleep 0.05; done",
+        4,
+        "umount -l {0}",
+    ),
+    "hanging": StorageFault("fsfreeze -f {0}", 12, "fsfreeze -u {0}"),
+    # As when a server goes away: an empty folder is in its place.
+    "gone": StorageFault("mount -t tmpfs tmpfs {0}", 8, "umount {0}"),
 }
 
 
-@pytest.mark.parametrize("how", STORAGES)
-def test_the_storage(site: Site, storage: Path, how: str) -> None:
-    """It is a file system of its own on a loop device."""
-    (disturb, seconds, mend), image, kept = STORAGES[how], storage.with_suffix(".img"), storage.with_suffix(".kept")
+@pytest.mark.parametrize("name", STORAGE_FAULTS)
+def test_a_run_outlives_a_storage_that_fails_for_a_while(
+    site: Site, storage: Path, name: str
+) -> None:
+    """The storage is a file system of its own on a loop device."""
+    fault = STORAGE_FAULTS[name]
+    image = storage.with_suffix(".img")
+    storage_of_model = storage.with_suffix(".kept")
     storage.mkdir()
-    site.run(f"truncate -s 64M {image} && mkfs.ext4 -q {image} && mount -o loop {image} {storage}")
-    seen = Path(f"/proc/{site.host.lab.first_process(0)}/root{storage}")  # where it is for this process
+    site.run_shell(
+        f"truncate -s 64M {image} && mkfs.ext4 -q {image} && mount -o loop {image} {storage}"
+    )
+    mounted = site.seen_from_here(storage)
     try:
-        run = site.two_ranks(storage)
-        reached(seen / "run", some_step(how))
-        site.run(disturb.format(storage))
-        time.sleep(seconds)
-        site.run(mend.format(storage))
+        run = site.start_without_ray(storage)
+        reached(mounted / "run", step_of(name))
+        site.run_shell(fault.disturb.format(storage))
+        time.sleep(fault.seconds)
+        site.run_shell(fault.mend.format(storage))
         assert run.wait() == 0, run.lines.text
-        shutil.copytree(seen / "run" / "model", kept / "run" / "model")
+        shutil.copytree(mounted / "run" / "model", storage_of_model / "run" / "model")
     finally:
-        site.run(f"umount -l {storage}")
-    site.row(f"the storage: {how} for a while", run, kept)
+        site.run_shell(f"umount -l {storage}")
+    site.check(f"the storage: {name} for a while", run, storage_of_model)
 
 
-FILES = {".metadata", "COMMIT.json", "__0_0.distcp", "__1_0.distcp"}  # the table, the marker, each rank's shards
+CHECKPOINT_FILES = {".metadata", "COMMIT.json", "__0_0.distcp", "__1_0.distcp"}
+"""The table, the marker, and the shards of each rank."""
 
 
-def test_the_newest_checkpoint_is_damaged(site: Site, storage: Path) -> None:
-    """A bit in each of its files: all ranks go on from the one before."""
-    half = site.two_ranks(storage)
+def test_ranks_continue_before_a_damaged_checkpoint(site: Site, storage: Path) -> None:
+    """A bit is flipped in each file of the newest one."""
+    first_run = site.start_without_ray(storage)
     reached(storage / "run", 30)
-    half.process.send_signal(signal.SIGTERM)
-    assert half.wait() != 0 and "run the same command again to continue" in half.lines.text, half.lines.text
-    before, last = committed(storage / "run")[-2:]
-    (newest,) = (storage / "run" / "checkpoints").glob(f"step-{last:08}-*")
-    assert {file.name for file in newest.iterdir()} == FILES
+    first_run.process.send_signal(signal.SIGTERM)
+    assert first_run.wait() != 0, first_run.lines.text
+    assert HOW_TO_CONTINUE in first_run.lines.text, first_run.lines.text
+    *_, previous_step, newest_step = committed(storage / "run")
+    (newest,) = (storage / "run" / "checkpoints").glob(f"step-{newest_step:08}-*")
+    assert {file.name for file in newest.iterdir()} == CHECKPOINT_FILES
     for file in newest.iterdir():
         copy = shutil.copytree(storage, storage.with_name(f"flipped-{file.name}"))
         flip(copy / file.relative_to(storage))
-        run = site.two_ranks(copy)
-        site.row(f"the newest checkpoint: a bit flipped in {file.name}", run, copy)
-        assert f"continuing after step {before}" in run.lines.text and "is skipped" in run.lines.text, run.lines.text
+        run = site.start_without_ray(copy)
+        site.check(f"the newest checkpoint: a bit flipped in {file.name}", run, copy)
+        assert f"continuing after step {previous_step}" in run.lines.text, run.lines.text
+        assert "is skipped" in run.lines.text, run.lines.text
 
 
-def test_two_drivers_at_once(site: Site, storage: Path) -> None:
-    """One of them trains, whichever it is; the other ends and says who does."""
-    both = [site.begin(storage) for _ in range(2)]
-    codes = [run.wait() for run in both]
-    assert sorted(codes) == [0, 2], [run.lines.text for run in both]
-    refused = both[codes.index(2)]
-    assert "is being trained by process" in refused.lines.text, refused.lines.text
-    site.row("two drivers at once", both[codes.index(0)], storage)
+# --- MLflow, clocks, memory -----------------------------------------------------------------------
 
 
-BROKEN = """
+BROKEN_SERVER = """
 import http.server, sys, time
 how = sys.argv[1]
 class Answer(http.server.BaseHTTPRequestHandler):
@@ -222,83 +339,138 @@ http.server.ThreadingHTTPServer(("127.0.0.1", 5005), Answer).serve_forever()
 
 
 @pytest.mark.parametrize("how", ["503", "slow", "half an answer"])
-def test_mlflow_is_broken(site: Site, storage: Path, how: str) -> None:
-    """The run finishes, and its metrics wait on disk."""
-    server = site.host.start(program=[sys.executable, "-c", BROKEN, how])
+def test_a_run_finishes_although_mlflow_is_broken(site: Site, storage: Path, how: str) -> None:
+    """Its metrics wait on disk."""
+    server = site.host.start(program=[sys.executable, "-c", BROKEN_SERVER, how])
     try:
-        run = site.two_ranks(storage, "tracking.flush_timeout=5", env={"MLFLOW_TRACKING_URI": "http://127.0.0.1:5005"})
+        env = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:5005"}
+        run = site.start_without_ray(storage, "tracking.flush_timeout=5", env=env)
         assert run.wait() == 0, run.lines.text
         assert "`trireme sync" in run.lines.text, run.lines.text
     finally:
         kill(server.process)
         server.popen.wait()
-    site.row(f"MLflow: {how}", run, storage)
+    site.check(f"MLflow: {how}", run, storage)
 
 
-def test_a_workers_clock_is_an_hour_off(site: Site, storage: Path) -> None:
-    """Two ranks as Slurm would start them, of which the driver's clock is behind."""
+def test_a_workers_clock_may_be_an_hour_ahead_of_the_drivers(site: Site, storage: Path) -> None:
+    """Two ranks as Slurm would start them."""
     libraries = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
     if not libraries:
         pytest.skip("needs Debian's faketime")
-    wrong = {"LD_PRELOAD": str(libraries[0]), "FAKETIME": "+3600"}  # all clocks: else its sleep is refused (0.9.10)
-    ranks = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29617"}
-    own = [{**ranks, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in (0, 1)]
+    # All clocks are changed: otherwise libfaketime 0.9.10 makes sleep fail.
+    fake_time = {"LD_PRELOAD": str(libraries[0]), "FAKETIME": "+3600"}
+    slurm = {
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29617",
+    }
     words = ["train", *RUN, PACE, "strategy=ddp", "launcher=torchrun", f"run.storage={storage}"]
-    both = [site.host.start(*words, env=own[0]), site.host.start(*words, env={**own[1], **wrong})]
-    assert both[1].wait() == 0, both[0].lines.text + both[1].lines.text
-    site.row("a worker's clock is an hour off", both[0], storage)
+    rank_0_env = {**slurm, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    rank_1_env = {**slurm, "SLURM_PROCID": "1", "SLURM_LOCALID": "1", **fake_time}
+    rank_0 = site.host.start(*words, env=rank_0_env)
+    rank_1 = site.host.start(*words, env=rank_1_env)
+    assert rank_1.wait() == 0, rank_0.lines.text + rank_1.lines.text
+    site.check("a worker's clock is an hour off", rank_0, storage)
     assert len(curve(storage, "run")) > 5
 
 
-def test_the_kernel_ends_a_worker_for_want_of_memory(site: Site, storage: Path) -> None:
+def test_a_run_outlives_a_worker_that_the_kernel_kills_for_memory(
+    site: Site, storage: Path
+) -> None:
+    trigger = Path(f"{storage}.hungry")
+    truth = storage.with_suffix(".truth")
     with memory_group(64 << 20) as group:
-        hungry = ["task=tests.tasks:Hungry", f"task_args={{hungry: {storage}.hungry, step_seconds: 0.1}}"]
-        run = site.begin(storage, *hungry)
-        reached(storage / "run", some_step("memory"))
-        victim = site.host.worker(storage, 1)
-        (group / "cgroup.procs").write_text(str(victim.pid))
-        Path(f"{storage}.hungry").touch()
+        task = ["task=tests.tasks:Hungry", f"task_args={{hungry: {trigger}, step_seconds: 0.1}}"]
+        run = site.start(storage, *task)
+        reached(storage / "run", step_of("memory"))
+        worker = site.host.worker(storage, 1)
+        (group / "cgroup.procs").write_text(str(worker.pid))
+        trigger.touch()
         assert run.wait() == 0, run.lines.text
     assert "killed by the kernel for memory" in run.lines.text, run.lines.text
-    plain = site.begin(storage.with_suffix(".truth"), "task=tests.tasks:Plain", "task_args.step_seconds=0")
-    assert plain.wait() == 0, plain.lines.text
-    assert same_bits(weights(storage / "run"), weights(storage.with_suffix(".truth") / "run"))
-    site.row("out of memory, by the kernel", run, storage, "same bits as of its task")
+    undisturbed = site.start(truth, "task=tests.tasks:Plain", "task_args.step_seconds=0")
+    assert undisturbed.wait() == 0, undisturbed.lines.text
+    assert same_bits(weights(storage / "run"), weights(truth / "run"))
+    site.check("out of memory, by the kernel", run, storage, outcome="same bits as of its task")
+
+
+# --- hosts ----------------------------------------------------------------------------------------
+
+IMPATIENT_RAY = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+    "RAY_health_check_timeout_ms": "2000",
+}
+
+
+def _start_node(host: Host, *arguments: str) -> None:
+    """Start Ray on a host, with one CPU."""
+    command = [
+        RAY,
+        "start",
+        *arguments,
+        f"--node-ip-address={host.lab.address(host.number)}",
+        "--num-cpus=1",
+        "--block",
+        "--object-store-memory=100000000",
+    ]
+    node = host.start(program=command, env=IMPATIENT_RAY)
+    node.lines.when("Ray runtime started", 90)
 
 
 @pytest.mark.parametrize("launcher", ["ray", "actors"])
 def test_hosts_are_cut_off_and_come_back(site: Site, launcher: str) -> None:
-    """The run goes on with three hosts, with two, and with all four when the others are back: one curve."""
-    env = {"RAY_AUTH_MODE": "disabled", "RAY_health_check_period_ms": "1000"}
-    env |= {"RAY_health_check_failure_threshold": "3", "RAY_health_check_timeout_ms": "2000"}
+    """The run continues with three hosts, with two, and with all four when the others are back.
+
+    It has the curve of one process.
+    """
     with Lab(4) as lab:
-        hosts, storage, address = [Host(lab, n) for n in range(4)], lab.shared / "runs", f"{lab.address(0)}:6399"
-
-        def join(host: Host, *own: str) -> None:
-            words = ["start", *own, f"--node-ip-address={lab.address(host.number)}", "--num-cpus=1", "--block"]
-            node = host.start(program=[HEAD[0], *words, "--object-store-memory=100000000"], env=env)
-            node.lines.when("Ray runtime started", 90)
-
-        join(hosts[0], "--head", "--port=6399", "--include-dashboard=false")
+        hosts = [Host(lab, number) for number in range(4)]
+        storage = lab.shared / "runs"
+        truth = lab.shared / "one"
+        address = f"{lab.address(0)}:6399"
+        _start_node(hosts[0], "--head", "--port=6399", "--include-dashboard=false")
         for host in hosts[1:]:
-            join(host, f"--address={address}")
-        plain = ["task=tests.tasks:Plain", "train.global_batch_size=12"]  # no dropout, which differs between workers
-        words = ["train", *RUN, PACE, *plain, "strategy=ddp", "train.steps=600", "fault.elastic_seconds=5"]
-        own = [f"launcher={launcher}", "workers=4", f"run.storage={storage}"]
-        run = hosts[0].start(*words, *own, env=env | {"RAY_ADDRESS": address})
-        reached(storage / "run", some_step("partition"))
+            _start_node(host, f"--address={address}")
+        words = [
+            "train",
+            *RUN,
+            PACE,
+            "task=tests.tasks:Plain",  # no dropout, which differs between numbers of workers
+            "train.global_batch_size=12",
+            "strategy=ddp",
+            "train.steps=600",
+            "fault.elastic_seconds=5",
+        ]
+        env = IMPATIENT_RAY | {"RAY_ADDRESS": address}
+        run = hosts[0].start(
+            *words, f"launcher={launcher}", "workers=4", f"run.storage={storage}", env=env
+        )
+        reached(storage / "run", step_of("partition"))
         for number in (3, 2):
             lab.cut(number)
             run.lines.when(f"continuing with {number} of 4 workers", 90)
             reached(storage / "run", committed(storage / "run")[-1] + 10)
         for number in (3, 2):
             lab.mend(number)
-            join(hosts[number], f"--address={address}")
+            _start_node(hosts[number], f"--address={address}")
         run.lines.when("continuing with 4 of 4 workers", 90)
         assert run.wait() == 0, run.lines.text
-        one = hosts[0].start(*words, "launcher=local", "task_args.step_seconds=0", f"run.storage={lab.shared / 'one'}")
-        assert one.wait() == 0, one.lines.text
-        assert curve(storage, "run") == pytest.approx(curve(lab.shared / "one", "run"), rel=1e-4, abs=0)
+        undisturbed = hosts[0].start(
+            *words, "launcher=local", "task_args.step_seconds=0", f"run.storage={truth}"
+        )
+        assert undisturbed.wait() == 0, undisturbed.lines.text
+        assert curve(storage, "run") == pytest.approx(curve(truth, "run"), rel=1e-4, abs=0)
         workers = list(curve(storage, "run", "fault/workers").values())
-        assert workers[:2] == [3.0, 2.0] and workers[-1] == 4.0, "the two that come may be taken one by one"
-        site.row(f"hosts cut off from each other, {launcher}", run, storage, "same curve, with 4, 3, 2, 4 workers")
+        # The two hosts that come back may be taken one by one.
+        assert workers[:2] == [3.0, 2.0]
+        assert workers[-1] == 4.0
+        site.check(
+            f"hosts cut off from each other, {launcher}",
+            run,
+            storage,
+            outcome="same curve, with 4, 3, 2, 4 workers",
+        )

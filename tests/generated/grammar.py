@@ -26,6 +26,10 @@ FLAT = (VECTOR, TOKENS)
 """Domains whose features are the last dimension."""
 
 
+LEFT_BY_LAST_CALL = frozenset({"recording_hook", "set_on_blocks"})
+"""Features whose loss reads what the last call of a block has left, of the samples in that call."""
+
+
 @dataclass(frozen=True)
 class Feature:
     """One choice on one axis.
@@ -1465,7 +1469,10 @@ class Model:
         """Whether samples of a batch depend on one another."""
         is_weighted = any(feature.weighs_items for feature in self.features)
         adds = any("loss" in feature.lines for feature in self.features if not feature.weighs_items)
-        return any(feature.couples for feature in self.features) or (is_weighted and adds)
+        chosen = {name for _, name in self.choices}
+        reads_last_half = "two_halves" in chosen and bool(chosen & LEFT_BY_LAST_CALL)
+        is_coupled = any(feature.couples for feature in self.features)
+        return is_coupled or (is_weighted and adds) or reads_last_half
 
     @property
     def features(self) -> list[Feature]:

@@ -1,5 +1,7 @@
-"""Small plain models, written as somebody would who never heard of strategies, trials over them, what rows of tests ask
-for, refusals, bytes."""
+"""Small plain models that know nothing of strategies, trials over them, and rows of tests.
+
+Also what several tests measure and check: refusals, and bytes of tensors.
+"""
 
 import contextlib
 import functools
@@ -20,37 +22,67 @@ from experiments.parity.rows import MIXTURES, MIXTURES_OF_MORE_DIMENSIONS, ROWS,
 from strategies.context.apply import ContextPlan
 from strategies.layout import LayoutError
 
-VOCABULARY, WIDTH, HEADS, SEQUENCE, BATCH = 30, 16, 4, 8, 8
+VOCABULARY = 30
+WIDTH = 16
+HEADS = 4
+SEQUENCE = 8
+BATCH = 8
 
 CPU = torch.device("cpu")
-DDP, FSDP, TENSOR = (Row(name, 2) for name in ("ddp", "fsdp", "tensor"))
+DDP = Row("ddp", 2)
+FSDP = Row("fsdp", 2)
+TENSOR = Row("tensor", 2)
 COMPILED = {"compile": True, "compile_backend": "aot_eager"}
 BF16 = {"precision": "bf16"}
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
-GPT_PLAN = {"embed": "embedding", "norm": "sequence", "head": "head"}
-for _style, _names in (("sequence", "norm1 norm2"), ("colwise", "q k v up"), ("rowwise", "out down")):
-    GPT_PLAN |= {f"blocks.*.{_name}": _style for _name in _names.split()}
+GPT_PLAN = {
+    "embed": "embedding",
+    "norm": "sequence",
+    "head": "head",
+    "blocks.*.norm1": "sequence",
+    "blocks.*.norm2": "sequence",
+    "blocks.*.q": "colwise",
+    "blocks.*.k": "colwise",
+    "blocks.*.v": "colwise",
+    "blocks.*.up": "colwise",
+    "blocks.*.out": "rowwise",
+    "blocks.*.down": "rowwise",
+}
+"""The tensor plan of a PlainGPT."""
 
 
 class Block(nn.Module):
+    """Attention and a multilayer perceptron, each after a norm."""
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.head_dim = width // heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.q = nn.Linear(width, width)
+        self.k = nn.Linear(width, width)
+        self.v = nn.Linear(width, width)
         self.out = nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 3 * width + 1), nn.Linear(3 * width + 1, width)
+        self.up = nn.Linear(width, 3 * width + 1)
+        self.down = nn.Linear(3 * width + 1, width)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm1(x)
-        q, k, v = (p(y).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q = self._by_head(self.q(y))
+        k = self._by_head(self.k(y))
+        v = self._by_head(self.v(y))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """(B, T, D) → (B, H, T, D / H), whatever part of the heads a worker has."""
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class PlainGPT(nn.Module):
-    """Sizes are odd on purpose: neither the vocabulary nor the hidden width divides evenly by 2 and 4."""
+    """A small GPT. Neither its vocabulary nor its hidden width divides evenly by 2 and 4."""
 
     def __init__(self, tied: bool = False, layers: int = 2) -> None:
         super().__init__()
@@ -70,34 +102,65 @@ class PlainGPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def assert_refused(words: list[str], function: Callable[..., object], *arguments: Any, **named: Any) -> None:
-    """The call ends in one sentence that has all these words."""
+# --- checks and measurements ----------------------------------------------------------------------
+
+
+def assert_refused(
+    words: list[str], function: Callable[..., object], *args: Any, **kwargs: Any
+) -> None:
+    """Check that a call ends in one sentence with all these words."""
     with pytest.raises(LayoutError) as caught:
-        function(*arguments, **named)
-    said = str(caught.value)
-    assert "\n" not in said and all(word in said for word in words), said
+        function(*args, **kwargs)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
 
 
 @contextlib.contextmanager
-def saved() -> Iterator[list[Tensor]]:
-    """What is kept for backward of what is computed under it."""
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
-        yield kept
+def saved_for_backward() -> Iterator[list[Tensor]]:
+    """The tensors that autograd keeps for the backward of what is computed meanwhile."""
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield saved
 
 
-def stored(tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
-    """Bytes of the distinct storages behind these tensors' local parts, but for those behind others."""
-    own, others = ([getattr(t, "_local_tensor", t) for t in some] for some in (tensors, but))
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in own if t.numel()}
-    return sum(size for place, size in sizes.items() if place not in {t.untyped_storage().data_ptr() for t in others})
+def storage_bytes(tensors: Iterable[Tensor], excluding: Iterable[Tensor] = ()) -> int:
+    """The bytes of the distinct storages behind the local parts of tensors.
+
+    Args:
+        tensors: The tensors.
+        excluding: Tensors whose storages are not counted.
+    """
+    excluded = {_local(tensor).untyped_storage().data_ptr() for tensor in excluding}
+    sizes = {}
+    for tensor in tensors:
+        storage = _local(tensor).untyped_storage()
+        if _local(tensor).numel() and storage.data_ptr() not in excluded:
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+# --- trials ---------------------------------------------------------------------------------------
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
+    """Normally distributed numbers, the same for the same seed."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def seeded(make: Callable[[], nn.Module], seed: int = 7) -> Callable[[], nn.Module]:
+    """A function that makes the same model in every call."""
+
     def build() -> nn.Module:
         torch.manual_seed(seed)
         return make()
@@ -106,6 +169,7 @@ def seeded(make: Callable[[], nn.Module], seed: int = 7) -> Callable[[], nn.Modu
 
 
 def language_batch(step: int) -> tuple[Tensor, Tensor]:
+    """Arithmetic sequences of tokens, and what follows each token."""
     generator = torch.Generator().manual_seed(1000 + step)
     start = torch.randint(0, VOCABULARY, (BATCH, 1), generator=generator)
     stride = torch.randint(1, 4, (BATCH, 1), generator=generator)
@@ -124,28 +188,48 @@ def gpt_trial(tied: bool = False, plan: bool = True, layers: int = 4, **changes:
         loss=language_loss,
         batch=language_batch,
         tensor_plan=GPT_PLAN if plan else None,
-        context_plan=ContextPlan(lambda places: {}),  # it has no positions
+        context_plan=ContextPlan(lambda positions: {}),  # the model has no positions
         **changes,
     )
 
 
-EXPERTS, TOP_K, EXPERT_WIDTH, MIXTURE_LAYERS = 8, 2, 16, 2
+EXPERTS = 8
+TOP_K = 2
+EXPERT_WIDTH = 16
+MIXTURE_LAYERS = 2
 
 
 def mixture() -> nn.Module:
-    sizes: dict[str, Any] = {"d_model": EXPERT_WIDTH, "n_heads": 4, "n_layers": MIXTURE_LAYERS, "d_expert": 24}
-    return MixtureGPT(32, **sizes, n_experts=EXPERTS, top_k=TOP_K, balance_weight=0.1, bias_rate=0.01)
+    return MixtureGPT(
+        32,
+        d_model=EXPERT_WIDTH,
+        n_heads=4,
+        n_layers=MIXTURE_LAYERS,
+        d_expert=24,
+        n_experts=EXPERTS,
+        top_k=TOP_K,
+        balance_weight=0.1,
+        bias_rate=0.01,
+    )
 
 
 def mixture_trial(**changes: Any) -> Trial:
     return Trial(
-        seeded(mixture), lambda model, batch: model(*batch), language_batch, tensor_plan=MIXTURE_PLAN, **changes
+        build=seeded(mixture),
+        loss=lambda model, batch: model(*batch),
+        batch=language_batch,
+        tensor_plan=MIXTURE_PLAN,
+        **changes,
     )
 
 
 def masked_batch(step: int) -> tuple[Tensor, Tensor]:
-    """In every second sequence only the first labels count, which in any order are one worker's."""
-    tokens = torch.randint(0, 29, (BATCH, 33), generator=torch.Generator().manual_seed(step))
+    """Sequences of which some labels do not count.
+
+    In every second one only the first few count, which belong to one worker in any order.
+    """
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, 29, (BATCH, 33), generator=generator)
     targets = tokens[:, 1:].clone()
     targets[1::2, 5:] = -100
     targets[::2, 20:23] = -100
@@ -153,11 +237,11 @@ def masked_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def masked_trial(**changes: Any) -> Trial:
-    """Its rotary embeddings turn by the place in the sequence, and its loss is the mean of the labels that count."""
+    """A GPT with rotary embeddings, whose loss is the mean over the labels that count."""
     return Trial(
-        seeded(lambda: GPT(29, d_model=16, n_layers=2, n_heads=4, tie_weights=True)),
-        language_loss,
-        masked_batch,
+        build=seeded(lambda: GPT(29, d_model=16, n_layers=2, n_heads=4, tie_weights=True)),
+        loss=language_loss,
+        batch=masked_batch,
         items=lambda batch: (batch[1] >= 0).sum(),
         tensor_plan=gpt.TENSOR_PLAN,
         heads=4,
@@ -166,8 +250,10 @@ def masked_trial(**changes: Any) -> Trial:
 
 
 class FunctionalTie(nn.Module):
-    """Reads its embedding's table with its own hands, and owns a bare parameter and tensors in every place a module can
-    keep one."""
+    """Reads its embedding's weight itself, and has tensors in every place of a module.
+
+    These are a parameter, buffers that are saved or not, and a plain attribute.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +272,7 @@ class FunctionalTie(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM keeps a second list of its parameters."""
+    """A language model with an LSTM, which keeps a second list of its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +287,8 @@ class Recurrent(nn.Module):
 class Residual(nn.Module):
     def __init__(self, channels: int, out: int) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(channels, out, 3, padding=1, bias=False), nn.GroupNorm(2, out)
+        self.conv = nn.Conv2d(channels, out, 3, padding=1, bias=False)
+        self.norm = nn.GroupNorm(2, out)
         self.shortcut = nn.Conv2d(channels, out, 1) if channels != out else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -209,7 +296,7 @@ class Residual(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """Stages of blocks, as torchvision has them."""
+    """Stages of blocks, as in torchvision."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +310,9 @@ class SmallResNet(nn.Module):
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 13), nn.Tanh(), nn.Linear(13, 3))
+    return nn.Sequential(
+        nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 13), nn.Tanh(), nn.Linear(13, 3)
+    )
 
 
 def vector_batch(step: int) -> tuple[Tensor, Tensor]:
@@ -243,8 +332,16 @@ def classifier_loss(model: nn.Module, batch: Any) -> Tensor:
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=32, use_cache=False))
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=32,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
 
 
 def llama_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -257,18 +354,44 @@ ZOO: dict[str, Trial] = {
     "residual": Trial(seeded(SmallResNet), classifier_loss, image_batch, steps=2),
     "mlp": Trial(seeded(mlp), classifier_loss, vector_batch, steps=2),
 }
-"""Models by people who never read our docs."""
+"""Models written without a look at our documentation."""
 LLAMA = Trial(seeded(llama), llama_loss, language_batch, steps=2)
 
-LIKE_OTHERS = ("zero1+tensor", "zero2+tensor", "zero1+context", "zero2+context", "zero3")
-LIKE_OTHERS += ("zero1+expert", "zero2+expert", "hsdp+expert", "ddp+tensor+expert", "tensor+pipeline")
-LIKE_OTHERS += ("fsdp+tensor+expert", "fsdp+pipeline+expert", "ddp+pipeline+expert")
-LIKE_OTHERS += ("pipeline+context", "tensor+context")
-"""They differ from ddp's and fsdp's in what zero1 and zero2 do alone, or put together what others try in pairs."""
-FIRST = {row.name: row for row in reversed((*ROWS, *MIXTURES)) if row.name not in LIKE_OTHERS}.values()
-WIDER = ("pipeline (pp 4) zb_h2", "context (cp 4) ring")
-EVERY = [
-    pytest.param(row, id=str(row), marks=[pytest.mark.slow] * (row not in FIRST and str(row) not in WIDER))
-    for row in (*ROWS, *MIXTURES, *MIXTURES_OF_MORE_DIMENSIONS)
-]
-"""All rows; slow are those that take another one's way."""
+# --- rows -----------------------------------------------------------------------------------------
+
+_COVERED_BY_OTHERS = (
+    "zero1+tensor",
+    "zero2+tensor",
+    "zero1+context",
+    "zero2+context",
+    "zero3",
+    "zero1+expert",
+    "zero2+expert",
+    "hsdp+expert",
+    "ddp+tensor+expert",
+    "tensor+pipeline",
+    "fsdp+tensor+expert",
+    "fsdp+pipeline+expert",
+    "ddp+pipeline+expert",
+    "pipeline+context",
+    "tensor+context",
+)
+"""Strategies that do what other rows try in pairs, or what zero1 and zero2 try alone."""
+_FAST_WIDE_ROWS = ("pipeline (pp 4) zb_h2", "context (cp 4) ring")
+
+
+def _row_params() -> list[Any]:
+    """All rows of the parity matrix. Those that repeat another row's way are slow."""
+    first_rows: dict[str, Row] = {}
+    for row in (*ROWS, *MIXTURES):
+        if row.name not in _COVERED_BY_OTHERS:
+            first_rows.setdefault(row.name, row)
+    params = []
+    for row in (*ROWS, *MIXTURES, *MIXTURES_OF_MORE_DIMENSIONS):
+        is_fast = row in first_rows.values() or str(row) in _FAST_WIDE_ROWS
+        marks = [] if is_fast else [pytest.mark.slow]
+        params.append(pytest.param(row, id=str(row), marks=marks))
+    return params
+
+
+ROW_PARAMS = _row_params()

@@ -1,4 +1,7 @@
-"""The DeepSpeed engine trains the same model: runs where the optional extra is installed (`make test-deepspeed`)."""
+"""The DeepSpeed engine trains the same model.
+
+That test needs the optional extra: `make test-deepspeed`.
+"""
 
 import importlib.util
 import itertools
@@ -15,8 +18,9 @@ from strategies.parallelize import Options, choose
 from tests.pool import run_distributed
 from tests.strategies.models import CPU, gpt_trial
 
-HERE = importlib.util.find_spec("deepspeed") is not None
-DEEPSPEED, FSDP = choose("deepspeed", 2), choose("fsdp", 2)
+IS_INSTALLED = importlib.util.find_spec("deepspeed") is not None
+DEEPSPEED = choose("deepspeed", 2)
+FSDP = choose("fsdp", 2)
 TRIAL: dict[str, Any] = {"tied": True, "micro_batches": 2, "clip": 0.5, "steps": 10}
 
 
@@ -24,46 +28,69 @@ def _options(stage: int) -> Options:
     return Options(deepspeed={"zero_optimization": {"stage": stage}})
 
 
-def _everything(_: int, folder: str) -> tuple[dict[int, Curve], dict[str, Curve]]:
-    """Each stage's curve, and those continued from another's checkpoint. In one call: the engine keeps the process
-    group that it met first."""
-    stages = {stage: curves.train(gpt_trial(**TRIAL), DEEPSPEED, _options(stage), CPU) for stage in (1, 2, 3)}
-    ways: dict[str, Any] = {"deepspeed": (DEEPSPEED, _options(2)), "fsdp": (FSDP, Options())}
+def _train_and_continue(rank: int, folder: str) -> tuple[dict[int, Curve], dict[str, Curve]]:
+    """The curve of each stage, and curves that continue another layout's checkpoint.
+
+    All in one call, since the engine keeps the first process group that it gets.
+    """
+    curves_by_stage = {}
+    for stage in (1, 2, 3):
+        trial = gpt_trial(**TRIAL)
+        curves_by_stage[stage] = curves.train(trial, DEEPSPEED, _options(stage), CPU)
+    layouts = {"deepspeed": (DEEPSPEED, _options(2)), "fsdp": (FSDP, Options())}
     continued = {}
-    for first, second in itertools.permutations(ways):
-        place = f"{folder}/{first}"
-        curves.train(gpt_trial(**TRIAL), *ways[first], CPU, steps=range(5), save=place)
-        rest = curves.train(gpt_trial(**TRIAL), *ways[second], CPU, steps=range(5, 10), load=place)
-        continued[f"{first} → {second}"] = rest
-    return stages, continued
+    for first, second in itertools.permutations(layouts):
+        checkpoint = f"{folder}/{first}"
+        layout, options = layouts[first]
+        trial = gpt_trial(**TRIAL)
+        curves.train(trial, layout, options, CPU, steps=range(5), save=checkpoint)
+        layout, options = layouts[second]
+        trial = gpt_trial(**TRIAL)
+        continued[f"{first} → {second}"] = curves.train(
+            trial, layout, options, CPU, steps=range(5, 10), load=checkpoint
+        )
+    return curves_by_stage, continued
 
 
 @pytest.mark.alone
-@pytest.mark.skipif(not HERE, reason="the optional extra is not installed: make test-deepspeed")
-def test_every_stage_trains_the_same_model_and_checkpoints_go_both_ways(tmp_path: Path) -> None:
-    truth = curves.train(gpt_trial(**TRIAL), choose("single", 1), Options(), CPU)
-    rest = Curve(truth.losses[5:], truth.norms[5:], truth.weights)
-    found_curves, continued = run_distributed(_everything, 2, str(tmp_path), timeout=280)[0]
-    found = {f"stage {stage}": curves.difference(truth, curve) for stage, curve in found_curves.items()}
-    found |= {name: curves.difference(rest, curve) for name, curve in continued.items()}
-    assert len(found) == 5
-    assert all(difference.within(2e-5) for difference in found.values()), found
+@pytest.mark.skipif(
+    not IS_INSTALLED, reason="the optional extra is not installed: make test-deepspeed"
+)
+def test_every_stage_trains_the_same_model_and_shares_checkpoints(tmp_path: Path) -> None:
+    expected = curves.train(gpt_trial(**TRIAL), choose("single", 1), Options(), CPU)
+    expected_second_half = Curve(expected.losses[5:], expected.norms[5:], expected.weights)
+    results = run_distributed(_train_and_continue, 2, str(tmp_path), timeout=280)
+    curves_by_stage, continued = results[0]
+    assert len(curves_by_stage) == 3
+    assert len(continued) == 2
+    for stage, curve in curves_by_stage.items():
+        difference = curves.difference(expected, curve)
+        assert difference.within(2e-5), (stage, difference)
+    for layouts, curve in continued.items():
+        difference = curves.difference(expected_second_half, curve)
+        assert difference.within(2e-5), (layouts, difference)
 
 
 @pytest.mark.pure
-def test_a_configuration_keeps_what_is_the_persons_and_takes_what_is_the_experiments() -> None:
-    """DeepSpeed itself clips at 1.0, and refuses any optimizer but its own beside CPU offload. "auto" is Hugging
-    Face's."""
+def test_the_engine_gets_the_users_json_with_the_experiments_batch_and_clipping() -> None:
+    """By itself DeepSpeed clips at 1.0, and refuses other optimizers than its own on the CPU.
+
+    "auto" is Hugging Face's.
+    """
     zero = {"stage": 3, "reduce_bucket_size": 7, "offload_optimizer": {"device": "cpu"}}
-    given = {"train_batch_size": "auto", "zero_optimization": zero}
-    found = deepspeed.engine_configuration(given)
-    assert found["zero_optimization"] == zero and "train_batch_size" not in found
-    assert found["gradient_clipping"] == 0.0 and found["gradient_accumulation_steps"] == 1
-    assert found["zero_force_ds_cpu_optimizer"] is False and given["train_batch_size"] == "auto"
+    user_json = {"train_batch_size": "auto", "zero_optimization": zero}
+    configuration = deepspeed.engine_configuration(user_json)
+    assert configuration["zero_optimization"] == zero
+    assert "train_batch_size" not in configuration
+    assert configuration["gradient_clipping"] == 0.0
+    assert configuration["gradient_accumulation_steps"] == 1
+    assert configuration["zero_force_ds_cpu_optimizer"] is False
+    assert user_json["train_batch_size"] == "auto"
 
 
 @pytest.mark.pure
-@pytest.mark.skipif(HERE, reason="deepspeed is installed here")
-def test_a_missing_package_is_said_before_anything_starts() -> None:
-    with pytest.raises(LayoutError, match=r"needs the deepspeed package.*pip install deepspeed, or write strategy="):
+@pytest.mark.skipif(IS_INSTALLED, reason="deepspeed is installed here")
+def test_a_missing_package_is_reported_before_anything_starts() -> None:
+    pattern = r"needs the deepspeed package.*pip install deepspeed, or write strategy="
+    with pytest.raises(LayoutError, match=pattern):
         registry.require_installed(choose("deepspeed", 2))

@@ -1,4 +1,4 @@
-"""Every strategy and every composition on pretended CUDA devices: where tensors are, and where the host waits."""
+"""Every strategy and composition on fake CUDA devices: no tensor on the host, no unknown wait."""
 
 import json
 import subprocess
@@ -11,30 +11,37 @@ from tests.running import ROOT
 from tests.strategies.fake_cuda.cases import CASES
 from tests.strategies.fake_cuda.device import NoFakeCUDA, library
 
-Ask = Callable[[int], list[str]]
+FindProblems = Callable[[int], list[str]]
 
 
 @pytest.fixture(scope="module")
-def problems() -> Iterator[Ask]:
-    """What is wrong with the case of that number, tried in a fork of one process."""
+def find_problems() -> Iterator[FindProblems]:
+    """A function from the number of a case to its problems; one process tries all cases."""
     try:
         library()
-    except NoFakeCUDA as why:
-        pytest.skip(str(why))
+    except NoFakeCUDA as reason:
+        pytest.skip(str(reason))
     command = [sys.executable, "-m", "tests.strategies.fake_cuda"]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
 
-        def ask(number: int) -> list[str]:
+        def find(number: int) -> list[str]:
             print(number, file=process.stdin, flush=True)
             return json.loads(process.stdout.readline())
 
-        yield ask
+        yield find
         process.stdin.close()
 
 
-CHOSEN = [pytest.param(i, id=case.name, marks=[pytest.mark.slow] * case.slow) for i, case in enumerate(CASES)]
+CASE_NUMBERS = [
+    pytest.param(number, id=case.name, marks=[pytest.mark.slow] if case.slow else [])
+    for number, case in enumerate(CASES)
+]
 
 
-@pytest.mark.parametrize("number", CHOSEN)
-def test_two_steps_on_cuda(problems: Ask, number: int) -> None:
-    assert problems(number) == []
+@pytest.mark.parametrize("number", CASE_NUMBERS)
+def test_a_case_has_no_problems(find_problems: FindProblems, number: int) -> None:
+    assert find_problems(number) == []

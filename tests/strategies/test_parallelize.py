@@ -1,5 +1,9 @@
-"""A task may use its model as on one device: methods and parts of it, several calls, scalars, masks of float32, other
-layers in every step. What does not fit its layout gets one sentence that names it, on every rank."""
+"""A task may use its model as on one device, and what does not fit its layout is refused.
+
+A loss may call methods and parts of the model, and call it several times. The model may have
+parameters without dimensions, float32 masks, and other layers in every step. A refusal is one
+sentence that names what does not fit, on every rank.
+"""
 
 import functools
 import re
@@ -21,21 +25,35 @@ from strategies.parallelize import LayoutError, Options, choose, parallelize
 from strategies.tensor.plan import make_plan
 from tests.pool import run_distributed
 from tests.strategies import models
-from tests.strategies.models import CPU, DDP, FSDP, GPT_PLAN, TENSOR, VOCABULARY, PlainGPT, assert_refused, mlp, seeded
+from tests.strategies.models import (
+    CPU,
+    DDP,
+    FSDP,
+    GPT_PLAN,
+    TENSOR,
+    VOCABULARY,
+    PlainGPT,
+    assert_refused,
+    classifier_loss,
+    mlp,
+    seeded,
+)
 
 
-class Two(nn.Module):
-    """Two towers with a temperature, as CLIP."""
+class ScaledClassifier(nn.Module):
+    """A classifier of tokens whose logits have a temperature, as CLIP's have."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(12, 8)
         self.blocks = nn.ModuleDict({str(i): nn.Linear(8, 8) for i in range(3)})
-        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 4)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 4)
         self.scale = nn.Parameter(torch.tensor(0.5))
 
     def encode(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) * (tokens > 3).float()[..., None]  # float32, whatever the embedding is
+        float32_mask = (tokens > 3).float().unsqueeze(-1)
+        x = self.embed(tokens) * float32_mask
         for block in self.blocks.values():
             x = x + torch.tanh(block(x))
         return self.norm(x).mean(1)
@@ -44,178 +62,257 @@ class Two(nn.Module):
         return self.head(self.encode(tokens)) * self.scale.exp()
 
 
-def by_method(model: Any, batch: Any) -> Tensor:
-    x = model.encode(batch[0])
-    return F.cross_entropy((model.head(x) * model.scale.exp()).float(), batch[1])
+def _loss_by_methods(model: Any, batch: Any) -> Tensor:
+    tokens, targets = batch
+    logits = model.head(model.encode(tokens)) * model.scale.exp()
+    return F.cross_entropy(logits.float(), targets)
 
 
-def twice(model: Any, batch: Any) -> Tensor:
-    return (model(batch[0]) - model(batch[0].flip(1)).detach()).square().mean() + models.classifier_loss(model, batch)
+def _loss_of_two_calls(model: Any, batch: Any) -> Tensor:
+    tokens, _ = batch
+    difference = model(tokens) - model(tokens.flip(1)).detach()
+    return difference.square().mean() + classifier_loss(model, batch)
 
 
-def figures(model: Any, batch: Any) -> dict[str, Tensor]:
-    right = (model(batch[0]).argmax(-1) == batch[1]).float().mean()
-    return {"loss": models.classifier_loss(model, batch), "right": right}
+def _metrics(model: Any, batch: Any) -> dict[str, Tensor]:
+    tokens, targets = batch
+    accuracy = (model(tokens).argmax(-1) == targets).float().mean()
+    return {"loss": classifier_loss(model, batch), "accuracy": accuracy}
 
 
-def _batch(step: int) -> tuple[Tensor, Tensor]:
+def _token_batch(step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return torch.randint(0, 12, (16, 5), generator=generator), torch.randint(0, 4, (16,), generator=generator)
+    tokens = torch.randint(0, 12, (16, 5), generator=generator)
+    targets = torch.randint(0, 4, (16,), generator=generator)
+    return tokens, targets
 
 
-def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The scalar is in a group of its own."""
-    own = list(parameters)
-    return torch.optim.AdamW([{"params": [p for p in own if bool(p.dim()) == some]} for some in (True, False)], lr=0.02)
+def _optimizer_of_two_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    tensors = [p for p in parameters if p.dim() > 0]
+    scalars = [p for p in parameters if p.dim() == 0]
+    return torch.optim.AdamW([{"params": tensors}, {"params": scalars}], lr=0.02)
 
 
 def _trial(loss: Any) -> Trial:
-    return Trial(seeded(Two), loss, _batch, steps=2, micro_batches=2, optimizer=_optimizer)
+    return Trial(
+        build=seeded(ScaledClassifier),
+        loss=loss,
+        batch=_token_batch,
+        steps=2,
+        micro_batches=2,
+        optimizer=_optimizer_of_two_groups,
+    )
 
 
-def _train(_: int, row: Row, asked: list[Any]) -> list[Curve]:
-    return [curves.train(_trial(loss), row.layout, Options(precision=kind), CPU) for loss, kind in asked]
+def _train_each(rank: int, row: Row, cases: list[tuple[Any, str]]) -> list[Curve]:
+    """The curve of each (loss, precision)."""
+    return [
+        curves.train(_trial(loss), row.layout, Options(precision=precision), CPU)
+        for loss, precision in cases
+    ]
 
 
-WHOLE = [(loss, "fp32") for loss in (models.classifier_loss, by_method, twice)]
-NARROW = [(loss, "bf16") for loss in (models.classifier_loss, by_method)]
-SHARDED_STAGES = Row("fsdp+pipeline", 4, {"pp": 2})
+FLOAT32_CASES = [
+    (classifier_loss, "fp32"),
+    (_loss_by_methods, "fp32"),
+    (_loss_of_two_calls, "fp32"),
+]
+ALL_CASES = [*FLOAT32_CASES, (classifier_loss, "bf16"), (_loss_by_methods, "bf16")]
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("row", "asked"),
-    [(DDP, WHOLE + NARROW), (FSDP, WHOLE + NARROW), (Row("zero2", 2), WHOLE), (SHARDED_STAGES, WHOLE[:1])],
+    ("row", "cases"),
+    [
+        (DDP, ALL_CASES),
+        (FSDP, ALL_CASES),
+        (Row("zero2", 2), FLOAT32_CASES),
+        (Row("fsdp+pipeline", 4, {"pp": 2}), FLOAT32_CASES[:1]),
+    ],
     ids=lambda value: str(value) if isinstance(value, Row) else "",
 )
-def test_the_model_is_used_as_on_one_device(row: Row, asked: list[Any]) -> None:
-    found = run_distributed(_train, row.workers, row, asked)[0]
-    for (loss, kind), curve, truth in zip(asked, found, _train(0, SINGLE, asked), strict=True):
-        differs = curves.difference(truth, curve)
-        assert differs.within(1e-5) if kind == "fp32" else differs.loss < 0.05, (loss, differs)
-        assert truth.weights["scale"] != 0.5, "the scalar has learnt"
+def test_the_model_is_used_as_on_one_device(row: Row, cases: list[tuple[Any, str]]) -> None:
+    curves_of_row = run_distributed(_train_each, row.workers, row, cases)[0]
+    curves_of_single = _train_each(0, SINGLE, cases)
+    for case, curve, expected in zip(cases, curves_of_row, curves_of_single, strict=True):
+        _, precision = case
+        difference = curves.difference(expected, curve)
+        if precision == "fp32":
+            assert difference.within(1e-5), (case, difference)
+        else:
+            assert difference.loss < 0.05, (case, difference)
+        assert expected.weights["scale"] != 0.5, "the scalar has learnt"
 
 
-def _evaluated(_: int, row: Row) -> list[dict[str, Tensor] | None]:
-    parallel = curves.parallelize_trial(_trial(models.classifier_loss), row.layout, Options(), CPU)
+def _evaluate(rank: int, row: Row) -> list[dict[str, Tensor] | None]:
+    """The metrics of a large and of a small batch."""
+    parallel = curves.parallelize_trial(_trial(classifier_loss), row.layout, Options(), CPU)
     parallel.module.eval()
-    return [parallel.forward(figures, (tokens[:n], targets[:n])) for n in (16, 8) for tokens, targets in (_batch(0),)]
+    tokens, targets = _token_batch(0)
+    return [parallel.forward(_metrics, (tokens[:size], targets[:size])) for size in (16, 8)]
 
 
 @pytest.mark.alone
 def test_metrics_may_call_the_model_again_in_a_pipeline() -> None:
-    *_, last = run_distributed(_evaluated, 2, Row("pipeline", 2))
-    torch.testing.assert_close(last, _evaluated(0, SINGLE))
+    *_, metrics_of_last_stage = run_distributed(_evaluate, 2, Row("pipeline", 2))
+    torch.testing.assert_close(metrics_of_last_stage, _evaluate(0, SINGLE))
 
 
-class Changing(nn.Module):
-    """Uses another layer in every step, and one never."""
+class AlternatingLayers(nn.Module):
+    """Uses another layer in every step, and one layer never."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.idle = nn.Linear(7, 7), nn.Linear(7, 3)
+        self.stem = nn.Linear(7, 7)
+        self.idle = nn.Linear(7, 3)
         self.ways = nn.ModuleList([nn.Linear(7, 3), nn.Linear(7, 3)])
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
-        x, which = inputs
-        return self.ways[int(which[0])](torch.tanh(self.stem(x)))
+        x, way = inputs
+        return self.ways[int(way[0])](torch.tanh(self.stem(x)))
 
 
-def _changing(_: int, row: Row) -> Curve:
+def _train_alternating(rank: int, row: Row) -> Curve:
     def batch(step: int) -> Any:
-        x, y = models.vector_batch(step)
-        return (x, torch.full((len(x),), step % 2)), y
+        x, targets = models.vector_batch(step)
+        way = torch.full((len(x),), step % 2)
+        return (x, way), targets
 
-    trial = Trial(seeded(Changing), models.classifier_loss, batch, steps=6, micro_batches=2, clip=0.5)
+    trial = Trial(
+        build=seeded(AlternatingLayers),
+        loss=classifier_loss,
+        batch=batch,
+        steps=6,
+        micro_batches=2,
+        clip=0.5,
+    )
     return curves.train(trial, row.layout, Options(find_unused_parameters=True), CPU)
 
 
 @pytest.mark.alone
-def test_a_step_may_leave_parameters_out_where_they_are_looked_for() -> None:
-    found = curves.difference(_changing(0, SINGLE), run_distributed(_changing, 2, DDP)[0])
-    assert found.within(1e-5), found
+def test_a_step_may_leave_parameters_unused_if_ddp_searches_for_them() -> None:
+    curve = run_distributed(_train_alternating, 2, DDP)[0]
+    difference = curves.difference(_train_alternating(0, SINGLE), curve)
+    assert difference.within(1e-5), difference
 
 
-def normed() -> nn.Module:
+def _model_with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 6), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 5))
 
 
-def _batch_norm(_: int, row: Row) -> Curve:
-    """Of steps that move no weight."""
-    still = functools.partial(torch.optim.SGD, lr=0.0)
-    trial = Trial(seeded(normed), models.classifier_loss, models.image_batch, steps=3, optimizer=still)
+def _train_without_moving(rank: int, row: Row) -> Curve:
+    trial = Trial(
+        build=seeded(_model_with_batch_norm),
+        loss=classifier_loss,
+        batch=models.image_batch,
+        steps=3,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.0),
+    )
     return curves.train(trial, row.layout, Options(), CPU)
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("row", [DDP, FSDP], ids=str)
-def test_batch_norm_under_a_split_batch_is_said_aloud(row: Row) -> None:
-    """And its running statistics are those of rank 0's batches, as the sentence says."""
-    found = run_distributed(_batch_norm, 2, row)[0]
-    assert len(found.notes) == 1 and "BatchNorm2d" in found.notes[0] and "rank 0" in found.notes[0]
-    alone = seeded(normed)()
+def test_a_note_says_that_batch_norm_counts_the_batches_of_rank_0(row: Row) -> None:
+    curve = run_distributed(_train_without_moving, 2, row)[0]
+    (note,) = curve.notes
+    assert "BatchNorm2d" in note
+    assert "rank 0" in note
+    single_model = seeded(_model_with_batch_norm)()
     for step in range(3):
-        alone(models.image_batch(step)[0].chunk(2)[0])
-    torch.testing.assert_close(found.weights["1.running_mean"], alone.state_dict()["1.running_mean"])
-    assert found.weights["1.num_batches_tracked"] == 3
+        images, _ = models.image_batch(step)
+        single_model(images.chunk(2)[0])
+    name = "1.running_mean"
+    torch.testing.assert_close(curve.weights[name], single_model.state_dict()[name])
+    assert curve.weights["1.num_batches_tracked"] == 3
 
 
-# --- what does not fit ------------------------------------------------------------------------------------------------
+# --- what does not fit ----------------------------------------------------------------------------
 
 
-def partly_used() -> nn.Module:
+def _partly_used() -> nn.Module:
     model = nn.Linear(7, 3)
-    model.idle, model.idler = nn.Linear(7, 3), nn.Linear(7, 3)
+    model.idle = nn.Linear(7, 3)
+    model.also_idle = nn.Linear(7, 3)
     return model
 
 
-class CountsHeads(nn.Module):
-    """Attention as many write it: the number of heads is in the shape."""
+def _frozen() -> nn.Module:
+    return nn.Linear(7, 3).requires_grad_(False)
+
+
+class HeadsInShape(nn.Module):
+    """Attention as many write it: the shapes in forward name the number of heads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.q, self.out = nn.Embedding(VOCABULARY, 12), nn.Linear(12, 12), nn.Linear(12, 12)
+        self.embed = nn.Embedding(VOCABULARY, 12)
+        self.q = nn.Linear(12, 12)
+        self.out = nn.Linear(12, 12)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        q = self.q(self.embed(tokens))
-        return self.out(q.view(*tokens.shape, 3, 4).transpose(1, 2).flatten(2).reshape(*tokens.shape, -1))
+        by_head = self.q(self.embed(tokens)).view(*tokens.shape, 3, 4).transpose(1, 2)
+        return self.out(by_head.flatten(2).reshape(*tokens.shape, -1))
 
 
-FORGETS_NORM = {key: value for key, value in GPT_PLAN.items() if key != "norm"}
-"""The norm works on a part of the sequence, so its gradient differs between workers."""
-SPLITS_HEADS = {"q": "colwise", "out": "rowwise"}
+PLAN_WITHOUT_NORM = {key: style for key, style in GPT_PLAN.items() if key != "norm"}
+"""The norm sees a part of the sequence, so that its gradient differs between workers."""
+HEADS_PLAN = {"q": "colwise", "out": "rowwise"}
+NO_ERROR = "no error"
 
 
-def _message(_: int, row: Row, make: Callable[[], nn.Module], plan: dict[str, str] | None) -> str:
-    """Takes one step with accumulation; the sentence it ends with, or "no error"."""
+def _error_of_a_step(
+    rank: int, row: Row, make: Callable[[], nn.Module], plan: dict[str, str] | None
+) -> str:
+    """Take a step with accumulation.
+
+    Returns:
+        The refusal, or NO_ERROR.
+    """
+
+    def loss(module: nn.Module, inputs: Tensor) -> Tensor:
+        return module(inputs).square().mean()
+
     try:
         parallel = parallelize(seeded(make), row.layout, device=CPU, tensor_plan=plan)
         x = torch.randn(4, 7) if plan is None else torch.randint(0, VOCABULARY, (2, 8))
-        parallel.forward_backward([x, x], [0.5, 0.5], lambda module, inputs: module(inputs).square().mean())
+        parallel.forward_backward([x, x], [0.5, 0.5], loss)
         parallel.grad_norm_(None)
     except LayoutError as error:
         return str(error)
-    return "no error"
+    return NO_ERROR
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("row", "make", "plan", "words"),
+    ("row", "make", "plan", "pattern"),
     [
-        (DDP, partly_used, None, "idle.weight and 3 more, .*fsdp.*parallel.find_unused_parameters=true"),
-        (Row("ddp+tensor", 4, {"tp": 2}), partly_used, None, "idle.*fsdp"),
-        (FSDP, partly_used, None, "no error"),
-        (TENSOR, partly_used, None, "no error"),
-        (SINGLE, lambda: nn.Linear(7, 3).requires_grad_(False), None, "requires_grad=False"),
-        (TENSOR, PlainGPT, FORGETS_NORM, r"norm\..*sequence or partial"),
-        (TENSOR, CountsHeads, SPLITS_HEADS, "parallel.tp=2.*divides the attention heads"),
+        (
+            DDP,
+            _partly_used,
+            None,
+            "idle.weight and 3 more, .*fsdp.*parallel.find_unused_parameters=true",
+        ),
+        (Row("ddp+tensor", 4, {"tp": 2}), _partly_used, None, "idle.*fsdp"),
+        (FSDP, _partly_used, None, NO_ERROR),
+        (TENSOR, _partly_used, None, NO_ERROR),
+        (SINGLE, _frozen, None, "requires_grad=False"),
+        (TENSOR, PlainGPT, PLAN_WITHOUT_NORM, r"norm\..*sequence or partial"),
+        (TENSOR, HeadsInShape, HEADS_PLAN, "parallel.tp=2.*divides the attention heads"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_a_model_that_does_not_fit_is_named_by_every_worker(row: Row, make: Any, plan: Any, words: str) -> None:
-    args = (row, make, plan)
-    for message in [_message(0, *args)] if row.workers == 1 else run_distributed(_message, row.workers, *args):
-        assert re.search(words, message) and "\n" not in message
+def test_every_worker_refuses_a_model_that_does_not_fit(
+    row: Row, make: Callable[[], nn.Module], plan: dict[str, str] | None, pattern: str
+) -> None:
+    if row.workers == 1:
+        messages = [_error_of_a_step(0, row, make, plan)]
+    else:
+        messages = run_distributed(_error_of_a_step, row.workers, row, make, plan)
+    for message in messages:
+        assert re.search(pattern, message), message
+        assert "\n" not in message
 
 
 @pytest.mark.pure
@@ -230,7 +327,9 @@ def test_a_model_that_does_not_fit_is_named_by_every_worker(row: Row, make: Any,
         ({"head": "rowwise"}, ["head.weight and embed.weight are one tied weight"]),
     ],
 )
-def test_a_plan_that_does_not_fit(change: dict[str, str], words: list[str]) -> None:
+def test_a_tensor_plan_that_does_not_fit_is_refused(
+    change: dict[str, str], words: list[str]
+) -> None:
     assert_refused(words, make_plan, PlainGPT(tied=True), GPT_PLAN | change, True)
 
 
@@ -238,55 +337,71 @@ def test_a_plan_that_does_not_fit(change: dict[str, str], words: list[str]) -> N
 def test_a_tied_embedding_outside_the_plan_is_split_with_its_head() -> None:
     plan = make_plan(PlainGPT(tied=True), {"head": "colwise_rep"}, True)
     assert plan.dims == {"embed.weight": 0, "head.weight": 0}
-    assert plan.styles["embed"] == "embedding" and plan.styles["head"] == "colwise_gather"
+    assert plan.styles["embed"] == "embedding"
+    assert plan.styles["head"] == "colwise_gather"
 
 
 @pytest.mark.pure
-def test_no_such_block_or_compile_backend() -> None:
-    assert_refused(["'blocks.2'", "did you mean"], find_blocks, PlainGPT(), ["blocks.0", "blocks.2"])
-    inside = "'blocks.0.q', which is inside the block 'blocks.0'"
-    assert_refused([inside], find_blocks, PlainGPT(), ["blocks.0", "blocks.0.q"])
+def test_unknown_or_nested_blocks_and_unknown_compile_backends_are_refused() -> None:
+    words = ["'blocks.2'", "did you mean"]
+    assert_refused(words, find_blocks, PlainGPT(), ["blocks.0", "blocks.2"])
+    words = ["'blocks.0.q', which is inside the block 'blocks.0'"]
+    assert_refused(words, find_blocks, PlainGPT(), ["blocks.0", "blocks.0.q"])
     options = Options(compile=True, compile_backend="fast")
     assert_refused(["aot_eager"], parallelize, mlp, choose("single", 1), options, device=CPU)
 
 
 @pytest.mark.pure
-def test_state_of_another_model_or_optimizer() -> None:
+def test_the_state_of_another_model_or_optimizer_is_refused() -> None:
     parallel = parallelize(seeded(mlp), choose("single", 1), device=CPU)
     state = parallel.model_state()
-    for words, given in (
-        ("lacks '0.bias'", {name: tensor for name, tensor in state.items() if name != "0.bias"}),
+    without_bias = {name: tensor for name, tensor in state.items() if name != "0.bias"}
+    cases = [
+        ("lacks '0.bias'", without_bias),
         ("has unknown 'extra'", state | {"extra": torch.zeros(1)}),
-        ("0.bias is (2,) in the state and (13,) in the model", state | {"0.bias": torch.zeros(2)}),
-    ):
-        assert_refused([words], parallel.load_model_state, given)
+        (
+            "0.bias is (2,) in the state and (13,) in the model",
+            state | {"0.bias": torch.zeros(2)},
+        ),
+    ]
+    for sentence, other_state in cases:
+        assert_refused([sentence], parallel.load_model_state, other_state)
     sgd = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
     adam = torch.optim.AdamW(parallel.parameters())
-    assert_refused(["does not fit '0.weight'"], parallel.load_optimizer_state, adam, parallel.optimizer_state(sgd))
+    sgd_state = parallel.optimizer_state(sgd)
+    assert_refused(["does not fit '0.weight'"], parallel.load_optimizer_state, adam, sgd_state)
 
 
-def _graphs(_: int, row: Row, options: Options) -> int:
-    """How many graphs the compiler is given in two steps."""
-    build = seeded(lambda: GPT(VOCABULARY, d_model=256, n_layers=2))  # a block takes 3 MiB
-    trial = Trial(build, models.language_loss, models.language_batch, steps=2)
+# --- compiled blocks ------------------------------------------------------------------------------
+
+
+def _count_graphs(rank: int, row: Row, options: Options) -> int:
+    """How many graphs the compiler gets in two steps."""
+    trial = Trial(
+        build=seeded(lambda: GPT(VOCABULARY, d_model=256, n_layers=2)),  # a block has 3 MiB
+        loss=models.language_loss,
+        batch=models.language_batch,
+        steps=2,
+    )
     graphs: list[torch.fx.GraphModule] = []
-    compiled = torch.compile
+    torch_compile = torch.compile
 
-    def compile_with(graph: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., Any]:
+    def record_graph(graph: torch.fx.GraphModule, example: list[Tensor]) -> Callable[..., Any]:
         graphs.append(graph)
         return graph.forward
 
-    def compile_and_count(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
-        return compiled(function, backend=compile_with)
+    def compile_and_record(function: Callable[..., Any], backend: str) -> Callable[..., Any]:
+        return torch_compile(function, backend=record_graph)
 
-    with mock.patch.object(torch, "compile", compile_and_count):
+    with mock.patch.object(torch, "compile", compile_and_record):
         curves.train(trial, row.layout, options, CPU)
     return len(graphs)
 
 
 @pytest.mark.alone
-def test_buckets_of_ddp_cut_no_block_into_several_graphs() -> None:
+def test_buckets_of_ddp_do_not_split_the_graph_of_a_block() -> None:
     options = Options(compile=True, bucket_mb=1.0)
-    alone = _graphs(0, SINGLE, options)
+    graphs_of_single = _count_graphs(0, SINGLE, options)
     torch.compiler.reset()
-    assert run_distributed(_graphs, DDP.workers, DDP, options) == [alone] * DDP.workers
+    graphs_by_rank = run_distributed(_count_graphs, DDP.workers, DDP, options)
+    assert graphs_by_rank == [graphs_of_single] * DDP.workers

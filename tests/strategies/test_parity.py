@@ -1,16 +1,18 @@
 """The one law: every row trains the same model as one device.
 
-Few steps of a small model: what a strategy does wrong shows in the second. Twenty, and each switch alone, are
-`trireme parity`'s.
+A few steps of a small model are enough: what a strategy does wrong shows in the second step.
+`trireme parity` runs twenty steps, and each switch alone.
 """
 
 import functools
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from experiments.parity import curves, matrix
 from experiments.parity.curves import Curve, Difference, Trial
@@ -28,78 +30,123 @@ from tests.strategies.models import BF16, COMPILED, CPU, DDP, FSDP, TENSOR, gpt_
 
 pytestmark = pytest.mark.alone
 
-HARD: dict[str, Any] = {"steps": 2, "micro_batches": 2, "clip": 0.5}
-EVERYTHING = {**HARD, "layers": 2, "tied": True}
-"""Accumulation, clipping and tying; the models of ZOO have none of them."""
-MODELS = models.ZOO | {"gpt without its plan": gpt_trial(plan=False, **EVERYTHING)}
+T = TypeVar("T")
+
+SHORT: dict[str, Any] = {"steps": 2, "micro_batches": 2, "clip": 0.5}
+SHORT_TIED: dict[str, Any] = {**SHORT, "layers": 2, "tied": True}
+"""Accumulation, clipping and tied weights, which the models of ZOO do not have."""
+MODELS = models.ZOO | {"gpt without its plan": gpt_trial(plan=False, **SHORT_TIED)}
 
 
-def _trial(row: Row, name: str = "") -> Trial:
+def _trial(row: Row, model_name: str = "") -> Trial:
+    """What a row trains.
+
+    Args:
+        row: The row.
+        model_name: A key of MODELS, or "llama"; "" for a model with what the row's layout splits.
+    """
+    if model_name == "llama":
+        return models.LLAMA
+    if model_name:
+        return MODELS[model_name]
     dims = row.layout.dims
-    if name:
-        return models.LLAMA if name == "llama" else MODELS[name]
     if dims.ep > 1:
-        return models.mixture_trial(**HARD)
-    return models.masked_trial(**HARD) if dims.cp > 1 else gpt_trial(**EVERYTHING | {"layers": 4 if dims.pp > 1 else 2})
+        return models.mixture_trial(**SHORT)
+    if dims.cp > 1:
+        return models.masked_trial(**SHORT)
+    return gpt_trial(**{**SHORT_TIED, "layers": 4 if dims.pp > 1 else 2})
 
 
-def _train(_: int, row: Row, options: Options, name: str = "") -> tuple[Curve, list[int]]:
-    """The curve, and bytes of parameters, gradients and optimizer state. Where it is compiled, a break in a block's
-    graph, around which operations would be launched one by one, ends it, but where its layers leave the compiler."""
-    trial, options = row.adapt(_trial(row, name), options)
-    held: list[int] = []
+@dataclass
+class _TrainingState:
+    """Bytes of a rank's training state after a step."""
 
-    def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        own = list(parameters)
-        made = trial.optimizer(own)
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+
+
+def _train(
+    rank: int, row: Row, options: Options, model_name: str = ""
+) -> tuple[Curve, _TrainingState]:
+    """Train what a row trains.
+
+    A compiled block must be one graph: around a break, operations would be launched one by one.
+    Only the layers of async_tp leave the compiler, and experts, whose sizes the host has to know.
+    """
+    trial, options = row.adapt(_trial(row, model_name), options)
+    sizes = _TrainingState()
+
+    def measured_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        parameters = list(parameters)
+        optimizer = trial.optimizer(parameters)
 
         def measure(*_: Any) -> None:
-            states = [value for state in made.state.values() for value in state.values()]
-            gradients = (p.grad for p in own if p.grad is not None)
-            held[:] = (models.stored(tensors) for tensors in (own, gradients, states))
+            states = [tensor for state in optimizer.state.values() for tensor in state.values()]
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            sizes.parameters = models.storage_bytes(parameters)
+            sizes.gradients = models.storage_bytes(gradients)
+            sizes.optimizer = models.storage_bytes(states)
 
-        made.register_step_post_hook(measure)
-        return made
+        optimizer.register_step_post_hook(measure)
+        return optimizer
 
-    whole = not options.async_tp and row.layout.dims.ep == 1  # experts' sizes have to be known to the host
-    with mock.patch.object(torch, "compile", functools.partial(torch.compile, fullgraph=whole)):
-        return curves.train(replace(trial, optimizer=optimizer), row.layout, options, CPU), held
-
-
-def _on_ranks(func: Any, row: Row, *args: Any) -> Any:
-    """Rank 0's answer."""
-    return func(0, row, *args) if row.workers == 1 else run_distributed(func, row.workers, row, *args)[0]
-
-
-_truths: dict[str, Curve] = {}
+    is_one_graph = not options.async_tp and row.layout.dims.ep == 1
+    compile_block = functools.partial(torch.compile, fullgraph=is_one_graph)
+    with mock.patch.object(torch, "compile", compile_block):
+        measured_trial = replace(trial, optimizer=measured_optimizer)
+        curve = curves.train(measured_trial, row.layout, options, CPU)
+    return curve, sizes
 
 
-def _found(row: Row, name: str = "", **options: Any) -> tuple[Difference, list[int]]:
-    """From one device's curve of the same trial; and bytes."""
-    dims, (curve, held) = row.layout.dims, _on_ranks(_train, row, Options(**options), name)
-    trial = name or f"{dims.ep > 1} {dims.cp > 1} {dims.pp > 1}"
-    if trial not in _truths:
-        _truths[trial] = curves.train(_trial(row, name), SINGLE.layout, Options(), CPU)
-    return curves.difference(_truths[trial], curve), held
+def _result_of_rank_0(function: Callable[..., T], row: Row, *args: Any) -> T:
+    """Call a function on the ranks of a row."""
+    if row.workers == 1:
+        return function(0, row, *args)
+    return run_distributed(function, row.workers, row, *args)[0]
 
 
-@pytest.mark.parametrize("row", models.EVERY)
-def test_row_trains_the_same_model_and_holds_what_it_costs_to_the_byte(row: Row) -> None:
-    found, held = _found(row, activation_checkpointing="full")
-    assert found.within(1e-6 if row.layout.dims.ep > 1 else row.tolerance), found
-    if row.layout.dims.pp == 1:
-        with torch.device("meta"):
-            module = _trial(row).build()
-        split = make_plan(module, _trial(row).tensor_plan, True).dims if row.layout.dims.tp > 1 else {}
-        cost, _ = layout_cost(row.layout, model_size(module, find_blocks(module), split).parameters)
-        assert held == [cost.parameters, cost.gradients, cost.optimizer]
+_single_device_curves: dict[str, Curve] = {}
+"""By trial."""
 
 
-_DDP_TENSOR, _FSDP_TENSOR = (Row(f"{name}+tensor", 4, {"tp": 2}) for name in ("ddp", "fsdp"))
-_TENSOR_IN_HALVES = Row("tensor+pipeline", 4, {"tp": 2, "pp": 2}, options={"schedule": "zb_h1"}, micro_batches=4)
-_RING, *_CONTEXTS = (Row("context", 2, options={"context": method}) for method in METHODS)
-WIDE = [DDP, _FSDP_TENSOR, Row("pipeline", 2, {"pp": 2}, micro_batches=2)]
-FULL, SELECTIVE = ({"activation_checkpointing": mode} for mode in ("full", "selective"))
+def _compare(row: Row, model_name: str = "", **options: Any) -> tuple[Difference, _TrainingState]:
+    """Train a row and compare its curve with that of one device."""
+    curve, sizes = _result_of_rank_0(_train, row, Options(**options), model_name)
+    dims = row.layout.dims
+    key = model_name or f"ep {dims.ep > 1}, cp {dims.cp > 1}, pp {dims.pp > 1}"
+    if key not in _single_device_curves:
+        trial = _trial(row, model_name)
+        _single_device_curves[key] = curves.train(trial, SINGLE.layout, Options(), CPU)
+    return curves.difference(_single_device_curves[key], curve), sizes
+
+
+@pytest.mark.parametrize("row", models.ROW_PARAMS)
+def test_a_row_trains_the_same_model_and_has_the_bytes_of_its_cost(row: Row) -> None:
+    dims = row.layout.dims
+    difference, sizes = _compare(row, activation_checkpointing="full")
+    assert difference.within(1e-6 if dims.ep > 1 else row.tolerance), difference
+    if dims.pp > 1:
+        return  # costs are those of a whole model
+    with torch.device("meta"):
+        module = _trial(row).build()
+    split_dims = {}
+    if dims.tp > 1:
+        split_dims = make_plan(module, _trial(row).tensor_plan, True).dims
+    parameters = model_size(module, find_blocks(module), split_dims).parameters
+    cost, _ = layout_cost(row.layout, parameters)
+    assert sizes == _TrainingState(cost.parameters, cost.gradients, cost.optimizer)
+
+
+DDP_TENSOR = Row("ddp+tensor", 4, {"tp": 2})
+FSDP_TENSOR = Row("fsdp+tensor", 4, {"tp": 2})
+DDP_EXPERT = Row("ddp+expert", 2, {"ep": 2})
+ZERO_BUBBLE_TENSOR = Row(
+    "tensor+pipeline", 4, {"tp": 2, "pp": 2}, options={"schedule": "zb_h1"}, micro_batches=4
+)
+RING, *OTHER_CONTEXTS = (Row("context", 2, options={"context": method}) for method in METHODS)
+FULL = {"activation_checkpointing": "full"}
+SELECTIVE = {"activation_checkpointing": "selective"}
 
 
 @pytest.mark.parametrize(
@@ -108,61 +155,70 @@ FULL, SELECTIVE = ({"activation_checkpointing": mode} for mode in ("full", "sele
         (DDP, SELECTIVE | {"bucket_mb": 0.01}),
         (FSDP, SELECTIVE),
         (TENSOR, SELECTIVE),
-        (TENSOR, {}),  # unlike the rows above it gathers again in backward
-        slow(_TENSOR_IN_HALVES, {}),
+        (TENSOR, {}),  # gathers again in backward, unlike the rows with full recomputation
+        slow(ZERO_BUBBLE_TENSOR, {}),
         (TENSOR, {"sequence_parallel": False}),
         (TENSOR, {"loss_parallel": False}),
         (TENSOR, {"async_tp": True} | SELECTIVE),
         slow(TENSOR, {"async_tp": True} | COMPILED),
         slow(Row("fsdp+tensor+pipeline", 8, {"tp": 2, "pp": 2}), {"async_tp": True}),
-        (_FSDP_TENSOR, {"offload": True, "accumulate_sharded": True}),
-        slow(_DDP_TENSOR, FULL | {"bucket_mb": 0.01}),
-        (_RING, {}),
-        *((row, SELECTIVE) for row in (_RING, *_CONTEXTS)),
-        slow(Row("ddp+expert", 2, {"ep": 2}), COMPILED),
+        (FSDP_TENSOR, {"offload": True, "accumulate_sharded": True}),
+        slow(DDP_TENSOR, FULL | {"bucket_mb": 0.01}),
+        (RING, {}),
+        *((row, SELECTIVE) for row in (RING, *OTHER_CONTEXTS)),
+        slow(DDP_EXPERT, COMPILED),
         (FSDP, COMPILED | FULL),
         slow(TENSOR, COMPILED | SELECTIVE),
-        slow(_RING, COMPILED | FULL),  # traced without what lets attention go across workers
-        slow(_CONTEXTS[-1], COMPILED),
+        slow(RING, COMPILED | FULL),  # traced where attention is not replaced
+        slow(OTHER_CONTEXTS[-1], COMPILED),
         *((row, BF16) for row in (DDP, FSDP, TENSOR)),
-        slow(_FSDP_TENSOR, BF16),
+        slow(FSDP_TENSOR, BF16),
         (DDP, {"reduce_dtype": "bf16"}),
         (FSDP, {"reduce_dtype": "bf16", "precision": "fp16"}),
-        slow(_DDP_TENSOR, {"reduce_dtype": "bf16"}),
+        slow(DDP_TENSOR, {"reduce_dtype": "bf16"}),
     ],
     ids=str,
 )
-def test_options_change_no_number_but_by_the_rounding_of_sixteen_bits(row: Row, options: dict[str, Any]) -> None:
-    found, _ = _found(row, **options)
-    if {"precision", "reduce_dtype"} & options.keys():
-        assert 1e-6 < found.loss < 3e-3, "computed or reduced in 16 bits, and not far off"
+def test_options_change_numbers_only_by_the_rounding_of_16_bits(
+    row: Row, options: dict[str, Any]
+) -> None:
+    difference, _ = _compare(row, **options)
+    if "precision" in options or "reduce_dtype" in options:
+        assert 1e-6 < difference.loss < 3e-3
     else:
-        assert found.within(row.tolerance), found
+        assert difference.within(row.tolerance), difference
 
 
-@pytest.mark.parametrize("row", [Row("ddp+expert", 2, {"ep": 2}), slow(Row("fsdp+expert", 4, {"ep": 2}))], ids=str)
-def test_experts_in_sixteen_bits_are_as_far_off_as_one_device_from_itself(row: Row) -> None:
-    """In float32 they would be further off."""
-    runner = Runner(functools.partial(models.mixture_trial, **HARD), Options(), "cpu")
+@pytest.mark.parametrize("row", [DDP_EXPERT, slow(Row("fsdp+expert", 4, {"ep": 2}))], ids=str)
+def test_experts_in_16_bits_differ_as_one_device_in_another_order_does(row: Row) -> None:
+    """A curve in float32 would differ more."""
+    runner = Runner(functools.partial(models.mixture_trial, **SHORT), Options(), "cpu")
     is_sharded = row.layout.dims.dp_shard > 1
-    runs = [RowRun(SINGLE, "bf16", order=order, all_low_precision=is_sharded) for order in (None, *ORDERS)]
-    curves_found = [matrix.train_row(runner, run, CPU).curve for run in runs]
-    truth, *others = [curve for curve in curves_found if curve is not None]
-    curve, _ = _on_ranks(_train, row, Options(precision="bf16"))
-    found = curves.difference(truth, curve)
-    assert len(others) == len(ORDERS) and found.within(matrix.drift(truth, others)), found
+    single_curves = []
+    for order in (None, *ORDERS):
+        run = RowRun(SINGLE, "bf16", order=order, all_low_precision=is_sharded)
+        single_curve = matrix.train_row(runner, run, CPU).curve
+        assert single_curve is not None
+        single_curves.append(single_curve)
+    expected, *reordered = single_curves
+    curve, _ = _result_of_rank_0(_train, row, Options(precision="bf16"))
+    difference = curves.difference(expected, curve)
+    assert difference.within(matrix.drift(expected, reordered)), difference
+
+
+PIPELINE = Row("pipeline", 2, {"pp": 2}, micro_batches=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", [SINGLE, *WIDE], ids=str)
+@pytest.mark.parametrize("row", [SINGLE, DDP, FSDP_TENSOR, PIPELINE], ids=str)
 def test_a_block_of_hugging_faces_is_compiled_as_one_graph(row: Row) -> None:
-    """Of ours: tests/app/models."""
-    found, _ = _found(row, "llama", **COMPILED | SELECTIVE)
-    assert found.within(row.tolerance), found
+    """tests/app/models does the same with our own blocks."""
+    difference, _ = _compare(row, "llama", **COMPILED | SELECTIVE)
+    assert difference.within(row.tolerance), difference
 
 
 @pytest.mark.parametrize("row", [Row("model_parallel", 1), DDP, FSDP, TENSOR], ids=str)
-def test_any_model_without_hints(row: Row) -> None:
-    for name in MODELS:
-        found, _ = _found(row, name)
-        assert found.within(row.tolerance), (name, found)
+def test_any_model_trains_without_hints(row: Row) -> None:
+    for model_name in MODELS:
+        difference, _ = _compare(row, model_name)
+        assert difference.within(row.tolerance), (model_name, difference)

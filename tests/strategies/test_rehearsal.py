@@ -1,6 +1,7 @@
-"""What a model does that some layouts cannot keep is seen in one step, and refused under these layouts alone."""
+"""One step shows what a model does that some layouts cannot keep; only these layouts refuse it."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from strategies.traits import Observation, Trait, require_kept
 pytestmark = pytest.mark.pure
 
 WIDTH = 8
-NAMES = ("ddp", "fsdp", "zero1", "hsdp", "tensor", "pipeline")
+STRATEGIES = ("ddp", "fsdp", "zero1", "hsdp", "tensor", "pipeline")
+ALL = set(STRATEGIES)
+SHARDED = {"fsdp", "zero1", "hsdp"}
 
 
 class Block(nn.Module):
@@ -34,7 +37,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A chain of blocks; each test changes one thing about it."""
+    """A chain of blocks, of which each subclass changes one thing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,18 +46,21 @@ class Net(nn.Module):
         self.out = nn.Linear(WIDTH, 1)
         self.change()
 
-    def change(self) -> None: ...
+    def change(self) -> None:
+        """Change the new model."""
 
-    def before(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
+        """Change the input of the model."""
         return x
 
-    def between(self, number: int, x: Tensor) -> Tensor:
+    def call_block(self, number: int, x: Tensor) -> Tensor:
+        """Call a block."""
         return self.blocks[number](x)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.inp(self.before(x))
+        x = self.inp(self.prepare(x))
         for number in range(len(self.blocks)):
-            x = self.between(number, x)
+            x = self.call_block(number, x)
         return self.out(x)
 
 
@@ -67,31 +73,45 @@ def _batches(device: str) -> list[Tensor]:
     return [whole, whole[:2], whole[2:]]
 
 
-def seen(net: Callable[[], nn.Module], loss: Any = mean_square, device: str = "cpu") -> dict[Trait, tuple[str, ...]]:
+def observed_traits(
+    make: Callable[[], nn.Module], loss: Any = mean_square, device: str = "cpu"
+) -> dict[Trait, tuple[str, ...]]:
+    """What one step shows of a model: the names of its parts, by trait.
+
+    Args:
+        make: Makes the model.
+        loss: Its loss.
+        device: cpu, or meta, which sees one batch only.
+    """
+
     def build() -> nn.Module:
         torch.manual_seed(0)
         with torch.device(device):
-            return net()
+            return make()
 
-    batches = _batches(device)[: 1 if device == "meta" else 3]
+    batches = _batches(device)
+    if device == "meta":
+        batches = batches[:1]
     observations = observe(build, find_blocks, loss, batches, torch.manual_seed)
     return {observation.trait: observation.names for observation in observations}
 
 
-def refusing(traits: Any) -> set[str]:
+def refusing_strategies(traits: Iterable[Trait]) -> set[str]:
     """The strategies that refuse a model with these traits."""
     observations = [Observation(trait, ("here",)) for trait in traits]
-    refused = set()
-    for name in NAMES:
-        layout = choose(name, 4, **({"dp_shard": 2} if name == "hsdp" else {}))
+    refusing = set()
+    for name in STRATEGIES:
+        layout = choose(name, 4, dp_shard=2) if name == "hsdp" else choose(name, 4)
         try:
-            require_kept(layout, registry.records(name), Options(), observations, [registry.find("ddp")])
+            require_kept(
+                layout, registry.records(name), Options(), observations, [registry.find("ddp")]
+            )
         except LayoutError:
-            refused.add(name)
-    return refused
+            refusing.add(name)
+    return refusing
 
 
-# --- parameters that the loss reads -----------------------------------------------------------------------------------
+# --- parameters that the loss reads ---------------------------------------------------------------
 
 
 def penalty_on_all(model: nn.Module, batch: Any) -> Tensor:
@@ -103,8 +123,8 @@ def penalty_on_one(model: Any, batch: Any) -> Tensor:
 
 
 def penalty_before(model: Any, batch: Any) -> Tensor:
-    reward = model.blocks[1].up.weight.norm()
-    return mean_square(model, batch) + reward
+    penalty = model.blocks[1].up.weight.norm()
+    return mean_square(model, batch) + penalty
 
 
 def orthogonal(model: Any, batch: Any) -> Tensor:
@@ -113,19 +133,21 @@ def orthogonal(model: Any, batch: Any) -> Tensor:
 
 
 def by_cosine(model: Any, batch: Any) -> Tensor:
-    features = model.inp(batch)
-    return 1 - F.cosine_similarity(features, model.out.weight).mean() + 0 * mean_square(model, batch)
+    similarity = F.cosine_similarity(model.inp(batch), model.out.weight).mean()
+    return 1 - similarity + 0 * mean_square(model, batch)
 
 
-@pytest.mark.parametrize("loss", [penalty_on_all, penalty_on_one, penalty_before, orthogonal, by_cosine])
+@pytest.mark.parametrize(
+    "loss", [penalty_on_all, penalty_on_one, penalty_before, orthogonal, by_cosine]
+)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_parameters_that_the_loss_reads_are_seen(loss: Any, device: str) -> None:
-    traits = seen(Net, loss, device)
+    traits = observed_traits(Net, loss, device)
     assert Trait.LOSS_READS_PARAMETERS in traits
-    assert {"tensor", "pipeline"} <= refusing(traits)
-    assert "ddp" not in refusing(traits)
-    in_block = loss in (penalty_on_all, penalty_before, orthogonal)
-    assert ("fsdp" in refusing(traits)) == in_block
+    assert {"tensor", "pipeline"} <= refusing_strategies(traits)
+    assert "ddp" not in refusing_strategies(traits)
+    reads_blocks = loss in (penalty_on_all, penalty_before, orthogonal)
+    assert ("fsdp" in refusing_strategies(traits)) == reads_blocks
 
 
 class ListsInForward(Net):
@@ -134,12 +156,16 @@ class ListsInForward(Net):
 
 
 class AsksForTypes(Net):
-    """What many models do: asks its first parameter for type and device, and makes tensors like others."""
+    """Asks its first parameter for type and device, as many models do.
+
+    It also makes a tensor in the shape of a parameter.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         first = next(self.parameters())
-        mask = torch.zeros_like(self.out.weight)
-        return super().forward(x.to(first.dtype).to(first.device)) + mask.sum() + first.dim() - first.numel()
+        zeros = torch.zeros_like(self.out.weight)
+        y = super().forward(x.to(first.dtype).to(first.device))
+        return y + zeros.sum() + first.dim() - first.numel()
 
 
 class Tied(Net):
@@ -155,20 +181,20 @@ class Tied(Net):
         return F.linear(x, self.inp.weight)[:, :1]
 
 
-def test_a_model_that_goes_through_its_parameters_is_told_from_one_that_asks_for_types() -> None:
-    assert Trait.LISTS_PARAMETERS in seen(ListsInForward)
+def test_only_reading_all_parameters_is_a_trait_and_not_asking_for_types() -> None:
+    assert Trait.LISTS_PARAMETERS in observed_traits(ListsInForward)
     for net in (Net, AsksForTypes, Tied):
-        assert seen(net) == {}, net
+        assert observed_traits(net) == {}, net
 
 
-# --- parameters that forward changes ----------------------------------------------------------------------------------
+# --- parameters that forward changes --------------------------------------------------------------
 
 
 class MomentumCopy(Net):
     def change(self) -> None:
         self.target = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
-    def before(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             for slow, fast in zip(self.target.parameters(), self.inp.parameters()):
                 slow.mul_(0.9).add_(fast, alpha=0.1)
@@ -176,31 +202,31 @@ class MomentumCopy(Net):
 
 
 class Clamped(Net):
-    def before(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.out.weight.clamp_(-0.1, 0.1)
         return x
 
 
 class ClampedData(Net):
-    """As the first implementations of Wasserstein critics did it."""
+    """As the first implementations of Wasserstein critics do."""
 
-    def before(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
         self.out.weight.data.clamp_(-0.1, 0.1)
         return x
 
 
 class Assigned(Net):
-    def before(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
         self.blocks[3].up.weight.data = F.normalize(self.blocks[3].up.weight.data)
         return x
 
 
 class ShrinksItsWeight(Net):
-    def between(self, number: int, x: Tensor) -> Tensor:
+    def call_block(self, number: int, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.blocks[number].up.weight *= 0.99
-        return super().between(number, x)
+        return super().call_block(number, x)
 
 
 class RunningMean(Net):
@@ -209,7 +235,7 @@ class RunningMean(Net):
     def change(self) -> None:
         self.mean = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
 
-    def before(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.mean.lerp_(x.mean(0), 0.1)
         return x - self.mean
@@ -219,41 +245,44 @@ class ShortRows(Net):
     def change(self) -> None:
         self.table = nn.Embedding(8, WIDTH, max_norm=0.5)
 
-    def before(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
         return x + self.table((x[:, 0] * 3 + 4).long().clamp(0, 7))
 
 
 class Buffer(Net):
-    """A counter in a buffer is nobody's loss."""
+    """Counts in a buffer, which no layout loses."""
 
     def change(self) -> None:
         self.register_buffer("steps", torch.zeros(()))
 
-    def before(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
         self.steps += 1
         return x
 
 
 @pytest.mark.parametrize("net", [MomentumCopy, Clamped, ClampedData, Assigned, ShrinksItsWeight])
-def test_parameters_that_forward_changes_alike_are_kept_by_replicas_alone(net: Any) -> None:
-    traits = seen(net)
-    assert Trait.CHANGES_PARAMETERS in traits and Trait.CHANGES_PARAMETERS_BY_DATA not in traits
-    assert refusing(traits) == set(NAMES) - {"ddp"}
-    assert {Trait.CHANGES_PARAMETERS, Trait.CHANGES_PARAMETERS_BY_DATA} & seen(net, device="meta").keys()
+def test_only_replicas_keep_parameters_that_forward_changes_alike(net: Any) -> None:
+    traits = observed_traits(net)
+    assert Trait.CHANGES_PARAMETERS in traits
+    assert Trait.CHANGES_PARAMETERS_BY_DATA not in traits
+    assert refusing_strategies(traits) == ALL - {"ddp"}
+    traits_on_meta = observed_traits(net, device="meta")
+    changes = {Trait.CHANGES_PARAMETERS, Trait.CHANGES_PARAMETERS_BY_DATA}
+    assert changes & traits_on_meta.keys()
 
 
 @pytest.mark.parametrize("net", [RunningMean, ShortRows])
-def test_parameters_that_forward_changes_by_the_samples_are_kept_by_no_split(net: Any) -> None:
-    traits = seen(net)
+def test_no_strategy_keeps_parameters_that_forward_changes_by_the_data(net: Any) -> None:
+    traits = observed_traits(net)
     assert Trait.CHANGES_PARAMETERS_BY_DATA in traits
-    assert refusing(traits) == set(NAMES)
+    assert refusing_strategies(traits) == ALL
 
 
 class MeanInABuffer(Net):
     def change(self) -> None:
         self.register_buffer("mean", torch.zeros(WIDTH))
 
-    def before(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         return x - self.mean
 
@@ -264,7 +293,7 @@ class Queue(Net):
     def change(self) -> None:
         self.register_buffer("queue", torch.zeros(16, WIDTH))
 
-    def before(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
         x = x + self.queue.mean(0)
         with torch.no_grad():
             self.queue.copy_(torch.cat([x, self.queue])[:16])
@@ -272,123 +301,150 @@ class Queue(Net):
 
 
 class Normalised(Net):
-    """What BatchNorm keeps has a note of its own."""
+    """BatchNorm's statistics have a trait of their own."""
 
     def change(self) -> None:
         self.norm = nn.BatchNorm1d(WIDTH)
 
-    def before(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
         return self.norm(x)
 
 
-def test_buffers_may_be_changed_and_are_told_apart() -> None:
-    assert seen(Buffer) == {Trait.CHANGES_BUFFERS: ("steps",)}
-    assert seen(MeanInABuffer) == {Trait.CHANGES_BUFFERS_BY_DATA: ("mean",)}
-    assert seen(Queue) == {Trait.CHANGES_BUFFERS_BY_DATA: ("queue",)}
-    assert seen(Normalised) == {Trait.NORMALISES_OVER_BATCH: ("norm",)}
-    assert refusing([Trait.CHANGES_BUFFERS, Trait.CHANGES_BUFFERS_BY_DATA]) == set()
+def test_no_strategy_refuses_changed_buffers_which_have_several_traits() -> None:
+    assert observed_traits(Buffer) == {Trait.CHANGES_BUFFERS: ("steps",)}
+    assert observed_traits(MeanInABuffer) == {Trait.CHANGES_BUFFERS_BY_DATA: ("mean",)}
+    assert observed_traits(Queue) == {Trait.CHANGES_BUFFERS_BY_DATA: ("queue",)}
+    assert observed_traits(Normalised) == {Trait.NORMALISES_OVER_BATCH: ("norm",)}
+    assert refusing_strategies([Trait.CHANGES_BUFFERS, Trait.CHANGES_BUFFERS_BY_DATA]) == set()
 
 
-# --- hooks on parameters ----------------------------------------------------------------------------------------------
+# --- hooks on parameters --------------------------------------------------------------------------
 
 
-def _hooked(hook: Any, after: bool = False) -> type[Net]:
-    class Hooked(Net):
+def _with_gradient_hook(hook: Any) -> type[Net]:
+    class HookedNet(Net):
         def change(self) -> None:
-            weight = self.blocks[1].up.weight
-            weight.register_post_accumulate_grad_hook(hook) if after else weight.register_hook(hook)
+            self.blocks[1].up.weight.register_hook(hook)
 
-    return Hooked
+    return HookedNet
+
+
+def _with_hook_after_accumulation(hook: Any) -> type[Net]:
+    class HookedNet(Net):
+        def change(self) -> None:
+            self.blocks[1].up.weight.register_post_accumulate_grad_hook(hook)
+
+    return HookedNet
 
 
 MASK = torch.arange(16).remainder(2).float().unsqueeze(1)
 
 
-def _nothing(_: Tensor) -> None: ...
+def _do_nothing(_: Tensor) -> None:
+    pass
 
 
 @pytest.mark.parametrize(
-    ("net", "trait", "kept"),
+    "hook",
     [
-        (_hooked(lambda gradient: gradient * 0.0), Trait.LINEAR_GRADIENT_HOOK, True),
-        (_hooked(lambda gradient: gradient * MASK.to(gradient.device)), Trait.LINEAR_GRADIENT_HOOK, True),
-        (_hooked(_nothing), Trait.LINEAR_GRADIENT_HOOK, True),
-        (_hooked(lambda gradient: gradient.clamp(-1e-3, 1e-3)), Trait.GRADIENT_HOOK, False),
-        (_hooked(lambda gradient: gradient / (gradient.norm() + 1e-6)), Trait.GRADIENT_HOOK, False),
-        (_hooked(_nothing, after=True), Trait.GRADIENT_HOOK, False),
+        lambda gradient: gradient * 0.0,
+        lambda gradient: gradient * MASK.to(gradient.device),
+        _do_nothing,
     ],
+    ids=["zero", "mask", "nothing"],
 )
-def test_hooks_on_parameters_are_seen_and_averaged_where_that_is_the_same(net: Any, trait: Trait, kept: bool) -> None:
-    traits = seen(net)
-    assert traits == {trait: ("blocks.1.up.weight",)}
-    assert refusing(traits) == set(NAMES) - ({"ddp"} if kept else set())
+def test_ddp_keeps_hooks_that_are_linear_in_the_gradient(hook: Any) -> None:
+    """It averages what the hooks return, which is the same."""
+    traits = observed_traits(_with_gradient_hook(hook))
+    assert traits == {Trait.LINEAR_GRADIENT_HOOK: ("blocks.1.up.weight",)}
+    assert refusing_strategies(traits) == ALL - {"ddp"}
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        _with_gradient_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3)),
+        _with_gradient_hook(lambda gradient: gradient / (gradient.norm() + 1e-6)),
+        _with_hook_after_accumulation(_do_nothing),
+    ],
+    ids=["clamp", "normalise", "after accumulation"],
+)
+def test_no_strategy_keeps_other_hooks_on_parameters(net: Any) -> None:
+    traits = observed_traits(net)
+    assert traits == {Trait.GRADIENT_HOOK: ("blocks.1.up.weight",)}
+    assert refusing_strategies(traits) == ALL
 
 
 class HooksItsActivation(Net):
     factor: Any = staticmethod(lambda gradient: gradient * 0.5)
 
-    def between(self, number: int, x: Tensor) -> Tensor:
+    def call_block(self, number: int, x: Tensor) -> Tensor:
         if number == 1 and x.requires_grad:
             x.register_hook(self.factor)
-        return super().between(number, x)
+        return super().call_block(number, x)
 
 
 class ClampsItsActivation(HooksItsActivation):
     factor = staticmethod(lambda gradient: gradient.clamp(-1e-3, 1e-3))
 
 
-def _hooked_backward(hook: Any) -> type[Net]:
-    class HookedBackward(Net):
+def _with_backward_hook(change: Callable[[Tensor], Tensor]) -> type[Net]:
+    """A model with a hook that changes the gradient of a block's input."""
+
+    def hook(module: nn.Module, input_gradients: Any, output_gradients: Any) -> tuple[Tensor]:
+        return (change(input_gradients[0]),)
+
+    class HookedNet(Net):
         def change(self) -> None:
             self.blocks[2].register_full_backward_hook(hook)
 
-    return HookedBackward
+    return HookedNet
 
 
-def test_hooks_on_activations_are_seen_where_they_depend_on_the_batch() -> None:
-    assert seen(HooksItsActivation) == {}
-    traits = seen(ClampsItsActivation)
+def test_hooks_on_activations_are_a_trait_if_they_depend_on_the_batch() -> None:
+    assert observed_traits(HooksItsActivation) == {}
+    traits = observed_traits(ClampsItsActivation)
     assert traits == {Trait.ACTIVATION_HOOK: ("the model",)}
-    assert refusing(traits) == set(NAMES) - {"tensor"}
+    assert refusing_strategies(traits) == ALL - {"tensor"}
 
 
-def test_hooks_on_the_backward_of_a_module_are_seen() -> None:
-    halved = seen(_hooked_backward(lambda module, inward, outward: (inward[0] * 0.5,)))
+def test_hooks_on_the_backward_of_a_module_are_a_trait() -> None:
+    halved = observed_traits(_with_backward_hook(lambda gradient: gradient * 0.5))
     assert halved == {Trait.BACKWARD_HOOK: ("blocks.2",)}
-    assert refusing(halved) == {"pipeline"}
-    clamped = seen(_hooked_backward(lambda module, inward, outward: (inward[0].clamp(-1e-3, 1e-3),)))
+    assert refusing_strategies(halved) == {"pipeline"}
+    clamped = observed_traits(_with_backward_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3)))
     assert clamped == {Trait.BACKWARD_HOOK: ("blocks.2",), Trait.ACTIVATION_HOOK: ("blocks.2",)}
-    assert refusing(clamped) == set(NAMES) - {"tensor"}
+    assert refusing_strategies(clamped) == ALL - {"tensor"}
 
 
-# --- gradients that do not come back, or are taken in the loss --------------------------------------------------------
+# --- gradients that do not come back, or are taken in the loss ------------------------------------
 
 
 class Detached(Net):
-    def between(self, number: int, x: Tensor) -> Tensor:
-        return super().between(number, x.detach() if number == 2 else x)
+    def call_block(self, number: int, x: Tensor) -> Tensor:
+        return super().call_block(number, x.detach() if number == 2 else x)
 
 
 class DetachedData(Net):
-    def between(self, number: int, x: Tensor) -> Tensor:
-        return super().between(number, x.data if number == 2 else x)
+    def call_block(self, number: int, x: Tensor) -> Tensor:
+        return super().call_block(number, x.data if number == 2 else x)
 
 
 class StraightThrough(Net):
     """Rounds in forward; the gradient comes back all the same."""
 
-    def between(self, number: int, x: Tensor) -> Tensor:
-        x = super().between(number, x)
+    def call_block(self, number: int, x: Tensor) -> Tensor:
+        x = super().call_block(number, x)
         return x + (x.round() - x).detach()
 
 
 def test_a_cut_graph_is_seen() -> None:
     for net in (Detached, DetachedData):
-        traits = seen(net)
+        traits = observed_traits(net)
         assert traits[Trait.CUTS_GRAPH] == ("blocks.0", "blocks.1")
         assert traits.keys() == {Trait.CUTS_GRAPH, Trait.UNUSED_PARAMETERS}
-        assert refusing(traits) == {"ddp", "pipeline"}
-    assert seen(StraightThrough) == {}
+        assert refusing_strategies(traits) == {"ddp", "pipeline"}
+    assert observed_traits(StraightThrough) == {}
 
 
 def gradient_penalty(model: nn.Module, batch: Any) -> Tensor:
@@ -409,9 +465,9 @@ def sharpness(model: Any, batch: Any) -> Tensor:
 
 @pytest.mark.parametrize("loss", [gradient_penalty, tangent_penalty, sharpness])
 def test_gradients_that_the_loss_takes_are_seen(loss: Any) -> None:
-    traits = seen(Net, loss)
+    traits = observed_traits(Net, loss)
     assert Trait.GRADIENT_IN_LOSS in traits
-    assert refusing(traits) == set(NAMES) - {"ddp"}
+    assert refusing_strategies(traits) == ALL - {"ddp"}
 
 
 def with_its_parameters(model: Any, batch: Any) -> Tensor:
@@ -420,28 +476,35 @@ def with_its_parameters(model: Any, batch: Any) -> Tensor:
 
 
 def test_a_model_that_is_called_with_given_parameters_is_not_copied_or_cut() -> None:
-    assert seen(Net, with_its_parameters) == {Trait.FUNCTIONAL_CALL: ("the model",)}
+    assert observed_traits(Net, with_its_parameters) == {Trait.FUNCTIONAL_CALL: ("the model",)}
     observations = [Observation(Trait.FUNCTIONAL_CALL, ("the model",))]
-    with pytest.raises(LayoutError, match=r"by torch\.func\.functional_call.* strategy dp .*write strategy=ddp"):
-        require_kept(choose("dp", 1), registry.records("dp"), Options(), observations, [registry.find("ddp")])
-    assert refusing([Trait.FUNCTIONAL_CALL]) == {name for name in NAMES if "pipeline" in name}
+    with pytest.raises(
+        LayoutError, match=r"by torch\.func\.functional_call.* strategy dp .*write strategy=ddp"
+    ):
+        require_kept(
+            choose("dp", 1), registry.records("dp"), Options(), observations, [registry.find("ddp")]
+        )
+    assert refusing_strategies([Trait.FUNCTIONAL_CALL]) == {"pipeline"}
 
 
-# --- blocks that change their input, or are not called every time -----------------------------------------------------
+# --- blocks that change their input, or are not called every time ---------------------------------
 
 
 class AddsToItsInput(Net):
     def change(self) -> None:
         for block in self.blocks:
-            block.forward = lambda x, block=block: x.add_(block.down(F.gelu(block.up(block.norm(x.clone())))))
+            block.forward = functools.partial(self.add_to_input, block)
+
+    def add_to_input(self, block: Any, x: Tensor) -> Tensor:
+        return x.add_(block.down(F.gelu(block.up(block.norm(x.clone())))))
 
 
 class AddsToItsKeyword(AddsToItsInput):
-    def between(self, number: int, x: Tensor) -> Tensor:
+    def call_block(self, number: int, x: Tensor) -> Tensor:
         return self.blocks[number](x=x)
 
 
-class BeginsWithReLU(Net):
+class StartsWithInplaceReLU(Net):
     def change(self) -> None:
         for block in self.blocks:
             block.norm = nn.ReLU(inplace=True)
@@ -450,31 +513,54 @@ class BeginsWithReLU(Net):
 class Recomputes(Net):
     """Its blocks run a second time in backward."""
 
-    def between(self, number: int, x: Tensor) -> Tensor:
+    def call_block(self, number: int, x: Tensor) -> Tensor:
         return checkpoint(self.blocks[number], x, use_reentrant=False)
 
 
-def test_blocks_that_change_their_input_are_seen_and_not_recomputed() -> None:
-    for net in (AddsToItsInput, AddsToItsKeyword, BeginsWithReLU):
-        traits = seen(net)
-        assert traits == {Trait.CHANGES_INPUT: tuple(f"blocks.{i}" for i in range(4))}
-        assert refusing(traits) == {"fsdp", "zero1", "hsdp", "pipeline"}
-    assert seen(Recomputes) == {}
-    observation = Observation(Trait.CHANGES_INPUT, ("blocks.1",))
-    layout, options = choose("ddp", 2), Options(activation_checkpointing="full")
-    with pytest.raises(LayoutError, match=r"blocks\.1 changes its input.*write train\.activation_checkpointing=none"):
-        require_kept(layout, registry.records("ddp"), options, [observation], [])
-    power_iteration = Observation(Trait.CHANGES_BUFFERS, ("blocks.0.up.parametrizations.weight.0._u",))
-    with pytest.raises(LayoutError, match=r"changes the buffer .*_u.*write train\.activation_checkpointing=none"):
-        require_kept(layout, registry.records("ddp"), options, [power_iteration], [])
+@pytest.mark.parametrize("net", [AddsToItsInput, AddsToItsKeyword, StartsWithInplaceReLU])
+def test_blocks_that_change_their_input_are_refused_by_sharded_and_pipelined(net: Any) -> None:
+    traits = observed_traits(net)
+    assert traits == {Trait.CHANGES_INPUT: tuple(f"blocks.{i}" for i in range(4))}
+    assert refusing_strategies(traits) == SHARDED | {"pipeline"}
+
+
+def test_recomputation_by_the_model_itself_is_no_trait() -> None:
+    assert observed_traits(Recomputes) == {}
+
+
+def require_kept_by_ddp(trait: Trait, names: tuple[str, ...], mode: str) -> None:
+    """Check whether ddp keeps a trait with activation checkpointing.
+
+    Args:
+        trait: The trait.
+        names: The parts of the model that have it.
+        mode: The mode of activation checkpointing.
+    """
+    options = Options(activation_checkpointing=mode)
+    observation = Observation(trait, names)
+    require_kept(choose("ddp", 2), registry.records("ddp"), options, [observation], [])
+
+
+def test_blocks_that_change_their_input_are_not_recomputed() -> None:
+    pattern = r"blocks\.1 changes its input.*write train\.activation_checkpointing=none"
+    with pytest.raises(LayoutError, match=pattern):
+        require_kept_by_ddp(Trait.CHANGES_INPUT, ("blocks.1",), "full")
+
+
+def test_blocks_that_change_buffers_are_not_recomputed() -> None:
+    power_iteration = "blocks.0.up.parametrizations.weight.0._u"
+    pattern = r"changes the buffer .*_u.*write train\.activation_checkpointing=none"
+    with pytest.raises(LayoutError, match=pattern):
+        require_kept_by_ddp(Trait.CHANGES_BUFFERS, (power_iteration,), "full")
 
 
 class ScalesItsBatch(nn.Module):
-    """Without blocks all of it is recomputed, from a batch that has been changed."""
+    """Has no blocks, so that all of it is recomputed, from a batch that it has changed."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inp, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.inp = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(torch.tanh(self.inp(x.mul_(0.5))))
@@ -484,27 +570,33 @@ class ScalesItsMask(Net):
     def change(self) -> None:
         self.mask = torch.ones(1)
         for block in self.blocks:
-            block.forward = lambda x, mask, block=block: x + block.down(block.up(x)) * mask.mul_(0.5).clone()
+            block.forward = functools.partial(self.scale_mask, block)
 
-    def between(self, number: int, x: Tensor) -> Tensor:
+    def scale_mask(self, block: Any, x: Tensor, mask: Tensor) -> Tensor:
+        return x + block.down(block.up(x)) * mask.mul_(0.5).clone()
+
+    def call_block(self, number: int, x: Tensor) -> Tensor:
         return self.blocks[number](x, mask=self.mask)
 
 
 class TakesOtherTypes(Net):
-    """Blocks that are given what is no floating-point number."""
+    """Has blocks that take boolean and complex numbers."""
 
     def change(self) -> None:
         for block in self.blocks:
-            block.forward = lambda x, mask, turn, block=block: (
-                x + block.down(block.up(block.norm(x))) * mask.any() * turn.real
-            )
+            block.forward = functools.partial(self.scale_output, block)
 
-    def between(self, number: int, x: Tensor) -> Tensor:
-        return self.blocks[number](x, torch.ones(2, dtype=torch.bool), torch.ones(1, dtype=torch.cfloat))
+    def scale_output(self, block: Any, x: Tensor, mask: Tensor, rotation: Tensor) -> Tensor:
+        return x + block.down(block.up(block.norm(x))) * mask.any() * rotation.real
+
+    def call_block(self, number: int, x: Tensor) -> Tensor:
+        mask = torch.ones(2, dtype=torch.bool)
+        rotation = torch.ones(1, dtype=torch.cfloat)
+        return self.blocks[number](x, mask, rotation)
 
 
-def test_blocks_may_be_given_any_type() -> None:
-    assert seen(TakesOtherTypes) == {}
+def test_blocks_may_take_numbers_of_any_type() -> None:
+    assert observed_traits(TakesOtherTypes) == {}
 
 
 class CountsInside(ScalesItsBatch):
@@ -525,37 +617,38 @@ class BlocksCount(Net):
         return x * self.calls
 
 
-@pytest.mark.parametrize(("net", "where"), [(CountsInside, "the model"), (BlocksCount, "blocks.1")])
-def test_what_answers_otherwise_when_it_is_called_again_is_not_recomputed(net: Any, where: str) -> None:
-    traits = seen(net)
-    assert traits[Trait.OUTPUT_VARIES_BY_CALL] == (where,)
-    assert refusing([Trait.OUTPUT_VARIES_BY_CALL]) == set()
-    observations = [Observation(Trait.OUTPUT_VARIES_BY_CALL, (where,))]
-    with pytest.raises(LayoutError, match=rf"{where} puts out other.*write train\.activation_checkpointing=none"):
-        recomputing = Options(activation_checkpointing="full")
-        require_kept(choose("ddp", 2), registry.records("ddp"), recomputing, observations, [])
+@pytest.mark.parametrize(("net", "name"), [(CountsInside, "the model"), (BlocksCount, "blocks.1")])
+def test_parts_whose_second_call_has_another_result_are_not_recomputed(net: Any, name: str) -> None:
+    traits = observed_traits(net)
+    assert traits[Trait.OUTPUT_VARIES_BY_CALL] == (name,)
+    assert refusing_strategies([Trait.OUTPUT_VARIES_BY_CALL]) == set()
+    pattern = rf"{name} puts out other.*write train\.activation_checkpointing=none"
+    with pytest.raises(LayoutError, match=pattern):
+        require_kept_by_ddp(Trait.OUTPUT_VARIES_BY_CALL, (name,), "full")
 
 
-@pytest.mark.parametrize(("net", "where"), [(ScalesItsBatch, "the model"), (ScalesItsMask, "blocks.0")])
-def test_what_changes_the_data_it_is_given_is_not_recomputed(net: Any, where: str) -> None:
-    traits = seen(net, lambda model, batch: model(batch.clone()).square().mean())
-    assert traits[Trait.CHANGES_DATA][0] == where
-    assert refusing([Trait.CHANGES_DATA]) == set()
-    observations = [Observation(Trait.CHANGES_DATA, traits[Trait.CHANGES_DATA])]
-    with pytest.raises(LayoutError, match=rf"{where} .*changes in place.*write train\.activation_checkpointing=none"):
-        recomputing = Options(activation_checkpointing="full")
-        require_kept(choose("ddp", 2), registry.records("ddp"), recomputing, observations, [])
+@pytest.mark.parametrize(
+    ("net", "name"), [(ScalesItsBatch, "the model"), (ScalesItsMask, "blocks.0")]
+)
+def test_parts_that_change_the_data_are_not_recomputed(net: Any, name: str) -> None:
+    traits = observed_traits(net, lambda model, batch: model(batch.clone()).square().mean())
+    names = traits[Trait.CHANGES_DATA]
+    assert names[0] == name
+    assert refusing_strategies([Trait.CHANGES_DATA]) == set()
+    pattern = rf"{name} .*changes in place.*write train\.activation_checkpointing=none"
+    with pytest.raises(LayoutError, match=pattern):
+        require_kept_by_ddp(Trait.CHANGES_DATA, names, "full")
 
 
 class AddsBetween(Net):
-    def between(self, number: int, x: Tensor) -> Tensor:
-        x = super().between(number, x)
+    def call_block(self, number: int, x: Tensor) -> Tensor:
+        x = super().call_block(number, x)
         x += 1
         return x
 
 
 class ReentrantCheckpoint(Net):
-    def between(self, number: int, x: Tensor) -> Tensor:
+    def call_block(self, number: int, x: Tensor) -> Tensor:
         return checkpoint(self.blocks[number], x, use_reentrant=True)
 
 
@@ -565,24 +658,24 @@ class TiedReentrantCheckpoints(ReentrantCheckpoint):
 
 
 class LooksBackWithoutGradients(Net):
-    """A block that also runs without gradients, as a teacher does, and never again for them."""
+    """Runs its blocks also without gradients, as a teacher does."""
 
-    def between(self, number: int, x: Tensor) -> Tensor:
+    def call_block(self, number: int, x: Tensor) -> Tensor:
         with torch.no_grad():
-            before = super().between(number, x) + super().between(number, x)
-        return super().between(number, x) + before
+            before = super().call_block(number, x) + super().call_block(number, x)
+        return super().call_block(number, x) + before
 
 
 class LeavesALoss(Net):
-    """Nothing but what a block has left in an attribute gives it a gradient."""
+    """A block leaves a part of the loss in an attribute, which alone gives it a gradient."""
 
-    def between(self, number: int, x: Tensor) -> Tensor:
+    def call_block(self, number: int, x: Tensor) -> Tensor:
         block: Any = self.blocks[number]
         if number == 1:
-            block.forward = lambda x: self.left(block, x)
-        return super().between(number, x.detach() if number == 2 else x)
+            block.forward = functools.partial(self.leave_loss, block)
+        return super().call_block(number, x.detach() if number == 2 else x)
 
-    def left(self, block: Any, x: Tensor) -> Tensor:
+    def leave_loss(self, block: Any, x: Tensor) -> Tensor:
         y = block.down(block.up(x))
         block.aux = y.square().mean()
         return x + y
@@ -591,37 +684,55 @@ class LeavesALoss(Net):
 class FrozenStart(Net):
     """Blocks that are not trained may run without gradients."""
 
-    def between(self, number: int, x: Tensor) -> Tensor:
+    def call_block(self, number: int, x: Tensor) -> Tensor:
         with torch.set_grad_enabled(number > 0 and torch.is_grad_enabled()):
-            return super().between(number, x)
+            return super().call_block(number, x)
 
     def change(self) -> None:
         self.inp.requires_grad_(False)
         self.blocks[0].requires_grad_(False)
 
 
-def test_what_happens_to_outputs_between_blocks_is_seen() -> None:
-    assert seen(AddsBetween).keys() == {Trait.CHANGES_OUTPUT}
-    assert seen(ReentrantCheckpoint).keys() == {Trait.RUNS_WITHOUT_GRADIENT}
-    assert seen(FrozenStart) == {}
-    assert refusing(seen(AddsBetween)) == refusing(seen(ReentrantCheckpoint)) == {"pipeline"}
-    assert refusing(seen(TiedReentrantCheckpoints)) == {"pipeline", "ddp"}
-    assert seen(TiedReentrantCheckpoints)[Trait.USED_BY_REENTRANT_CHECKPOINTS] == ("blocks.0.up.weight",)
-    assert seen(LooksBackWithoutGradients) == {}
+def test_a_pipeline_refuses_outputs_that_are_changed_between_blocks() -> None:
+    traits = observed_traits(AddsBetween)
+    assert traits.keys() == {Trait.CHANGES_OUTPUT}
+    assert refusing_strategies(traits) == {"pipeline"}
 
 
-def test_gradients_that_pass_a_block_s_output_by_are_seen() -> None:
-    traits = seen(LeavesALoss, lambda model, batch: mean_square(model, batch) + model.blocks[1].aux)
+def test_a_pipeline_refuses_reentrant_checkpoints_and_ddp_those_of_tied_weights() -> None:
+    traits = observed_traits(ReentrantCheckpoint)
+    assert traits.keys() == {Trait.RUNS_WITHOUT_GRADIENT}
+    assert refusing_strategies(traits) == {"pipeline"}
+    traits = observed_traits(TiedReentrantCheckpoints)
+    assert traits[Trait.USED_BY_REENTRANT_CHECKPOINTS] == ("blocks.0.up.weight",)
+    assert refusing_strategies(traits) == {"pipeline", "ddp"}
+
+
+@pytest.mark.parametrize("net", [FrozenStart, LooksBackWithoutGradients])
+def test_blocks_may_run_without_gradients_that_nobody_needs(net: Any) -> None:
+    assert observed_traits(net) == {}
+
+
+def _loss_with_attribute_of_block(model: Any, batch: Any) -> Tensor:
+    return mean_square(model, batch) + model.blocks[1].aux
+
+
+def test_sharded_strategies_refuse_gradients_that_bypass_the_output_of_a_block() -> None:
+    traits = observed_traits(LeavesALoss, _loss_with_attribute_of_block)
     assert traits[Trait.GRADIENT_PAST_OUTPUT] == ("blocks.1",)
-    assert {"fsdp", "zero1", "hsdp"} <= refusing(traits)
-    assert Trait.GRADIENT_PAST_OUTPUT not in seen(Detached)
+    assert refusing_strategies(traits) >= SHARDED
+    assert Trait.GRADIENT_PAST_OUTPUT not in observed_traits(Detached)
 
 
 class Recurs(Net):
     def change(self) -> None:
         for block in self.blocks:
             block.up = nn.GRU(WIDTH, 16)
-            block.forward = lambda x, block=block: x + block.down(block.up(block.norm(x))[0])
+            block.forward = functools.partial(self.run_rnn, block)
+
+    def run_rnn(self, block: Any, x: Tensor) -> Tensor:
+        hidden, _ = block.up(block.norm(x))
+        return x + block.down(hidden)
 
 
 class RecursByStep(Net):
@@ -630,82 +741,94 @@ class RecursByStep(Net):
             block.up = nn.GRUCell(WIDTH, 16)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+class RecursWithoutBlocks(nn.Module):
+    """No list of blocks: the whole model is recomputed as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.GRUCell(WIDTH, WIDTH)
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x))
+
+
 @pytest.mark.parametrize("net", [Recurs, RecursByStep])
-def test_recurrent_layers_are_not_recomputed_selectively(net: Any, mode: str) -> None:
-    traits = seen(net)
-    assert traits.keys() == {Trait.RECURRENT} and refusing(traits) == set()
-    observations = [Observation(trait, names) for trait, names in traits.items()]
-    layout, options = choose("ddp", 2), Options(activation_checkpointing=mode)
-    if mode == "full":
-        require_kept(layout, registry.records("ddp"), options, observations, [])
-        return
-    with pytest.raises(LayoutError, match=r"blocks\.0\.up .*recurrent.*: write train\.activation_checkpointing=full$"):
-        require_kept(layout, registry.records("ddp"), options, observations, [])
+def test_recurrent_layers_are_not_recomputed_selectively(net: Any) -> None:
+    traits = observed_traits(net)
+    assert traits.keys() == {Trait.RECURRENT}
+    assert refusing_strategies(traits) == set()
+    names = traits[Trait.RECURRENT]
+    require_kept_by_ddp(Trait.RECURRENT, names, "full")
+    pattern = r"blocks\.0\.up .*recurrent.*: write train\.activation_checkpointing=full$"
+    with pytest.raises(LayoutError, match=pattern):
+        require_kept_by_ddp(Trait.RECURRENT, names, "selective")
+
+
+def test_a_recurrent_layer_of_a_model_without_blocks_is_seen() -> None:
+    """Such a model is recomputed as one block."""
+    assert observed_traits(RecursWithoutBlocks)[Trait.RECURRENT] == ("up",)
 
 
 def test_a_step_with_two_backwards_is_not_recomputed_selectively() -> None:
-    observation = Observation(Trait.GRADIENT_IN_LOSS, ("the loss",))
-    layout = choose("ddp", 2)
-    require_kept(layout, registry.records("ddp"), Options(activation_checkpointing="full"), [observation], [])
-    with pytest.raises(LayoutError, match=r"takes a gradient .*: write train\.activation_checkpointing=full$"):
-        selective = Options(activation_checkpointing="selective")
-        require_kept(layout, registry.records("ddp"), selective, [observation], [])
+    require_kept_by_ddp(Trait.GRADIENT_IN_LOSS, ("the loss",), "full")
+    pattern = r"takes a gradient .*: write train\.activation_checkpointing=full$"
+    with pytest.raises(LayoutError, match=pattern):
+        require_kept_by_ddp(Trait.GRADIENT_IN_LOSS, ("the loss",), "selective")
 
 
 class SkipsBySample(Net):
-    def between(self, number: int, x: Tensor) -> Tensor:
-        return super().between(number, x) if number != 2 or x.sum() > 0 else x
+    def call_block(self, number: int, x: Tensor) -> Tensor:
+        return super().call_block(number, x) if number != 2 or x.sum() > 0 else x
 
 
 class DropsLayers(Net):
-    def between(self, number: int, x: Tensor) -> Tensor:
-        return super().between(number, x) if torch.rand(()) > 0.5 else x
+    def call_block(self, number: int, x: Tensor) -> Tensor:
+        return super().call_block(number, x) if torch.rand(()) > 0.5 else x
 
 
 class SeldomDropsLayers(Net):
-    """As LayerDrop and stochastic depth do by default: a few batches show nothing of it."""
+    """As LayerDrop and stochastic depth do by default; a few batches do not show it."""
 
-    def between(self, number: int, x: Tensor) -> Tensor:
-        return super().between(number, x) if torch.rand([]) > 1e-4 else x
+    def call_block(self, number: int, x: Tensor) -> Tensor:
+        return super().call_block(number, x) if torch.rand([]) > 1e-4 else x
 
 
 class OrderBySample(Net):
-    def before(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
         self.backwards = bool(x.sum() > 0)
         return x
 
-    def between(self, number: int, x: Tensor) -> Tensor:
-        return super().between(3 - number if self.backwards else number, x)
+    def call_block(self, number: int, x: Tensor) -> Tensor:
+        return super().call_block(3 - number if self.backwards else number, x)
 
 
-def test_ways_through_the_model_that_differ_are_seen() -> None:
-    for net in (SkipsBySample, DropsLayers, SeldomDropsLayers):
-        traits = seen(net)
-        assert {Trait.CALLS_VARY, Trait.PARAMETERS_VARY} <= traits.keys()
-        assert refusing(traits) == set(NAMES) - {"tensor"}
-    assert Trait.PARAMETERS_VARY not in seen(OrderBySample)
-    assert refusing(seen(OrderBySample)) == {"fsdp", "zero1", "hsdp", "pipeline"}
+@pytest.mark.parametrize("net", [SkipsBySample, DropsLayers, SeldomDropsLayers])
+def test_only_tensor_keeps_blocks_that_are_not_always_called(net: Any) -> None:
+    traits = observed_traits(net)
+    assert {Trait.CALLS_VARY, Trait.PARAMETERS_VARY} <= traits.keys()
+    assert refusing_strategies(traits) == ALL - {"tensor"}
 
 
-class SkipsIf(Net):
-    """None of the batches here decides otherwise than the others."""
-
-    def decides(self, x: Tensor) -> Any: ...
-
-    def between(self, number: int, x: Tensor) -> Tensor:
-        return x if number == 2 and self.decides(x) else super().between(number, x)
+def test_sharded_and_pipelined_refuse_an_order_of_blocks_that_varies() -> None:
+    traits = observed_traits(OrderBySample)
+    assert Trait.PARAMETERS_VARY not in traits
+    assert refusing_strategies(traits) == SHARDED | {"pipeline"}
 
 
-def _skips_if(decides: Any) -> type[SkipsIf]:
-    class Skips(SkipsIf):
-        pass
+def _skipping_if(condition: Callable[[Tensor], Any]) -> type[Net]:
+    """A model that skips a block on a condition."""
 
-    Skips.decides = lambda self, x: decides(x)  # type: ignore[method-assign]
-    return Skips
+    class SkippingNet(Net):
+        def call_block(self, number: int, x: Tensor) -> Tensor:
+            if number == 2 and condition(x):
+                return x
+            return super().call_block(number, x)
+
+    return SkippingNet
 
 
-RARE: dict[str, Callable[[Tensor], Any]] = {
+RARE_CONDITIONS: dict[str, Callable[[Tensor], Any]] = {
     "bool": lambda x: x.abs().max() > 100,
     "item": lambda x: x.abs().max().item() > 100,
     "float": lambda x: float(x.mean()) < -100,
@@ -714,120 +837,132 @@ RARE: dict[str, Callable[[Tensor], Any]] = {
     "contains": lambda x: 12345.0 in x,
     "allclose": lambda x: torch.allclose(x, torch.zeros_like(x)),
 }
+"""Conditions on the data that none of the batches here meets."""
 
 
-@pytest.mark.parametrize("decides", RARE.values(), ids=RARE.keys())
-def test_a_branch_on_data_is_seen_where_all_samples_take_it_alike(decides: Any) -> None:
-    net = _skips_if(decides)
-    traits = seen(net)
+@pytest.mark.parametrize("condition", RARE_CONDITIONS.values(), ids=RARE_CONDITIONS.keys())
+def test_a_branch_on_data_is_found_although_no_sample_takes_it(condition: Any) -> None:
+    net = _skipping_if(condition)
+    traits = observed_traits(net)
     assert {Trait.CALLS_VARY, Trait.PARAMETERS_VARY, Trait.BRANCHES_ON_DATA} <= traits.keys()
     assert traits[Trait.CALLS_VARY] == ("blocks.2",)
-    assert refusing(traits) == set(NAMES) - {"tensor"}
-    assert Trait.CALLS_VARY in seen(net, device="meta")
+    assert refusing_strategies(traits) == ALL - {"tensor"}
+    assert Trait.CALLS_VARY in observed_traits(net, device="meta")
 
 
-def _checks(x: Tensor) -> bool:
+def _raise_unless_finite(x: Tensor) -> bool:
     if not x.isfinite().all():
         raise ValueError("not finite")
     return False
 
 
-NO_BRANCH: dict[str, Callable[[Tensor], Any]] = {
+CONDITIONS_WITHOUT_DATA: dict[str, Callable[[Tensor], Any]] = {
     "a layer that is never dropped": lambda x: torch.rand(()) < 0.0,
     "a layer that is always dropped": lambda x: torch.rand(()) >= 1.0,
-    "a check that raises": _checks,
+    "a check that raises": _raise_unless_finite,
     "a number that is not the batch's": lambda x: torch.ones(3, device="cpu").sum() > 100,
 }
 
 
-@pytest.mark.parametrize("decides", NO_BRANCH.values(), ids=NO_BRANCH.keys())
-def test_what_no_batch_can_decide_is_no_branch(decides: Any) -> None:
-    assert seen(_skips_if(decides)) == {}
+@pytest.mark.parametrize(
+    "condition", CONDITIONS_WITHOUT_DATA.values(), ids=CONDITIONS_WITHOUT_DATA.keys()
+)
+def test_a_condition_that_no_batch_can_change_is_no_branch(condition: Any) -> None:
+    assert observed_traits(_skipping_if(condition)) == {}
 
 
 class LogsItsNorm(Net):
-    """Asks for a number and does the same whatever it is."""
+    """Reads a number and does the same whatever it is."""
 
-    def before(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
         self.norm = x.norm().item()
         return x if bool((x > 0).any()) else x * 1.0
 
 
 class WaitsForNumbers(Net):
-    """A loop that does not end without numbers."""
+    """Has a loop that does not end without numbers."""
 
-    def before(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
         while not bool(x.norm() < 1):
             x = x / 2
         return x
 
 
-def test_numbers_that_decide_nothing_are_no_branch() -> None:
+def test_numbers_without_consequences_are_no_branch() -> None:
     for net in (LogsItsNorm, WaitsForNumbers):
-        assert seen(net) == {}
-    assert seen(LogsItsNorm, device="meta") == {}
+        assert observed_traits(net) == {}
+    assert observed_traits(LogsItsNorm, device="meta") == {}
     with pytest.raises(RuntimeError, match="waits for numbers"):
-        seen(WaitsForNumbers, device="meta")
+        observed_traits(WaitsForNumbers, device="meta")
 
 
 class EverySecondCall(Net):
     calls = 0
 
-    def before(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
         self.calls += 1
         return x
 
-    def between(self, number: int, x: Tensor) -> Tensor:
-        return super().between(number, x) if number != 2 or self.calls % 2 else x
+    def call_block(self, number: int, x: Tensor) -> Tensor:
+        return super().call_block(number, x) if number != 2 or self.calls % 2 else x
 
 
-class LaterOtherwise(EverySecondCall):
-    """An expert that the first calls do not use."""
+class SkipsInLaterCalls(EverySecondCall):
+    """Stops using a block after some calls."""
 
-    def between(self, number: int, x: Tensor) -> Tensor:
-        return Net.between(self, number, x) if number != 2 or self.calls < 3 else x
+    def call_block(self, number: int, x: Tensor) -> Tensor:
+        return Net.call_block(self, number, x) if number != 2 or self.calls < 3 else x
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_model_that_counts_its_calls_is_called_again(device: str) -> None:
-    for net in (EverySecondCall, LaterOtherwise):
-        traits = seen(net, device=device)
+    for net in (EverySecondCall, SkipsInLaterCalls):
+        traits = observed_traits(net, device=device)
         assert traits == {Trait.VARIES_BY_CALL: ("blocks.2",)}
-        assert refusing(traits) == {"ddp", "pipeline"}
+        assert refusing_strategies(traits) == {"ddp", "pipeline"}
 
 
 class Thaws(Net):
-    def before(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
         self.inp.requires_grad_(bool(x.sum() > -100))
         return x
 
 
-ONCE_A_STEP = [
+ONCE_PER_STEP = [
     (EverySecondCall, "blocks.2 is used in some calls"),
     (MomentumCopy, "forward changes target.weight"),
     (RunningMean, "forward changes mean"),
     (Thaws, "forward changes requires_grad of inp.weight"),
-    (_hooked(_nothing, after=True), "blocks.1.up.weight has a hook"),
+    (_with_hook_after_accumulation(_do_nothing), "blocks.1.up.weight has a hook"),
     (ClampsItsActivation, "the model puts a hook"),
 ]
-"""On one device in one piece all of it is trained."""
+"""Models that one device trains in one piece, and what refuses them in micro-batches."""
 
 
-@pytest.mark.parametrize(("net", "sentence"), ONCE_A_STEP)
-def test_what_happens_once_a_step_is_not_done_in_micro_batches(net: Any, sentence: str) -> None:
-    observations = [Observation(trait, names) for trait, names in seen(net).items()]
-    single = choose("single", 1), registry.records("single"), Options(), observations, []
-    require_kept(*single)
-    with pytest.raises(
-        LayoutError, match=rf"{sentence}.* the 4 micro-batches of a step .*leave train.micro_batch_size"
-    ):
-        require_kept(*single, micro_batches=4)
+def require_kept_by_single(make: Any, *, micro_batches: int) -> None:
+    """Check whether one device keeps what a model does in several micro-batches per step."""
+    observations = [Observation(trait, names) for trait, names in observed_traits(make).items()]
+    require_kept(
+        choose("single", 1),
+        registry.records("single"),
+        Options(),
+        observations,
+        [],
+        micro_batches=micro_batches,
+    )
+
+
+@pytest.mark.parametrize(("net", "sentence"), ONCE_PER_STEP)
+def test_changes_once_per_step_are_not_made_in_micro_batches(net: Any, sentence: str) -> None:
+    require_kept_by_single(net, micro_batches=1)
+    pattern = rf"{sentence}.* the 4 micro-batches of a step .*leave train.micro_batch_size"
+    with pytest.raises(LayoutError, match=pattern):
+        require_kept_by_single(net, micro_batches=4)
 
 
 @pytest.mark.parametrize("net", [Clamped, ClampedData, Buffer])
-def test_what_is_kept_within_bounds_may_be_done_in_micro_batches(net: Any) -> None:
-    observations = [Observation(trait, names) for trait, names in seen(net).items()]
-    require_kept(choose("single", 1), registry.records("single"), Options(), observations, [], micro_batches=4)
+def test_changes_that_do_not_depend_on_their_number_may_be_repeated(net: Any) -> None:
+    require_kept_by_single(net, micro_batches=4)
 
 
 class Unused(Net):
@@ -836,7 +971,7 @@ class Unused(Net):
 
 
 class Swaps(Net):
-    def before(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
         self.out.weight = nn.Parameter(self.out.weight.detach() * 0.5)
         return x
 
@@ -845,43 +980,72 @@ class UsedBySample(Net):
     def change(self) -> None:
         self.extra = nn.Linear(WIDTH, WIDTH)
 
-    def before(self, x: Tensor) -> Tensor:
+    def prepare(self, x: Tensor) -> Tensor:
         return x + self.extra(x) if x.sum() > 0 else x
 
 
-def test_parameters_that_are_not_always_trained_are_seen() -> None:
-    assert seen(Unused) == {Trait.UNUSED_PARAMETERS: ("extra.weight", "extra.bias")}
-    assert refusing(seen(Unused)) == {"ddp"}
-    assert seen(Thaws) == {Trait.CHANGES_REQUIRES_GRAD: ("inp.weight", "inp.bias")}
-    assert refusing(seen(Thaws)) == set(NAMES) - {"tensor"}
-    assert Trait.REPLACES_PARAMETERS in seen(Swaps)
-    assert refusing(seen(Swaps)) == set(NAMES)
-    assert Trait.PARAMETERS_VARY in seen(UsedBySample) and Trait.CALLS_VARY not in seen(UsedBySample)
-    assert refusing(seen(UsedBySample)) == set(NAMES) - {"tensor"}
+def test_ddp_refuses_unused_parameters() -> None:
+    traits = observed_traits(Unused)
+    assert traits == {Trait.UNUSED_PARAMETERS: ("extra.weight", "extra.bias")}
+    assert refusing_strategies(traits) == {"ddp"}
 
 
-def test_ddp_may_leave_parameters_out_where_it_is_told_so() -> None:
+def test_only_tensor_keeps_requires_grad_that_forward_changes() -> None:
+    traits = observed_traits(Thaws)
+    assert traits == {Trait.CHANGES_REQUIRES_GRAD: ("inp.weight", "inp.bias")}
+    assert refusing_strategies(traits) == ALL - {"tensor"}
+
+
+def test_no_strategy_keeps_parameters_that_forward_replaces() -> None:
+    traits = observed_traits(Swaps)
+    assert Trait.REPLACES_PARAMETERS in traits
+    assert refusing_strategies(traits) == ALL
+
+
+def test_only_tensor_keeps_parameters_whose_use_depends_on_the_data() -> None:
+    traits = observed_traits(UsedBySample)
+    assert Trait.PARAMETERS_VARY in traits
+    assert Trait.CALLS_VARY not in traits
+    assert refusing_strategies(traits) == ALL - {"tensor"}
+
+
+def test_ddp_keeps_unused_parameters_if_it_searches_for_them() -> None:
     observation = Observation(Trait.PARAMETERS_VARY, ("blocks.2.up.weight",))
-    layout, records = choose("ddp", 2), registry.records("ddp")
+    layout = choose("ddp", 2)
+    records = registry.records("ddp")
     with pytest.raises(LayoutError, match=r"find_unused_parameters=true"):
         require_kept(layout, records, Options(), [observation], [])
     require_kept(layout, records, Options(find_unused_parameters=True), [observation], [])
 
 
-def test_the_sentence_says_what_where_and_what_to_write() -> None:
-    observation = Observation(Trait.LOSS_READS_PARAMETERS, ("out.weight", "out.bias"))
-    layout, records = choose("pipeline", 2, pp=2), registry.records("pipeline")
-    alternatives = [registry.find("ddp"), registry.find("fsdp")]
+LOSS_READS_PARAMETERS = Observation(Trait.LOSS_READS_PARAMETERS, ("out.weight", "out.bias"))
+ALTERNATIVES = [registry.find("ddp"), registry.find("fsdp")]
+
+
+def test_a_refusal_says_what_the_model_does_where_and_what_to_write_instead() -> None:
+    layout = choose("pipeline", 2, pp=2)
+    records = registry.records("pipeline")
     with pytest.raises(LayoutError) as error:
-        require_kept(layout, records, Options(), [observation], alternatives)
+        require_kept(layout, records, Options(), [LOSS_READS_PARAMETERS], ALTERNATIVES)
     assert str(error.value) == (
-        "the loss reads out.weight (and 1 more) outside of the model's forward, and strategy pipeline cannot train "
-        "such a model as one device would: write strategy=ddp, or change the model: for a penalty on all weights "
-        "there is optimizer.weight_decay"
+        "the loss reads out.weight (and 1 more) outside of the model's forward, and strategy "
+        "pipeline cannot train such a model as one device would: write strategy=ddp, or change the "
+        "model: for a penalty on all weights there is optimizer.weight_decay"
     )
+
+
+def test_a_refusal_names_all_parameters_although_a_layout_keeps_some() -> None:
+    layout = choose("fsdp", 2)
+    records = registry.records("fsdp")
     block_read = Observation(Trait.BLOCK_READ_FROM_OUTSIDE, ("out.bias",))
+    observations = [LOSS_READS_PARAMETERS, block_read]
     with pytest.raises(LayoutError, match=r"the loss reads out\.weight \(and 1 more\)"):
-        require_kept(choose("fsdp", 2), registry.records("fsdp"), Options(), [observation, block_read], alternatives)
+        require_kept(layout, records, Options(), observations, ALTERNATIVES)
+
+
+def test_a_refusal_without_an_alternative_proposes_one_device() -> None:
+    layout = choose("pipeline", 2, pp=2)
+    records = registry.records("pipeline")
     by_data = Observation(Trait.CHANGES_PARAMETERS_BY_DATA, ("table.weight",))
     with pytest.raises(LayoutError, match="write strategy=single and workers=1"):
-        require_kept(layout, records, Options(), [by_data], alternatives)
+        require_kept(layout, records, Options(), [by_data], ALTERNATIVES)

@@ -1,4 +1,4 @@
-"""The pieces: where models begin, norms, communication, blocks, recomputation, state."""
+"""Parts of a strategy: where models start, norms, communication, blocks, recomputation, state."""
 
 import copy
 from typing import Any
@@ -23,196 +23,267 @@ from tests.strategies.models import CPU, PlainGPT, SmallResNet, gpt_trial, mlp, 
 SINGLE = choose("single", 1)
 
 
+# --- where models start ---------------------------------------------------------------------------
+
+
 class NotOnMeta(nn.Linear):
+    """Reads a tensor's number while it is built."""
+
     def __init__(self) -> None:
         super().__init__(4, 4)
         self.scale = float(torch.linspace(0.1, 0.9, 3)[1].item())
 
 
-def _begin(_: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def _initial_state(rank: int) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     parallel = parallelize(seeded(NotOnMeta), choose("fsdp", 2), device=CPU)
     return parallel.full_model_state(), parallel.notes
 
 
 @pytest.mark.alone
-def test_a_model_that_cannot_be_built_on_meta_is_built_everywhere_and_that_is_said() -> None:
-    """It begins bit for bit as on one device; rank 0 alone has whole weights."""
-    (weights, notes), (nothing, _) = run_distributed(_begin, 2)
-    torch.testing.assert_close(weights, dict(seeded(NotOnMeta)().state_dict()), rtol=0, atol=0)
-    assert len(notes) == 1 and "meta" in notes[0] and nothing == {}
+def test_a_model_that_cannot_be_built_on_meta_starts_with_the_same_weights() -> None:
+    (weights, notes), (weights_of_rank_1, _) = run_distributed(_initial_state, 2)
+    expected = dict(seeded(NotOnMeta)().state_dict())
+    torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+    (note,) = notes
+    assert "meta" in note
+    assert weights_of_rank_1 == {}
 
 
-class Watch(OperationMode):
-    """Every operation's name, with the bytes of the plain tensor that it makes."""
+class OperationRecorder(OperationMode):
+    """Records the name of every operation, and the bytes of the plain tensor that it makes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[str, int]] = []
+        self.operations: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        plain = isinstance(out, Tensor) and not out.is_meta and type(out) is Tensor
-        self.seen.append((str(func), out.untyped_storage().nbytes() if plain else 0))
-        return out
+        result = func(*args, **(kwargs or {}))
+        size = 0
+        if type(result) is Tensor and not result.is_meta:
+            size = result.untyped_storage().nbytes()
+        self.operations.append((str(func), size))
+        return result
 
 
-def _largest_tensor(rank: int) -> int:
-    """The largest storage that this rank makes while a sharded model starts."""
-    wide = seeded(lambda: nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(10))))
-    with Watch() as watch:
-        parallelize(wide, choose("fsdp", 4), device=CPU)
-    return max(size for _, size in watch.seen)
+def _largest_storage_at_start(rank: int) -> int:
+    """The bytes of the largest storage that a rank makes while a sharded model starts."""
+    build = seeded(lambda: nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(10))))
+    with OperationRecorder() as recorder:
+        parallelize(build, choose("fsdp", 4), device=CPU)
+    return max(size for _, size in recorder.operations)
 
 
 @pytest.mark.alone
-def test_no_rank_but_the_first_holds_more_than_one_whole_tensor() -> None:
-    assert max(run_distributed(_largest_tensor, 4)[1:]) == 64 * 64 * 4
+def test_only_rank_0_has_more_than_one_whole_tensor() -> None:
+    _, *sizes_of_other_ranks = run_distributed(_largest_storage_at_start, 4)
+    assert max(sizes_of_other_ranks) == 64 * 64 * 4
 
 
-def _reductions(_: int) -> dict[str, list[int]]:
-    """Of gradients in a step of one and of two micro-batches."""
-    found: dict[str, list[int]] = {"fsdp": [], "zero1": [], "zero2": []}
-    for name in found:
+# --- communication --------------------------------------------------------------------------------
+
+
+def _count_reduce_scatters(rank: int) -> dict[str, list[int]]:
+    """By strategy, in a step of one and in a step of two micro-batches."""
+    counts = {}
+    for strategy in ("fsdp", "zero1", "zero2"):
+        counts[strategy] = []
         for micro_batches in (1, 2):
             trial = gpt_trial(micro_batches=micro_batches, layers=2)
-            parallel = parallelize(trial.build, choose(name, 2), device=CPU)
-            with Watch() as watch:
-                curves.run_steps(trial, parallel, trial.optimizer(parallel.parameters()), range(1))
-            found[name].append(sum("reduce_scatter" in each for each, _ in watch.seen))
-    return found
+            parallel = parallelize(trial.build, choose(strategy, 2), device=CPU)
+            optimizer = trial.optimizer(parallel.parameters())
+            with OperationRecorder() as recorder:
+                curves.run_steps(trial, parallel, optimizer, range(1))
+            names = [name for name, _ in recorder.operations]
+            counts[strategy].append(sum("reduce_scatter" in name for name in names))
+    return counts
 
 
 @pytest.mark.alone
-def test_accumulation_communicates_once_per_step_but_for_zero2() -> None:
-    found = run_distributed(_reductions, 2)[0]
-    once = found["fsdp"][0]
-    assert once > 0 and found == {"fsdp": [once, once], "zero1": [once, once], "zero2": [once, 2 * once]}
+def test_only_zero2_communicates_for_each_micro_batch() -> None:
+    counts = run_distributed(_count_reduce_scatters, 2)[0]
+    once = counts["fsdp"][0]
+    assert once > 0
+    assert counts == {"fsdp": [once, once], "zero1": [once, once], "zero2": [once, 2 * once]}
 
 
-# --- the gradient's norm ------------------------------------------------------------------------------------------
+# --- the norm of gradients ------------------------------------------------------------------------
 
 
-def _norm(gradients: list[Tensor], bound: float | None = None) -> float:
-    parameters = [nn.Parameter(torch.empty_like(g)) for g in gradients]
-    for parameter, gradient in zip(parameters, gradients):
+def _grad_norm(gradients: list[Tensor], clip: float | None = None) -> float:
+    parameters = []
+    for gradient in gradients:
+        parameter = nn.Parameter(torch.empty_like(gradient))
         parameter.grad = gradient
-    return GradNorm(parameters, CPU)(bound).item()
+        parameters.append(parameter)
+    return GradNorm(parameters, CPU)(clip).item()
 
 
-def _exact(gradients: list[Tensor]) -> float:
-    return torch.stack([g.double().square().sum() for g in gradients]).sum().sqrt().item()
+def _exact_norm(gradients: list[Tensor]) -> float:
+    squares = torch.stack([gradient.double().square().sum() for gradient in gradients])
+    return squares.sum().sqrt().item()
 
 
 @pytest.mark.pure
-def test_the_norm_is_right_to_float32_rounding_whatever_the_size_and_a_longer_gradient_is_scaled_to_the_bound() -> None:
-    """torch's own would be off by 1e-5 and more."""
-    for numbers in (1, PIECE + 1, 1 << 22):
-        gradients = [random(numbers), random(60, 50).t(), random(PIECE).bfloat16()]
-        assert _norm(gradients) == pytest.approx(_exact(gradients), rel=3e-6)
-    assert _norm(gradients[:1], bound=0.5) > 0.5 and _exact(gradients[:1]) == pytest.approx(0.5, rel=3e-6)
+@pytest.mark.parametrize("numel", [1, PIECE + 1, 1 << 22])
+def test_the_norm_is_right_to_float32_rounding_at_any_size(numel: int) -> None:
+    """torch's own would differ by 1e-5 and more."""
+    gradients = [random(numel), random(60, 50).t(), random(PIECE).bfloat16()]
+    assert _grad_norm(gradients) == pytest.approx(_exact_norm(gradients), rel=3e-6)
 
 
-def _poisoned(rank: int) -> tuple[float, bool]:
-    parallel = parallelize(seeded(PlainGPT), choose("fsdp", 4, tp=2), device=CPU, tensor_plan=models.GPT_PLAN)
+@pytest.mark.pure
+def test_a_gradient_that_is_longer_than_the_clip_is_scaled_to_it() -> None:
+    gradients = [random(1 << 22)]
+    assert _grad_norm(gradients, clip=0.5) > 0.5
+    assert _exact_norm(gradients) == pytest.approx(0.5, rel=3e-6)
+
+
+def _norm_with_inf(rank: int) -> tuple[float, bool]:
+    """The norm if one number of one rank is inf, and whether gradients have stayed the same."""
+    parallel = parallelize(
+        seeded(PlainGPT), choose("fsdp", 4, tp=2), device=CPU, tensor_plan=models.GPT_PLAN
+    )
     parallel.forward_backward([models.language_batch(0)], [1.0], models.language_loss)
     gradients = [p.grad.to_local() for p in parallel.parameters()]  # type: ignore[union-attr]
     if rank == 3:
-        next(g for g in gradients if g.numel()).view(-1)[0] = float("inf")
-    before = [g.clone() for g in gradients]
+        next(gradient for gradient in gradients if gradient.numel()).view(-1)[0] = float("inf")
+    copies = [gradient.clone() for gradient in gradients]
     norm = float(parallel.grad_norm_(None))
-    return norm, all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, gradients))
+    pairs = zip(copies, gradients)
+    return norm, all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
 
 
 @pytest.mark.alone
-def test_one_bad_gradient_on_one_rank_is_seen_by_all_and_without_a_bound_gradients_stay_as_they_are() -> None:
-    assert run_distributed(_poisoned, 4) == [(float("inf"), True)] * 4
+def test_all_ranks_see_an_inf_of_one_and_without_a_clip_nothing_is_scaled() -> None:
+    assert run_distributed(_norm_with_inf, 4) == [(float("inf"), True)] * 4
 
 
-def _norm_of_terms(rank: int) -> tuple[float, list[float]]:
+def _norm_of_partial_sums(rank: int) -> tuple[float, list[float]]:
+    """The norm of a gradient that is a sum over ranks, and the clipped gradient."""
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()]))
     parameter.grad = DTensor.from_local(torch.tensor([1.0, 3.0 * rank]), mesh, [Partial()])
-    return GradNorm([parameter], CPU)(0.5).item(), parameter.grad.full_tensor().tolist()
+    norm = GradNorm([parameter], CPU)(0.5).item()
+    return norm, parameter.grad.full_tensor().tolist()
 
 
 @pytest.mark.alone
-def test_a_gradient_that_is_still_a_sum_over_ranks_is_measured_whole() -> None:
-    """As torch 2.11 leaves those of a norm whose input is split over the sequence."""
-    norm = 13**0.5
-    for found in run_distributed(_norm_of_terms, 2):
-        assert found == (pytest.approx(norm), pytest.approx([0.5 * 2 / norm, 0.5 * 3 / norm], rel=1e-5))
+def test_the_norm_of_a_gradient_that_is_a_sum_over_ranks_is_that_of_the_sum() -> None:
+    """torch 2.11 leaves such a gradient of a norm whose input is split over the sequence."""
+    expected_norm = (2**2 + 3**2) ** 0.5
+    expected_gradient = [0.5 * 2 / expected_norm, 0.5 * 3 / expected_norm]
+    for norm, gradient in run_distributed(_norm_of_partial_sums, 2):
+        assert norm == pytest.approx(expected_norm)
+        assert gradient == pytest.approx(expected_gradient, rel=1e-5)
 
 
-# --- blocks, recomputation, images --------------------------------------------------------------------------------
+# --- blocks, recomputation, images ----------------------------------------------------------------
+
+
+def _gpt_towers() -> nn.Module:
+    towers = {name: nn.ModuleDict({"x": PlainGPT()}) for name in ("a", "b")}
+    return nn.ModuleDict(towers)
 
 
 @pytest.mark.pure
-def test_blocks_are_found_and_those_that_share_a_weight_stay_together() -> None:
-    chain = nn.ModuleDict({"a": nn.ModuleDict({"x": PlainGPT()}), "b": nn.ModuleDict({"x": PlainGPT()})})
-    for model, blocks in (
+@pytest.mark.parametrize(
+    ("model", "blocks"),
+    [
         (PlainGPT(), ["blocks.0", "blocks.1"]),
         (SmallResNet(), ["layer1.0", "layer1.1", "layer2.0", "layer2.1"]),
         (mlp(), ["0", "2", "4"]),
         (nn.Linear(2, 2), []),
-        (chain, ["a.x", "b.x"]),
-    ):
-        assert find_blocks(model) == blocks
-    tied = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
-    tied[2].weight = tied[0].weight  # type: ignore[union-attr]
-    assert separable(tied, ["0", "1", "2"]) == ["1"]
+        (_gpt_towers(), ["a.x", "b.x"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_repeating_blocks_are_found(model: nn.Module, blocks: list[str]) -> None:
+    assert find_blocks(model) == blocks
 
 
-class Layer(nn.Linear):
+@pytest.mark.pure
+def test_blocks_that_share_a_weight_are_not_separable() -> None:
+    first, middle, last = (nn.Linear(3, 3) for _ in range(3))
+    last.weight = first.weight
+    assert separable(nn.Sequential(first, middle, last), ["0", "1", "2"]) == ["1"]
+
+
+class TanhLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(super().forward(x))
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize(("mode", "products"), [("none", 1), ("selective", 1), ("every_2", 1.25), ("full", 1.5)])
-def test_recomputation_repeats_forward_but_for_kept_matrix_products(mode: str, products: float) -> None:
-    options = Options(activation_checkpointing=mode)
-    parallel = parallelize(lambda: nn.Sequential(Layer(4, 4), Layer(4, 4)), SINGLE, options, device=CPU)
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("none", 1), ("selective", 1), ("every_2", 1.25), ("full", 1.5)]
+)
+def test_recomputation_repeats_products_that_are_not_kept(mode: str, expected: float) -> None:
+    """Expected: backward's operations, in units of those without recomputation."""
+    parallel = parallelize(
+        lambda: nn.Sequential(TanhLinear(4, 4), TanhLinear(4, 4)),
+        SINGLE,
+        Options(activation_checkpointing=mode),
+        device=CPU,
+    )
     loss = parallel.module(torch.randn(3, 4, requires_grad=True)).sum()
     with FlopCounterMode(display=False) as counter:
         loss.backward()
-    assert counter.get_total_flops() == products * 2 * 2 * (2 * 3 * 4 * 4)  # two layers, two products each
+    layers = 2
+    products_per_layer = 2
+    flops_per_product = 2 * 3 * 4 * 4
+    assert counter.get_total_flops() == expected * layers * products_per_layer * flops_per_product
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize(("norm", "with_weights"), [("GroupNorm", True), ("BatchNorm2d", True), ("BatchNorm2d", False)])
-def test_channels_come_last_in_images_and_weights_but_beside_group_norm(norm: str, with_weights: bool) -> None:
-    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(1, 4) if norm == "GroupNorm" else nn.BatchNorm2d(4))
+@pytest.mark.parametrize(
+    ("norm", "with_weights", "images_change", "weights_change"),
+    [
+        (nn.GroupNorm(1, 4), True, False, False),
+        (nn.BatchNorm2d(4), True, True, True),
+        (nn.BatchNorm2d(4), False, True, False),
+    ],
+    ids=["group norm", "batch norm", "batch norm without weights"],
+)
+def test_channels_come_last_in_images_and_weights_unless_beside_group_norm(
+    norm: nn.Module, with_weights: bool, images_change: bool, weights_change: bool
+) -> None:
+    convolution = nn.Conv2d(2, 4, 3)
+    model = nn.Sequential(convolution, norm)
     use_channels_last(model, with_weights=with_weights)
-    model[0].register_forward_pre_hook(lambda _, args: laid_out.append(args[0].stride(1) == 1))
-    laid_out: list[bool] = []
+    channel_strides = []
+    convolution.register_forward_pre_hook(lambda _, args: channel_strides.append(args[0].stride(1)))
     model(torch.randn(1, 2, 5, 5))
-    last = model[0].weight.is_contiguous(memory_format=torch.channels_last)
-    assert (laid_out, last) == ([norm != "GroupNorm"], norm != "GroupNorm" and with_weights)
+    assert [stride == 1 for stride in channel_strides] == [images_change]
+    is_last = convolution.weight.is_contiguous(memory_format=torch.channels_last)
+    assert is_last == weights_change
 
 
-# --- state ------------------------------------------------------------------------------------------------------
+# --- state ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.pure
-def test_optimizer_state_before_the_first_step_is_that_of_no_step() -> None:
-    """Asking for it moves nothing, and training on from it is training from the start."""
+def test_the_optimizer_state_before_the_first_step_is_that_of_no_step() -> None:
+    """Asking for it moves nothing, and a training that loads it is one from the start."""
     trial = models.ZOO["mlp"]
-    truth = curves.train(trial, SINGLE, Options(), CPU)
+    expected = curves.train(trial, SINGLE, Options(), CPU)
     parallel = parallelize(trial.build, SINGLE, device=CPU)
     optimizer = trial.optimizer(parallel.parameters())
-    kept = copy.deepcopy(parallel.optimizer_state(optimizer))
-    parallel.load_optimizer_state(optimizer, kept)
+    state = copy.deepcopy(parallel.optimizer_state(optimizer))
+    parallel.load_optimizer_state(optimizer, state)
     losses, _ = curves.run_steps(trial, parallel, optimizer, range(trial.steps))
-    assert losses == truth.losses
-    assert set(kept["state"]) == {name for name, _ in parallel.named_parameters()} and kept["groups"] == {}
+    assert losses == expected.losses
+    assert set(state["state"]) == {name for name, _ in parallel.named_parameters()}
+    assert state["groups"] == {}
 
 
 @pytest.mark.pure
-def test_what_an_optimizer_itself_counts_is_kept_and_hyperparameters_are_not() -> None:
+def test_the_optimizer_state_has_its_own_counters_but_no_hyperparameters() -> None:
     parallel = parallelize(seeded(mlp), SINGLE, device=CPU)
-    first, second = (torch.optim.SGD(parallel.parameters(), lr=lr, momentum=0.9) for lr in (0.1, 0.2))
-    first.param_groups[0]["k"] = 7
-    kept = parallel.optimizer_state(first)
-    parallel.load_optimizer_state(second, kept)
-    assert kept["groups"] == {"0": {"k": 7}}
-    assert second.param_groups[0]["k"] == 7 and second.param_groups[0]["lr"] == 0.2
+    saved = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
+    loaded = torch.optim.SGD(parallel.parameters(), lr=0.2, momentum=0.9)
+    saved.param_groups[0]["k"] = 7
+    state = parallel.optimizer_state(saved)
+    parallel.load_optimizer_state(loaded, state)
+    assert state["groups"] == {"0": {"k": 7}}
+    assert loaded.param_groups[0]["k"] == 7
+    assert loaded.param_groups[0]["lr"] == 0.2

@@ -1,7 +1,11 @@
-"""Tensor parallelism: along the sequence it keeps nothing whole for backward and gathers it again once; pieces travel
-beside products; the loss over a vocabulary that is split."""
+"""Tensor parallelism: what backward keeps, pieces that travel, and the loss of split logits.
+
+Along a split sequence, backward gathers inputs again instead of keeping them whole. Pieces travel
+while others are multiplied.
+"""
 
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -23,215 +27,321 @@ from strategies.tensor import loss, ops, overlap
 from strategies.tensor.apply import one_part
 from strategies.tensor.loss import VocabularyLogits
 from tests.pool import run_distributed
-from tests.strategies.models import COMPILED, CPU, GPT_PLAN, WIDTH, PlainGPT, gpt_trial, random, saved, stored
+from tests.strategies.models import (
+    COMPILED,
+    CPU,
+    GPT_PLAN,
+    WIDTH,
+    PlainGPT,
+    gpt_trial,
+    random,
+    saved_for_backward,
+    storage_bytes,
+)
 
-BATCH, SEQUENCE, LAYERS = 2, 64, 2
-BESIDE = {"async_tp": True}
+BATCH = 2
+SEQUENCE = 64
+LAYERS = 2
+ASYNC_TP = {"async_tp": True}
 
 
-def _kept(rank: int, changes: dict[str, Any]) -> tuple[int, int, dict[str, Tensor]]:
-    """Bytes kept for backward, how often something was gathered along the sequence in it, and the gradients."""
-    trial, layout, options = gpt_trial(layers=LAYERS), choose("tensor", 2), Options(**changes)
-    parallel = parallelize(trial.build, layout, options, device=CPU, tensor_plan=trial.tensor_plan)
-    tokens, kept = torch.randint(0, 8, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1)), list[Tensor]()
+def _world_peers() -> ops.Peers:
+    return ops.Peers(dist.group.WORLD)  # type: ignore[arg-type]
+
+
+# --- what backward keeps --------------------------------------------------------------------------
+
+
+def _train_and_measure(rank: int, changes: dict[str, Any]) -> tuple[int, int, dict[str, Tensor]]:
+    """Forward and backward of a GPT.
+
+    Returns:
+        Bytes kept for backward, how often something was gathered along the sequence in it, and the
+        gradients.
+    """
+    trial = gpt_trial(layers=LAYERS)
+    parallel = parallelize(
+        trial.build,
+        choose("tensor", 2),
+        Options(**changes),
+        device=CPU,
+        tensor_plan=trial.tensor_plan,
+    )
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 8, (BATCH, SEQUENCE), generator=generator)
+    kept: list[Tensor] = []
 
     def loss(model: Any, batch: Any) -> Tensor:
-        with saved() as found:
+        with saved_for_backward() as saved:
             value = model(batch).square().mean()
-        kept.extend(found)
+        kept.extend(saved)
         return value
 
     start_gather = ops.Peers.start_gather
-    with mock.patch.object(ops.Peers, "start_gather", autospec=True, side_effect=start_gather) as gathered:
+    with mock.patch.object(
+        ops.Peers, "start_gather", autospec=True, side_effect=start_gather
+    ) as gathers:
         parallel.forward_backward([tokens], [1.0], loss)
     gradients = {name: p.grad.full_tensor() for name, p in parallel.module.named_parameters()}
-    return stored(kept, parallel.parameters()), gathered.call_count, gradients
+    return storage_bytes(kept, parallel.parameters()), gathers.call_count, gradients
 
 
-def _kept_and_whole(rank: int, changes: dict[str, Any]) -> tuple[Any, Any]:
-    """And the same where inputs are kept whole, not compiled."""
-    found = _kept(rank, changes)
+def _measure_with_split_and_whole_inputs(rank: int, changes: dict[str, Any]) -> tuple[Any, Any]:
+    """`_train_and_measure`, and the same if inputs are kept whole, uncompiled."""
+    split = _train_and_measure(rank, changes)
+    reference_changes = {} if changes in (COMPILED, ASYNC_TP) else changes
     with mock.patch.object(ops, "gather_source", lambda x, weight: None):
-        return found, _kept(rank, {} if changes in (COMPILED, BESIDE) else changes)
+        whole = _train_and_measure(rank, reference_changes)
+    return split, whole
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, COMPILED, BESIDE], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, COMPILED, ASYNC_TP], ids=str)
 def test_backward_gathers_inputs_again_instead_of_keeping_them(changes: dict[str, Any]) -> None:
-    (kept, gathered, gradients), (whole, never, expected) = run_distributed(_kept_and_whole, 2, changes)[0]
-    inputs = 2 * LAYERS + 1  # queries, keys and values share one; the head
-    assert gathered == (1 if changes == COMPILED else inputs)  # the compiler's own are not counted
-    assert never == 0
-    of_input = BATCH * SEQUENCE * WIDTH * (2 if "precision" in changes else 4)
-    assert whole - kept == inputs * of_input / 2
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
+    results = run_distributed(_measure_with_split_and_whole_inputs, 2, changes)[0]
+    split, whole = results
+    split_bytes, split_gathers, split_gradients = split
+    whole_bytes, whole_gathers, whole_gradients = whole
+    # A block has one input of queries, keys and values, and one of its MLP; the head has one.
+    inputs = 2 * LAYERS + 1
+    # What the compiler gathers itself is not counted.
+    assert split_gathers == (1 if changes == COMPILED else inputs)
+    assert whole_gathers == 0
+    itemsize = 2 if "precision" in changes else 4
+    input_bytes = BATCH * SEQUENCE * WIDTH * itemsize
+    assert whole_bytes - split_bytes == inputs * input_bytes / 2
+    for name, gradient in split_gradients.items():
+        torch.testing.assert_close(gradient, whole_gradients[name], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.alone
-def test_where_blocks_are_recomputed_nothing_is_gathered_a_third_time() -> None:
-    assert run_distributed(_kept, 2, {"activation_checkpointing": "full"})[0][1] == 0
+def test_inputs_of_recomputed_blocks_are_not_gathered_a_third_time() -> None:
+    _, gathers, _ = run_distributed(_train_and_measure, 2, {"activation_checkpointing": "full"})[0]
+    assert gathers == 0
 
 
 @pytest.mark.pure
-def test_a_supposed_worker_sends_what_a_true_one_does() -> None:
+def test_a_worker_without_processes_sends_what_a_real_one_does() -> None:
     module = PlainGPT(layers=LAYERS)
     peers, _ = one_part(module, GPT_PLAN, 2)
     module(torch.randint(0, 8, (BATCH, SEQUENCE))).square().mean().backward()
-    both_ways = 1 + LAYERS * 4 + 1  # the embedding's sum; in a block two inputs and two sums; the head's input
-    columns, again = 1, 2 * LAYERS + 1  # the head's output, which backward does not send
-    assert sum(peers.calls.values()) == 2 * both_ways + columns + again
+    embedding_sums = 1
+    block_inputs_and_sums = 4 * LAYERS
+    head_inputs = 1
+    sent_in_both_directions = embedding_sums + block_inputs_and_sums + head_inputs
+    head_outputs = 1  # backward does not send them
+    gathered_again = 2 * LAYERS + 1
+    assert sum(peers.calls.values()) == 2 * sent_in_both_directions + head_outputs + gathered_again
 
 
-def _beside(rank: int) -> tuple[list[str], list[Tensor], list[Tensor]]:
-    """Columns and rows beside their products, forward and backward: what happened; results; what they should be."""
-    happened: list[str] = []
+# --- pieces that travel ---------------------------------------------------------------------------
 
-    class Noted(Passing):
-        def __init__(self, tensors: list[Tensor], *rest: Any) -> None:
-            happened.append(f"send {sum(t.nbytes for t in tensors)}")
-            super().__init__(tensors, *rest)
+
+def _overlapped_layers(rank: int) -> tuple[list[str], list[Tensor], list[Tensor]]:
+    """Forward and backward of two layers whose pieces travel while others are multiplied.
+
+    Returns:
+        The events in order, and the results beside the expected ones.
+    """
+    events: list[str] = []
+
+    class RecordedPassing(Passing):
+        def __init__(self, tensors: list[Tensor], *args: Any) -> None:
+            events.append(f"send {sum(t.nbytes for t in tensors)}")
+            super().__init__(tensors, *args)
 
         def arrived(self) -> list[Tensor]:
-            happened.append("wait")
+            events.append("wait")
             return super().arrived()
 
-    class Multiplying:
+    class RecordedProduct:
         def __getattr__(self, name: str) -> Any:
-            happened.extend(["multiply"] * (name in ("forward", "of_input")))
+            if name in ("forward", "input_gradient"):
+                events.append("multiply")
             return getattr(Product, name)
 
-    peers, product = ops.Peers(dist.group.WORLD), cast(Any, Multiplying())  # type: ignore[arg-type]
-    x, up, down, of_y = random(2, 8, 6), random(12, 6, seed=1), random(6, 12, seed=2), random(2, 8, 6, seed=3)
-    own, a, b = (peers.part(t, dim).clone().requires_grad_() for t, dim in ((x, 1), (up, 0), (down, 1)))
-    whole = [t.clone().requires_grad_() for t in (x, up, down)]
-    with mock.patch.object(overlap, "Passing", Noted):
-        gathered, h = overlap.columns(
-            own,
-            a,
+    peers = _world_peers()
+    product = cast(Any, RecordedProduct())
+    x = random(2, 8, 6)
+    up = random(12, 6, seed=1)
+    down = random(6, 12, seed=2)
+    gradient = random(2, 8, 6, seed=3)
+    x_part = peers.part(x, 1).clone().requires_grad_()
+    up_part = peers.part(up, 0).clone().requires_grad_()
+    down_part = peers.part(down, 1).clone().requires_grad_()
+    with mock.patch.object(overlap, "Passing", RecordedPassing):
+        gathered, hidden = overlap.columns(
+            x_part,
+            up_part,
             None,
             group=peers.group,
             product=product,
             start_gather=lambda part: peers.start_gather(part, 1),
         )
-        y = overlap.rows(h + 0.0 * gathered.sum(), b, group=peers.group, product=product)
-        y.backward(peers.part(of_y, 1))
-    expected = whole[0] @ whole[1].T @ whole[2].T
-    expected.backward(of_y)
-    cuts = zip([expected, *(t.grad for t in whole)], (1, 1, 0, 1))
-    return happened, [y, own.grad, a.grad, b.grad], [peers.part(t, dim) for t, dim in cuts]  # type: ignore[list-item]
+        hidden = hidden + 0.0 * gathered.sum()
+        y_part = overlap.rows(hidden, down_part, group=peers.group, product=product)
+        y_part.backward(peers.part(gradient, 1))
+
+    whole_x, whole_up, whole_down = (t.clone().requires_grad_() for t in (x, up, down))
+    y = whole_x @ whole_up.T @ whole_down.T
+    y.backward(gradient)
+    expected = [
+        peers.part(y, 1),
+        peers.part(_gradient_of(whole_x), 1),
+        peers.part(_gradient_of(whole_up), 0),
+        peers.part(_gradient_of(whole_down), 1),
+    ]
+    results = [y_part, _gradient_of(x_part), _gradient_of(up_part), _gradient_of(down_part)]
+    return events, results, expected
+
+
+def _gradient_of(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None
+    return leaf.grad
 
 
 @pytest.mark.alone
 def test_pieces_travel_while_others_are_multiplied() -> None:
     pieces = 4
-    sent = f"send {2 * 8 // pieces * 6 * 4}"
-    gather = [sent, "multiply", "wait"] * (pieces - 1) + ["multiply"]
-    scatter = ["multiply"] + [sent, "multiply", "wait"] * (pieces - 1)
-    for happened, found, expected in run_distributed(_beside, pieces):
-        assert happened == gather + scatter + gather + scatter
-        torch.testing.assert_close(found, expected)
+    send = f"send {2 * 8 // pieces * 6 * 4}"
+    gather = [send, "multiply", "wait"] * (pieces - 1) + ["multiply"]
+    scatter = ["multiply"] + [send, "multiply", "wait"] * (pieces - 1)
+    for events, results, expected in run_distributed(_overlapped_layers, pieces):
+        assert events == gather + scatter + gather + scatter
+        torch.testing.assert_close(results, expected)
 
 
-REDUCTIONS: list[dict[str, Any]] = [{}, {"reduction": "sum"}, {"reduction": "none"}, {"label_smoothing": 0.2}]
-USES: dict[str, Any] = {
+# --- the loss of split logits ---------------------------------------------------------------------
+
+LOSS_ARGUMENTS: list[dict[str, Any]] = [
+    {},
+    {"reduction": "sum"},
+    {"reduction": "none"},
+    {"label_smoothing": 0.2},
+]
+SPLIT_USES: dict[str, Callable[[Tensor], Tensor]] = {
     "view": lambda x: x.view(-1, 7),
     "reshape": lambda x: x.reshape(6, -1),
     "flatten": lambda x: x.flatten(0, 1),
     "float": lambda x: x.float(),
     "to": lambda x: x.to(torch.float64),
     "shifted": lambda x: x[:, :-1],
-    "shifted_dots": lambda x: x[..., :-1, :].contiguous(),
+    "shifted with dots": lambda x: x[..., :-1, :].contiguous(),
+}
+"""Uses of logits that leave them split."""
+GATHERING_USES: dict[str, Callable[[Tensor], Tensor]] = {
     "argmax": lambda x: x.argmax(-1),
     "softmax": lambda x: F.softmax(x, -1),
     "transposed": lambda x: x.transpose(1, 2),
     "scaled": lambda x: x / 2,
 }
-GATHERED = ("argmax", "softmax", "transposed", "scaled")
 
 
-def _split_logits(rank: int) -> None:
-    peers = ops.Peers(dist.group.WORLD)  # type: ignore[arg-type]
+def _check_cross_entropy(rank: int) -> None:
+    """Compare the loss of split logits and its gradient with those of whole logits."""
+    peers = _world_peers()
     loss.CHUNK_NUMBERS = 4  # two rows of two words
-    for vocabulary, arguments in itertools.product((7, 3), REDUCTIONS):
+    for vocabulary, arguments in itertools.product((7, 3), LOSS_ARGUMENTS):
         torch.manual_seed(3)
         whole = (5 * torch.randn(6, vocabulary)).requires_grad_()
         target = torch.randint(0, vocabulary, (6,))
         target[2] = -100
         local = peers.part(whole.detach(), -1).clone().requires_grad_()
         expected = F.cross_entropy(whole, target, **arguments)
-        found = F.cross_entropy(VocabularyLogits(local, peers, vocabulary), target, **arguments)
-        assert type(found) is Tensor and found.shape == expected.shape
-        weights = torch.arange(1.0, 7.0) if found.dim() else 1.0
+        actual = F.cross_entropy(VocabularyLogits(local, peers, vocabulary), target, **arguments)
+        assert type(actual) is Tensor
+        assert actual.shape == expected.shape
+        weights = torch.arange(1.0, 7.0) if actual.dim() else 1.0
         (expected * weights).sum().backward()
-        (found * weights).sum().backward()
-        off = (found - expected).abs().max() + (local.grad - peers.part(whole.grad, -1)).abs().sum()
-        assert off < 1e-5, (vocabulary, arguments)
-    whole = torch.arange(42.0).reshape(2, 3, 7)
-    split = VocabularyLogits(peers.part(whole, -1), peers, 7)
-    for name, use in USES.items():
-        value = use(split)
-        assert isinstance(value, VocabularyLogits) == (name not in GATHERED), name
-        torch.testing.assert_close(value if name in GATHERED else value.gathered(), use(whole), msg=name)
-    narrow = VocabularyLogits(peers.part(whole.bfloat16(), -1), peers, 7)
-    for name, use in USES.items():
-        value = use(narrow.float())
-        assert value.dtype == use(whole).dtype and value.shape == use(whole).shape, name
-        torch.testing.assert_close(value if name in GATHERED else value.gathered(), use(whole.bfloat16().float()))
+        (actual * weights).sum().backward()
+        loss_error = (actual - expected).abs().max()
+        expected_gradient = peers.part(_gradient_of(whole), -1)
+        gradient_error = (_gradient_of(local) - expected_gradient).abs().sum()
+        assert loss_error + gradient_error < 1e-5, (vocabulary, arguments)
 
 
 @pytest.mark.alone
-def test_cross_entropy_and_any_other_use_of_split_logits_are_right() -> None:
-    """3 words over 4 workers leave one with none; one target is ignored."""
-    run_distributed(_split_logits, 4)
+def test_cross_entropy_of_split_logits_is_that_of_whole_logits() -> None:
+    """Of 3 words over 4 workers, one worker has none. One target is ignored."""
+    run_distributed(_check_cross_entropy, 4)
 
 
-class Wide(torch_internals.OperationMode):  # type: ignore[misc]
-    """The most numbers that a float32 tensor had, of those that operations under it made."""
+def _check_uses_of_split_logits(rank: int) -> None:
+    peers = _world_peers()
+    whole = torch.arange(42.0).reshape(2, 3, 7)
+    split = VocabularyLogits(peers.part(whole, -1), peers, 7)
+    rounded = whole.bfloat16()
+    split_rounded = VocabularyLogits(peers.part(rounded, -1), peers, 7).float()
+    for logits, expected_logits in ((split, whole), (split_rounded, rounded.float())):
+        for name, use in SPLIT_USES.items():
+            value = use(logits)
+            expected = use(expected_logits)
+            assert isinstance(value, VocabularyLogits), name
+            assert value.dtype == expected.dtype, name
+            assert value.shape == expected.shape, name
+            torch.testing.assert_close(value.gathered(), expected, msg=name)
+        for name, use in GATHERING_USES.items():
+            value = use(logits)
+            assert not isinstance(value, VocabularyLogits), name
+            torch.testing.assert_close(value, use(expected_logits), msg=name)
+
+
+@pytest.mark.alone
+def test_split_logits_stay_split_where_a_loss_needs_it_and_are_right() -> None:
+    run_distributed(_check_uses_of_split_logits, 4)
+
+
+class LargestFloat32(torch_internals.OperationMode):  # type: ignore[misc]
+    """Measures the largest float32 tensor that an operation makes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = 0
+        self.numel = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for each in made if isinstance(made, (tuple, list)) else (made,):
-            if isinstance(each, Tensor) and each.dtype == torch.float32 and not each.is_meta:
-                self.most = max(self.most, each.numel())
-        return made
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(value, Tensor) and value.dtype == torch.float32 and not value.is_meta:
+                self.numel = max(self.numel, value.numel())
+        return result
 
 
-def _wide_numbers(rank: int) -> tuple[int, int]:
-    """Of the loss of split logits of 16 bits and its backward: the largest float32 tensor, and bytes kept between."""
-    peers = ops.Peers(dist.group.WORLD)  # type: ignore[arg-type]
+def _float32_memory_of_loss(rank: int) -> tuple[int, int]:
+    """The loss of split 16-bit logits and its backward.
+
+    Returns:
+        The numbers of the largest float32 tensor, and the bytes kept for backward.
+    """
+    peers = _world_peers()
     loss.CHUNK_NUMBERS = 1024
     local = random(64, 512, seed=rank).bfloat16().requires_grad_()
-    with Wide() as wide:
-        with saved() as kept:
-            value = F.cross_entropy(VocabularyLogits(local, peers, 1024).float(), torch.arange(64))
+    with LargestFloat32() as largest:
+        with saved_for_backward() as kept:
+            logits = VocabularyLogits(local, peers, 1024).float()
+            value = F.cross_entropy(logits, torch.arange(64))
         value.backward()
-    assert local.grad is not None and local.grad.dtype == local.dtype and value.dtype == torch.float32
-    return wide.most, stored(kept, [local])
+    assert _gradient_of(local).dtype == local.dtype
+    assert value.dtype == torch.float32
+    return largest.numel, storage_bytes(kept, [local])
 
 
 @pytest.mark.alone
-def test_split_logits_are_float32_a_few_rows_at_a_time() -> None:
-    """64 rows of 512 words were 128 KiB each time that all were float32."""
-    for most, kept in run_distributed(_wide_numbers, 2):
-        assert most <= 1024 and kept < 4096
+def test_split_logits_become_float32_a_few_rows_at_a_time() -> None:
+    """All 64 rows of 512 words in float32 would be 128 KiB."""
+    for numel, kept_bytes in run_distributed(_float32_memory_of_loss, 2):
+        assert numel <= 1024
+        assert kept_bytes < 4096
 
 
-@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("has_labels", [True, False])
 @pytest.mark.pure
-def test_split_logits_of_a_part_of_a_sequence_have_no_gradient_where_no_label_counts(
-    counts: bool,
-) -> None:
-    """With tp and cp both. That the row trains as one device does: test_parity.py."""
+def test_split_logits_have_no_gradient_if_no_label_of_the_part_counts(has_labels: bool) -> None:
+    """With tp and cp together; test_parity.py trains such a row."""
     local = random(4, 8).requires_grad_()
-    split = VocabularyLogits(local * 2, ops.ShapePeers(2), 16)
-    gated = Context._gate_output(
-        cast(Any, SimpleNamespace(_has_labels=torch.tensor(counts))), nn.Linear(1, 1), (), split
-    )
-    assert isinstance(gated, VocabularyLogits) and gated.shape == split.shape
+    logits = VocabularyLogits(local * 2, ops.ShapePeers(2), 16)
+    context = cast(Any, SimpleNamespace(_has_labels=torch.tensor(has_labels)))
+    gated = Context._gate_output(context, nn.Linear(1, 1), (), logits)
+    assert isinstance(gated, VocabularyLogits)
+    assert gated.shape == logits.shape
     gated.local.sum().backward()
-    torch.testing.assert_close(local.grad, torch.full_like(local, 2.0 * counts))
+    torch.testing.assert_close(local.grad, torch.full_like(local, 2.0 * has_labels))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from app.tasks.base import EvaluationLog
 from app.tasks.huggingface.conversations import IGNORED
-from app.tasks.language import SAMPLE_TOKENS, sample_tokens
+from app.tasks.language import SAMPLE_TOKENS, end_tokens, sample_tokens
 
 if TYPE_CHECKING:
     from app.tasks.huggingface.task import HuggingFace
@@ -61,7 +61,10 @@ def _answer_in_conversation(
         positions_1T = torch.arange(tokens_1T.size(1))[None]
         return task.arguments((tokens_1T, positions_1T))
 
-    return question_T, sample_tokens(model, arguments, question_T, length=len(tokens_T))
+    written_T = sample_tokens(
+        model, arguments, question_T, length=len(tokens_T), ends=_ends(task, model)
+    )
+    return question_T, written_T
 
 
 def _answer_of_decoder(
@@ -80,4 +83,13 @@ def _answer_of_decoder(
         return task.arguments((text_S[None], mask_S[None], decoder_1T))
 
     start_1 = decoder_T[:1]
-    return text_S, sample_tokens(model, arguments, start_1, length=SAMPLE_TOKENS + 1)
+    written_T = sample_tokens(
+        model, arguments, start_1, length=SAMPLE_TOKENS + 1, ends=_ends(task, model)
+    )
+    return text_S, written_T
+
+
+def _ends(task: HuggingFace, model: nn.Module) -> set[int]:
+    """The tokens that end an answer: the model's, and the one that the task writes after each."""
+    end = task.tokenizer.eos_token_id
+    return end_tokens(model) | (set() if end is None else {end})

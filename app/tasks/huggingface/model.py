@@ -202,6 +202,28 @@ def _hub_folder(name: str, *, weights: bool) -> Path:
         ) from error
 
 
+def has_weights_here(name: str) -> bool:
+    """Whether a folder, or the hub's cache on this machine, has the weights of a model.
+
+    Args:
+        name: `task_args.model`.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _has_weights(folder)
+    library()
+    import huggingface_hub as hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    patterns = [*HUB_FILES, "*.safetensors"]
+    try:
+        return _has_weights(
+            Path(hub.snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+        )
+    except (LocalEntryNotFoundError, hub.errors.HFValidationError):
+        return False
+
+
 def _has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in WEIGHTS)
 

@@ -1,10 +1,11 @@
-"""One check: what it is, what it is given, and the process that runs it.
+"""One check: what it is, what it gets, and the process that runs it.
 
-`python -m experiments.benchmarks.gpu_first.check FUNCTION ARGUMENTS DEVICE MODEL FILE LIMIT PIPE` calls a check's
-function on DEVICE (cuda or cpu), with the name of a model of experiments/benchmarks/gpt.py, and writes what it expects
-and finds to FILE, a JSON object a line, each as soon as it is known: of a check that hangs or crashes stays what it had
-found. PIPE is the number of an inherited file descriptor: once nobody has its other end open, because the program was
-killed, the check and all that it started are killed, too.
+`python -m experiments.benchmarks.gpu_first.check FUNCTION ARGUMENTS DEVICE MODEL FILE LIMIT PIPE`
+calls the function of a check on DEVICE (cuda or cpu), with the name of a model of
+experiments/benchmarks/gpt.py. It writes what the check expects and finds to FILE, a JSON object per
+line, each as soon as it is known, so that a check that hangs or crashes leaves what it had found.
+PIPE is the number of an inherited file descriptor. When nobody has its other end open, because the
+program was killed, the check and all that it started are killed too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from cluster.environment import set_defaults
 
@@ -29,46 +30,61 @@ if TYPE_CHECKING:
     from app.planner.device import Device
 
 
-OURS = ("app", "cluster", "experiments", "strategies", "tests")
-SAID = 3000
-"""Characters that are kept of an error, and of the last words of a process that was killed or crashed."""
+OUR_PACKAGES = ("app", "cluster", "experiments", "strategies", "tests")
+MAX_MESSAGE = 3000
+"""Characters that are kept of an error, and of the last output of a process that was ended."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Check:
-    """One question to the machine. function: its whole name; it is called with a `Here` and `arguments`."""
+    """One question to the machine.
+
+    Attributes:
+        name: Its name on the command line.
+        function: The full name of its function, which is called with a `CheckContext` and
+            `arguments`.
+        seconds: What it takes on an H100. It does not start if less is left of a budget.
+        limit: Seconds after which it is killed.
+        arguments: Arguments of the function.
+        needs: "gpu"; or "several" for two GPUs, or for two processes if there is no GPU; "" if it
+            runs on a CPU too.
+        model: The model that it uses.
+        has_own_size: Whether --model does not change its model, and leaves it out.
+        env: Environment variables of its process.
+    """
 
     name: str
     function: str
     seconds: float
-    """What it takes on one H100: it is not begun where less is left of a budget."""
     limit: float
-    """Seconds after which it is killed."""
     arguments: tuple[Any, ...] = ()
     needs: str = ""
-    """"gpu", or "several": two GPUs, or two processes where there is no GPU; "": runs on a CPU too."""
     model: str = "124m"
     has_own_size: bool = False
-    """Not changed by --model, and left out with it."""
     env: dict[str, str] = field(default_factory=dict)
 
 
-class NotHere(Exception):
-    """The check cannot be done on this machine; why, a few words."""
+class CannotRun(Exception):
+    """A check cannot run on this machine; the message is a few words that say why."""
 
 
 @dataclass
-class Here:
-    """What a check is given: where it runs, and where it says what it expects and finds."""
+class CheckContext:
+    """What a check gets: where it runs, and where it writes what it expects and finds.
 
-    kind: str
-    """cuda or cpu."""
+    Attributes:
+        device_type: cuda or cpu.
+        model: The name of a model.
+        file: Gets a JSON object per line.
+    """
+
+    device_type: str
     model: str
-    file: Any
+    file: TextIO
 
     @property
     def on_gpu(self) -> bool:
-        return self.kind == "cuda"
+        return self.device_type == "cuda"
 
     @property
     def device(self) -> torch.device:
@@ -76,86 +92,128 @@ class Here:
 
         return torch.device("cuda", 0) if self.on_gpu else torch.device("cpu")
 
-    def expect(self, what: str, low: float | None, high: float | None, why: str) -> None:
-        """A prediction, said before anything is measured. None: no bound. why: where it comes from."""
-        self._write({"predicted": {what: {"low": low, "high": high, "why": why}}})
+    def expect(self, figure: str, low: float | None, high: float | None, *, why: str) -> None:
+        """Write a prediction, before anything is measured.
 
-    def expect_speed(self, what: str, low: float | None, high: float | None, why: str) -> None:
-        """As `expect`; a CPU may be as slow or fast as it likes."""
-        self.expect(what, *((low, high, why) if self.on_gpu else (0.0, None, "a CPU's speed is not predicted")))
+        Args:
+            figure: The name of what is measured.
+            low: The lower bound; None for no bound.
+            high: The upper bound; None for no bound.
+            why: Where the prediction comes from.
+        """
+        self._write({"predicted": {figure: {"low": low, "high": high, "why": why}}})
+
+    def expect_speed(self, figure: str, low: float | None, high: float | None, *, why: str) -> None:
+        """Write a prediction for a GPU. A CPU may be as slow or fast as it is."""
+        if self.on_gpu:
+            self.expect(figure, low, high, why=why)
+        else:
+            self.expect(figure, 0.0, None, why="a CPU's speed is not predicted")
 
     def found(self, **values: Any) -> None:
+        """Write what was measured."""
         self._write({"found": values})
 
     def _write(self, line: dict[str, Any]) -> None:
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
 
-    def wait(self) -> None:
-        """Until the device has done all that it was given."""
+    def synchronize(self) -> None:
+        """Wait until the device has done all its work."""
         import torch
 
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
     def datasheet(self) -> Device:
-        """The device as the planner knows it: datasheet's figures (cluster/hardware.yaml) and efficiencies."""
+        """The device as the planner knows it: the figures of its datasheet, and efficiencies.
+
+        They are in cluster/hardware.yaml.
+        """
         from app.planner.machine import machine_of_run
 
         return machine_of_run(1).device
 
     def seconds_of(self, function: Callable[[], object]) -> float:
-        """Seconds of one call: the fastest of a few blocks."""
+        """Seconds of one call, of the fastest of a few blocks of calls."""
         from app.planner.calibrate import seconds_of
 
         return seconds_of(function, self.device)
 
 
 def misses(predicted: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """Predictions that do not hold, a sentence each. nan is in no range."""
-    wrong = []
-    for what, bound in predicted.items():
-        low, high, value = bound["low"], bound["high"], found.get(what)
+    """A sentence for each prediction that does not hold. nan is within no bounds.
+
+    Args:
+        predicted: The bounds of each figure.
+        found: The value of each figure.
+    """
+    sentences = []
+    for figure, bounds in predicted.items():
+        low = bounds["low"]
+        high = bounds["high"]
+        value = found.get(figure)
         if value is None:
-            wrong.append(f"{what} was not found")
-        elif not ((low is None or value >= low) and (high is None or value <= high)):
-            wrong.append(f"{what} is {value:.6g}, outside of {low} to {high}")
-    return wrong
+            sentences.append(f"{figure} was not found")
+            continue
+        is_high_enough = low is None or value >= low
+        is_low_enough = high is None or value <= high
+        if not (is_high_enough and is_low_enough):
+            sentences.append(f"{figure} is {value:.6g}, outside of {low} to {high}")
+    return sentences
+
+
+# --- the process of a check -----------------------------------------------------------------------
 
 
 def end_with_the_program(pipe: int) -> None:
-    """Forks a process that waits for the program's end and then kills this process group. A process of its own, as one
-    that hangs in a call of the driver runs no other thread; the program ends it together with the check."""
+    """Fork a process that waits for the end of the program and then kills this process group.
+
+    It is a process because a check that hangs in a call of the driver runs no other thread. The
+    program ends it together with the check.
+
+    Args:
+        pipe: A file descriptor whose other end the program has open.
+    """
     if os.fork() == 0:
         os.read(pipe, 1)
         os.killpg(0, signal.SIGKILL)
 
 
-def main(function: str, arguments: str, device: str, model: str, path: str, limit: str, pipe: str) -> None:
-    """Ends well also where the check raises: that is in the file, too."""
+def main(
+    function: str, arguments: str, device_type: str, model: str, path: str, limit: str, pipe: str
+) -> None:
+    """Run a check.
+
+    The process ends well even if the check raises, since the file has the error.
+    """
     end_with_the_program(int(pipe))
     set_defaults()  # before CUDA starts, as in a run's workers
     faulthandler.enable()
-    faulthandler.dump_traceback_later(0.8 * float(limit))  # says where it hangs, just before it is killed
+    # Prints where the check hangs, shortly before it is killed.
+    faulthandler.dump_traceback_later(0.8 * float(limit))
     module, _, name = function.rpartition(".")
     with Path(path).open("w") as file:
+        context = CheckContext(device_type, model, file)
         try:
-            getattr(importlib.import_module(module), name)(Here(device, model, file), *json.loads(arguments))
-            ended = {}
-        except NotHere as reason:
-            ended = {"left_out": str(reason)}
+            check = getattr(importlib.import_module(module), name)
+            check(context, *json.loads(arguments))
+            end: dict[str, str] = {}
+        except CannotRun as reason:
+            end = {"left_out": str(reason)}
         except ModuleNotFoundError as error:
-            ended = {"lacks": str(error.name)}
-            if (error.name or "").partition(".")[0] in OURS:
+            missing = error.name or ""
+            end = {"lacks": str(error.name)}
+            if missing.partition(".")[0] in OUR_PACKAGES:
                 raise
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"[:SAID]
-            ended = {"error": said, "trace": traceback.format_exc()[-SAID:]}
-        file.write(json.dumps(ended) + "\n")
+            message = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
+            end = {"error": message, "trace": traceback.format_exc()[-MAX_MESSAGE:]}
+        file.write(json.dumps(end) + "\n")
 
 
 if __name__ == "__main__":
-    # Checks import this module under its own name: the exceptions that they raise are that one's, not __main__'s.
+    # Checks import this module by its own name, and raise the exceptions of that module.
     from experiments.benchmarks.gpu_first import check
 
     check.main(*sys.argv[1:])

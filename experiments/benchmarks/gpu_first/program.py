@@ -1,7 +1,8 @@
 """The first minutes on a GPU: a list of checks, each in a process of its own with a time limit.
 
-Needs PyTorch, and for checks that train, NumPy, PyYAML and psutil; neither Ray nor MLflow, OmegaConf or Click. This
-file imports nothing but Python's own library, so that whatever breaks, breaks in a check's process.
+It needs PyTorch, and for checks that train NumPy, PyYAML and psutil; neither Ray nor MLflow,
+OmegaConf or Click. This file imports only Python's own library, so that whatever breaks, breaks in
+the process of a check.
 """
 
 import argparse
@@ -16,120 +17,198 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.benchmarks.gpu_first.check import SAID, Check, misses
-from experiments.benchmarks.gpu_first.table import CHECKS, MACHINE, ROW, row_check
+from experiments.benchmarks.gpu_first.check import MAX_MESSAGE, Check, misses
+from experiments.benchmarks.gpu_first.table import CHECKS, MACHINE, ROW_PREFIX, row_check
 
 ROOT = Path(__file__).parents[3]
 MODELS = ("124m", "1.3b", "tiny")
 OUT = "gpu_first.jsonl"
-MARKS = {True: "ok", False: "FAILED", None: "left out"}
+STATUS_WORDS = {True: "ok", False: "FAILED", None: "left out"}
+MAX_REMARK = 400
+"""Characters of an error that are printed."""
+Line = dict[str, Any]
+"""The result of a check, as it is written to the file."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """What all checks of a program have in common.
+
+    Attributes:
+        folder: For what is compiled, which all checks share.
+        deadline: The end of the budget, on time.monotonic; None for no budget.
+        limit: Seconds of every check, instead of its own limit.
+    """
+
+    folder: Path
+    deadline: float | None = None
+    limit: float | None = None
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds of the budget that are left."""
+        return math.inf if self.deadline is None else self.deadline - time.monotonic()
 
 
 def main(arguments: Sequence[str], prog_name: str = "gpu first") -> None:
-    """Prints a line per check, then a table of what was predicted and found. Ends with 1 if a check failed, a
-    prediction did not hold, or a package was not there."""
-    options = _options(arguments, prog_name)
-    begun = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the running check is ended, too
+    """Print a line for each check, and then a table of what was predicted and found.
+
+    The exit code is 1 if a check failed, a prediction did not hold, or a package was missing.
+    """
+    options = _parse(arguments, prog_name)
+    start = time.monotonic()
+    # As an exception, SIGTERM ends the running check too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="trireme-gpu-", ignore_cleanup_errors=True) as folder:
-        shared = Shared(Path(folder), None if options.budget is None else begun + options.budget, options.limit)
-        machine = run(MACHINE, "cuda", "tiny", shared)  # it says itself how many GPUs there are
-        if "gpus" not in machine["found"]:
-            sys.exit(f"what GPUs there are could not be found{_remark(machine)}")
-        gpus, names = machine["found"]["gpus"], machine["found"].get("rows", ())
+        deadline = None if options.budget is None else start + options.budget
+        session = Session(Path(folder), deadline=deadline, limit=options.limit)
+        machine = run(MACHINE, "cuda", "tiny", session)  # it finds itself how many GPUs there are
+        gpus = _count_gpus(machine)
         if not gpus and options.model is None:
             sys.exit("there is no GPU here: on a CPU write --model tiny")
-        checks = chosen([*CHECKS, *map(row_check, names)], options.only)
+        rows = machine["found"].get("rows", ())
+        checks = chosen([*CHECKS, *map(row_check, rows)], options.only)
         lines = []
         with open(options.out, "w") as file:
-            for line in itertools.chain([machine], run_all(checks, gpus, options.model, shared)):
-                file.write(json.dumps(_plain(line)) + "\n")
+            results = run_all(checks, gpus=gpus, model=options.model, session=session)
+            for line in itertools.chain([machine], results):
+                file.write(json.dumps(_without_nan(line)) + "\n")
                 file.flush()
-                print(f"{line['seconds']:7.1f} s  {MARKS[line['ok']]:8}  {line['name']}{_remark(line)}", flush=True)
+                print(_printed(line), flush=True)
                 lines.append(line)
-            by = {ok: [line["name"] for line in lines if line["ok"] is ok] for ok in (True, False, None)}
-            lacks = sorted({line["lacks"] for line in lines if line["lacks"]})
-            right = not by[False] and not lacks
-            summary = {"name": "summary", "ok": right, "passed": by[True], "failed": by[False], "left_out": by[None]}
-            summary |= {"lacks": lacks, "seconds": round(time.monotonic() - begun, 1)}
+            summary = _summary(lines, seconds=time.monotonic() - start)
             file.write(json.dumps(summary) + "\n")
-    print("", *_table(lines), "", f"All that was found is in {options.out}.", sep="\n", flush=True)
-    sys.exit(0 if right else 1)
+    print("", *_table(lines), "", sep="\n")
+    print(f"All that was found is in {options.out}.", flush=True)
+    sys.exit(0 if summary["ok"] else 1)
 
 
-def _remark(line: dict[str, Any]) -> str:
-    """The first line of why a check is not ok, and the last, which of a traceback names the error."""
-    error = (line["error"] or "").strip().splitlines()
-    return f": {' … '.join(dict.fromkeys((error[0], error[-1])))}"[:400] if error else ""
+def _count_gpus(machine: Line) -> int:
+    """How many GPUs the machine's own check has found; ends the program if it has not."""
+    if "gpus" not in machine["found"]:
+        sys.exit(f"what GPUs there are could not be found{_remark(machine)}")
+    return machine["found"]["gpus"]
 
 
-def _table(lines: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """What was predicted and what was found, a line each."""
-    yield f"{'check':28} {'figure':26} {'predicted':>23}  {'found':>10}"
-    for line in lines:
-        for what, bound in line["predicted"].items():
-            value = line["found"].get(what)
-            shown = " to ".join("any" if bound[end] is None else f"{bound[end]:.4g}" for end in ("low", "high"))
-            known = "-" if value is None else f"{value:.4g}"
-            wrong = "" if value is None or not misses({what: bound}, line["found"]) else "  outside"
-            yield f"{line['name']:28} {what:26} {shown:>23}  {known:>10}{wrong}"
+def _summary(lines: list[Line], *, seconds: float) -> Line:
+    """The last line of the file."""
+
+    def names(ok: bool | None) -> list[str]:
+        return [line["name"] for line in lines if line["ok"] is ok]
+
+    missing_packages = sorted({line["lacks"] for line in lines if line["lacks"]})
+    return {
+        "name": "summary",
+        "ok": not names(False) and not missing_packages,
+        "passed": names(True),
+        "failed": names(False),
+        "left_out": names(None),
+        "lacks": missing_packages,
+        "seconds": round(seconds, 1),
+    }
 
 
-class Shared:
-    """What all checks of a program have in common."""
-
-    def __init__(self, folder: Path, end: float | None = None, limit: float | None = None) -> None:
-        """folder: for what is compiled, once for all of them. end: of the budget, on time.monotonic. limit: seconds of
-        every check, instead of its own."""
-        self.folder, self.end, self.limit = folder, end, limit
-
-    @property
-    def left(self) -> float:
-        """Seconds of the budget."""
-        return math.inf if self.end is None else self.end - time.monotonic()
-
-
-def run_all(checks: Iterable[Check], gpus: int, model: str | None, shared: Shared) -> Iterator[dict[str, Any]]:
-    """What is to be said of each, one after another. model: for all of them; None: what each has."""
-    for check in checks:
-        if reason := left_out(check, gpus, model, shared.left):
-            yield _line(check.name, None, error=reason)
-        else:
-            yield run(check, "cuda" if gpus else "cpu", model or check.model, shared)
-
-
-def _plain(value: Any) -> Any:
-    """Without inf and nan, which JSON does not have."""
+def _without_nan(value: Any) -> Any:
+    """A value with words in place of inf and nan, which JSON does not have."""
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _without_nan(child) for key, child in value.items()}
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_without_nan(child) for child in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _options(arguments: Sequence[str], prog_name: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=prog_name, description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these checks; or all whose names begin so")
-    parser.add_argument("--model", choices=MODELS, help="for all checks; default: 124m, and 1.3b where it says so")
-    parser.add_argument("--limit", type=float, metavar="SECONDS", help="for every check, instead of its own")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="for all of them: what does not fit is named")
-    parser.add_argument("--out", default=OUT, metavar="FILE", help=f"for all that is found, JSON lines; default: {OUT}")
+# --- what is printed ------------------------------------------------------------------------------
+
+
+def _printed(line: Line) -> str:
+    status = STATUS_WORDS[line["ok"]]
+    return f"{line['seconds']:7.1f} s  {status:8}  {line['name']}{_remark(line)}"
+
+
+def _remark(line: Line) -> str:
+    """The first and the last line of why a check is not ok; a traceback's last names the error."""
+    error_lines = (line["error"] or "").strip().splitlines()
+    if not error_lines:
+        return ""
+    different_lines = dict.fromkeys((error_lines[0], error_lines[-1]))
+    return f": {' … '.join(different_lines)}"[:MAX_REMARK]
+
+
+def _table(lines: Iterable[Line]) -> Iterator[str]:
+    """What was predicted and what was found, a line for each figure."""
+    yield f"{'check':28} {'figure':26} {'predicted':>23}  {'found':>10}"
+    for line in lines:
+        for figure, bounds in line["predicted"].items():
+            value = line["found"].get(figure)
+            range_text = f"{_bound_text(bounds['low'])} to {_bound_text(bounds['high'])}"
+            value_text = "-" if value is None else f"{value:.4g}"
+            is_missed = value is not None and bool(misses({figure: bounds}, line["found"]))
+            remark = "  outside" if is_missed else ""
+            yield f"{line['name']:28} {figure:26} {range_text:>23}  {value_text:>10}{remark}"
+
+
+def _bound_text(bound: float | None) -> str:
+    return "any" if bound is None else f"{bound:.4g}"
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+def _parse(arguments: Sequence[str], prog_name: str) -> argparse.Namespace:
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog=prog_name, description=description)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="NAME",
+        help="these checks; or all whose names begin so",
+    )
+    parser.add_argument(
+        "--model",
+        choices=MODELS,
+        help="for all checks; default: 124m, and 1.3b where it says so",
+    )
+    parser.add_argument(
+        "--limit",
+        type=float,
+        metavar="SECONDS",
+        help="for every check, instead of its own",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="for all of them: what does not fit is named",
+    )
+    parser.add_argument(
+        "--out",
+        default=OUT,
+        metavar="FILE",
+        help=f"for all that is found, JSON lines; default: {OUT}",
+    )
     options = parser.parse_args(arguments)
     for name in ("limit", "budget"):
         seconds = getattr(options, name)
         if seconds is not None and not seconds > 0:
             parser.error(f"--{name} is {seconds:g}: write a number of seconds above 0")
-    known = [*(check.name for check in CHECKS), ROW]
-    if wrong := [word for word in options.only or () if not any(name.startswith(word) for name in known)]:
-        parser.error(f"no check is called {wrong[0]!r}: write {', '.join(known)}")
+    names = [*(check.name for check in CHECKS), ROW_PREFIX]
+    for word in options.only or ():
+        if not any(name.startswith(word) for name in names):
+            parser.error(f"no check is called {word!r}: write {', '.join(names)}")
     return options
 
 
 def chosen(checks: Iterable[Check], only: Sequence[str] | None) -> list[Check]:
-    """only: names, or beginnings of names where no check is called so."""
+    """The checks that --only names.
+
+    Args:
+        checks: All checks.
+        only: Names of checks, or beginnings of names that no check has; None for all checks.
+    """
     checks = list(checks)
     if only is None:
         return checks
@@ -138,91 +217,174 @@ def chosen(checks: Iterable[Check], only: Sequence[str] | None) -> list[Check]:
     return [check for check in checks if check.name in names or check.name.startswith(beginnings)]
 
 
-def left_out(check: Check, gpus: int, model: str | None, left: float = math.inf) -> str:
-    """Why a check is not run; "" if it is. left: seconds of the budget."""
+# --- running checks -------------------------------------------------------------------------------
+
+
+def run_all(
+    checks: Iterable[Check], *, gpus: int, model: str | None, session: Session
+) -> Iterator[Line]:
+    """Run checks one after another.
+
+    Args:
+        checks: The checks.
+        gpus: How many GPUs there are.
+        model: The model of all checks; None for the model of each.
+        session: What they have in common.
+
+    Yields:
+        The result of each check, as soon as it is there.
+    """
+    for check in checks:
+        reason = _reason_to_leave_out(
+            check, gpus=gpus, model=model, seconds_left=session.seconds_left
+        )
+        if reason:
+            yield make_line(check.name, None, error=reason)
+        else:
+            yield run(check, "cuda" if gpus else "cpu", model or check.model, session)
+
+
+def _reason_to_leave_out(check: Check, *, gpus: int, model: str | None, seconds_left: float) -> str:
+    """Why a check does not run; "" if it does."""
     if check.needs == "gpu" and not gpus:
         return "needs a GPU"
     if check.needs == "several" and gpus == 1:
         return "needs two GPUs"
     if check.has_own_size and model:
         return "has a size of its own: leave --model out"
-    return f"takes {check.seconds:g} s, and {max(0.0, left):.0f} s are left of --budget" if left < check.seconds else ""
+    if seconds_left < check.seconds:
+        left = max(0.0, seconds_left)
+        return f"takes {check.seconds:g} s, and {left:.0f} s are left of --budget"
+    return ""
 
 
-def run(check: Check, device: str, model: str, shared: Shared) -> dict[str, Any]:
-    """The check in a process of its own, all of which is ended at its limit and with this program."""
-    limit, begun = min(shared.limit or check.limit, max(1.0, shared.left)), time.monotonic()
+def run(check: Check, device_type: str, model: str, session: Session) -> Line:
+    """Run a check in a process of its own, which ends at its limit and with this program.
+
+    All that the process has started ends with it.
+    """
+    limit = min(session.limit or check.limit, max(1.0, session.seconds_left))
+    start = time.monotonic()
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=shared.folder, ignore_cleanup_errors=True))
-        path, said = Path(folder, "found"), Path(folder, "said")
-        reading, writing = os.pipe()
-        for end in (reading, writing):  # the kernel closes the other end, too, when this process is killed
-            stack.callback(os.close, end)
-        about = [check.function, json.dumps(check.arguments), device, model, str(path), str(limit), str(reading)]
+        folder = stack.enter_context(
+            tempfile.TemporaryDirectory(dir=session.folder, ignore_cleanup_errors=True)
+        )
+        results = Path(folder, "found")
+        output = Path(folder, "said")
+        reading_end, writing_end = os.pipe()
+        # The kernel closes the writing end too when this process is killed.
+        stack.callback(os.close, reading_end)
+        stack.callback(os.close, writing_end)
+        arguments = [
+            check.function,
+            json.dumps(check.arguments),
+            device_type,
+            model,
+            str(results),
+            str(limit),
+            str(reading_end),
+        ]
         process = subprocess.Popen(
-            [sys.executable, "-m", "experiments.benchmarks.gpu_first.check", *about],
+            [sys.executable, "-m", "experiments.benchmarks.gpu_first.check", *arguments],
             cwd=ROOT,
-            env=_environment(check, folder, shared),
-            stdout=stack.enter_context(said.open("w")),
+            env=_environment(check, folder, session),
+            stdout=stack.enter_context(output.open("w")),
             stderr=subprocess.STDOUT,
-            pass_fds=[reading],
+            pass_fds=[reading_end],
             start_new_session=True,
         )
-        ended = ""
+        problem = ""
         try:
             code = process.wait(limit)
-            ended = "" if code == 0 else f"its process ended with {_code(code)}"
+            if code != 0:
+                problem = f"its process ended with {_exit_text(code)}"
         except subprocess.TimeoutExpired:
-            ended = f"it was not done after {limit:.0f} s and was killed"
+            problem = f"it was not done after {limit:.0f} s and was killed"
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
+                os.killpg(process.pid, signal.SIGKILL)  # kills what it has started too
             process.wait()
-        last = said.read_text(errors="replace")[-SAID:] if ended else ""
-        return _judged(check.name, path, ended, last) | {"seconds": round(time.monotonic() - begun, 1)}
+        last_output = output.read_text(errors="replace")[-MAX_MESSAGE:] if problem else ""
+        if last_output:
+            problem = f"{problem}; it said last: {last_output.strip()}"
+        line = judge(check.name, results, problem)
+        line["seconds"] = round(time.monotonic() - start, 1)
+        return line
 
 
-def _environment(check: Check, folder: str, shared: Shared) -> dict[str, str]:
-    """Its own temporary folder; one for all that torch.compile and Triton compile, which checks have in common."""
+def _environment(check: Check, folder: str, session: Session) -> dict[str, str]:
+    """The environment of a check: a temporary folder of its own, and caches that checks share."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}",
+        "TMPDIR": folder,
+    }
     caches = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-    compiled = {name: os.environ.get(name) or str(shared.folder / place) for name, place in caches.items()}
-    python = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    return {**os.environ, "PYTHONPATH": python, "TMPDIR": folder, **compiled, **check.env}
+    for name, cache_folder in caches.items():
+        environment[name] = os.environ.get(name) or str(session.folder / cache_folder)
+    return environment | check.env
 
 
-def _code(code: int) -> str:
+def _exit_text(code: int) -> str:
     return f"exit code {code}" if code > 0 else signal.Signals(-code).name
 
 
-def _judged(name: str, path: Path, ended: str, last: str) -> dict[str, Any]:
+def judge(name: str, results: Path, problem: str = "") -> Line:
+    """The line of a check that has ended.
+
+    Args:
+        name: The check.
+        results: The file with what it expected and found.
+        problem: How its process ended badly; "" if it ended well.
+    """
     predicted: dict[str, Any] = {}
     found: dict[str, Any] = {}
-    other: dict[str, Any] = {}
-    for text in path.read_text().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):  # it was killed while it wrote
-            line = json.loads(text)
-            predicted |= line.pop("predicted", {})
-            found |= line.pop("found", {})
-            other |= line
-    if ended:
-        return _line(name, False, predicted, found, f"{ended}; it said last: {last.strip()}" if last else ended)
-    if lacks := other.get("lacks"):
-        return _line(name, None, predicted, found, f"needs {lacks}: pip install it", lacks)
-    if "left_out" in other:
-        return _line(name, None, predicted, found, other["left_out"])
-    if "error" in other:
-        return _line(name, False, predicted, found, f"{other['error']}\n{other['trace']}")
-    wrong = misses(predicted, found)
-    return _line(name, not wrong, predicted, found, "; ".join(wrong))
+    end: dict[str, Any] = {}
+    texts = results.read_text().splitlines() if results.exists() else []
+    for text in texts:
+        with contextlib.suppress(ValueError):  # the process was killed while it wrote a line
+            entry = json.loads(text)
+            predicted |= entry.pop("predicted", {})
+            found |= entry.pop("found", {})
+            end |= entry
+    ok: bool | None
+    missing_package = None
+    if problem:
+        ok = False
+        error = problem
+    elif end.get("lacks"):
+        ok = None
+        missing_package = end["lacks"]
+        error = f"needs {missing_package}: pip install it"
+    elif "left_out" in end:
+        ok = None
+        error = end["left_out"]
+    elif "error" in end:
+        ok = False
+        error = f"{end['error']}\n{end['trace']}"
+    else:
+        sentences = misses(predicted, found)
+        ok = not sentences
+        error = "; ".join(sentences)
+    return make_line(name, ok, predicted=predicted, found=found, error=error, lacks=missing_package)
 
 
-def _line(
+def make_line(
     name: str,
     ok: bool | None,
+    *,
     predicted: dict[str, Any] | None = None,
-    found: Any = None,
+    found: dict[str, Any] | None = None,
     error: str = "",
     lacks: str | None = None,
-) -> dict[str, Any]:
-    made = {"name": name, "ok": ok, "seconds": 0.0, "predicted": predicted or {}, "found": found or {}}
-    return made | {"error": error or None, "lacks": lacks}
+) -> Line:
+    """The result of a check; README.md describes the fields."""
+    return {
+        "name": name,
+        "ok": ok,
+        "seconds": 0.0,
+        "predicted": predicted or {},
+        "found": found or {},
+        "error": error or None,
+        "lacks": lacks,
+    }

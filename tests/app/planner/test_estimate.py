@@ -184,7 +184,7 @@ def test_a_simpler_layout_within_the_range_of_the_fastest_comes_first(
     assert low < plan.layout(row)["tokens_per_second"] < high
     for share, verdict in ((1.2, "fits"), (1.05, "close"), (0.95, "close"), (0.8, "does not fit")):
         assert replace(row, capacity=share * row.memory_bytes).verdict == verdict
-    beyond_host = replace(row, host_memory_share=1.1)
+    beyond_host = replace(row, host_memory_bytes=1.1, host_bytes=1.0)
     assert not beyond_host.fits and beyond_host.verdict == "does not fit"
     assert between(6.1e3, 7e3) == "6.1–7.0 k" and between(95, 120) == "95–120"
     simple = min((row for row in plan.rows if row.fits), key=lambda row: row.candidate.complexity)
@@ -224,4 +224,4 @@ def test_speed_is_weighed_by_the_probability_that_a_layout_fits(
     assert safe.fit_probability > 0.999 and 0 <= fast.fit_probability <= 1
     assert (fast.fit_probability > 0.5) == (share < 1)
     assert ranked([fast, safe])[0] is (safe if first == "safe" else fast)
-    assert replace(safe, host_memory_share=1.2).fit_probability == 0
+    assert replace(safe, host_memory_bytes=1.2, host_bytes=1.0).fit_probability == 0

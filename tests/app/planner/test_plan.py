@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -112,8 +111,10 @@ def test_a_key_that_the_user_sets_is_fixed_and_rules_out_other_layouts(small: Re
     assert {row.candidate.dims.tp for row in plan.rows} == {2}
     assert "parallel.tp=2 is fixed" in families(plan)["ddp"]
     plan = planned("parallel.offload", "true")
-    assert "state in host memory" in settings_text(plan.rows[0])
-    assert "offload" in cells(plan, plan.rows[0])[1]
+    assert (
+        "of state in each host's memory" in settings_text(plan.rows[0])
+        and "offload" in cells(plan, plan.rows[0])[1]
+    )
 
 
 def _predicted(
@@ -263,34 +264,43 @@ def test_layouts_that_are_passed_over_as_too_large_do_not_fit(large: Reader) -> 
     assert not any(plan.estimator.estimate(candidate).fits for candidate in passed_over[::9])
 
 
-def test_each_family_gets_a_reason_with_figures_and_the_best_names_what_it_waits_for(
-    large: Reader,
+def test_strategies_say_why_with_figures_and_what_they_wait_for(large: Reader) -> None:
+    plan, words = _advised(large, gpus(gpu="a100-40gb"), *BF16)
+    said = families(plan)
+    assert said["expert"] == "the model is no mixture of experts"
+    assert "GiB per GPU, of 38.9 GiB available; the least sharded layout that fits" in said["ddp"]
+    assert sum(sentence.startswith("the best") for sentence in said.values()) == 1
+    assert "fits one GPU only with its state in host memory" in words and "Use " in words
+    best, moved = plan.rows[0], plan.rows[0].candidate._replace(offload=True)
+    slower = [
+        replace(best, candidate=moved, seconds={"compute": best.step_seconds * by})
+        for by in (1.01, 1.1)
+    ]
+    assert distinct(replace(plan, rows=[best, *slower]), 8) == [best, slower[1]], (
+        "near-identical ones are one row"
+    )
+    _, words = _advised(
+        large, gpus(16, across="10Gb"), *BF16, "strategy=fsdp", fixed_keys=("strategy",)
+    )
+    assert "% of the step, mostly gathering parameters" in words
+
+
+def test_where_nothing_fits_it_is_said_what_would_and_ddp_where_it_does(
+    small: Reader, large: Reader
 ) -> None:
-    plan, advice_text = _advised(large, gpus(gpu="a100-40gb"), *BF16)
-    reasons = families(plan)
-    assert reasons["expert"] == "the model is no mixture of experts"
-    expected = "GiB per GPU, of 38.9 GiB available; the least sharded layout that fits"
-    assert expected in reasons["ddp"]
-    assert sum(sentence.startswith("the best") for sentence in reasons.values()) == 1
-    assert "does not fit one GPU" in advice_text and "Use " in advice_text
-    best = plan.rows[0]
-    offloaded = replace(best, candidate=best.candidate._replace(offload=True))
-    as_fast = replace(offloaded, seconds={"compute": best.step_seconds * 1.01})
-    slower = replace(offloaded, seconds={"compute": best.step_seconds * 1.1})
-    rows = distinct(replace(plan, rows=[best, as_fast, slower]), 8)
-    assert rows == [best, slower], "nearly equal layouts share a row"
-    slow_links = gpus(16, across="10Gb")
-    overrides = (*BF16, "strategy=fsdp")
-    _, advice_text = _advised(large, slow_links, *overrides, fixed_keys=("strategy",))
-    assert "% of the step, mostly gathering parameters" in advice_text
-
-
-def test_where_no_layout_fits_the_advice_names_what_would(large: Reader) -> None:
-    plan, advice_text = _advised(large, gpus(1, "rtx-3060"), *BF16, "train.global_batch_size=8")
-    assert plan.best is None
-    assert "No layout fits" in advice_text
-    assert "smallest cluster of the catalogue" in advice_text
-    assert "$" in advice_text and re.search("What would fit: [0-9]+ × rtx-3060", advice_text)
+    held = "parallel.offload=false"
+    fixed_keys = ("parallel.offload",)
+    plan, words = _advised(
+        large, gpus(1, "rtx-3060"), *BF16, "train.global_batch_size=8", held, fixed_keys=fixed_keys
+    )
+    assert (
+        plan.best is None
+        and "No layout fits" in words
+        and "cheapest cluster of the catalogue" in words
+    )
+    assert (
+        "$" in words and "What would fit: offload (strategy=fsdp parallel.offload=true): " in words
+    )
     assert not plan.layout(plan.rows[0])["fits"]
     overrides = (*BF16, "strategy=ddp")
     _, advice_text = _advised(large, gpus(8, "rtx-4090"), *overrides, fixed_keys=("strategy",))
@@ -350,21 +360,27 @@ def test_json_has_the_layouts_best_first(small: Reader, reads: Any, tmp_path: Pa
     assert config.parallel.dp_shard == best["parallel"]["dp_shard"] and config.workers == "8"
 
 
-def test_a_picture_has_the_best_layout_for_each_number_of_gpus(
+def test_a_picture_has_the_best_layout_of_each_number_and_where_nothing_fits(
     large: Reader, tmp_path: Path
 ) -> None:
-    overrides = (*BF16, "train.activation_checkpointing=full")
-    plan = plan_of(large, gpus(4, "a100-40gb"), *overrides, fixed_keys=FEWER)
-    best = best_by_number(plan)
-    assert list(best) == [1, 2, 4, 8, 16] and best[1] is None and best[4] is plan.best
-    fitting = [row for row in best.values() if row]
+    plan = plan_of(
+        large, gpus(4, "a100-40gb"), *BF16, "train.activation_checkpointing=full", fixed_keys=FEWER
+    )
+    found = best_by_number(plan)
+    assert list(found) == [1, 2, 4, 8, 16] and found[4] is plan.best
+    assert found[1] is not None and found[1].candidate.offload, (
+        "one GPU holds it only with its state on the host"
+    )
+    fitting = [row for row in found.values() if row]
     times = [row.step_seconds for row in fitting]
     assert times == sorted(times, reverse=True) and all(row.fits for row in fitting)
     draw(plan, str(tmp_path / "plan.png"), 4)
     assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
-    overrides = (*BF16, "train.global_batch_size=1")
-    nothing_fits = plan_of(large, gpus(1, "rtx-3060"), *overrides, fixed_keys=FEWER)
-    draw(nothing_fits, str(tmp_path / "nothing.svg"), 4)
+    held = ("train.global_batch_size=1", "parallel.offload=false")
+    nowhere = plan_of(
+        large, gpus(1, "rtx-3060"), *BF16, *held, fixed_keys=(*FEWER, "parallel.offload")
+    )
+    draw(nowhere, str(tmp_path / "nothing.svg"), 4)
     assert "<svg" in (tmp_path / "nothing.svg").read_text()
     on_cpus = plan_of(large, cpus(2), "train.global_batch_size=4", fixed_keys=FEWER)
     assert set(best_by_number(on_cpus)) == {1, 2}
@@ -437,7 +453,7 @@ def test_auto_for_one_worker_and_where_nothing_fits(
     errors = row.compare(2 * row.step_seconds, 0.0)
     assert errors["plan/step_error"] == -0.5 and "plan/memory_error" not in errors
     assert row.compare(1.0, 2 * row.memory_bytes)["plan/memory_error"] == -0.5
-    with pytest.raises(NoLayoutFits, match=r"auto finds no layout that fits.*smallest cluster"):
+    with pytest.raises(NoLayoutFits, match=r"auto finds no layout that fits.*cheapest cluster"):
         choose_layout(config, tiny.task, 2, with_memory(cpus(2), 10_000))
     monkeypatch.setattr("app.planner.auto.machine_of_run", lambda *_: 1 / 0)
     choice = choose_layout(config, tiny.task, 4)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -97,15 +98,14 @@ def test_an_export_takes_the_newest_usable_or_the_given_checkpoint(tmp_path: Pat
     run = tmp_path / "points"
     first, second = a_run(run, *POINTS, steps=(1, 2))
 
-    def assert_exported(message: str, model: nn.Module, file_format: str, *options: str) -> None:
-        out = tmp_path / message
-        assert message in invoke("export", run, "--to", file_format, *options, "--out", out).stdout
-        (path,) = out.iterdir()
-        if file_format == "safetensors":
-            exported = load_file(path)
-        else:
-            exported = torch.load(path, weights_only=True)
-        assert same_bits(exported, model.state_dict())
+    def assert_exported(said: str, model: nn.Module, to: str, *more: str) -> None:
+        before = os.umask(0o027)
+        assert said in invoke("export", run, "--to", to, *more, "--out", tmp_path / said).stdout
+        os.umask(before)
+        (path,) = (tmp_path / said).iterdir()
+        assert path.stat().st_mode & 0o777 == 0o640, "the umask's, as the folder has it"
+        got = load_file(path) if to == "safetensors" else torch.load(path, weights_only=True)
+        assert same_bits(got, model.state_dict())
 
     assert_exported("step 2 of", second, "torch")
     assert_exported("step 1 of", first, "safetensors", "--step", "1")
@@ -251,12 +251,15 @@ def test_a_language_model_continues_texts_and_other_runs_are_refused(
     sizes = f"task_args={{data: {text}, sequence_length: 16, d_model: 32, n_layers: 1, n_heads: 2}}"
     train = ["train.steps=300", "train.global_batch_size=16", "optimizer.lr=0.02"]
     invoke("train", "task=language_modelling", sizes, *train, *common)
-    run = tmp_path / "gpt"
-    out = tmp_path / "out"
-    result = invoke("generate", run, "saved is a penny ", "--max-tokens", "6", "--temperature", "0")
-    assert result.stdout == "saved is a penny earned\n", result.output
-    outputs = [invoke("generate", run, "a", "--seed", seed).stdout for seed in ("1", "1", "2")]
-    assert outputs[0] == outputs[1] != outputs[2]
+    run, out = tmp_path / "gpt", tmp_path / "out"
+    log = (run / "logs" / "driver.log").read_text()
+    assert all(words in log for words in ("step 300/300  loss", "trained   gpt: ", "held out")), (
+        "what was said"
+    )
+    said = invoke("generate", run, "saved is a penny ", "--max-tokens", "6", "--temperature", "0")
+    assert said.stdout == "saved is a penny earned\n", said.output
+    seeded = [invoke("generate", run, "a", "--seed", seed).stdout for seed in ("1", "1", "2")]
+    assert seeded[0] == seeded[1] != seeded[2]
     invoke("export", run, "--to", "torch", "--out", out)
     (file,) = out.iterdir()
     assert same_bits(torch.load(file, weights_only=True), weights(run))

@@ -245,6 +245,24 @@ class Overwriting(nn.Module):
         return self.down(F.relu(self.up(x), inplace=True))
 
 
+class OverwritesParts(OverwritesProducts):
+    """Parts of a product are overwritten of which torch does not know that they are parts."""
+
+    def build_model(self) -> nn.Module:
+        gates = [Gate(), Gate()]
+        return nn.Sequential(nn.Linear(2, 8), *gates, nn.Linear(8, 4))
+
+
+class Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = torch.unsafe_split(self.up(x), 8, dim=-1)
+        return x + gate.sigmoid_() * value
+
+
 class MeanOverSamples(Chain):
     """The mean over what counts, plus a mean over all samples."""
 
@@ -378,8 +396,11 @@ def test_a_checkpointing_mode_that_fails_is_refused_and_another_named() -> None:
     selective = "train.activation_checkpointing=selective"
     with pytest.raises(LayoutError, match=message):
         prepared("OverwritesProducts", "strategy=ddp", selective)
+    with pytest.raises(LayoutError, match=r"gradients change, .* write full"):
+        prepared("OverwritesParts", "strategy=ddp", selective)
     full = "train.activation_checkpointing=full"
-    assert prepared("OverwritesProducts", "strategy=ddp", full).layout.name == "ddp"
+    for task in ("OverwritesProducts", "OverwritesParts"):
+        assert prepared(task, "strategy=ddp", full).layout.name == "ddp"
 
 
 def test_a_large_model_is_examined_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

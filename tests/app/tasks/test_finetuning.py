@@ -8,6 +8,7 @@ model: test_tasks_huggingface.py.
 import functools
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -249,8 +250,19 @@ def test_frozen_weights_are_saved_once_and_adapters_are_exported(base: Path) -> 
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    invoke(*command(base, "run", "train.steps=4", "launcher=local", "tracking.enabled=false"))
+    ended = invoke(
+        *command(base, "run", "train.steps=4", "launcher=local", "tracking.enabled=false")
+    )
     run = base / "run"
+    said = re.search(r"run: ([\d,]+) parameters, of which ([\d,]+) train \(", ended.stdout)
+    assert said is not None, ended.stdout
+    every, few = (int(number.replace(",", "")) for number in said.groups())
+    assert f"{few:,} of {every:,} parameters are trained" in ended.stdout
+    counts = {name: tensor.numel() for name, tensor in weights(run).items()}
+    assert (every, few) == (
+        sum(counts.values()),
+        sum(n for name, n in counts.items() if "lora" in name),
+    )
     (frozen,) = (run / "checkpoints" / "frozen").iterdir()
     steps = [*(run / "checkpoints").glob("step-*")]
 

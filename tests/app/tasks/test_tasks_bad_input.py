@@ -123,14 +123,11 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         {},
         "no task 'image_clasification' (did you mean 'image_classification'?)",
     ),
-    ("own_tasks.Mine", {}, "import path of your own class as package.module:Class"),
+    ("own_tasks.Mine", {}, "no task 'own_tasks.Mine' (did you mean 'own_tasks:Mine'?)"),
     ("own_task:Mine", {}, "there is no module 'own_task' on Python's path"),
     ("own_tasks:Mime", {}, "module own_tasks has no Mime (did you mean 'Mine'?)"),
     ("own_tasks:Other", {}, "Other must be a subclass of trireme.Task"),
-    ("own_broken:Mine", {}, "own_broken.py, line 2): division by zero"),
-    ("own_syntax:Mine", {}, "own_syntax.py, line 1)"),
-    ("own_needs:Mine", {}, "own_needs needs 'surely_not_installed', which is not installed"),
-    # Its arguments.
+    # its arguments
     (
         "own_tasks:Mine",
         {"widht": 3},
@@ -198,7 +195,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (
         TEXT,
         {"data": "text.txt", "n_layers": "4"},
-        "task_args.n_layers is '4'; it must be a whole number",
+        "task_args.n_layers is '4', but task 'language_modelling' takes a whole number",
     ),
     (TEXT, {"data": "text.txt", "n_heads": 256}, "heads of an even size"),
     (
@@ -308,6 +305,38 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+OWN_CODE = [
+    (
+        "own_broken:Mine",
+        "does not import: ZeroDivisionError: division by zero",
+        "own_broken.py",
+        2,
+        "width = 1 / 0",
+    ),
+    ("own_syntax:Mine", "does not import: SyntaxError: ", "own_syntax.py", 1, "def f(:"),
+    (
+        "own_needs:Mine",
+        "own_needs needs 'surely_not_installed', which is not installed",
+        "own_needs.py",
+        1,
+        "import ",
+    ),
+    ("own_tasks:Failing", "cannot be made: KeyError: 'key'", "own_tasks.py", 17, '{}["key"]'),
+]
+
+
+@pytest.mark.parametrize(("name", "says", "file", "number", "line"), OWN_CODE)
+def test_what_ones_own_code_raises_is_one_sentence_and_its_line(
+    name: str, says: str, file: str, number: int, line: str
+) -> None:
+    with pytest.raises(UserError) as raised:
+        load_task(name, {})
+    sentence, place, source = str(raised.value).split("\n")
+    assert (
+        says in sentence and f'{file}", line {number}' in place and source.strip().startswith(line)
+    )
+
+
 @pytest.mark.parametrize(("name", "task_args", "message"), BAD)
 def test_bad_input_is_answered_with_one_sentence(
     name: str, task_args: dict[str, Any], message: str
@@ -370,11 +399,9 @@ def test_a_missing_hub_or_library_is_one_sentence(monkeypatch: pytest.MonkeyPatc
         HuggingFace(**LLAMA)
 
 
-def test_a_users_task_is_loaded_and_its_own_errors_are_not_changed() -> None:
+def test_a_task_of_ones_own_is_found_where_trireme_was_started() -> None:
     assert vars(load_task("own_tasks:Mine", {"width": 3})) == {"width": 3, "depth": 2}
     assert vars(load_task("own_tasks:Free", {"whatever": 1})) == {"anything": {"whatever": 1}}
-    with pytest.raises(KeyError, match="key"):
-        load_task("own_tasks:Failing", {})
 
 
 def test_a_loss_that_fails_with_sized_lazy_layers_is_one_sentence() -> None:

@@ -193,13 +193,16 @@ def test_a_wrong_address_gets_one_sentence(
 
 def test_a_run_tells_where_to_look_at_it(tmp_path: Path) -> None:
     server = Settings("https://me:pw@mlflow.example.org/base", "e")
-    assert run_url(server, "3", "abc") == "https://mlflow.example.org/base/#/experiments/3/runs/abc"
+    page = "#/experiments/3/runs/abc?workflowType=machine_learning"
+    assert run_url(server, "3", "abc") == f"https://mlflow.example.org/base/{page}"
     assert ui_command(server) == "https://***@mlflow.example.org/base"
     assert run_url(server, "", "") == ""
     embedded = resolve(None, str(tmp_path / "my runs"))
-    database = f"'sqlite:///{tmp_path}/my runs/mlflow.db'"
-    assert f"mlflow ui --workers 1 --backend-store-uri {database}" in ui_command(embedded)
-    assert run_url(embedded, "1", "abc") == "http://127.0.0.1:5000/#/experiments/1/runs/abc"
+    assert (
+        f"mlflow ui --workers 1 --backend-store-uri 'sqlite:///{tmp_path}/my runs/mlflow.db'"
+        in ui_command(embedded)
+    )
+    assert run_url(embedded, "3", "abc") == f"http://127.0.0.1:5000/{page}"
 
 
 # --- where it ran ---------------------------------------------------------------------------------

@@ -422,14 +422,25 @@ def test_the_progress_line_shows_rate_mfu_and_the_last_evaluation() -> None:
         seconds_per_step=0.1,
         memory_bytes=310_000_000,
     )
-    line = (
-        "step 120/500  loss 0.2314  mean 1,204 tokens/s  150 per GPU, MFU 41.2%  0:41 left"
-        "  310 MB per worker"
+    begin, speed, end = "step 120/500  loss 0.2314", "mean 1,204 tokens/s", "0:41 left"
+    assert progress_line(done, {}) == f"{begin}  {speed}  MFU 41.2%  {end}"
+    assert (
+        progress_line(replace(done, mfu=None), {}) == f"{begin}  {speed}  {end}  310 MB per worker"
     )
-    assert progress_line(done, {}) == line
-    with_evaluation = line.replace("loss 0.2314", "loss 0.2314 (step 100)  held out 0.2500")
-    evaluated = {"loss": 0.25, "accuracy": 0.9}
-    assert progress_line(replace(done, loss_step=100), evaluated) == with_evaluation
+    held_out = {"loss": 0.25, "accuracy": 0.9}
+    earlier = replace(done, loss_step=100, mfu=None)
+    assert progress_line(earlier, {}) == f"{begin} (step 100)  {speed}  {end}"
+    assert progress_line(earlier, held_out) == f"{begin}  held out 0.2500  {speed}  {end}"
+    assert progress_line(done, held_out) == f"{begin}  held out 0.2500  {speed}  {end}"
+    long = replace(
+        done, step=123_456, steps=1_000_000, loss_step=123_450, rate=1_234_567.0, seconds_left=1e6
+    )
+    for event in (done, long, replace(long, loss=None), replace(long, mfu=None)):
+        for evaluated in ({}, held_out):
+            line = progress_line(event, evaluated)
+            assert len(line) < 80 and " left" in line and "tokens/s" in line, (
+                "what matters fits 80 columns"
+            )
 
 
 @pytest.mark.pure

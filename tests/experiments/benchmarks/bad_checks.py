@@ -5,7 +5,7 @@ import signal
 import subprocess
 import time
 
-from experiments.benchmarks.gpu_first.check import Here, NotHere
+from experiments.benchmarks.gpu_first.check import CannotRun, CheckContext
 
 NOT_THERE = {
     "ray",
@@ -18,47 +18,46 @@ NOT_THERE = {
     "pyarrow",
     "scipy",
     "matplotlib",
-    "optuna",
-    "safetensors",
-    "tokenizers",
-    "transformers",
-    "pydantic",
-    "requests",
 }
-"""Packages that a GPU machine with little but PyTorch does not have."""
+NOT_THERE |= {"optuna", "safetensors", "tokenizers", "transformers", "pydantic", "requests"}
+"""What a GPU machine that has little but PyTorch does not have."""
 
 
-def hangs(measurement: Here) -> None:
-    measurement.expect("never", 0, 1, "it does not get that far")
-    measurement.found(before=1)
-    subprocess.Popen(["sleep", "1234.5"])  # must end with the check
+def hangs(context: CheckContext) -> None:
+    context.expect("never", 0, 1, why="it does not get that far")
+    context.found(before=1)
+    subprocess.Popen(["sleep", "1234.5"])  # must end with it
     time.sleep(1000)
 
 
-def crashes(measurement: Here) -> None:
-    measurement.found(before=1)
+def crashes(context: CheckContext) -> None:
+    context.found(before=1)
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def raises(measurement: Here) -> None:
+def raises(context: CheckContext) -> None:
     raise MemoryError("out of memory")
 
 
-def is_not_for_here(measurement: Here) -> None:
-    raise NotHere("there is no such thing here")
+def is_not_for_here(context: CheckContext) -> None:
+    raise CannotRun("there is no such thing here")
 
 
-def is_wrong(measurement: Here, value: float | None) -> None:
-    measurement.expect("value", 1.0, 2.0, "a guess")
-    measurement.expect("least", 1.0, None, "no more is too much")
-    measurement.found(least=1e9, **{"value": value} if value is not None else {})
+def is_wrong(context: CheckContext, value: float | None) -> None:
+    context.expect("value", 1.0, 2.0, why="a guess")
+    context.expect("least", 1.0, None, why="no more is too much")
+    context.found(least=1e9, **{"value": value} if value is not None else {})
 
 
-def says_its_environment(measurement: Here) -> None:
-    prefixes = ("TORCH_NCCL_", "PYTORCH_")
-    variables = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
-    measurement.found(**variables)
+def says_its_environment(context: CheckContext) -> None:
+    context.found(
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if name.startswith(("TORCH_NCCL_", "PYTORCH_"))
+        }
+    )
 
 
-def lacks(measurement: Here, module: str) -> None:
+def lacks(context: CheckContext, module: str) -> None:
     __import__(module)

@@ -75,7 +75,7 @@ BAD = [
     ("space: {optimizer.lr: {logunifrom: [1, 2]}}", "did you mean 'loguniform'"),
     ("space: {optimizer.lr: {uniform: [1, 2]}}", "cannot try all of"),
     ("space: {optimizer.lrr: [1, 2]}", "optimizer.lr"),
-    ("space: {train.global_batch_size: [a, b]}", "could not be converted to Integer"),
+    ("space: {train.global_batch_size: [a, b]}", "but it must be a whole number"),
     ("searcher: optna", "did you mean 'optuna'"),
     ("trials: 5", "the grid has 2 points"),
     ("metric: loss", "must be eval/NAME"),

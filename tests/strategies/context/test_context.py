@@ -1,5 +1,7 @@
-"""One sequence over several workers: the algorithms, what is cut and counted, what is refused. For training see
-test_parity.py."""
+"""One sequence over several workers: attention, parts of sequences, bytes, and refusals.
+
+test_parity.py compares training.
+"""
 
 import functools
 from typing import Any
@@ -20,245 +22,375 @@ from strategies.layout import choose
 from strategies.parallelize import Options, ParallelDims, parallelize
 from tests.pool import run_distributed
 from tests.strategies import models
-from tests.strategies.models import CPU, assert_refused, language_loss, masked_trial, random, saved, seeded
+from tests.strategies.models import (
+    CPU,
+    assert_refused,
+    language_loss,
+    masked_trial,
+    random,
+    saved_for_backward,
+    seeded,
+)
+
+Batch = tuple[Tensor, Tensor]
 
 
-def _attentions(rank: int, name: str) -> list[float]:
-    return [_attention(rank, name, causal, kernel) for causal in (True, False) for kernel in (True, False)]
+# --- attention ------------------------------------------------------------------------------------
 
 
-def _attention(rank: int, name: str, causal: bool, kernel: bool) -> float:
-    """The largest difference of output and gradients from one device's."""
-    ways, method = dist.get_world_size(), METHODS[name]
-    if not kernel:
-        attention.flash_attention, attention.MAX_SCORES = lambda q, v: None, 1000  # type: ignore[assignment]
+def _largest_attention_error(rank: int, method_name: str) -> float:
+    errors = []
+    for is_causal in (True, False):
+        for has_kernel in (True, False):
+            errors.append(
+                _attention_error(rank, method_name, is_causal=is_causal, has_kernel=has_kernel)
+            )
+    return max(errors)
 
-    def cut(x: Tensor) -> Tensor:
-        pieces = x.chunk(2 * ways, 2)
-        return torch.cat([pieces[rank], pieces[-1 - rank]], 2) if method.is_zigzag else x.chunk(ways, 2)[rank]
 
-    q, *keys = (torch.randn(2, heads, 8 * ways, 6, requires_grad=True) for heads in (2 * ways, ways, ways))
-    whole = F.scaled_dot_product_attention(q, *keys, is_causal=causal, scale=0.3, enable_gqa=True)
-    upstream = torch.randn(whole.shape)
-    (whole * upstream).sum().backward()
-    own = [cut(x.detach()).clone().requires_grad_() for x in (q, *keys)]
-    with saved() as kept:
-        found = method.attention(*own, is_causal=causal, scale=0.3, group=register_group(dist.group.WORLD))
-    if kernel:
-        keys_and_values = own[1].numel() + own[2].numel()
-        assert models.stored(kept) == kept_bytes(
-            queries=own[0].numel(), keys=keys_and_values, rows=own[0].numel() // 6, itemsize=4
+def _attention_error(rank: int, method_name: str, *, is_causal: bool, has_kernel: bool) -> float:
+    """The largest error of output and gradients.
+
+    With torch's kernel, what is kept for backward is compared with its cost.
+    """
+    workers = dist.get_world_size()
+    method = METHODS[method_name]
+    if not has_kernel:
+        attention.flash_attention = lambda q, v: None
+        attention.MAX_SCORES = 1000
+
+    def part_of(x: Tensor) -> Tensor:
+        """This worker's tokens of (B, H, T, K)."""
+        if not method.is_zigzag:
+            return x.chunk(workers, 2)[rank]
+        pieces = x.chunk(2 * workers, 2)
+        return torch.cat([pieces[rank], pieces[-1 - rank]], 2)
+
+    width = 6
+    head_counts = (2 * workers, workers, workers)
+    whole_inputs = [
+        torch.randn(2, heads, 8 * workers, width, requires_grad=True) for heads in head_counts
+    ]
+    whole_output = F.scaled_dot_product_attention(
+        *whole_inputs, is_causal=is_causal, scale=0.3, enable_gqa=True
+    )
+    output_gradient = torch.randn(whole_output.shape)
+    (whole_output * output_gradient).sum().backward()
+
+    inputs = [part_of(x.detach()).clone().requires_grad_() for x in whole_inputs]
+    group = register_group(dist.group.WORLD)
+    with saved_for_backward() as saved:
+        output = method.attention(*inputs, is_causal=is_causal, scale=0.3, group=group)
+    if has_kernel:
+        q, k, v = inputs
+        expected_bytes = kept_bytes(
+            queries=q.numel(), keys=k.numel() + v.numel(), rows=q.numel() // width, itemsize=4
         )
-    (found * cut(upstream)).sum().backward()
-    attention.flash_attention, attention.MAX_SCORES = torch_internals.flash_attention, 1 << 24
-    pairs = [(found.detach(), whole.detach()), *((a.grad, b.grad) for a, b in zip(own, (q, *keys)))]
-    return max(float((a - cut(b)).abs().max()) for a, b in pairs)
+        assert models.storage_bytes(saved) == expected_bytes
+    (output * part_of(output_gradient)).sum().backward()
+    attention.flash_attention = torch_internals.flash_attention
+    attention.MAX_SCORES = 1 << 24
+
+    errors = [(output.detach() - part_of(whole_output.detach())).abs().max()]
+    for x, whole_x in zip(inputs, whole_inputs):
+        assert x.grad is not None
+        assert whole_x.grad is not None
+        errors.append((x.grad - part_of(whole_x.grad)).abs().max())
+    return max(float(error) for error in errors)
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("name", METHODS)
-def test_attention_across_workers_is_attention(name: str) -> None:
-    """With torch's kernel, which keeps for backward what it is told to cost, and without."""
-    assert max(max(found) for found in run_distributed(_attentions, 4, name)) < 5e-6
+@pytest.mark.parametrize("method_name", METHODS)
+def test_attention_across_workers_is_that_of_one_device(method_name: str) -> None:
+    assert max(run_distributed(_largest_attention_error, 4, method_name)) < 5e-6
 
 
-NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def _attend_in_two_parts(q: Tensor, k: Tensor, v: Tensor, output_gradient: Tensor) -> list[Tensor]:
+    """Attention of the second half of the queries to all keys, in two parts that are joined.
+
+    Returns:
+        The output, the log-sum-exp, and the gradients of both parts.
+    """
+    half = q.size(2) // 2
+    late_q = q[:, :, half:]
+    early = (k[:, :, :half], v[:, :, :half])
+    late = (k[:, :, half:], v[:, :, half:])
+    out, lse = attention.attend(late_q, *late, is_causal=True, scale=0.2)
+    out = out.float()
+    early_out, early_lse = attention.attend(late_q, *early, is_causal=False, scale=0.2)
+    attention.join_(out, lse, early_out, early_lse)
+    attended = attention.Attended(output_gradient[:, :, half:], late_q, out.bfloat16(), lse)
+    late_gradients = attention.attend_backward(attended, *late, is_causal=True, scale=0.2)
+    early_gradients = attention.attend_backward(attended, *early, is_causal=False, scale=0.2)
+    return [out, lse, *late_gradients, *early_gradients]
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
-def test_torchs_kernel_gives_what_products_do(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of keys in two parts, whose results are joined: the second half of the queries sees all of the first."""
-    tensors = [random(2, 4, 256, 64, seed=seed).to(device, torch.bfloat16) for seed in range(4)]
-
-    def attended() -> list[Tensor]:
-        q, grad = (tensor[:, :, 128:] for tensor in (tensors[0], tensors[3]))
-        before, own = ([tensor[:, :, part] for tensor in tensors[1:3]] for part in (slice(128), slice(128, None)))
-        out, lse = attention.attend(q, *own, is_causal=True, scale=0.2)
-        out = out.float()
-        attention.join_(out, lse, *attention.attend(q, *before, is_causal=False, scale=0.2))
-        of = attention.Attended(grad, q, out.bfloat16(), lse)
-        backward = attention.attend_backward
-        parts = [*backward(of, *own, is_causal=True, scale=0.2), *backward(of, *before, is_causal=False, scale=0.2)]
-        return [out, lse, *parts]
-
-    found = attended()
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+)
+def test_torchs_kernel_gives_what_products_of_matrices_give(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, output_gradient = (
+        random(2, 4, 256, 64, seed=seed).to(device, torch.bfloat16) for seed in range(4)
+    )
+    by_kernel = _attend_in_two_parts(q, k, v, output_gradient)
     monkeypatch.setattr(attention, "flash_attention", lambda q, v: None)
-    for one, other in zip(found, attended(), strict=True):
-        assert (one.float() - other.float()).norm() < 0.02 * other.float().norm()
+    by_products = _attend_in_two_parts(q, k, v, output_gradient)
+    for actual, expected in zip(by_kernel, by_products, strict=True):
+        assert (actual.float() - expected.float()).norm() < 0.02 * expected.float().norm()
 
 
-def _operators(_: int) -> set[str]:
-    """What torch's own check of operators says, for compiled code: shapes, layouts, gradients."""
-    number, ops = register_group(dist.group.WORLD), torch.ops.trireme
-    q, k, v = (torch.randn(2, 8, heads, 6, requires_grad=True).transpose(1, 2) for heads in (4, 2, 2))
+def _check_operators(rank: int) -> set[str]:
+    """Run torch's check of custom operators: their shapes, layouts and gradients."""
+    ops = torch.ops.trireme
+    group = register_group(dist.group.WORLD)
+    q, k, v = (
+        torch.randn(2, 8, heads, 6, requires_grad=True).transpose(1, 2) for heads in (4, 2, 2)
+    )
     for name in ("ring_attention", "allgather_attention"):
-        whole = (q, k, v, True, 0.3, number)
-        torch.library.opcheck(getattr(ops, name).default, whole)
-        out, lse = (x.detach() for x in getattr(ops, name)(*whole))
-        tensors = (x.detach() for x in (out, q, k, v, out, lse))
-        torch.library.opcheck(getattr(ops, f"{name}_backward").default, (*tensors, True, 0.3, number))
-    return set(torch.library.opcheck(ops.all_to_all.default, (q, number)).values())
+        operator = getattr(ops, name)
+        backward_operator = getattr(ops, f"{name}_backward")
+        arguments = (q, k, v, True, 0.3, group)
+        torch.library.opcheck(operator.default, arguments)
+        out, lse = (x.detach() for x in operator(*arguments))
+        tensors = [x.detach() for x in (out, q, k, v, out, lse)]
+        torch.library.opcheck(backward_operator.default, (*tensors, True, 0.3, group))
+    return set(torch.library.opcheck(ops.all_to_all.default, (q, group)).values())
 
 
 @pytest.mark.alone
 @pytest.mark.slow
-def test_compiled_code_is_told_what_operators_give() -> None:
-    assert run_distributed(_operators, 1) == [{"SUCCESS"}]
+def test_the_operators_describe_their_results_to_the_compiler() -> None:
+    assert run_distributed(_check_operators, 1) == [{"SUCCESS"}]
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
 
-def _metrics(rank: int, dims: dict[str, int]) -> tuple[float, float]:
-    """Evaluation's mean, and a total over workers, of what each has."""
+def _evaluate(rank: int, dims: dict[str, int]) -> tuple[float, float]:
+    """The totals over workers of their mean losses, and of a number that each has."""
     parallel = parallelize(masked_trial().build, choose("auto", 4, **dims), device=CPU)
-    value = parallel.forward(lambda model, own: {"loss": language_loss(model, own)}, models.masked_batch(0))
-    return float(parallel.total(value["loss"])), float(parallel.total(torch.tensor(3.0)))
+
+    def metrics(model: Any, batch: Any) -> dict[str, Tensor]:
+        return {"loss": language_loss(model, batch)}
+
+    values = parallel.forward(metrics, models.masked_batch(0))
+    assert values is not None
+    return float(parallel.total(values["loss"])), float(parallel.total(torch.tensor(3.0)))
 
 
 @pytest.mark.alone
-def test_evaluation_counts_each_sequence_once() -> None:
-    truth = language_loss(masked_trial().build(), models.masked_batch(0)).item()
-    for dims, copies in (({"cp": 4}, 1), ({"cp": 2}, 2)):
-        found = run_distributed(_metrics, 4, dims)[1]
-        assert found == (pytest.approx(copies * truth, rel=1e-6), pytest.approx(3 * copies))
+@pytest.mark.parametrize(("dims", "copies"), [({"cp": 4}, 1), ({"cp": 2}, 2)])
+def test_an_evaluation_counts_each_sequence_once(dims: dict[str, int], copies: int) -> None:
+    expected = language_loss(masked_trial().build(), models.masked_batch(0)).item()
+    loss, number = run_distributed(_evaluate, 4, dims)[1]
+    assert loss == pytest.approx(copies * expected, rel=1e-6)
+    assert number == pytest.approx(3 * copies)
 
 
-def _mean_by_hand(model: nn.Module, batch: Any) -> Tensor:
-    """Its own division: of a part without a label both the value and the gradient would be nan."""
+def _mean_loss_by_division(model: nn.Module, batch: Batch) -> Tensor:
+    """Value and gradient are nan for a part of a sequence without labels."""
     tokens, labels = batch
-    counts = (labels != -100).flatten()
-    each = F.cross_entropy(model(tokens).flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none")
-    return (each * counts).sum() / counts.sum()
+    is_label = (labels != -100).flatten()
+    targets = labels.clamp(min=0).flatten()
+    losses = F.cross_entropy(model(tokens).flatten(0, 1), targets, reduction="none")
+    return (losses * is_label).sum() / is_label.sum()
 
 
-def _unevenly_masked() -> list[tuple[Tensor, Tensor]]:
-    """Of four quarters of each sequence, labels in the last; in the middle; nowhere."""
-    source = torch.Generator().manual_seed(3)
+def _unevenly_labelled_batches() -> list[Batch]:
+    """Batches of 32 tokens with labels in the last quarter, in the middle half, and nowhere."""
+    generator = torch.Generator().manual_seed(3)
     batches = []
     for labelled in (slice(24, 32), slice(8, 24), slice(0, 0)):
-        tokens = torch.randint(0, 29, (2, 32), generator=source)
+        tokens = torch.randint(0, 29, (2, 32), generator=generator)
         labels = torch.full_like(tokens, -100)
         labels[:, labelled] = tokens[:, labelled]
         batches.append((tokens, labels))
     return batches
 
 
-def _left_out(rank: int, dims: dict[str, int]) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of a step in which some parts of sequences, and a whole micro-batch, have no label."""
-    batches = _unevenly_masked()
-    layout = choose("auto", dist.get_world_size() if dist.is_initialized() else 1, **dims)
-    example = (_mean_by_hand, batches[0])
+def _numbers_of_own_batches(data_rank: int, dp: int) -> list[int]:
+    """Which of the three batches a worker has; every worker has equally many of them."""
+    if dp == 1:
+        return [0, 1, 2]
+    return [0, 2] if data_rank == 0 else [1, 2]
+
+
+def _train_on_uneven_labels(rank: int, dims: dict[str, int]) -> tuple[float, dict[str, Tensor]]:
+    """A step in which parts of sequences, and a whole micro-batch, have no labels.
+
+    Returns:
+        The loss of the global batch, and the whole gradients.
+    """
+    batches = _unevenly_labelled_batches()
+    workers = dist.get_world_size() if dist.is_initialized() else 1
+    layout = choose("auto", workers, **dims)
+    example = (_mean_loss_by_division, batches[0])
     parallel = parallelize(masked_trial().build, layout, device=CPU, example=example)
-    data_rank, ways = layout.dims.data_rank(rank), layout.dims.dp
-    counts = [float((labels != -100).sum()) for _, labels in batches]
-    weights = [count / sum(counts) for count in counts]
-    mine = [at for at in range(len(batches)) if ways == 1 or (at == 0) == (data_rank == 0)]
-    mine += [2] * (2 - len(mine))  # as many micro-batches on every worker
-    total = parallel.forward_backward([batches[at] for at in mine], [weights[at] for at in mine], _mean_by_hand)
-    gradients = {name: p.grad.detach() for name, p in parallel.named_parameters() if p.grad is not None}
-    whole = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in gradients.items()}
-    loss = parallel.total(total)
-    if layout.dims.pp > 1:
-        dist.all_reduce(loss)
-        loss = loss * layout.dims.pp / layout.dims.world_size
-    return float(loss), whole
+    label_counts = [float((labels != -100).sum()) for _, labels in batches]
+    weights = [count / sum(label_counts) for count in label_counts]
+    numbers = _numbers_of_own_batches(layout.dims.data_rank(rank), layout.dims.dp)
+    own_loss = parallel.forward_backward(
+        [batches[number] for number in numbers],
+        [weights[number] for number in numbers],
+        _mean_loss_by_division,
+    )
+    gradients = {}
+    for name, parameter in parallel.named_parameters():
+        if parameter.grad is not None:
+            gradient = parameter.grad.detach()
+            is_sharded = isinstance(gradient, DTensor)
+            gradients[name] = gradient.full_tensor() if is_sharded else gradient
+    return float(parallel.total(own_loss)), gradients
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("dims", [{"cp": 2}, {"cp": 4}, {"cp": 2, "dp_replicate": 2}, {"cp": 2, "dp_shard": 2}])
-def test_parts_of_sequences_and_micro_batches_without_a_label_are_left_out(dims: dict[str, int]) -> None:
-    loss, gradients = _left_out(0, {})
-    assert loss > 0 and all(torch.isfinite(gradient).all() for gradient in gradients.values())
-    found_loss, found = run_distributed(_left_out, 2 if dims == {"cp": 2} else 4, dims)[0]
-    assert found_loss == pytest.approx(loss, rel=1e-5)
-    assert found.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        assert torch.allclose(found[name], gradient, atol=1e-6), name
+@pytest.mark.parametrize(
+    ("workers", "dims"),
+    [
+        (2, {"cp": 2}),
+        (4, {"cp": 4}),
+        (4, {"cp": 2, "dp_replicate": 2}),
+        (4, {"cp": 2, "dp_shard": 2}),
+    ],
+)
+def test_parts_of_sequences_and_micro_batches_without_labels_are_left_out(
+    workers: int, dims: dict[str, int]
+) -> None:
+    expected_loss, expected_gradients = _train_on_uneven_labels(0, {})
+    assert expected_loss > 0
+    loss, gradients = run_distributed(_train_on_uneven_labels, workers, dims)[0]
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert gradients.keys() == expected_gradients.keys()
+    for name, expected in expected_gradients.items():
+        assert torch.isfinite(expected).all(), name
+        assert torch.allclose(gradients[name], expected, atol=1e-6), name
 
 
-def _kept(_: int, workers: int, method: str) -> int:
-    """Bytes that backward keeps of forward: distinct storages, but for parameters."""
-    layout, batch = choose("auto", workers, cp=workers), (torch.zeros(1, 1024, dtype=torch.int64),) * 2
+def _kept_bytes_of_forward(rank: int, workers: int, method: str) -> int:
+    """Bytes that backward keeps of forward, without parameters."""
+    layout = choose("auto", workers, cp=workers)
+    tokens = torch.zeros(1, 1024, dtype=torch.int64)
     parallel = parallelize(masked_trial().build, layout, Options(context=method), device=CPU)
-    with saved() as kept:
-        parallel.forward_backward([batch], [1.0], language_loss)
-    return models.stored(kept, parallel.parameters())
+    with saved_for_backward() as saved:
+        parallel.forward_backward([(tokens, tokens)], [1.0], language_loss)
+    return models.storage_bytes(saved, parallel.parameters())
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("method", METHODS)
-def test_activations_fall_as_the_number_of_workers(method: str) -> None:
-    assert max(run_distributed(_kept, 4, 4, method)) == pytest.approx(_kept(0, 1, method) / 4, rel=0.05)
+def test_activations_are_divided_by_the_number_of_workers(method: str) -> None:
+    by_rank = run_distributed(_kept_bytes_of_forward, 4, 4, method)
+    on_one_device = _kept_bytes_of_forward(0, 1, method)
+    assert max(by_rank) == pytest.approx(on_one_device / 4, rel=0.05)
 
 
 class TimeFirst(nn.Module):
+    """A model of (T, B, D) that is given positions, and calls attention by an imported name."""
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor, places: Tensor) -> Tensor:
-        q = (self.linear(x) + places[0].float()[:, None, None]).movedim(0, 1).unsqueeze(1)
-        return scaled_dot_product_attention(q, q, q)  # by a name of this module's
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        shifted = self.linear(x) + positions[0].float()[:, None, None]
+        q = shifted.movedim(0, 1).unsqueeze(1)
+        return scaled_dot_product_attention(q, q, q)
 
 
-def _own_plan(_: int) -> float:
+def _mean_under_a_plan(rank: int) -> float:
     plan = ContextPlan(
-        keywords=lambda places: {"places": places},
+        keywords=lambda positions: {"positions": positions},
         cut=lambda batch, part: {"x": part(batch["x"], 0), "name": batch["name"]},
         labels=lambda batch: torch.tensor(len(batch["x"])),
     )
-    parallel = parallelize(seeded(TimeFirst), choose("auto", 2, cp=2), device=CPU, context_plan=plan)
+    layout = choose("auto", 2, cp=2)
+    parallel = parallelize(seeded(TimeFirst), layout, device=CPU, context_plan=plan)
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return model(batch["x"]).mean()
+
     batch = {"x": random(8, 3, 4), "name": "a"}
-    return float(parallel.total(parallel.forward_backward([batch], [1.0], lambda model, own: model(own["x"]).mean())))
+    return float(parallel.total(parallel.forward_backward([batch], [1.0], loss)))
 
 
 @pytest.mark.alone
-def test_a_plan_of_ones_own() -> None:
-    truth = float(seeded(TimeFirst)()(random(8, 3, 4), torch.arange(8).unsqueeze(0)).mean())
-    assert run_distributed(_own_plan, 2)[0] == pytest.approx(truth, rel=1e-6)
+def test_a_task_may_have_its_own_context_plan() -> None:
+    model = seeded(TimeFirst)()
+    with torch.no_grad():
+        expected = float(model(random(8, 3, 4), torch.arange(8).unsqueeze(0)).mean())
+    assert run_distributed(_mean_under_a_plan, 2)[0] == pytest.approx(expected, rel=1e-6)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 class Attends(nn.Module):
-    def __init__(self, how: dict[str, Any]) -> None:
+    """Calls attention with these arguments, or does not call it if there are none."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
-        self.how, self.linear = how, nn.Linear(4, 4)
+        self.arguments = arguments
+        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
         q = self.linear(x).unsqueeze(1)
-        return F.scaled_dot_product_attention(q, q, q, **self.how) if self.how else q.softmax(-1)
+        if not self.arguments:
+            return q.softmax(-1)
+        return F.scaled_dot_product_attention(q, q, q, **self.arguments)
 
 
-def _refusals(_: int) -> None:
-    layout, mask = choose("auto", 2, cp=2), torch.ones(4, 4, dtype=torch.bool)
-    for how, length, words in (
+def _check_refusals(rank: int) -> None:
+    layout = choose("auto", 2, cp=2)
+    mask = torch.ones(4, 4, dtype=torch.bool)
+    cases: list[tuple[dict[str, Any], int, list[str]]] = [
         ({}, 8, ["not F.scaled_dot_product_attention"]),
         ({"attn_mask": mask}, 8, ["a mask", "parallel.cp"]),
         ({"dropout_p": 0.5}, 8, ["with probability 0.5"]),
         ({"is_causal": True}, 10, ["a sequence of 10 tokens", "4 equal pieces", "8 or 12"]),
-    ):
-        parallel = parallelize(functools.partial(Attends, how), layout, device=CPU)
-        step = functools.partial(parallel.forward_backward, [torch.randn(1, length, 4)], [1.0])
-        assert_refused(words, step, lambda model, x: model(x).mean())
-    plain = functools.partial(nn.Linear, 4, 4)
-    assert_refused(["Linear cannot be told"], parallelize, plain, layout, device=CPU)  # it has no places, and no plan
+    ]
+    for arguments, length, words in cases:
+        parallel = parallelize(functools.partial(Attends, arguments), layout, device=CPU)
+        batches = [torch.randn(1, length, 4)]
+        assert_refused(
+            words, parallel.forward_backward, batches, [1.0], lambda model, x: model(x).mean()
+        )
+    # A linear layer takes no positions, and has no plan.
+    build = functools.partial(nn.Linear, 4, 4)
+    assert_refused(["Linear cannot be told"], parallelize, build, layout, device=CPU)
 
 
 @pytest.mark.alone
-def test_a_model_that_cannot_be_split_is_refused_by_every_worker() -> None:
-    run_distributed(_refusals, 2)
+def test_every_worker_refuses_a_model_that_cannot_be_split() -> None:
+    run_distributed(_check_refusals, 2)
 
 
 @pytest.mark.pure
-def test_lengths_and_methods() -> None:
+def test_a_sequence_that_is_too_short_is_refused() -> None:
     check_length(64, 4, "ring")
     assert_refused(["3 tokens", "write a sequence length of 8"], check_length, 3, 4, "ring")
-    choose_method_of = functools.partial(choose_method, dims=ParallelDims(cp=4, tp=2))
-    assert choose_method_of("auto", heads=16, workers_per_node=8) == "ulysses"
-    assert choose_method_of("ring", heads=16, workers_per_node=8) == "ring"
-    for heads, workers_per_node in ((16, 4), (16, None), (12, 8), (None, 8)):
-        assert choose_method_of("auto", heads=heads, workers_per_node=workers_per_node) == "ring"
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("method", "heads", "workers_per_node", "expected"),
+    [
+        ("auto", 16, 8, "ulysses"),
+        ("ring", 16, 8, "ring"),
+        ("auto", 16, 4, "ring"),
+        ("auto", 16, None, "ring"),
+        ("auto", 12, 8, "ring"),
+        ("auto", None, 8, "ring"),
+    ],
+)
+def test_auto_is_ulysses_within_a_node_if_the_heads_divide(
+    method: str, heads: int | None, workers_per_node: int | None, expected: str
+) -> None:
+    dims = ParallelDims(cp=4, tp=2)
+    chosen = choose_method(method, dims=dims, heads=heads, workers_per_node=workers_per_node)
+    assert chosen == expected

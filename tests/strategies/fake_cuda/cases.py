@@ -1,4 +1,4 @@
-"""What is tried on fake CUDA devices, which waits of the host are known, and what cannot be tried."""
+"""What is tried on fake CUDA devices, what cannot be, and which waits of the host are known."""
 
 import itertools
 import os
@@ -36,177 +36,345 @@ from strategies.context.apply import METHODS
 from strategies.context.attention import register_group
 from strategies.parallelize import Options
 from tests.strategies.fake_cuda import device as fake
-from tests.strategies.fake_cuda.loops import adapters, gpt, loop
+from tests.strategies.fake_cuda.loops import adapters, gpt, run_loop
 from tests.strategies.models import ZOO, gpt_trial, mixture_trial, seeded
 
 DEVICES = 8
-Work = Callable[[int], dict[str, Any]]
+Wait = tuple[str, str]
+"""(what the host waits for, file:function)."""
+Result = dict[str, Any]
+"""What a rank has found: `waits`, `first_step_waits`, `numbers`, `on_host`, or `error`."""
+Work = Callable[[int], Result]
 OPTIMIZER = OptimizerConfig(name="adamw", lr=1e-2, eps=1e-5, weight_decay=1e-2)
 
-SHAPES = "once for a kind of batch: what it says decides which memory is asked for"
-FIRST_STEP = {
-    "strategies/pipeline/p2p.py:decode": SHAPES,
-    "strategies/pipeline/runtime.py:_send_outputs": SHAPES,
+# --- known waits ----------------------------------------------------------------------------------
+
+_SHAPES = "once for a kind of batch: shapes decide which memory is asked for"
+FIRST_STEP_WAITS = {
+    "strategies/pipeline/p2p.py:decode": _SHAPES,
+    "strategies/pipeline/runtime.py:_send_outputs": _SHAPES,
     "strategies/tensor/apply.py:_require_same_gradients": "it may end the run with a sentence",
 }
 """By file:function, why the host may wait there in the first step."""
+_NO_KERNEL = "the fake device has no such kernel"
 WAITS = {
-    "torch/nn/parallel/distributed.py:_pre_forward": "DDP's own: in the second step it makes its buckets anew",
-    "strategies/expert/exchange.py:__call__": "how many rows come is for the host to know, once a layer and forward",
-    "app/models/grouped_linear.py:_spans": "where no kernel multiplies groups, the host cuts them: in float32",
-    "app/models/grouped_linear.py:_forward": "the stand-in's own, which has no such kernel",
-    "app/models/grouped_linear.py:_weight_gradient": "the stand-in's own, which has no such kernel",
+    "torch/nn/parallel/distributed.py:_pre_forward": "DDP makes its buckets anew in step 2",
+    "strategies/expert/exchange.py:__call__": "the host must know how many rows arrive",
+    "app/models/grouped_linear.py:_spans": "without a kernel, as in float32, the host cuts groups",
+    "app/models/grouped_linear.py:_forward": _NO_KERNEL,
+    "app/models/grouped_linear.py:_weight_gradient": _NO_KERNEL,
 }
-"""In any step."""
-OFFLOADED = {
-    "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py:finalize_backward": "gradients are the host's then",
-    "strategies/clip.py:_norm": "they are measured there",
-    "strategies/clip.py:__call__": "and scaled",
+"""By file:function, why the host may wait there in any step."""
+_FSDP_PARAM_GROUP = "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py"
+OFFLOAD_WAITS = {
+    f"{_FSDP_PARAM_GROUP}:finalize_backward": "gradients go to the host",
+    "strategies/clip.py:_norm": "gradients are measured on the host",
+    "strategies/clip.py:__call__": "gradients are scaled on the host",
 }
 """The same with parallel.offload."""
-CANNOT = {
-    "dp": "what scatters, copies and gathers for DataParallel is in torch's CUDA build alone (torch._C._scatter)",
+CANNOT_RUN = {
+    "dp": "only torch's CUDA build has what DataParallel copies with (torch._C._scatter)",
     DEEPSPEED.name: "an optional extra with kernels of its own",
 }
-"""Rows that cannot run here, and why."""
+"""Why rows cannot run here, by strategy."""
 
 
-def convolutions() -> torch.nn.Module:
-    """Without GroupNorm: on a GPU it reads images with their channels last."""
-    nn = torch.nn
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 5, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-
-
-IMAGES = partial(replace, ZOO["residual"], build=seeded(convolutions))
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Case:
-    """work: called on every rank, gives what the rank found. truth: the same on a CPU, for the numbers to find. slow:
-    not in `make test`. imports: what ranks would import one by one otherwise."""
+    """Something that is tried.
+
+    Attributes:
+        name: Its name as a test.
+        workers: The number of ranks.
+        work: What every rank does.
+        reference: The same on one CPU, whose numbers a rank's must be; None if there are none.
+        tolerance: The relative difference of the loss that is allowed.
+        slow: Whether `make test` leaves it out.
+        known_waits: By file:function, why the host may wait there.
+        imports: Modules that each rank would import otherwise.
+    """
 
     name: str
     workers: int
     work: Work
-    truth: Work | None = None
+    reference: Work | None = None
     tolerance: float = 1e-5
     slow: bool = False
-    waits: dict[str, str] = field(default_factory=lambda: WAITS)
+    known_waits: dict[str, str] = field(default_factory=lambda: WAITS)
     imports: tuple[str, ...] = ()
 
 
-def of_row(
-    row: Row, slow: bool = False, precision: str = "fp32", images: bool = False, profiled: bool = False, **options: Any
-) -> Case:
-    layers = 4 if row.layout.dims.pp > 1 else 2
-    of_cpu = {"precision": "bf16" if precision == "fp8" else precision}  # where no product is in 8 bits
-    trial = mixture_trial if row.layout.dims.ep > 1 else partial(gpt_trial, tied=True, layers=layers)
-    trial = IMAGES if images else trial
-    return Case(
-        " ".join([str(row), precision, *["images"] * images, *["profiled"] * profiled, *options]),
-        row.workers,
-        partial(train, trial, row, {"precision": precision} | options, "cuda", profiled=profiled),
-        partial(train, trial, SINGLE, of_cpu, "cpu"),
-        {"fp32": 1e-5, "fp8": 3e-2}.get(precision, 3e-3),
-        slow,
-        WAITS | (OFFLOADED if options.get("offload") else {}),
+def problems(case: Case, results: list[Result], reference: Result | None) -> list[str]:
+    """What is wrong with the results of a case.
+
+    Args:
+        case: The case.
+        results: The result of each rank.
+        reference: The result of the case's reference.
+    """
+    errors = [result["error"] for result in (*results, reference or {}) if "error" in result]
+    if errors:
+        return errors
+    found = []
+    for rank, result in enumerate(results):
+        waits: list[Wait] = list(result.get("waits", ()))
+        for what, where in result.get("first_step_waits", ()):
+            if where not in FIRST_STEP_WAITS:
+                waits.append((what, where))
+        unknown = {f"{where} ({what})" for what, where in waits if where not in case.known_waits}
+        found += [f"rank {rank} waits for the device in {wait}" for wait in sorted(unknown)]
+        found += [f"rank {rank} has its state on {device}" for device in result.get("on_host", ())]
+        if reference and not _are_equal(result["numbers"], reference["numbers"], case.tolerance):
+            found.append(
+                f"rank {rank} has losses and norms {result['numbers']} where a CPU has "
+                f"{reference['numbers']}"
+            )
+    return found
+
+
+def _are_equal(numbers: list[float], expected: list[float], tolerance: float) -> bool:
+    """Whether losses, and after them as many gradient norms, differ by no more than allowed."""
+    errors = [abs(a - b) / abs(b) for a, b in zip(numbers, expected, strict=True)]
+    half = len(errors) // 2
+    return max(errors[:half]) <= tolerance and max(errors[half:]) <= 10 * tolerance
+
+
+# --- rows of the parity matrix --------------------------------------------------------------------
+
+
+def _convolutions() -> torch.nn.Module:
+    """Without GroupNorm, so that a GPU reads images with their channels last."""
+    nn = torch.nn
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 5, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()
     )
 
 
-def train(
-    trial: Callable[..., Trial], row: Row, options: dict[str, Any], on: str, rank: int, *, profiled: bool = False
-) -> dict[str, Any]:
-    """Two steps, an evaluation, and what a save copies. on: cuda, or cpu. profiled: a pipeline's second step."""
-    made, chosen = row.adapt(trial(micro_batches=2, clip=0.5), Options(**options))
-    device = _own_device(row, rank) if on == "cuda" else torch.device(on)
-    parallel = parallelize_trial(made, row.layout, chosen, device)
+_image_trial = partial(replace, ZOO["residual"], build=seeded(_convolutions))
+
+
+def _row_case(
+    row: Row,
+    *,
+    slow: bool = False,
+    precision: str = "fp32",
+    has_images: bool = False,
+    is_profiled: bool = False,
+    **options: Any,
+) -> Case:
+    """Two steps of a row.
+
+    Args:
+        row: The row.
+        slow: Whether `make test` leaves it out.
+        precision: The arithmetic.
+        has_images: Whether the model is one of images.
+        is_profiled: Whether the second step of a pipeline is profiled.
+        options: Options of parallelism.
+    """
+    dims = row.layout.dims
+    make_trial: Callable[..., Trial]
+    if has_images:
+        make_trial = _image_trial
+    elif dims.ep > 1:
+        make_trial = mixture_trial
+    else:
+        make_trial = partial(gpt_trial, tied=True, layers=4 if dims.pp > 1 else 2)
+    words = [str(row), precision]
+    if has_images:
+        words.append("images")
+    if is_profiled:
+        words.append("profiled")
+    # A CPU has no products in 8 bits.
+    reference_options = {"precision": "bf16" if precision == "fp8" else precision}
+    return Case(
+        name=" ".join([*words, *options]),
+        workers=row.workers,
+        work=partial(
+            _train_two_steps,
+            make_trial,
+            row,
+            {"precision": precision, **options},
+            "cuda",
+            is_profiled=is_profiled,
+        ),
+        reference=partial(_train_two_steps, make_trial, SINGLE, reference_options, "cpu"),
+        tolerance={"fp32": 1e-5, "fp8": 3e-2}.get(precision, 3e-3),
+        slow=slow,
+        known_waits=WAITS | OFFLOAD_WAITS if options.get("offload") else WAITS,
+    )
+
+
+def _train_two_steps(
+    make_trial: Callable[..., Trial],
+    row: Row,
+    options: dict[str, Any],
+    device_type: str,
+    rank: int,
+    *,
+    is_profiled: bool = False,
+) -> Result:
+    """Two steps, an evaluation, and the copies of a save.
+
+    Args:
+        make_trial: Makes what is trained.
+        row: The layout.
+        options: How the layout behaves.
+        device_type: cuda or cpu.
+        rank: This rank.
+        is_profiled: Whether the second step is profiled, of a pipeline.
+    """
+    trial = make_trial(micro_batches=2, clip=0.5)
+    trial, parallel_options = row.adapt(trial, Options(**options))
+    device = _device_of_rank(row, rank) if device_type == "cuda" else torch.device(device_type)
+    parallel = parallelize_trial(trial, row.layout, parallel_options, device)
     optimizer = parallel.prepare_optimizer(build_optimizer(OPTIMIZER, parallel.parameters()))
-    waits: list[list[tuple[str, str]]] = []
+    waits_by_step: list[list[Wait]] = []
     numbers: list[float] = []
 
     def step(number: int) -> None:
         fake.waits.clear()
-        numbers[:] = [values[0] for values in run_steps(made, parallel, optimizer, [number])]
-        waits.append([wait for wait in fake.waits if not wait[1].startswith("experiments/parity/curves.py")])
+        losses, norms = run_steps(trial, parallel, optimizer, [number])
+        numbers[:] = [losses[0], norms[0]]
+        waits_by_step.append([wait for wait in fake.waits if not _is_of_measurement(wait)])
 
     step(0)
-    if profiled:
-        began = time.monotonic()
-        spans = parallel.profile(partial(step, 1))
-        assert {span.kind for span in spans} >= {"F", "B", "SEND", "RECV", "REDUCE"}, spans
-        assert all(0 <= span.start <= span.end <= time.monotonic() - began for span in spans), spans
-        assert all(a.end <= b.start for a, b in pairwise(spans)) and spans[-1].end > 1e-3, spans
+    if is_profiled:
+        _check_profile(parallel, partial(step, 1))
     else:
         step(1)
+    _evaluate(parallel, trial, device)
+    _stage_save(parallel, optimizer)
+    tensors = [*parallel.parameters(), *parallel.inner.buffers()]
+    for state in optimizer.state.values():
+        tensors += state.values()
+    devices_of_host_tensors = sorted({str(t.device) for t in tensors if not t.is_cuda})
+    return {
+        "first_step_waits": waits_by_step[0],
+        "waits": waits_by_step[1],
+        "numbers": numbers,
+        "on_host": [] if parallel_options.offload else devices_of_host_tensors,
+    }
+
+
+def _is_of_measurement(wait: Wait) -> bool:
+    """Whether the host waits only to read a number for this test."""
+    _, where = wait
+    return where.startswith("experiments/parity/curves.py")
+
+
+def _check_profile(parallel: Any, step: Callable[[], None]) -> None:
+    """Profile a step of a pipeline, and check its spans."""
+    start = time.monotonic()
+    spans = parallel.profile(step)
+    seconds = time.monotonic() - start
+    assert {span.kind for span in spans} >= {"F", "B", "SEND", "RECV", "REDUCE"}, spans
+    for span in spans:
+        assert 0 <= span.start <= span.end <= seconds, spans
+    for span, next_span in pairwise(spans):
+        assert span.end <= next_span.start, spans
+    assert spans[-1].end > 1e-3, spans
+
+
+def _evaluate(parallel: Any, trial: Trial, device: torch.device) -> None:
+    """Compute the loss of two samples."""
+    samples = tuple(tensor[:2].to(device) for tensor in trial.batch(0))
     parallel.module.eval()
-    few = tuple(tensor[:2].to(device) for tensor in made.batch(0))
-    parallel.forward(lambda module, batch: {"loss": made.loss(module, batch)}, few)
+    parallel.forward(lambda module, batch: {"loss": trial.loss(module, batch)}, samples)
     parallel.module.train()
-    Stager(Ranks()).stage({"model": parallel.model_state(), "optimizer": parallel.optimizer_state(optimizer)})
-    assert all(value.is_contiguous() for value in parallel.full_model_state().values())
-    held = [*parallel.parameters(), *parallel.inner.buffers()]
-    held += [value for values in optimizer.state.values() for value in values.values()]
-    on_host = sorted({str(tensor.device) for tensor in held if not tensor.is_cuda})
-    return {"first": waits[0], "waits": waits[1], "numbers": numbers, "on_host": [] if chosen.offload else on_host}
 
 
-def _own_device(row: Row, rank: int) -> torch.device:
+def _stage_save(parallel: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Copy the training state to the host, as a save does."""
+    state = {
+        "model": parallel.model_state(),
+        "optimizer": parallel.optimizer_state(optimizer),
+    }
+    Stager(Ranks()).stage(state)
+    for tensor in parallel.full_model_state().values():
+        assert tensor.is_contiguous()
+
+
+def _device_of_rank(row: Row, rank: int) -> torch.device:
     several = any(record.several_devices for record in registry.known_records(row.name))
-    device = torch.device("cuda", one_process.first_gpu_of_worker(several, rank, row.workers, DEVICES) % DEVICES)
+    first_gpu = one_process.first_gpu_of_worker(several, rank, row.workers, DEVICES)
+    device = torch.device("cuda", first_gpu % DEVICES)
     torch.cuda.set_device(device)
     return device
 
 
-def staging(rank: int) -> dict[str, Any]:
-    """Two saves of a state that a step changes in between, and one where the host's memory cannot be locked."""
-    sizes = {"whole": (3, 1 << 20), "odd": (1000003,), "number": (), "empty": (0, 4)}
-    state = {name: torch.randn(shape, device="cuda:0") for name, shape in sizes.items()} | {"host's": torch.randn(5)}
+# --- single parts ---------------------------------------------------------------------------------
+
+
+def _stage_saves(rank: int) -> Result:
+    """Two saves of a state that a step changes in between, and one without page-locked memory."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "large": (3, 1 << 20),
+        "odd": (1000003,),
+        "number": (),
+        "empty": (0, 4),
+    }
+    state = {name: torch.randn(shape, device="cuda:0") for name, shape in shapes.items()}
+    state["host's"] = torch.randn(5)
     nbytes = sum(tensor.nbytes for tensor in state.values())
-    stager, where, waits = Stager(Ranks()), set(), list[Any]()
+    stager = Stager(Ranks())
+    waits: list[Wait] = []
 
     def save(stager: Stager) -> dict[str, torch.Tensor]:
         fake.waits.clear()
         staged = stager.stage(state)
         waits[:] = fake.waits
         staged.wait()
-        assert all(torch.equal(staged.values[name], tensor.cpu()) for name, tensor in state.items())
+        for name, tensor in state.items():
+            assert torch.equal(staged.values[name], tensor.cpu()), name
         return staged.values
 
+    addresses = set()
     for _ in range(2):
-        data = save(stager)
-        assert nbytes <= stager.locked_bytes == fake.pinned_bytes() < nbytes + 64 * len(state), "as needed, and once"
-        assert data["odd"].is_pinned() and data["odd"].untyped_storage().nbytes() == 4 * 1000003
-        where.add(data["whole"].data_ptr())
+        values = save(stager)
+        padding = 64 * len(state)
+        assert stager.locked_bytes == fake.pinned_bytes()
+        assert nbytes <= stager.locked_bytes < nbytes + padding, "as much as needed, and once"
+        assert values["odd"].is_pinned()
+        assert values["odd"].untyped_storage().nbytes() == 4 * 1000003
+        addresses.add(values["large"].data_ptr())
         for tensor in state.values():
             tensor.add_(1)
-    assert len(where) == 1, "into the same memory"
+    assert len(addresses) == 1, "the second save uses the memory of the first"
     stager.close()
-    known = list(waits)
+    waits_with_page_locks = list(waits)
     assert fake.pinned_bytes() == 0
     fake.refuse_page_locks()
     save(Stager(Ranks()))
-    return {"waits": known}
+    return {"waits": waits_with_page_locks}
 
 
-def visible(rank: int) -> dict[str, Any]:
-    """Each of the node's processes sees its own GPU only, or several of its own, or both see the same one."""
+def _choose_visible_devices(rank: int) -> Result:
+    """Two of four processes of a node, which see their own GPUs, all GPUs, or the same GPU."""
     store = dist.FileStore(f"{tempfile.gettempdir()}/visible", 2)
 
-    def begin(first: int, count: int, strategy: str, shown_to: str) -> list[int | None]:
-        here = Environment(rank=rank, world_size=2, local_rank=2 + rank, local_world_size=4)
-        os.environ |= {"LOCAL_RANK": str(here.local_rank), "LOCAL_WORLD_SIZE": str(here.local_world_size)}
-        fake.show_only(first, count)
-        device = own_device(here, strategy)
+    def choose_devices(
+        strategy: str, *, first_visible: int, visible: int, key: str
+    ) -> list[int | None]:
+        environment = Environment(rank=rank, world_size=2, local_rank=2 + rank, local_world_size=4)
+        os.environ["LOCAL_RANK"] = str(environment.local_rank)
+        os.environ["LOCAL_WORLD_SIZE"] = str(environment.local_world_size)
+        fake.show_only(first_visible, visible)
+        device = own_device(environment, strategy)
         assert torch.ones(1, device="cuda").device == device
-        require_own_gpu(device, here, dist.PrefixStore(shown_to, store))
-        return [own.index for own in one_process.worker_devices(device)]
+        require_own_gpu(device, environment, dist.PrefixStore(key, store))
+        return [worker_device.index for worker_device in one_process.worker_devices(device)]
 
-    assert begin(rank, 1, "fsdp", "own") == [0]
-    assert begin(2 * rank, 2, "ddp_model_parallel", "own two") == [0, 1]
-    assert begin(0, 4, "fsdp", "all") == [2 + rank]
-    assert begin(0, 8, "ddp_model_parallel", "all") == [4 + 2 * rank, 5 + 2 * rank]
+    own = choose_devices("fsdp", first_visible=rank, visible=1, key="own")
+    assert own == [0]
+    own_two = choose_devices("ddp_model_parallel", first_visible=2 * rank, visible=2, key="own two")
+    assert own_two == [0, 1]
+    one_of_all = choose_devices("fsdp", first_visible=0, visible=4, key="all")
+    assert one_of_all == [2 + rank]
+    two_of_all = choose_devices("ddp_model_parallel", first_visible=0, visible=8, key="all")
+    assert two_of_all == [4 + 2 * rank, 5 + 2 * rank]
     try:
-        begin(0, 1, "fsdp", "the same")
+        choose_devices("fsdp", first_visible=0, visible=1, key="the same")
     except UserError as error:
         assert "2 processes would use one GPU" in str(error), error
     else:
@@ -214,131 +382,190 @@ def visible(rank: int) -> dict[str, Any]:
     return {}
 
 
-def norms(rank: int) -> dict[str, Any]:
-    """A norm gives what it gets under autocast, which has one of its own for CUDA, and so does its gradient."""
+def _normalise_under_autocast(rank: int) -> Result:
+    """A norm and its gradient keep the type of the input; CUDA's autocast has a rule for norms."""
     norm = RMSNorm(8).cuda()
-    for given, chosen in itertools.product((torch.float32, torch.bfloat16, torch.float16), repeat=2):
-        x = torch.randn(2, 8, device="cuda", dtype=given, requires_grad=True)
-        with torch.autocast("cuda", chosen, enabled=chosen != torch.float32):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    for input_dtype, autocast_dtype in itertools.product(dtypes, repeat=2):
+        x = torch.randn(2, 8, device="cuda", dtype=input_dtype, requires_grad=True)
+        is_enabled = autocast_dtype != torch.float32
+        with torch.autocast("cuda", autocast_dtype, enabled=is_enabled):
             normalised = norm(x)
-        assert normalised.dtype == given, f"{given} under autocast to {chosen} became {normalised.dtype}"
+        assert normalised.dtype == input_dtype, (input_dtype, autocast_dtype)
         normalised.sum().backward()
-        assert x.grad is not None and x.grad.dtype == given
+        assert x.grad is not None
+        assert x.grad.dtype == input_dtype
     return {}
 
 
-def ring(rank: int) -> dict[str, Any]:
-    """Attention across workers on an H100 is cuDNN's, as it is on one, and its joined results are those of a CPU."""
+def _attend_across_workers(rank: int) -> Result:
+    """Attention across workers on an H100 uses cuDNN's kernel, as on one device, and is right."""
     group = register_group(dist.group.WORLD)
-    for method, causal in itertools.product((METHODS["ring"], METHODS["allgather"]), (True, False)):
+    methods = (METHODS["ring"], METHODS["allgather"])
+    for method, is_causal in itertools.product(methods, (True, False)):
         torch.manual_seed(rank)
-        on_cpu = [torch.randn(2, heads, 8, 16).bfloat16().requires_grad_() for heads in (4, 2, 2)]
-        on_gpu = [tensor.detach().to("cuda").requires_grad_() for tensor in on_cpu]
-        fake.cudnn.clear()
-        for tensors in (on_cpu, on_gpu):
-            given = method.attention(*tensors, is_causal=causal, scale=0.3, group=group)
-            given.square().sum().backward()
-        assert {"forward", "backward"} == set(fake.cudnn), fake.cudnn
-        for one, other in zip(on_gpu, on_cpu, strict=True):
-            assert one.grad is not None and other.grad is not None
-            off = (one.grad.cpu().float() - other.grad.float()).norm() / other.grad.float().norm()
-            assert off < 0.02, (method, causal, off)
+        cpu_inputs = []
+        for heads in (4, 2, 2):
+            cpu_inputs.append(torch.randn(2, heads, 8, 16).bfloat16().requires_grad_())
+        gpu_inputs = [tensor.detach().to("cuda").requires_grad_() for tensor in cpu_inputs]
+        fake.cudnn_calls.clear()
+        for inputs in (cpu_inputs, gpu_inputs):
+            output = method.attention(*inputs, is_causal=is_causal, scale=0.3, group=group)
+            output.square().sum().backward()
+        assert set(fake.cudnn_calls) == {"forward", "backward"}
+        for gpu_input, cpu_input in zip(gpu_inputs, cpu_inputs, strict=True):
+            assert gpu_input.grad is not None
+            assert cpu_input.grad is not None
+            expected = cpu_input.grad.float()
+            error = (gpu_input.grad.cpu().float() - expected).norm() / expected.norm()
+            assert error < 0.02, (method, is_causal, error)
     return {}
 
 
-# --- the loop and its parts ---------------------------------------------------------------------------------------
+# --- the loop and its parts -----------------------------------------------------------------------
 
-FP16 = {"app/training/optimizer.py:accepts": "whether the gradient overflowed decides whether this step counts"}
-LOOPS: dict[str, tuple[Row, dict[str, Any], dict[str, str]]] = {
-    "bf16, noise scale": (SINGLE, {"precision": "bf16", "noise_scale_every": 2}, {}),
-    "fp16": (SINGLE, {"precision": "fp16"}, FP16),
-    "average of the weights, profile.steps": (
+_FP16_WAITS = {
+    "app/training/optimizer.py:accepts": "whether gradients overflowed decides if the step counts"
+}
+
+
+def _loop_case(
+    name: str,
+    row: Row,
+    changes: dict[str, Any],
+    *,
+    known_waits: dict[str, str] | None = None,
+) -> Case:
+    """A whole run of the training loop.
+
+    Args:
+        name: What the run has beside plain steps.
+        row: The layout.
+        changes: See `run_loop`.
+        known_waits: Waits that only this run has.
+    """
+    imports: tuple[str, ...] = ()
+    if changes.get("task") is adapters:
+        imports = ("peft", "transformers.models.llama.modeling_llama")
+    is_float32 = changes.get("precision", "fp32") == "fp32"
+    return Case(
+        name=f"loop {name}",
+        workers=row.workers,
+        work=partial(run_loop, row, changes, "cuda"),
+        reference=partial(run_loop, SINGLE, {**changes, "profile": []}, "cpu"),
+        tolerance=1e-5 if is_float32 else 3e-3,
+        slow=row.workers > 1,
+        known_waits=WAITS | (known_waits or {}),
+        imports=imports,
+    )
+
+
+LOOP_CASES = [
+    _loop_case("bf16, noise scale", SINGLE, {"precision": "bf16", "noise_scale_every": 2}),
+    _loop_case("fp16", SINGLE, {"precision": "fp16"}, known_waits=_FP16_WAITS),
+    _loop_case(
+        "average of the weights, profile.steps",
         Row("fsdp", 2),
         {"ema_decay": 0.9, "eval_every": 2, "profile": [3, 4]},
-        {},
     ),
-    "training_step with two optimizers": (Row("fsdp", 2), {"task": "tests.tasks:Gan"}, {}),
-    "linear loss, 16 bits between blocks of mixtures": (SINGLE, {"task": gpt, "precision": "bf16"}, {}),
-    "adapters, conversations": (Row("fsdp", 2), {"task": adapters}, {}),
-    "adapters, stages": (Row("pipeline", 2), {"task": adapters}, FIRST_STEP),
-}
-"""What a run may have beside plain steps: where, what it is given, and which waits are known."""
+    _loop_case("training_step with two optimizers", Row("fsdp", 2), {"task": "tests.tasks:Gan"}),
+    _loop_case(
+        "linear loss, 16 bits between blocks of mixtures",
+        SINGLE,
+        {"task": gpt, "precision": "bf16"},
+    ),
+    _loop_case("adapters, conversations", Row("fsdp", 2), {"task": adapters}),
+    _loop_case(
+        "adapters, stages",
+        Row("pipeline", 2),
+        {"task": adapters},
+        known_waits=FIRST_STEP_WAITS,
+    ),
+]
 
 
-def of_loop(name: str) -> Case:
-    row, made, waits = LOOPS[name]
-    truth, of_others = partial(loop, SINGLE, {**made, "profile": []}, "cpu"), made.get("task") is adapters
-    imports = ("peft", "transformers.models.llama.modeling_llama") if of_others else ()
-    tolerance = 1e-5 if made.get("precision", "fp32") == "fp32" else 3e-3
-    work = partial(loop, row, made, "cuda")
-    return Case(f"loop {name}", row.workers, work, truth, tolerance, row.workers > 1, WAITS | waits, imports)
-
-
-# --- what must be noticed -----------------------------------------------------------------------------------------
+# --- what must be noticed -------------------------------------------------------------------------
 
 
 FAULTS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "a number is read": (lambda t: t.sum().item(), "_local_scalar_dense"),
     "to the host": (lambda t: t.cpu(), "copy to the host"),
     "from the host": (lambda t: torch.ones(2).to("cuda:0"), "copy to the device"),
-    "to memory that is not pinned": (lambda t: torch.empty(2, 2).copy_(t, non_blocking=True), "not pinned"),
+    "to memory that is not pinned": (
+        lambda t: torch.empty(2, 2).copy_(t, non_blocking=True),
+        "not pinned",
+    ),
     "a mask": (lambda t: t[t > 0], "aten::nonzero"),
     "a device": (lambda t: torch.cuda.synchronize(), "device.synchronize"),
     "a stream": (lambda t: torch.cuda.current_stream().synchronize(), "stream.synchronize"),
-    "an event": (lambda t: torch.cuda.current_stream().record_event().synchronize(), "event.synchronize"),
+    "an event": (
+        lambda t: torch.cuda.current_stream().record_event().synchronize(),
+        "event.synchronize",
+    ),
     "the host's tensor": (lambda t: t @ torch.ones(2, 2), "same device"),
     "another GPU's tensor": (lambda t: t @ torch.ones(2, 2, device="cuda:1"), "same device"),
     "no such GPU": (lambda t: torch.cuda.set_device(DEVICES), "invalid device"),
 }
-"""What is wrong, and what is said of it."""
+"""What is wrong, and words of the problem that it must be."""
 
 
-def faults(rank: int) -> dict[str, Any]:
-    """Each is noticed, as one problem."""
-    for name, (work, words) in FAULTS.items():
+def _cause_faults(rank: int) -> Result:
+    """Check that each fault is noticed, as one problem."""
+    for name, (fault, words) in FAULTS.items():
         tensor = torch.ones(2, 2, device="cuda:0")
         fake.waits.clear()
         try:
-            work(tensor)
-            gave = {"waits": list(fake.waits)}
+            fault(tensor)
+            result: Result = {"waits": list(fake.waits)}
         except RuntimeError:
-            gave = {"error": traceback.format_exc()}
-        found = problems(Case(name, 1, faults), [gave], None)
-        assert len(found) == 1 and words in found[0], (name, found)
+            result = {"error": traceback.format_exc()}
+        case = Case(name=name, workers=1, work=_cause_faults)
+        (problem,) = problems(case, [result], None)
+        assert words in problem, (name, problem)
     return {}
 
 
-# --- the table ----------------------------------------------------------------------------------------------------
+# --- the table ------------------------------------------------------------------------------------
 
-FULL = ("single", "model_parallel", "context", "ddp+expert")
-HALF = ("ddp", "fsdp", "tensor")
-"""Which `make test` tries in float32, and in bf16, to which these cast in a way of their own: what a name does beside
-the others, in the last of its rows with the fewest workers."""
-TRIED = [row for row in (SINGLE, *ROWS, *THREE_DIMENSIONS, *MIXTURES) if row.name not in CANNOT]
-FEWEST = {row.name: row for row in sorted(TRIED, key=lambda row: -row.workers)}.values()
-CASES = [of_row(row, row not in FEWEST or row.name not in FULL) for row in TRIED]
-CASES += [of_row(row, row not in FEWEST or row.name not in HALF, "bf16") for row in TRIED]
-CASES += [of_row(row, slow=True) for row in MIXTURES_OF_MORE_DIMENSIONS]
-CASES += [of_row(SINGLE, precision="fp8"), of_row(Row("fsdp", 2), offload=True)]
-CASES += [of_row(Row("tensor", 2), sequence_parallel=False), *(of_row(Row(n, 2), images=True) for n in ("ddp", "fsdp"))]
-CASES += [of_row(row, False, "bf16", profiled=True) for row in FEWEST if str(row) == "pipeline (pp 2) zbv"]
-CASES += [Case("what holds up or ends a GPU", 1, faults), Case("staging a save", 1, staging, waits={})]
-CASES += [Case("which GPUs processes see", 2, visible), Case("norms under autocast", 1, norms)]
-CASES += [Case("attention across workers", 2, ring)]
-CASES += map(of_loop, LOOPS)
+FAST_IN_FLOAT32 = ("single", "model_parallel", "context", "ddp+expert")
+"""Strategies that `make test` tries in float32, in the last of the rows with the fewest workers."""
+FAST_IN_BF16 = ("ddp", "fsdp", "tensor")
+"""Strategies that `make test` tries in bf16, to which each casts in its own way."""
 
 
-def problems(case: Case, ranks: list[dict[str, Any]], truth: dict[str, Any] | None) -> list[str]:
-    """What is wrong with what a case gave."""
-    found = [rank["error"] for rank in (*ranks, truth or {}) if "error" in rank]
-    for rank, gave in enumerate(ranks if not found else ()):
-        waits = [*gave.get("waits", ()), *(w for w in gave.get("first", ()) if w[1] not in FIRST_STEP)]
-        unknown = sorted({f"{where} ({what})" for what, where in waits if where not in case.waits})
-        found += [f"rank {rank} waits for the device in {where}" for where in unknown]
-        found += [f"rank {rank} has its state on {device}" for device in gave.get("on_host", ())]
-        if truth:
-            off = [abs(a - b) / abs(b) for a, b in zip(gave["numbers"], truth["numbers"], strict=True)]
-            half = len(off) // 2
-            if not (max(off[:half]) <= case.tolerance and max(off[half:]) <= 10 * case.tolerance):
-                found.append(f"rank {rank} has losses and norms {gave['numbers']} where a CPU has {truth['numbers']}")
-    return found
+def _row_cases() -> list[Case]:
+    rows = [
+        row for row in (SINGLE, *ROWS, *THREE_DIMENSIONS, *MIXTURES) if row.name not in CANNOT_RUN
+    ]
+    smallest_rows = {row.name: row for row in sorted(rows, key=lambda row: -row.workers)}
+    float32_cases = []
+    bf16_cases = []
+    for row in rows:
+        is_smallest = row in smallest_rows.values()
+        is_fast = is_smallest and row.name in FAST_IN_FLOAT32
+        float32_cases.append(_row_case(row, slow=not is_fast))
+        is_fast = is_smallest and row.name in FAST_IN_BF16
+        bf16_cases.append(_row_case(row, slow=not is_fast, precision="bf16"))
+    zero_bubble_rows = [row for row in smallest_rows.values() if str(row) == "pipeline (pp 2) zbv"]
+    return [
+        *float32_cases,
+        *bf16_cases,
+        *(_row_case(row, slow=True) for row in MIXTURES_OF_MORE_DIMENSIONS),
+        _row_case(SINGLE, precision="fp8"),
+        _row_case(Row("fsdp", 2), offload=True),
+        _row_case(Row("tensor", 2), sequence_parallel=False),
+        _row_case(Row("ddp", 2), has_images=True),
+        _row_case(Row("fsdp", 2), has_images=True),
+        *(_row_case(row, precision="bf16", is_profiled=True) for row in zero_bubble_rows),
+    ]
+
+
+CASES = [
+    *_row_cases(),
+    Case(name="what holds up or ends a GPU", workers=1, work=_cause_faults),
+    Case(name="staging a save", workers=1, work=_stage_saves, known_waits={}),
+    Case(name="which GPUs processes see", workers=2, work=_choose_visible_devices),
+    Case(name="norms under autocast", workers=1, work=_normalise_under_autocast),
+    Case(name="attention across workers", workers=2, work=_attend_across_workers),
+    *LOOP_CASES,
+]

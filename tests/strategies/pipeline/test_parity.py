@@ -1,14 +1,18 @@
-"""A pipeline trains what one device trains: every schedule, alone and combined, any chain; what a stage holds and sends
-meanwhile."""
+"""A pipeline trains what one device trains: every schedule, combinations, and any chain of blocks.
+
+Also what a stage holds and sends meanwhile.
+"""
 
 import functools
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from experiments.parity import curves
@@ -18,200 +22,366 @@ from strategies.grad_sync import local
 from strategies.layout import Layout
 from strategies.parallelize import Options, choose
 from strategies.pipeline.schedules import SCHEDULES
-from strategies.pipeline.simulate import activations_by_formula
+from strategies.pipeline.simulate import Span, activations_by_formula
 from strategies.pipeline.weight_grad import DeferredWeightGrad, finish
 from strategies.torch_internals import OperationMode
 from tests.pool import run_distributed
-from tests.strategies.models import BF16, CPU, HEADS, WIDTH, Block, gpt_trial, language_batch, language_loss, slow
+from tests.strategies.models import (
+    BF16,
+    CPU,
+    HEADS,
+    WIDTH,
+    Block,
+    gpt_trial,
+    language_batch,
+    language_loss,
+    slow,
+)
 from tests.strategies.pipeline.test_trace import CHAINS, chain_trial
 
 TOLERANCE = 5e-6
-ALL: list[dict[str, Any]] = [{"schedule": name, "chunks": 2 if name == "interleaved_1f1b" else 1} for name in SCHEDULES]
-"""Every schedule."""
-IN_CHUNKS = [given for given in ALL if given["schedule"] in ("interleaved_1f1b", "zbv")]
+
+
+def _options_of_schedule(schedule: str) -> dict[str, Any]:
+    return {"schedule": schedule, "chunks": 2 if schedule == "interleaved_1f1b" else 1}
+
+
+ALL_SCHEDULES = [_options_of_schedule(schedule) for schedule in SCHEDULES]
+SEVERAL_CHUNKS = [_options_of_schedule(schedule) for schedule in ("interleaved_1f1b", "zbv")]
 ZB_H1 = {"schedule": "zb_h1"}
-OTHERWISE = [ZB_H1 | {"activation_checkpointing": "selective"}, ZB_H1 | {"precision": "bf16"}]
-"""With whole recomputation: tests/strategies/test_parity.py."""
-OF_CHAINS = list(zip(CHAINS, itertools.cycle(({}, ZB_H1))))
-OVER_FOUR = [("skips", {}), ("t5", ZB_H1)]
-"""A value skips ahead of several stages."""
+
+Case = tuple[str, dict[str, Any]]
+"""The name of a chain ("" for a GPT), and options."""
+SPLIT_BACKWARD_CASES: list[Case] = [
+    ("", ZB_H1 | {"activation_checkpointing": "selective"}),
+    ("", ZB_H1 | {"precision": "bf16"}),
+]
+"""tests/strategies/test_parity.py has full recomputation."""
+CHAIN_CASES: list[Case] = list(zip(CHAINS, itertools.cycle(({}, ZB_H1))))
+SKIPPING_CASES: list[Case] = [("skips", {}), ("t5", ZB_H1)]
+"""Over four stages values skip several of them."""
 
 
-def _trial(name: str = "") -> Trial:
-    """Of a chain, or a GPT with tied embeddings; with accumulation and clipping."""
-    return chain_trial(name) if name else gpt_trial(tied=True, layers=4, micro_batches=4, clip=0.5, steps=2)
+def _trial(chain: str = "") -> Trial:
+    """A chain, or a GPT with tied embeddings; with accumulation and clipping."""
+    if chain:
+        return chain_trial(chain)
+    return gpt_trial(tied=True, layers=4, micro_batches=4, clip=0.5, steps=2)
 
 
 @functools.cache
-def _truth(name: str) -> Curve:
-    return curves.train(_trial(name), Layout("single"), Options(), CPU)
+def _single_device_curve(chain: str) -> Curve:
+    return curves.train(_trial(chain), Layout("single"), Options(), CPU)
 
 
-def _train(_: int, name: str, workers: int, pp: int, asked: list[Any]) -> list[Curve]:
-    """The curve of each trial under its options, in one set of processes."""
-    layout = choose(name, workers, pp=pp)
-    return [curves.train(_trial(trial), layout, Options(**options), CPU) for trial, options in asked]
+def _train_each(rank: int, strategy: str, workers: int, pp: int, cases: list[Case]) -> list[Curve]:
+    layout = choose(strategy, workers, pp=pp)
+    return [
+        curves.train(_trial(chain), layout, Options(**options), CPU) for chain, options in cases
+    ]
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("name", "workers", "pp", "asked"),
+    ("strategy", "workers", "pp", "cases"),
     [
-        pytest.param("pipeline", 2, 2, [("", options) for options in OTHERWISE], id="halves"),
-        slow("fsdp+pipeline", 4, 2, [("", options) for options in IN_CHUNKS], id="sharded chunks"),
-        pytest.param("pipeline", 2, 2, OF_CHAINS, id="chains"),
-        slow("pipeline", 4, 4, OVER_FOUR, id="chains of 4"),
+        pytest.param("pipeline", 2, 2, SPLIT_BACKWARD_CASES, id="split backward"),
+        slow("fsdp+pipeline", 4, 2, [("", o) for o in SEVERAL_CHUNKS], id="sharded chunks"),
+        pytest.param("pipeline", 2, 2, CHAIN_CASES, id="chains"),
+        slow("pipeline", 4, 4, SKIPPING_CASES, id="chains of 4"),
     ],
 )
-def test_halves_sharded_chunks_and_any_chain_without_hints(name: str, workers: int, pp: int, asked: list[Any]) -> None:
-    """A step of every schedule: below; more are rows of tests/strategies/test_parity.py, and of `trireme parity`."""
-    answers = run_distributed(_train, workers, name, workers, pp, asked, timeout=240)
-    for curve, (trial, options) in zip(answers[0], asked):
-        found = curves.difference(_truth(trial), curve)
+def test_a_pipeline_trains_the_same_model(
+    strategy: str, workers: int, pp: int, cases: list[Case]
+) -> None:
+    """tests/strategies/test_parity.py and `trireme parity` have more rows."""
+    results = run_distributed(_train_each, workers, strategy, workers, pp, cases, timeout=240)
+    for curve, (chain, options) in zip(results[0], cases):
+        difference = curves.difference(_single_device_curve(chain), curve)
         if "precision" in options:
-            assert 1e-6 < found.loss < 3e-3, "computed in 16 bits, and not far off"
-        else:
-            assert found.loss <= TOLERANCE and found.weights <= 1e-3, (trial, options, found)
-            assert trial or found.norm <= 10 * TOLERANCE, (options, found)
+            assert 1e-6 < difference.loss < 3e-3
+            continue
+        assert difference.loss <= TOLERANCE, (chain, options, difference)
+        assert difference.weights <= 1e-3, (chain, options, difference)
+        if not chain:
+            assert difference.norm <= 10 * TOLERANCE, (options, difference)
 
 
-# --- one step, looked at closely ----------------------------------------------------------------------------------
+# --- one step -------------------------------------------------------------------------------------
 
 ROWS = [2, 2, 2, 1]
-"""Of the micro-batches: the last is smaller."""
-WEIGHTS = [n / sum(ROWS) for n in ROWS]
+"""Of the micro-batches: the last one is smaller."""
+WEIGHTS = [rows / sum(ROWS) for rows in ROWS]
 
 
-def _batches() -> list[Any]:
+def _micro_batches() -> list[Any]:
     generator = torch.Generator().manual_seed(5)
-    return [tuple(torch.randint(0, 30, (2, n, 8), generator=generator)) for n in ROWS]
+    return [tuple(torch.randint(0, 30, (2, rows, 8), generator=generator)) for rows in ROWS]
 
 
-def _one_step(rank: int, options: dict[str, Any]) -> dict[str, Any]:
-    parallel = curves.parallelize_trial(_trial(), choose("pipeline", 2), Options(**options), CPU)
-    batches, losses = _batches(), []
-    for _ in range(2):  # shapes are new in the first step, known in the second
+@dataclass
+class StageResult:
+    """What a stage has after a few steps.
+
+    Attributes:
+        losses: The loss of each step; [] on a stage without the loss.
+        gradients: The gradients of its parameters.
+        spans: What it did in a profiled step.
+        logits: The output of each micro-batch in an evaluation; None on a stage without it.
+        numel: The number of its parameters' elements.
+        state_names: The names in its state.
+    """
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    spans: list[Span]
+    logits: list[Tensor | None]
+    numel: int
+    state_names: set[str]
+
+
+def _run_stage(rank: int, options: dict[str, Any]) -> StageResult:
+    layout = choose("pipeline", 2)
+    parallel: Any = curves.parallelize_trial(_trial(), layout, Options(**options), CPU)
+    batches = _micro_batches()
+    losses = []
+    for _ in range(2):  # stages learn shapes in the first step and know them in the second
         parallel.inner.zero_grad()
-        losses.append(float(parallel.forward_backward(batches, WEIGHTS, language_loss, scale=4.0)))
-    return {
-        "losses": losses if parallel.has_loss else [],
-        "gradients": {name: p.grad.clone() for name, p in parallel.named_parameters() if p.grad is not None},
-        "spans": parallel.profile(lambda: parallel.forward_backward(batches, WEIGHTS, language_loss)),
-        "evaluated": [parallel.forward(lambda model, batch: model(batch[0]), batch) for batch in batches],
-        "own": sum(p.numel() for p in parallel.parameters()),
-        "names": set(parallel.model_state()),
-    }
+        loss = parallel.forward_backward(batches, WEIGHTS, language_loss, scale=4.0)
+        losses.append(float(loss))
+    gradients = {}
+    for name, parameter in parallel.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.clone()
+    return StageResult(
+        losses=losses if parallel.has_loss else [],
+        gradients=gradients,
+        spans=parallel.profile(lambda: parallel.forward_backward(batches, WEIGHTS, language_loss)),
+        logits=[parallel.forward(lambda model, batch: model(batch[0]), batch) for batch in batches],
+        numel=sum(p.numel() for p in parallel.parameters()),
+        state_names=set(parallel.model_state()),
+    )
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("options", ALL, ids=str)
-def test_every_schedule_with_a_smaller_last_micro_batch_evaluation_and_a_profile(options: dict[str, Any]) -> None:
-    stages, model, batches = run_distributed(_one_step, 2, options), _trial().build(), _batches()
-    total = sum(weight * language_loss(model, batch) for weight, batch in zip(WEIGHTS, batches))
+@pytest.mark.parametrize("options", ALL_SCHEDULES, ids=str)
+def test_one_step_of_every_schedule_with_a_smaller_last_micro_batch(
+    options: dict[str, Any],
+) -> None:
+    stages = run_distributed(_run_stage, 2, options)
+    model = _trial().build()
+    batches = _micro_batches()
+    losses = [language_loss(model, batch) for batch in batches]
+    total = torch.stack([w * loss for w, loss in zip(WEIGHTS, losses)]).sum()
     (4.0 * total).backward()
-    whole, seen = dict(model.named_parameters()), set()
-    for stage in stages:
-        for name, gradient in stage["gradients"].items():
-            torch.testing.assert_close(gradient, whole[name].grad, rtol=1e-4, atol=1e-6, msg=name)
-            seen.add(name)
-    assert seen == whole.keys(), "the tied table under its first name, on both stages"
-    assert set.union(*(stage["names"] for stage in stages)) == set(model.state_dict())
-    assert all(stage["own"] < 0.75 * sum(p.numel() for p in whole.values()) for stage in stages)
-    last = 0 if options["schedule"] == "zbv" else 1  # folded, the first stage computes the loss
-    assert stages[last]["losses"] == [pytest.approx(total.item(), rel=1e-6)] * 2 and not stages[1 - last]["losses"]
+
+    _check_parameters_of_stages(stages, model)
+    # A folded pipeline computes the loss on its first stage.
+    with_loss, without_loss = stages if options["schedule"] == "zbv" else reversed(stages)
+    assert with_loss.losses == [pytest.approx(total.item(), rel=1e-6)] * 2
+    assert without_loss.losses == []
+    assert without_loss.logits == [None] * len(batches)
+    for batch, logits in zip(batches, with_loss.logits):
+        expected = model(batch[0]).detach()
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    chunks = 2 if options in SEVERAL_CHUNKS else 1
     for rank, stage in enumerate(stages):
-        kinds = Counter(span.kind for span in stage["spans"])
-        assert kinds["F"] == kinds["B"] == 4 * (1 + (options in IN_CHUNKS))
-        assert kinds["REDUCE"] == 1 and kinds["SEND"] and kinds["RECV"]
-        assert all(span.stage == rank and span.start <= span.end for span in stage["spans"])
-        assert all(a.end <= b.start for a, b in itertools.pairwise(stage["spans"]))
-    for batch, found in zip(batches, stages[last]["evaluated"]):
-        torch.testing.assert_close(found, model(batch[0]).detach(), rtol=1e-5, atol=1e-5)
-    assert stages[1 - last]["evaluated"] == [None] * 4
+        _check_spans(stage.spans, stage=rank, chunks=chunks)
 
 
-# --- what is held, and as which type --------------------------------------------------------------------------------
+def _check_parameters_of_stages(stages: list[StageResult], model: nn.Module) -> None:
+    """Compare gradients with those of the whole model, which each stage has a part of."""
+    parameters = dict(model.named_parameters())
+    names = set()
+    for stage in stages:
+        for name, gradient in stage.gradients.items():
+            expected = parameters[name].grad
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6, msg=name)
+            names.add(name)
+        assert stage.numel < 0.75 * sum(p.numel() for p in parameters.values())
+    assert names == parameters.keys(), "both stages have the tied weight under its first name"
+    assert set.union(*(stage.state_names for stage in stages)) == set(model.state_dict())
 
 
-def _counted(work: Any, kept: list[StorageWeakRef], held: list[int], *args: Any, **kwargs: Any) -> None:
-    work(*args, **kwargs)
-    held.append(sum(not each.expired() for each in kept))
+def _check_spans(spans: list[Span], *, stage: int, chunks: int) -> None:
+    """Check that a profile has everything that a stage does, in order."""
+    kinds = Counter(span.kind for span in spans)
+    assert kinds["F"] == kinds["B"] == len(ROWS) * chunks
+    assert kinds["REDUCE"] == 1
+    assert kinds["SEND"] > 0
+    assert kinds["RECV"] > 0
+    for span in spans:
+        assert span.stage == stage
+        assert span.start <= span.end
+    for span, next_span in itertools.pairwise(spans):
+        assert span.end <= next_span.start
 
 
-def _held(rank: int) -> list[tuple[float, int]]:
-    """By schedule the most micro-batches, once for each chunk, that are in memory after an instruction: counted by what
-    a layer in each block keeps, and by formula."""
-    found, (tokens, targets) = [], language_batch(0)
-    for options in ALL:
-        parallel: Any = curves.parallelize_trial(_trial(), choose("pipeline", 2), Options(**options), CPU)
-        runtime, kept, held = parallel.runtime, list[StorageWeakRef](), list[int]()
+# --- what a stage holds ---------------------------------------------------------------------------
+
+
+class ActivationCounter:
+    """Counts the activations of one layer in each block that are in memory.
+
+    Args:
+        parallel: A pipeline, whose blocks have a layer norm1.
+    """
+
+    def __init__(self, parallel: Any) -> None:
+        self.counts: list[int] = []
+        """After each instruction of the schedule."""
+        self._storages: list[StorageWeakRef] = []
         for path, module in parallel.inner.named_modules():
             if path.endswith("norm1"):
-                module.register_forward_hook(lambda _, __, y, to=kept: to.append(StorageWeakRef(y.untyped_storage())))
+                module.register_forward_hook(self._remember)
         for name in ("_forward", "_backward", "_weight_gradients"):
-            setattr(runtime, name, functools.partial(_counted, getattr(runtime, name), kept, held))
-        parallel.forward_backward([(tokens[:1], targets[:1])] * 4, [1 / 4] * 4, language_loss)
-        assert not runtime.in_flight and not runtime.deferred_work and held[-1] == 0
-        numbers = {"stages": 2, "micro_batches": 4, "chunks": runtime.placement.chunks, "stage": rank}
-        formula = activations_by_formula(options["schedule"], **numbers)
-        found.append((max(held) / (4 // runtime.placement.parts), formula))
-    return found
+            instruction = getattr(parallel.runtime, name)
+            counted = functools.partial(self._run_and_count, instruction)
+            setattr(parallel.runtime, name, counted)
+
+    def _remember(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self._storages.append(StorageWeakRef(output.untyped_storage()))
+
+    def _run_and_count(self, instruction: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        instruction(*args, **kwargs)
+        self.counts.append(sum(not storage.expired() for storage in self._storages))
+
+
+def _most_activations(rank: int) -> list[tuple[float, int]]:
+    """For each schedule, the most activations in memory, each of one micro-batch and chunk.
+
+    Returns:
+        (counted, by formula).
+    """
+    results = []
+    tokens, targets = language_batch(0)
+    micro_batches = [(tokens[:1], targets[:1])] * 4
+    for options in ALL_SCHEDULES:
+        layout = choose("pipeline", 2)
+        parallel: Any = curves.parallelize_trial(_trial(), layout, Options(**options), CPU)
+        runtime = parallel.runtime
+        counter = ActivationCounter(parallel)
+        parallel.forward_backward(micro_batches, [1 / 4] * 4, language_loss)
+        assert not runtime.in_flight
+        assert not runtime.deferred_work
+        assert counter.counts[-1] == 0
+        blocks_per_chunk = 4 // runtime.placement.parts
+        by_formula = activations_by_formula(
+            options["schedule"],
+            stages=2,
+            micro_batches=4,
+            chunks=runtime.placement.chunks,
+            stage=rank,
+        )
+        results.append((max(counter.counts) / blocks_per_chunk, by_formula))
+    return results
 
 
 @pytest.mark.alone
-def test_activations_in_memory_are_as_many_as_the_formula_says() -> None:
-    for rank, answer in enumerate(run_distributed(_held, 2)):
-        for given, (held, formula) in zip(ALL, answer):
-            assert held == formula, (given["schedule"], rank)
+def test_each_stage_holds_as_many_activations_as_the_formula_says() -> None:
+    for rank, results in enumerate(run_distributed(_most_activations, 2)):
+        for options, (counted, by_formula) in zip(ALL_SCHEDULES, results):
+            assert counted == by_formula, (options["schedule"], rank)
 
 
-class Casts(OperationMode):
-    """How often a matrix in float32 is cast."""
+# --- types ----------------------------------------------------------------------------------------
+
+
+class CastCounter(OperationMode):
+    """Counts how often each float32 matrix is cast, by the address of its data."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.times: Counter[int] = Counter()
+        self.counts: Counter[int] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._to_copy.default and args[0].dim() == 2 and args[0].dtype == torch.float32:
-            self.times[args[0].data_ptr()] += 1
+        if func is torch.ops.aten._to_copy.default:
+            source = args[0]
+            if source.dim() == 2 and source.dtype == torch.float32:
+                self.counts[source.data_ptr()] += 1
         return func(*args, **(kwargs or {}))
 
 
-def _types(_: int, name: str, workers: int, options: dict[str, Any]) -> tuple[int, dict[str, set[Any]]]:
-    """The most that a parameter is cast in a step; the types of what is sent in training and in evaluation, of what
-    blocks take in, of gathered matrices and of their gradients."""
-    parallel: Any = curves.parallelize_trial(_trial(), choose(name, workers, pp=2), Options(**options), CPU)
-    batch, found, send, sync = language_batch(0), defaultdict(set), parallel.runtime.comm.send, parallel.runtime.sync
+@dataclass
+class Types:
+    """The types that a stage uses.
 
-    def sending(kind: str, stage: int, tensors: list[Tensor], message: Any = None) -> None:
-        found["sent"].update((kind, tensor.dtype) for tensor in tensors if message is not None)
+    Attributes:
+        casts: How often the parameter that is cast most often is cast in a step.
+        sent_in_training: (F or B, the type) of what it sends.
+        sent_in_evaluation: The same in an evaluation.
+        block_inputs: What its blocks get.
+        gathered: Gathered matrices, if they are sharded.
+        gradients: Their gradients.
+    """
+
+    casts: int = 0
+    sent_in_training: set[tuple[str, torch.dtype]] = field(default_factory=set)
+    sent_in_evaluation: set[tuple[str, torch.dtype]] = field(default_factory=set)
+    block_inputs: set[torch.dtype] = field(default_factory=set)
+    gathered: set[torch.dtype] = field(default_factory=set)
+    gradients: set[torch.dtype] = field(default_factory=set)
+
+
+def _types_of_stage(rank: int, strategy: str, workers: int, options: dict[str, Any]) -> Types:
+    layout = choose(strategy, workers, pp=2)
+    parallel: Any = curves.parallelize_trial(_trial(), layout, Options(**options), CPU)
+    types = Types()
+    sent = _record_sent_types(parallel.runtime.comm)
+    if parallel.runtime.sync is not None:
+        _record_gathered_types(parallel.runtime.sync, types)
+    for path, module in parallel.inner.named_modules():
+        parent, _, _ = path.rpartition(".")
+        if parent == "blocks":
+            module.register_forward_pre_hook(
+                lambda _, inputs: types.block_inputs.add(inputs[0].dtype)
+            )
+    batch = language_batch(0)
+    for _ in range(2):  # stages learn shapes in the first step and know them in the second
+        with CastCounter() as casts:
+            parallel.forward_backward([batch] * 4, [1 / 4] * 4, language_loss)
+    addresses = {local(p).data_ptr() for p in parallel.inner.parameters()}
+    types.casts = max((casts.counts[address] for address in addresses), default=0)
+    types.sent_in_training = set(sent)
+    sent.clear()
+    parallel.forward(language_loss, batch)
+    types.sent_in_evaluation = sent
+    return types
+
+
+def _record_sent_types(comm: Any) -> set[tuple[str, torch.dtype]]:
+    """(F or B, the type) of all tensors that are sent from now on."""
+    sent = set()
+    send = comm.send
+
+    def recorded_send(kind: str, stage: int, tensors: list[Tensor], message: Any = None) -> None:
+        if message is not None:
+            for tensor in tensors:
+                sent.add((kind, tensor.dtype))
         send(kind, stage, tensors, message)
 
-    def done(chunk: int, kept: Any = sync and sync.chunk_done) -> None:
-        matrices = [p for p in sync._unsharded.values() if p.dim() > 1]
-        found["gathered"].update(p.dtype for p in matrices)
-        found["gradients"].update(p.grad.dtype for p in matrices if p.grad is not None)
-        kept(chunk)
+    comm.send = recorded_send
+    return sent
 
-    parallel.runtime.comm.send = sending
-    if sync:
-        sync.chunk_done = done
-    for path, module in parallel.inner.named_modules():
-        if path.rpartition(".")[0] == "blocks":
-            module.register_forward_pre_hook(lambda _, inputs: found["taken"].add(inputs[0].dtype))
-    for _ in range(2):  # shapes are new in the first step, known in the second
-        with Casts() as casts:
-            parallel.forward_backward([batch] * 4, [1 / 4] * 4, language_loss)
-    own = {local(p).data_ptr() for p in parallel.inner.parameters()}
-    found["trained"] = found.pop("sent")
-    parallel.forward(language_loss, batch)
-    return max((times for at, times in casts.times.items() if at in own), default=0), found
+
+def _record_gathered_types(sync: Any, types: Types) -> None:
+    """Record the types of gathered matrices and their gradients when a chunk is done."""
+    chunk_done = sync.chunk_done
+
+    def recorded_chunk_done(chunk: int) -> None:
+        for parameter in sync._unsharded.values():
+            if parameter.dim() > 1:
+                types.gathered.add(parameter.dtype)
+                if parameter.grad is not None:
+                    types.gradients.add(parameter.grad.dtype)
+        chunk_done(chunk)
+
+    sync.chunk_done = recorded_chunk_done
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("name", "workers", "options", "reduced"),
+    ("strategy", "workers", "options", "reduced"),
     [
         ("pipeline", 2, {}, None),
         ("pipeline", 2, BF16, None),
@@ -224,32 +394,40 @@ def _types(_: int, name: str, workers: int, options: dict[str, Any]) -> tuple[in
     ],
     ids=str,
 )
-def test_weights_are_cast_once_and_what_crosses_has_the_type_of_arithmetic_and_is_float32_again(
-    name: str, workers: int, options: dict[str, Any], reduced: torch.dtype | None
+def test_weights_are_cast_once_a_step_and_activations_cross_in_16_bits(
+    strategy: str, workers: int, options: dict[str, Any], reduced: torch.dtype | None
 ) -> None:
-    wire = torch.bfloat16 if options else torch.float32
-    for rank, (casts, found) in enumerate(run_distributed(_types, workers, name, workers, options)):
-        first = rank < workers // 2
-        assert found["trained"] == {("F" if first else "B", wire)}
-        assert found["sent"] == ({("F", torch.float32)} if first else set()), "nothing tells an activation from a mask"
-        assert found["taken"] == {torch.float32}
+    """Blocks get activations in float32 again."""
+    compute_dtype = torch.bfloat16 if options else torch.float32
+    results = run_distributed(_types_of_stage, workers, strategy, workers, options)
+    for rank, types in enumerate(results):
+        is_first_stage = rank < workers // 2
+        assert types.sent_in_training == {("F" if is_first_stage else "B", compute_dtype)}
+        # In an evaluation a stage does not know which tensors are activations.
+        expected = {("F", torch.float32)} if is_first_stage else set()
+        assert types.sent_in_evaluation == expected
+        assert types.block_inputs == {torch.float32}
         if reduced is None:
-            assert casts == len(options.keys() & BF16), "not once for each micro-batch in flight"
+            assert types.casts == (1 if "precision" in options else 0)
         else:
-            assert casts <= 1 and found["gathered"] == {wire} and found["gradients"] == {reduced}
+            assert types.casts <= 1
+            assert types.gathered == {compute_dtype}
+            assert types.gradients == {reduced}
 
 
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
 def test_gradients_of_matrices_wait_for_the_second_half_of_backward(recompute: str) -> None:
-    """That they are then those of one backward: above."""
-    block, later = Block(WIDTH, HEADS), DeferredWeightGrad()
-    later.wrap(block)
+    block = Block(WIDTH, HEADS)
+    deferred = DeferredWeightGrad()
+    deferred.wrap(block)
     activation_checkpointing.apply(block, [], recompute)
     y = block(torch.randn(2, 5, WIDTH, requires_grad=True))
     work: list[Any] = []
-    with later.deferring_to(work):
+    with deferred.deferring_to(work):
         y.square().sum().backward()
     for parameter in block.parameters():
-        assert (parameter.grad is None) == (parameter.dim() > 1)
+        is_matrix = parameter.dim() > 1
+        assert (parameter.grad is None) == is_matrix
     finish(work)
-    assert all(parameter.grad is not None for parameter in block.parameters())
+    for parameter in block.parameters():
+        assert parameter.grad is not None

@@ -1,16 +1,18 @@
-"""No stage waits for what depends on itself: what the runtime asks of a GPU in a step, played through without one.
+"""No stage waits for what depends on itself: the runtime's requests to a GPU, without a GPU.
 
-The runtime's own code is run with blocks that compute nothing, and what it asks for is noted, stage by stage. Then it
-is played through: a message needs both its ends, and a stage waits, at everything that it asks for, until all that it
-has asked for before is over. No device waits for more: it would have to wait for what it has not been asked for.
+The runtime's own code runs with blocks that compute nothing, and what it requests is recorded,
+stage by stage. Then the requests are played: a message needs both its ends, and at every request a
+stage waits until all its earlier requests are over. No device waits for more than that, since it
+would have to wait for what has not been requested.
 """
 
 import contextlib
 import itertools
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -19,42 +21,72 @@ import torch.distributed as dist
 from strategies.dims import LayoutError
 from strategies.pipeline import p2p, runtime
 from strategies.pipeline.interface import Placeholders, Signature
-from strategies.pipeline.postings import Message, PostedReceive, connections, endpoints, posted_receives
+from strategies.pipeline.postings import (
+    Message,
+    PostedReceive,
+    connections,
+    endpoints,
+    posted_receives,
+)
 from strategies.pipeline.schedules import SCHEDULES, Op, Placement, Schedule
 from strategies.pipeline.simulate import Times, simulate
 from strategies.pipeline.weight_grad import DeferredWeightGrad
-from tests.strategies.pipeline.test_schedules import every, make
+from tests.strategies.pipeline.test_schedules import make_schedule, schedules_of
 
 pytestmark = pytest.mark.pure
 
 CPU = torch.device("cpu")
 
+Connection = tuple[str, int, int]
+"""(F or B, from, to)."""
+
+
+class Request(NamedTuple):
+    """What the runtime requests of a device.
+
+    Attributes:
+        kind: "send" or "receive".
+        connection: The connection of the message.
+        number: Which message of the connection it is.
+    """
+
+    kind: str
+    connection: Connection
+    number: int
+
 
 class Recorder:
-    """In the place of torch.distributed and of a stage, of which it notes what passes between stages: send or receive,
-    and ((F or B, from, to), which message on this connection)."""
+    """Stands in for torch.distributed and for a stage, and records what is requested."""
 
     def __init__(self, stage: int) -> None:
-        self.stage, self.events = stage, list[tuple[str, Any]]()
-        self.count: Counter[Any] = Counter()
+        self.stage = stage
+        self.requests: list[Request] = []
+        self.counts: Counter[tuple[str, Connection]] = Counter()
         self.output = torch.zeros(0, requires_grad=True)
         self._module = torch.nn.Identity()
+
+    # --- torch.distributed ---
 
     def get_process_group_ranks(self, group: Any) -> range:
         return range(100)
 
     def isend(self, tensor: Any, rank: int, group: Any, tag: int) -> Any:
-        return self._note("send", ("FB"[tag], self.stage, rank))
+        return self._record("send", ("FB"[tag], self.stage, rank))
 
     def irecv(self, tensor: Any, rank: int, group: Any, tag: int) -> Any:
-        return self._note("receive", ("FB"[tag], rank, self.stage))
+        return self._record("receive", ("FB"[tag], rank, self.stage))
 
-    send, recv = isend, irecv  # as connections are opened
+    # Connections are opened by these.
+    send = isend
+    recv = irecv
 
-    def _note(self, what: str, connection: Any) -> Any:
-        self.events.append((what, (connection, self.count[what, connection])))
-        self.count[what, connection] += 1
+    def _record(self, kind: str, connection: Connection) -> Any:
+        number = self.counts[kind, connection]
+        self.counts[kind, connection] += 1
+        self.requests.append(Request(kind, connection, number))
         return SimpleNamespace(wait=lambda: None)
+
+    # --- a stage ---
 
     @property
     def module(self) -> torch.nn.Module:
@@ -81,12 +113,13 @@ class Recorder:
         return torch.zeros(()), [self.output]
 
 
-def runtime_of(recorder: Recorder, schedule: Schedule) -> runtime.Runtime:
-    """What runs the schedule on the recorder's stage, while the recorder is in torch.distributed's place."""
+def _runtime_of(recorder: Recorder, schedule: Schedule) -> runtime.Runtime:
+    """The runtime of the recorder's stage; the recorder must stand in for torch.distributed."""
     group: Any = None
+    comm = p2p.P2PComm(schedule.placement, recorder.stage, group=group, device=CPU, pipelines=[])
     return runtime.Runtime(
         recorder,
-        p2p.P2PComm(schedule.placement, recorder.stage, group=group, device=CPU, pipelines=[]),
+        comm,
         schedule.placement,
         autocast=contextlib.nullcontext,
         wire=None,
@@ -95,18 +128,36 @@ def runtime_of(recorder: Recorder, schedule: Schedule) -> runtime.Runtime:
     )
 
 
-def events_of(schedule: Schedule, stage: int, order: tuple[PostedReceive, ...], steps: int, rest: int) -> list[Any]:
-    """rest: so many of the last micro-batches have other shapes."""
-    recorder, count = Recorder(stage), schedule.micro_batches
+def _requests_of(
+    schedule: Schedule,
+    stage: int,
+    receives: Sequence[PostedReceive],
+    *,
+    steps: int,
+    odd_shapes: int,
+) -> list[Request]:
+    """What a stage requests in a few steps.
+
+    Args:
+        schedule: The schedule.
+        stage: The stage.
+        receives: When it posts its receives.
+        steps: The number of steps.
+        odd_shapes: How many of the last micro-batches have other shapes.
+    """
+    recorder = Recorder(stage)
+    count = schedule.micro_batches
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(p2p, "dist", recorder)
         patch.setattr(p2p, "decode", lambda _: (p2p.TensorMeta.of(recorder.output, None),))
         patch.setattr(runtime, "seed_generators", lambda *_: None)
         patch.setattr(torch.autograd, "backward", lambda *_: None)
         patch.setattr(runtime.weight_grad, "finish", lambda _: None)
-        made = runtime_of(recorder, schedule)
-        made._posted_receives[schedule.name, count, schedule.chunks] = order
-        signatures: list[Signature] = [("whole",)] * (count - rest) + [("rest",)] * rest
+        stage_runtime = _runtime_of(recorder, schedule)
+        key = (schedule.name, count, schedule.chunks)
+        stage_runtime._posted_receives[key] = tuple(receives)
+        signatures: list[Signature] = [("usual",)] * (count - odd_shapes)
+        signatures += [("odd",)] * odd_shapes
         loss: Any = None
         step = runtime.Step(
             batches=[None] * count,
@@ -116,98 +167,208 @@ def events_of(schedule: Schedule, stage: int, order: tuple[PostedReceive, ...], 
             loss=loss,
         )
         for _ in range(steps):
-            made.step(schedule, step)
-    return recorder.events
+            stage_runtime.step(schedule, step)
+    return recorder.requests
 
 
-def test_another_number_of_outputs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def _all_stages_finish(
+    schedule: Schedule,
+    receives_by_stage: Iterable[Sequence[PostedReceive]],
+    *,
+    steps: int = 1,
+    odd_shapes: int = 0,
+) -> bool:
+    """Whether all requests get done.
+
+    A message passes if it is the next request of both its ends.
+    """
+    waiting = []
+    for stage, receives in enumerate(receives_by_stage):
+        waiting.append(_requests_of(schedule, stage, receives, steps=steps, odd_shapes=odd_shapes))
+    has_progressed = True
+    while has_progressed:
+        has_progressed = False
+        for requests in waiting:
+            while requests and _passes(requests[0], waiting):
+                send = requests.pop(0)
+                _, _, receiver = send.connection
+                waiting[receiver].pop(0)
+                has_progressed = True
+    return not any(waiting)
+
+
+def _passes(request: Request, waiting: list[list[Request]]) -> bool:
+    """Whether a request is a send whose receiver waits for it."""
+    if request.kind != "send":
+        return False
+    _, _, receiver = request.connection
+    return waiting[receiver][:1] == [request._replace(kind="receive")]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_stage_waits_for_what_depends_on_itself(name: str) -> None:
+    """Mostly in a first step: once shapes are known, stages wait for less."""
+    for schedule in schedules_of(name):
+        count = schedule.micro_batches
+        is_done = _all_stages_finish(
+            schedule,
+            posted_receives(schedule),
+            steps=2 if count == 4 else 1,
+            odd_shapes=1 if count % 4 == 3 else 0,
+        )
+        assert is_done, str(schedule)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_stages_that_posted_receives_earlier_would_deadlock(name: str) -> None:
+    chunks = 2 if name in ("interleaved_1f1b", "zbv") else 1
+    schedule = make_schedule(name, stages=4, micro_batches=8, chunks=chunks)
+    early_receives = []
+    for receives in posted_receives(schedule):
+        early_receives.append(
+            [replace(receive, after_ops=max(0, receive.after_ops - 2)) for receive in receives]
+        )
+    assert not _all_stages_finish(schedule, early_receives)
+
+
+def test_a_block_that_returns_another_number_of_tensors_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     recorder = Recorder(0)
     monkeypatch.setattr(p2p, "dist", recorder)
-    made = runtime_of(recorder, make("1f1b", stages=2, micro_batches=2))
+    schedule = make_schedule("1f1b", stages=2, micro_batches=2)
+    stage_runtime = _runtime_of(recorder, schedule)
     outputs = [torch.zeros(2, 3), torch.zeros(5)]
-    made._send_outputs(outputs, Op("F", 0), 0, signature=("training",))
+    stage_runtime._send_outputs(outputs, Op("F", 0), 0, signature=("training",))
     sentence = r"block 0 puts out no tensor for one batch and \(5,\) float32 for another"
     with pytest.raises(LayoutError, match=sentence):
-        made._send_outputs(outputs[:1], Op("F", 1), 0, signature=("training",))
+        stage_runtime._send_outputs(outputs[:1], Op("F", 1), 0, signature=("training",))
 
 
-def finishes(schedule: Schedule, orders: Any, steps: int = 1, rest: int = 0) -> bool:
-    """Whether all stages get through what they ask for: a message goes when it is the next of both its ends."""
-    left = [events_of(schedule, stage, tuple(order), steps, rest) for stage, order in enumerate(orders)]
-    moved = True
-    while moved:
-        moved = False
-        for events in left:
-            while events and events[0][0] == "send" and left[events[0][1][0][2]][:1] == [("receive", events[0][1])]:
-                del left[events.pop(0)[1][0][2]][0]
-                moved = True
-    return not any(left)
+# --- posted receives ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_no_stage_waits_for_what_depends_on_itself_but_would_if_it_asked_earlier(name: str) -> None:
-    """In a first step: where shapes are known, less is waited for."""
-    for schedule in every(name):
-        micro_batches = schedule.micro_batches
-        found = finishes(schedule, posted_receives(schedule), 1 + (micro_batches == 4), micro_batches % 4 == 3)
-        assert found, (name, schedule.stages, micro_batches, schedule.chunks)
-    chunks = 2 if name in ("interleaved_1f1b", "zbv") else 1
-    schedule = make(name, stages=4, micro_batches=8, chunks=chunks)
-    early = [
-        [replace(receive, after_ops=max(0, receive.after_ops - 2)) for receive in receives]
-        for receives in posted_receives(schedule)
-    ]
-    assert not finishes(schedule, early), "two instructions earlier"
+def _sent_at(schedule: Schedule, transfer: float) -> dict[Message, float]:
+    """When each message between parts could be sent, of equal stages."""
+    placement = schedule.placement
+    times = {}
+    for span in simulate(schedule, Times.equal(1.0, transfer=transfer)):
+        part = placement.part_at(span.stage, span.chunk)
+        boundary = part - 1 if span.kind == "B" else part
+        if span.kind != "W" and 0 <= boundary < placement.parts - 1:
+            times[Message(span.kind, boundary, span.micro_batch)] = span.end
+    return times
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_what_is_sent_is_asked_for_once_in_order_and_with_equal_parts_in_time(name: str) -> None:
-    for schedule, transfer in itertools.product(itertools.islice(every(name), 0, None, 3), (0.05, 0.2)):
-        place, spans = schedule.placement, simulate(schedule, Times.equal(1.0, transfer=transfer))
-        ended = [[0.0, *(span.end for span in spans if span.stage == stage)] for stage in range(place.stages)]
-        gave = {Message(s.kind, place.part_at(s.stage, s.chunk) - (s.kind == "B"), s.micro_batch): s.end for s in spans}
-        crosses = [key for key in gave if key[0] != "W" and 0 <= key[1] < place.parts - 1]
-        for stage, coming in enumerate(posted_receives(schedule)):
-            keys, freed = [one.message for one in coming], [key for one in coming for key in one.delivered]
-            assert Counter(keys) == Counter(
-                k for k in crosses if endpoints(place, k)[1] == stage != endpoints(place, k)[0]
-            )
-            assert len(freed) == len(set(freed)) and all(endpoints(place, key)[0] == stage for key in freed)
-            in_time = all(ended[stage][one.after_ops] <= gave[one.message] + 1e-9 for one in coming)
-            assert in_time or schedule.micro_batches < 2 * place.stages, "the pipe is never full"
-            for way in itertools.product("FB", range(place.stages)):
-                own = [gave[key] for key in keys if (key[0], endpoints(place, key)[0]) == way]
-                assert own == sorted(own), way
+@pytest.mark.parametrize("transfer", [0.05, 0.2])
+def test_each_message_is_received_once_and_in_the_order_of_its_connection(
+    name: str, transfer: float
+) -> None:
+    for schedule in itertools.islice(schedules_of(name), 0, None, 3):
+        placement = schedule.placement
+        sent_at = _sent_at(schedule, transfer)
+        for stage, receives in enumerate(posted_receives(schedule)):
+            messages = [receive.message for receive in receives]
+            expected = []
+            for message in sent_at:
+                source, destination = endpoints(placement, message)
+                if destination == stage and source != stage:
+                    expected.append(message)
+            assert Counter(messages) == Counter(expected)
+            delivered = [message for receive in receives for message in receive.delivered]
+            assert len(delivered) == len(set(delivered))
+            for message in delivered:
+                assert endpoints(placement, message)[0] == stage
+            for kind, source in itertools.product("FB", range(placement.stages)):
+                times = []
+                for message in messages:
+                    is_of_connection = endpoints(placement, message)[0] == source
+                    if message.kind == kind and is_of_connection:
+                        times.append(sent_at[message])
+                assert times == sorted(times), (kind, source)
 
 
-def test_a_small_schedule_by_hand() -> None:
-    """Stage 0: F0 F1 B0 F2 B1 B2; stage 1, a forward later: F0 B0 F1 B1 F2 B2. B takes twice as long as F."""
-    found = [
-        [(str(Op(r.message.kind, r.message.micro_batch)), r.after_ops, r.delivered) for r in receives]
-        for receives in posted_receives(make("1f1b", stages=2, micro_batches=3))
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("transfer", [0.05, 0.2])
+def test_receives_are_posted_in_time_if_the_pipeline_is_ever_full(
+    name: str, transfer: float
+) -> None:
+    for schedule in itertools.islice(schedules_of(name), 0, None, 3):
+        stages = schedule.placement.stages
+        if schedule.micro_batches < 2 * stages:
+            continue
+        spans = simulate(schedule, Times.equal(1.0, transfer=transfer))
+        sent_at = _sent_at(schedule, transfer)
+        for stage, receives in enumerate(posted_receives(schedule)):
+            ends = [0.0, *(span.end for span in spans if span.stage == stage)]
+            for receive in receives:
+                assert ends[receive.after_ops] <= sent_at[receive.message] + 1e-9
+
+
+def test_the_receives_of_a_small_schedule_are_those_worked_out_by_hand() -> None:
+    """Stage 0 does F0 F1 B0 F2 B1 B2; stage 1, one forward later, F0 B0 F1 B1 F2 B2.
+
+    B takes twice as long as F.
+    """
+    schedule = make_schedule("1f1b", stages=2, micro_batches=3)
+    receives_by_stage = []
+    for receives in posted_receives(schedule):
+        readable = []
+        for receive in receives:
+            op = Op(receive.message.kind, receive.message.micro_batch)
+            readable.append((str(op), receive.after_ops, receive.delivered))
+        receives_by_stage.append(readable)
+    assert receives_by_stage == [
+        [
+            ("B0", 2, (("F", 0, 0),)),
+            ("B1", 3, (("F", 0, 1),)),
+            ("B2", 5, (("F", 0, 2),)),
+        ],
+        [
+            ("F0", 0, ()),
+            ("F1", 0, ()),
+            ("F2", 4, (("B", 0, 0),)),
+        ],
     ]
-    assert found[0] == [("B0", 2, (("F", 0, 0),)), ("B1", 3, (("F", 0, 1),)), ("B2", 5, (("F", 0, 2),))]
-    assert found[1] == [("F0", 0, ()), ("F1", 0, ()), ("F2", 4, (("B", 0, 0),))]
 
 
-@pytest.mark.parametrize(("chunks", "folded"), [(1, False), (3, False), (2, True)])
-def test_every_connection_is_opened_once_by_both_its_ends(chunks: int, folded: bool) -> None:
-    found = connections(Placement(4, chunks, folded))
-    down = {("F", 0, 1), ("F", 1, 2), ("F", 2, 3)}
-    ring = {("F", 3, 0)} if chunks == 3 else {("F", b, a) for _, a, b in down} if folded else set()
-    forward = down | ring
-    assert len(found) == len(set(found)) and set(found) == forward | {("B", b, a) for _, a, b in forward}
-    assert [source % 2 for kind, source, _ in found if kind == "F"][:2] == [0, 0], "two open at once"
+# --- connections ----------------------------------------------------------------------------------
+
+_DOWN = {("F", 0, 1), ("F", 1, 2), ("F", 2, 3)}
+_UP = {("F", 1, 0), ("F", 2, 1), ("F", 3, 2)}
 
 
-def test_nccls_groups_may_take_as_long_as_others_for_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have 10 minutes unless they are told, others 30."""
+@pytest.mark.parametrize(
+    ("chunks", "is_folded", "forward"),
+    [(1, False, _DOWN), (3, False, _DOWN | {("F", 3, 0)}), (2, True, _DOWN | _UP)],
+)
+def test_every_connection_is_opened_once_by_both_its_ends(
+    chunks: int, is_folded: bool, forward: set[Connection]
+) -> None:
+    opened = connections(Placement(4, chunks, is_folded))
+    backward = {("B", destination, source) for _, source, destination in forward}
+    assert len(opened) == len(set(opened))
+    assert set(opened) == forward | backward
+    forward_sources = [source for kind, source, _ in opened if kind == "F"]
+    assert [source % 2 for source in forward_sources[:2]] == [0, 0], "two open at once"
+
+
+def test_nccls_groups_have_the_timeout_of_other_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default they have 10 minutes, other groups 30."""
     options = SimpleNamespace(config=SimpleNamespace())
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda: options), raising=False)
+    nccl = SimpleNamespace(Options=lambda: options)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    long = dist.distributed_c10d.default_pg_timeout
-    made: list[tuple[Any, Any]] = []
-    monkeypatch.setattr(p2p, "group_of_this_rank", lambda ranks, **how: made.append((ranks, how)) or "group")
+    calls: list[tuple[Any, dict[str, Any]]] = []
+
+    def new_group(ranks: Any, **arguments: Any) -> str:
+        calls.append((ranks, arguments))
+        return "group"
+
+    monkeypatch.setattr(p2p, "group_of_this_rank", new_group)
     p2p._new_group([(0, 1), (2, 3)])
-    assert made == [([[0, 1], [2, 3]], {"backend": "nccl", "pg_options": options, "timeout": long})]
+    timeout = dist.distributed_c10d.default_pg_timeout
+    expected = {"backend": "nccl", "pg_options": options, "timeout": timeout}
+    assert calls == [([[0, 1], [2, 3]], expected)]
     assert options.config.max_ctas == p2p.MAX_CTAS

@@ -1,4 +1,4 @@
-"""Models that know nothing of pipelines, whose blocks are a chain, more or less; and what those that are not get."""
+"""Models that know nothing of pipelines, whose blocks form a chain, and refusals of others."""
 
 import functools
 from collections.abc import Callable
@@ -15,14 +15,26 @@ from strategies.parallel import Loss
 from strategies.pipeline.apply import plan_stages
 from strategies.pipeline.stage import Stage
 from tests.strategies import models
-from tests.strategies.models import CPU, HEADS, VOCABULARY, WIDTH, Block, PlainGPT, assert_refused, language_loss
+from tests.strategies.models import (
+    CPU,
+    HEADS,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    PlainGPT,
+    assert_refused,
+    language_loss,
+)
 
 pytestmark = pytest.mark.pure
 
 
 class Skips(nn.Module):
-    """Values that skip ahead of blocks: the embedding to every block and the head, a block's output to a later one's
-    input; and a bare parameter that several stages read."""
+    """Has values that skip blocks, and a parameter that several stages read.
+
+    The embedding goes to every block and the head, and the outputs of the first two blocks go to
+    the inputs of the last two.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,26 +44,35 @@ class Skips(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY + 1)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        first = x = self.embed(tokens)
-        kept: list[Tensor] = []
+        embedded = self.embed(tokens)
+        x = embedded
+        early_outputs: list[Tensor] = []
         for i, block in enumerate(self.blocks):
-            x = block(x + kept.pop() if i >= 2 else x) * self.mix[i] + 0.1 * first
-            kept += [x] if i < 2 else []
-        return self.head(x + first)
+            block_input = x + early_outputs.pop() if i >= 2 else x
+            x = block(block_input) * self.mix[i] + 0.1 * embedded
+            if i < 2:
+                early_outputs.append(x)
+        return self.head(x + embedded)
 
 
 class DictBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+        self.linear = nn.Linear(16, 16)
+        self.norm = nn.LayerNorm(16)
 
     def forward(self, state: dict[str, Any], scale: Tensor) -> dict[str, Any]:
         x = state["x"] + torch.tanh(self.linear(self.norm(state["x"]))) * scale
-        return {"x": x, "extra": state["extra"] + x.pow(2).mean(), "depth": state["depth"] + 1, "nothing": None}
+        return {
+            "x": x,
+            "extra": state["extra"] + x.pow(2).mean(),
+            "depth": state["depth"] + 1,
+            "nothing": None,
+        }
 
 
 class Dicts(nn.Module):
-    """Blocks that take and return a dict, and a mask made of the input."""
+    """Has blocks that take and return a dict, and take a mask that is made from the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,13 +89,15 @@ class Dicts(nn.Module):
 
 
 def norms() -> nn.Module:
-    """Nothing but layers, of which some keep running statistics."""
-    layers = (layer for _ in range(4) for layer in (nn.Linear(7, 7), nn.BatchNorm1d(7), nn.ReLU()))
+    """A sequence of layers, some of which have running statistics."""
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(7, 7), nn.BatchNorm1d(7), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(7, 3))
 
 
 class Routed(Block):
-    """Looks at its activations' numbers to choose what a layer is given, as a mixture of experts does."""
+    """Reads numbers of its activations to choose a layer's input, as a mixture of experts does."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, HEADS)
@@ -83,45 +106,67 @@ class Routed(Block):
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
         rows = torch.nonzero(x.sum(-1) > 0, as_tuple=True)
-        return x.index_put(rows, self.expert(x[rows]), accumulate=True) if rows[0].numel() > 0 else x
+        if rows[0].numel() == 0:
+            return x
+        return x.index_put(rows, self.expert(x[rows]), accumulate=True)
 
 
-class Experts(PlainGPT):
+class RoutedGPT(PlainGPT):
     def __init__(self) -> None:
         super().__init__(False, 4)
         self.blocks = nn.ModuleList(Routed() for _ in range(4))
 
 
 def masked_loss(model: nn.Module, batch: Any) -> Tensor:
-    """Chooses by numbers, in the data and in the logits."""
+    """Reads numbers of the data and of the logits."""
     tokens, targets = batch
     logits = model(tokens)
-    kept = targets != 3
     assert bool(torch.isfinite(logits).all())
-    return nn.functional.cross_entropy(logits[kept], targets[kept], reduction="sum") / targets.numel()
+    counts = targets != 3
+    total = nn.functional.cross_entropy(logits[counts], targets[counts], reduction="sum")
+    return total / targets.numel()
 
 
 def t5() -> nn.Module:
-    """Encoder and decoder: one table read at three places, the encoder's output read by every decoder block."""
+    """An encoder and a decoder.
+
+    Three places read one embedding, and every block of the decoder reads the encoder's output.
+    """
     from transformers import T5Config, T5ForConditionalGeneration
 
-    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
-    return T5ForConditionalGeneration(
-        T5Config(**sizes, num_decoder_layers=2, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0)
+    config = T5Config(
+        vocab_size=32,
+        d_model=16,
+        d_kv=4,
+        d_ff=32,
+        num_layers=2,
+        num_decoder_layers=2,
+        num_heads=4,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
     )
+    return T5ForConditionalGeneration(config)
 
 
 def frozen() -> nn.Module:
-    """Nothing before the second block is trained."""
-    model = PlainGPT(False, 4)
-    for part in (model.embed, model.blocks[0]):
-        part.requires_grad_(False)
+    """A GPT that is trained from its second block on."""
+    model = PlainGPT(layers=4)
+    model.embed.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
     return model
 
 
 def translation_loss(model: nn.Module, batch: Any) -> Tensor:
-    mask = (batch[0] % 7 != 0).long()
-    return model(input_ids=batch[0], attention_mask=mask, labels=batch[1].contiguous(), use_cache=False).loss
+    tokens, labels = batch
+    attention_mask = (tokens % 7 != 0).long()
+    outputs = model(
+        input_ids=tokens,
+        attention_mask=attention_mask,
+        labels=labels.contiguous(),
+        use_cache=False,
+    )
+    return outputs.loss
 
 
 CHAINS: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[int], Any]]] = {
@@ -129,7 +174,7 @@ CHAINS: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[int], Any]]] = 
     "skips": (Skips, language_loss, models.language_batch),
     "dicts": (Dicts, models.classifier_loss, models.vector_batch),
     "resnet": (models.SmallResNet, models.classifier_loss, models.image_batch),
-    "experts": (Experts, masked_loss, models.language_batch),
+    "experts": (RoutedGPT, masked_loss, models.language_batch),
     "frozen": (frozen, language_loss, models.language_batch),
     "norms": (norms, models.classifier_loss, models.vector_batch),
 }
@@ -137,48 +182,57 @@ CHAINS: dict[str, tuple[Callable[[], nn.Module], Loss, Callable[[int], Any]]] = 
 
 def chain_trial(name: str) -> Trial:
     build, loss, batch = CHAINS[name]
-    return Trial(models.seeded(build), loss, batch, steps=2, micro_batches=4, clip=0.5)
+    return Trial(
+        build=models.seeded(build), loss=loss, batch=batch, steps=2, micro_batches=4, clip=0.5
+    )
 
 
-# --- what a trace finds --------------------------------------------------------------------------------------------
+# --- stages ---------------------------------------------------------------------------------------
 
 
-def _cut(model: nn.Module, **options: Any) -> Any:
+def _assign_stages(model: nn.Module, **options: Any) -> Any:
+    """Divide a model into two stages."""
     example = (language_loss, models.language_batch(0))
-    plan = plan_stages(model, find_blocks(model), Options(**options), stages=2, example=example, device=CPU)
+    blocks = find_blocks(model)
+    plan = plan_stages(model, blocks, Options(**options), stages=2, example=example, device=CPU)
     return plan.assignment
 
 
-def test_only_what_later_stages_need_is_sent() -> None:
-    plain, skips = _cut(PlainGPT(True, 4), stages=(2, 2)), _cut(Skips(), stages=(2, 2))
-    assert plain.sends == (("blocks.1",),) and skips.sends == (("embed", "blocks.0", "blocks.1"),)
-    assert plain.owners["embed.weight"] == {0, 1} and plain.owners["norm.weight"] == {1}
-    assert skips.owners["mix"] == {0, 1} and skips.owners["embed.weight"] == {0}
+def test_a_stage_sends_only_what_later_stages_need() -> None:
+    plain = _assign_stages(PlainGPT(tied=True, layers=4), stages=(2, 2))
+    assert plain.sends == (("blocks.1",),)
+    assert plain.owners["embed.weight"] == {0, 1}
+    assert plain.owners["norm.weight"] == {1}
+    skips = _assign_stages(Skips(), stages=(2, 2))
+    assert skips.sends == (("embed", "blocks.0", "blocks.1"),)
+    assert skips.owners["mix"] == {0, 1}
+    assert skips.owners["embed.weight"] == {0}
 
 
-def test_head_and_embedding_weigh_in_the_cut() -> None:
-    wide = PlainGPT(False, 6)
+def test_a_large_head_leaves_fewer_blocks_to_the_last_stage() -> None:
+    assert _assign_stages(PlainGPT(layers=6)).sizes == (3, 3)
+    wide = PlainGPT(layers=6)
     wide.head = nn.Linear(WIDTH, 500, bias=False)
-    assert _cut(wide).sizes[0] > 3 and _cut(PlainGPT(False, 6)).sizes == (3, 3)
+    assert _assign_stages(wide).sizes[0] > 3
 
 
-# --- what bad models get --------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
-class Bent(PlainGPT):
-    """Does with the embedded tokens what `way` says."""
+class GPTWithOtherPath(PlainGPT):
+    """A GPT in which `path` says how blocks are called with the embedded tokens."""
 
-    def __init__(self, way: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self, path: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.way = way
+        self.path = path
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.norm(self.way(self.blocks, self.embed(tokens))))
+        return self.head(self.norm(self.path(self.blocks, self.embed(tokens))))
 
 
-def iterators() -> nn.Module:
+def _block_that_returns_an_iterator() -> nn.Module:
     model = PlainGPT()
-    model.blocks[0].forward = lambda x: iter([x])  # type: ignore[assignment]
+    model.blocks[0].forward = lambda x: iter([x])
     return model
 
 
@@ -186,25 +240,36 @@ def iterators() -> nn.Module:
     ("model", "sentence"),
     [
         (
-            Bent(lambda b, x: b[0](x) + b[1](x)),
+            GPTWithOtherPath(lambda blocks, x: blocks[0](x) + blocks[1](x)),
             "blocks.1 does not use what blocks.0 puts out, it branches at its input",
         ),
-        (Bent(lambda b, x: b[1](b[0](b[0](x)))), "calls its block blocks.0 twice"),
-        (Bent(lambda b, x: b[0](x) if x.norm() > 1 else x), "looks at numbers that come from embed"),
-        (Bent(lambda b, x: b[0](x)), "never calls its block blocks.1"),
-        (iterators(), "block blocks.0 returns a list_iterator, which cannot be sent"),
+        (
+            GPTWithOtherPath(lambda blocks, x: blocks[1](blocks[0](blocks[0](x)))),
+            "calls its block blocks.0 twice",
+        ),
+        (
+            GPTWithOtherPath(lambda blocks, x: blocks[0](x) if x.norm() > 1 else x),
+            "looks at numbers that come from embed",
+        ),
+        (GPTWithOtherPath(lambda blocks, x: blocks[0](x)), "never calls its block blocks.1"),
+        (
+            _block_that_returns_an_iterator(),
+            "block blocks.0 returns a list_iterator, which cannot be sent",
+        ),
         (nn.Linear(7, 3), "no repeating blocks, "),
     ],
 )
-def test_models_that_are_no_chain(model: nn.Module, sentence: str) -> None:
-    assert_refused([sentence], _cut, model)
+def test_models_whose_blocks_are_not_a_chain_are_refused(model: nn.Module, sentence: str) -> None:
+    assert_refused([sentence], _assign_stages, model)
 
 
-def test_a_block_that_returns_other_than_it_was_taken_to_is_named() -> None:
-    model, batch = Experts(), models.language_batch(0)
-    first, forward = model.blocks[0], model.blocks[0].forward
-    first.forward = lambda x: (forward(x), x)  # type: ignore[assignment]
+def test_a_block_that_returns_something_else_than_in_the_trace_is_refused() -> None:
+    model = RoutedGPT()
+    first_block = model.blocks[0]
+    forward = first_block.forward
+    first_block.forward = lambda x: (forward(x), x)
     blocks = find_blocks(model)
+    batch = models.language_batch(0)
     example = (language_loss, batch)
     plan = plan_stages(model, blocks, Options(), stages=2, example=example, device=CPU)
     stage = Stage(model, blocks, assignment=plan.assignment, tracer=plan.tracer, parts=[0])

@@ -1,0 +1,742 @@
+"""Over a hundred mistakes of a first hour: each is one sentence and exit code 2 before Ray starts.
+
+What is written stands beside the beginning of its sentence; "…" stands for a part that is left out.
+"""
+
+import itertools
+import re
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.running import ROOT, here, torchrun, trireme
+
+SECONDS = 8.0
+"""Of a processor until the sentence: ten times what the slowest takes when all is imported."""
+WAIT_SECONDS = 120.0
+"""For what is wrong with data: on a machine that is busy even that may take long."""
+
+TRAIN = [
+    (
+        "batch_size=32",
+        "there is no key 'batch_size' (on the command … you mean 'train.global_batch_size'?",
+    ),
+    ("lr=0.1", "there is no key 'lr' (on the command line); did you mean 'optimizer.lr'?"),
+    ("epochs=3", "there is no key 'epochs' (on the command line); did you mean 'train.epochs'?"),
+    ("gpus=4", "there is no key 'gpus' (on the command line); did you mean 'workers'?"),
+    (
+        "max_epochs=3",
+        "there is no key 'max_epochs' (on the command line); did you mean 'train.epochs'?",
+    ),
+    ("devices=4", "there is no key 'devices' (on the command line); did you mean 'workers'?"),
+    (
+        "num_train_epochs=3",
+        "there is no key 'num_train_epochs' (on the … line); did you mean 'train.epochs'?",
+    ),
+    ("per_device_train_batch_size=8", "there is no key … mean 'train.micro_batch_size'?"),
+    (
+        "learning_rate=0.1",
+        "there is no key 'learning_rate' (on the command line); did you mean 'optimizer.lr'?",
+    ),
+    ("accumulate_grad_batches=4", "there is no key … mean 'train.micro_batch_size'?"),
+    (
+        "precision=16-mixed",
+        "there is no key 'precision' (on the command line); did you mean 'train.precision'?",
+    ),
+    (
+        "train.precision=16-mixed",
+        "train.precision is '16-mixed', but it … fp16, fp8 (did you mean 'fp16'?)",
+    ),
+    (
+        "train.precision=fp64",
+        "train.precision is 'fp64', but it must be one of fp32, bf16, fp16, fp8",
+    ),
+    (
+        "train.steps=ten",
+        "train.steps (on the command line) is 'ten', … write for instance train.steps=4",
+    ),
+    (
+        "train.steps=1.5",
+        "train.steps (on the command line) is 1.5, but … write for instance train.steps=4",
+    ),
+    ("train.steps=0", "train.steps is 0, but it must be greater than 0"),
+    ("train.steps=-5", "train.steps is -5, but it must be greater than 0"),
+    (
+        "train.global_batch_size=abc",
+        "train.global_batch_size (on the command … train.global_batch_size=64",
+    ),
+    (
+        "train.global_batch_size=[8]",
+        "train.global_batch_size (on the command … train.global_batch_size=64",
+    ),
+    (
+        "optimizer.lr=fast",
+        "optimizer.lr (on the command line) is 'fast', … for instance optimizer.lr=0.001",
+    ),
+    (
+        "optimizer.lr=1e-3x",
+        "optimizer.lr (on the command line) is … for instance optimizer.lr=0.001",
+    ),
+    (
+        "optimizer.betas=0.9",
+        "optimizer.betas (on the command line) is … 'optimizer.betas=[0.9, 0.999]'",
+    ),
+    (
+        "optimizer.betas=[0.9,a]",
+        "optimizer.betas (on the command line) is … 'optimizer.betas=[0.9, 0.999]'",
+    ),
+    (
+        "optimizer=adamw",
+        "optimizer (on the command line) is 'adamw', … a section: write optimizer.name=adamw",
+    ),
+    ("optimizer.name=AdamW", "optimizer.name is 'AdamW', but it must be … (did you mean 'adamw'?)"),
+    ("optimizer.name=torch.optim.AdamW", "optimizer.name is … you mean 'torch.optim:AdamW'?)"),
+    ("optimizer.name=torch.optim:AdamWW", "optimizer.name is … has no attribute 'AdamWW'"),
+    (
+        "optimizer.name=lion",
+        "optimizer.name is 'lion', but it must be one … as my_package.my_module:MyOptimizer",
+    ),
+    (
+        "schedule=cosine",
+        "schedule (on the command line) is 'cosine', … a section: write schedule.name=cosine",
+    ),
+    (
+        "schedule.name=cos",
+        "schedule.name is 'cos', but it must be one of … cosine (did you mean 'cosine'?)",
+    ),
+    (
+        "scheduler=cosine",
+        "there is no key 'scheduler' (on the command line); did you mean 'schedule.name'?",
+    ),
+    ("strategy=fdsp", "strategy 'fdsp' is not known: did you mean fsdp?"),
+    ("strategy=FSDP", "strategy 'FSDP' is not known: did you mean fsdp?"),
+    ("strategy=ddp+tensro", "strategy 'tensro' is not known: did you mean tensor?"),
+    (
+        "strategy=",
+        "strategy (on the command line) is empty, but it … text: write for instance strategy=auto",
+    ),
+    (
+        "launcher=slurm",
+        "launcher is 'slurm', but it must be one of … torchrun (did you mean 'torchrun'?)",
+    ),
+    (
+        "launcher=tourchrun",
+        "launcher is 'tourchrun', but it must be one … torchrun (did you mean 'torchrun'?)",
+    ),
+    ("launcher=torchrun", "launcher=torchrun finds neither RANK nor … or write launcher=ray"),
+    ("workers=0", "workers is '0', but it must be auto or a whole number greater than 0"),
+    ("workers=two", "workers is 'two', but it must be auto or a whole number greater than 0"),
+    ("workers=-1", "workers is '-1', but it must be auto or a whole number greater than 0"),
+    ("workers=2.5", "workers is '2.5', but it must be auto or a whole number greater than 0"),
+    ("workers=2 launcher=local", "launcher=local is one process, but … 2 -m trireme train …"),
+    (
+        "device=cuda",
+        "there is no key 'device' (on the command line); did you mean 'resources_per_worker'?",
+    ),
+    (
+        "train.device=cuda:0",
+        "there is no key 'train.device' (on the … did you mean 'resources_per_worker'?",
+    ),
+    (
+        "resources_per_worker.GPU=one",
+        "resources_per_worker.GPU (on the … resources_per_worker.GPU=0.1",
+    ),
+    (
+        "resources_per_worker=GPU",
+        "resources_per_worker (on the command … resources_per_worker.KEY=VALUE",
+    ),
+    (
+        "task=tabulr",
+        "there is no task 'tabulr' (did you mean … your own class as package.module:Class",
+    ),
+    (
+        "task=mine",
+        "there is no task 'mine': a task is the import path of its class, here mine:Points",
+    ),
+    (
+        "task=mine:Nope",
+        "task 'mine:Nope': module mine has no Nope: write mine:Points or mine:Needs",
+    ),
+    (
+        "task=nomodule:Task",
+        "task 'nomodule:Task' does not import: there … folder that holds it, or install it",
+    ),
+    (
+        "task=mine.py",
+        "there is no task 'mine.py': a task is the import path of its class, here mine:Points",
+    ),
+    (
+        "task=mine.py:Points",
+        "there is no task 'mine.py:Points': a task is … path of its class, here mine:Points",
+    ),
+    (
+        "task=mine:helper",
+        "task 'mine:helper' is not a task: helper must be a subclass of trireme.Task",
+    ),
+    (
+        "task=broken_module:Task",
+        "task 'broken_module:Task' does not import: SyntaxError: invalid syntax",
+    ),
+    ("task=needs_missing:Task", "task 'needs_missing:Task' does not … which is not installed"),
+    ("task=fails_at_import:Task", "task 'fails_at_import:Task' does not … division by zero"),
+    (
+        "task_args.widht=8",
+        "task_args.widht: task 'mine:Points' has no … it takes width, mode, rates, deep",
+    ),
+    (
+        "task_args.width=wide",
+        "task_args.width is 'wide', but task … for instance task_args.width=8",
+    ),
+    (
+        "task_args.width=1.5",
+        "task_args.width is 1.5, but task … write for instance task_args.width=8",
+    ),
+    (
+        "task_args=8",
+        "task_args (on the command line) is 8, but it … write for instance task_args.KEY=VALUE",
+    ),
+    (
+        "task_args.rates=0.3",
+        "task_args.rates is 0.3, but task … instance 'task_args.rates=[0.1,0.1]'",
+    ),
+    (
+        "task_args.deep=maybe",
+        "task_args.deep is 'maybe', but task … for instance task_args.deep=false",
+    ),
+    (
+        "task=mine:Needs",
+        "task 'mine:Needs' needs task_args.classes, which is not given; add it to the experiment",
+    ),
+    (
+        "task_args.mode=init",
+        "task 'mine:Points' cannot be made: … file or directory: 'not_there.csv'",
+    ),
+    ("task_args.mode=data", "the task's data cannot be read: KeyError: 'x'"),
+    (
+        "task_args.mode=sample",
+        "a sample of the training data cannot be read: IndexError: list index out of range",
+    ),
+    (
+        "task_args.mode=ragged",
+        "samples of the training data do not make a … make whole batches in __getitems__",
+    ),
+    (
+        "task_args.mode=empty",
+        "the training data is empty: give the task data with at least one sample",
+    ),
+    (
+        "task_args.mode=loader",
+        "the training data is a DataLoader: give a … as train.global_batch_size says",
+    ),
+    (
+        "task_args.mode=none",
+        "the training data is a NoneType: give a data … made as train.global_batch_size says",
+    ),
+    (
+        "task=image_classification task_args.data=nowhere",
+        "task_args.data: there is no … path of existing data",
+    ),
+    (
+        "task=image_classification task_args.data=folder",
+        "task_args.data: folder … files as MNIST does",
+    ),
+    (
+        "task=image_classification task_args.data=digits task_args.model=resnet5000",
+        "task_args.model is … cnn, resnet, mlp",
+    ),
+    (
+        "task=tabular task_args.data=nowhere.csv",
+        "task_args.data: there is no … the path of existing data",
+    ),
+    ("task=tabular task_args.data=table.csv task_args.target=colour", "task_args.target"),
+    (
+        "task=tabular task_args.data=header.csv task_args.target=label",
+        "header.csv has no … a table with some",
+    ),
+    (
+        "task=tabular task_args.data=nothing.csv task_args.target=label",
+        "nothing.csv cannot be … Empty CSV file",
+    ),
+    (
+        "task=tabular task_args.data=folder task_args.target=label",
+        "task_args.data: folder … or a .parquet file",
+    ),
+    ("task=language_modelling task_args.layers=three", "task_args.layers: task … eval_samples"),
+    (
+        "task=language_modelling task_args.data=nothing.txt task_args.n_layers=three",
+        "task_args.n_layers is …",
+    ),
+    (
+        "task=language_modelling task_args.data=nothing.txt",
+        "task_args.data: there is … give files with text",
+    ),
+    (
+        "task=language_modelling task_args.data=short.txt task_args.sequence_length=4096",
+        "task_args.data: 60 … sequence_length",
+    ),
+    (
+        "task=language_modelling task_args.data=short.txt task_args.d_model=10 task_args.n_heads=3",
+        "d_model 10 cannot be … a multiple of 6",
+    ),
+    (
+        "task=huggingface task_args.model=nowhere/model",
+        "task 'huggingface' needs … it to the experiment",
+    ),
+    (
+        "run.name=my/run",
+        "run.name is 'my/run': use letters, digits, '.', '_' and '-' (at most 128)",
+    ),
+    (
+        "run.name=",
+        "run.name (on the command line) is empty, but it … text: write for instance run.name=NAME",
+    ),
+    (
+        "run.storage=/proc/runs",
+        "the storage /proc/runs/first cannot be … or the right to write there",
+    ),
+    ("run.storage=a_file", "the storage /a_file/first cannot be read … use another run.storage"),
+    (
+        "run.storage=s4://bucket",
+        "the storage s4://bucket is of an unknown … use a local path, s3://… or gs://…",
+    ),
+    (
+        "tracking.uri=http:/host",
+        "tracking.uri='http:/host' is not an … such as ./runs, or databricks",
+    ),
+    ("tracking.uri=http://localhost:99999", "… as ./runs, or databricks"),
+    (
+        "tracking=false",
+        "tracking (on the command line) is False, but it is a section: write tracking.KEY=VALUE",
+    ),
+    (
+        "checkpoint.load=nowhere",
+        "there is no committed checkpoint in … folder of a checkpoint or of a run",
+    ),
+    (
+        "checkpoint.load=folder",
+        "there is no committed checkpoint in … folder of a checkpoint or of a run",
+    ),
+    ("checkpoint.every_steps=0", "checkpoint.every_steps is 0, but it must be greater than 0"),
+    (
+        "checkpoint.mode=lowest",
+        "checkpoint.mode is 'lowest', but it must … of min, max (did you mean 'min'?)",
+    ),
+    (
+        "train.eval_every=often",
+        "train.eval_every (on the command line) is … for instance train.eval_every=4",
+    ),
+    ("train.ema_decay=2", "train.ema_decay is 2.0, but it must be between 0 and 1, such as 0.999"),
+    (
+        "train.compile=maybe",
+        "train.compile (on the command line) is … for instance train.compile=false",
+    ),
+    (
+        "parallel.tp=two",
+        "parallel.tp (on the command line) is 'two', … write for instance parallel.tp=4",
+    ),
+    ("parallel.pp=0", "parallel.pp is 0, but it must be greater than 0"),
+    (
+        "parallel.schedule=gpipee",
+        "parallel.schedule is 'gpipee', but it … zbv (did you mean 'gpipe'?)",
+    ),
+    (
+        "strategy=pipeline launcher=local",
+        "a pipeline's stages are processes of … on several devices of this one",
+    ),
+    (
+        "profile.steps=20",
+        "profile.steps (on the command line) is 20, … for instance 'profile.steps=[20]'",
+    ),
+    (
+        "profile.steps=[30,20]",
+        "profile.steps is [30, 20], but it must be … and the last step, such as [20, 25]",
+    ),
+    (
+        "budget=ten",
+        "budget (on the command line) is 'ten', but it … a number: write for instance budget=0.1",
+    ),
+    (
+        "budget=5 launcher=local",
+        "budget is 5, but costs are not counted with launcher=local: write launcher=ray",
+    ),
+    (
+        "train.steps=10 train.epochs=2",
+        "train.steps and train.epochs are both … say two lengths: leave one out",
+    ),
+    (
+        "cluster.when_pending=wait",
+        "cluster.when_pending is 'wait', but it must be one of end, shrink",
+    ),
+    ("extra words", "there is no file extra: write the path of a YAML file"),
+]
+"""Written after `trireme train good.yaml`."""
+
+OTHERS = [
+    (
+        "tran x.yaml",
+        "unknown command 'tran' (did you mean 'train'?): … queue, doctor, plan, calibrate, cluster",
+    ),
+    (
+        "trian mnist.yaml",
+        "unknown command 'trian' (did you mean … doctor, plan, calibrate, cluster",
+    ),
+    ("train", "no experiment is given: write for instance experiments/mnist.yaml"),
+    ("train nothere.yaml", "there is no file nothere.yaml: write the path of a YAML file"),
+    ("train folder", "folder is a folder: write the path of a YAML file"),
+    ("train binary.yaml", "binary.yaml is not a text in UTF-8: write the path of a YAML file"),
+    ("train empty.yaml", "task is empty: write for instance task=image_classification"),
+    (
+        "train broken.yaml",
+        "broken.yaml cannot be read as YAML at line 2: … are not allowed in this context",
+    ),
+    (
+        "train list.yaml",
+        "list.yaml holds no keys: write lines such as `task: image_classification`",
+    ),
+    (
+        "train mnist.yaml steps=10",
+        "there is no key 'steps' (on the command line); did you mean 'train.steps'?",
+    ),
+    (
+        "train --workers 4 good.yaml",
+        "there is no option --workers: write workers=VALUE, without dashes",
+    ),
+    (
+        "train --steps 10 good.yaml",
+        "there is no option --steps: write train.steps=VALUE, without dashes",
+    ),
+    ("train --gpus 2 good.yaml", "there is no option --gpus: write workers=VALUE, without dashes"),
+    (
+        "config good.yaml trian.steps=1",
+        "there is no key 'trian' (on the command line); did you mean 'train'?",
+    ),
+    (
+        "config task=tabulr",
+        "there is no task 'tabulr' (did you mean … own class as package.module:Class",
+    ),
+    ("plan", "no experiment is given: write for instance experiments/mnist.yaml"),
+    ("plan good.yaml --gpus four", "Invalid value for '--gpus': 'four' is not a valid integer."),
+    (
+        "plan good.yaml --gpu h1000",
+        "the GPU 'h1000' is not in the catalogue … on it or write an entry there)",
+    ),
+    (
+        "plan good.yaml --cluster nowhere.yaml",
+        "there is no file nowhere.yaml: … names those of Trireme",
+    ),
+    ("plan good.yaml --gpus 0", "--gpus is 0: write at least 1"),
+    (
+        "plan good.yaml --interconnect fast",
+        "a link of 'fast' cannot be read: … or 50GB (bytes a second)",
+    ),
+    ("sweep", "give one sweep file: write for instance trireme sweep experiments/sweep_mnist.yaml"),
+    ("sweep nowhere.yaml", "there is no file nowhere.yaml: write the path of a YAML file"),
+    (
+        "sweep good.yaml",
+        "good.yaml is an experiment, which `trireme … a sweep file has experiment and space",
+    ),
+    (
+        "sweep sweep.yaml trails=3",
+        "there is no key 'trails' (on the command line) (did you mean 'trials'?)",
+    ),
+    (
+        "sweep sweep.yaml searcher=optunna",
+        "there is no searcher 'optunna' (did … one of grid, random, optuna",
+    ),
+    (
+        "sweep sweep.yaml trials=many",
+        "trials is 'many', but it must be a whole number greater than 0",
+    ),
+    (
+        "scale good.yaml",
+        "--workers is missing: write trireme scale … trireme scale --help explains it",
+    ),
+    (
+        "scale good.yaml --workers two",
+        "--workers is 'two': write numbers with commas, such as 1,2,4",
+    ),
+    (
+        "scale good.yaml --workers 1",
+        "--workers 1 is one point, which shows no scaling: write for instance 1,2",
+    ),
+    (
+        "scale good.yaml --workers 0,1",
+        "--workers needs numbers greater than … for instance --workers 1,2,4",
+    ),
+    (
+        "runs nowhere",
+        "there is no folder nowhere: write the run.storage of your experiments, such as runs",
+    ),
+    (
+        "watch nowhere",
+        "nowhere is not a run's folder: write the one … `trireme runs FOLDER` lists them",
+    ),
+    (
+        "report nowhere",
+        "there is no folder nowhere: write one that `trireme train`, sweep or scale named",
+    ),
+    (
+        "report",
+        "FOLDER… is missing: write trireme report FOLDER…; trireme report --help explains it",
+    ),
+    (
+        "profile nowhere",
+        "nowhere is not a run's folder: write the one … `trireme runs FOLDER` lists them",
+    ),
+    (
+        "export nowhere --to torch",
+        "nowhere is not a run's folder: write the … `trireme runs FOLDER` lists them",
+    ),
+    (
+        "export",
+        "RUN_FOLDER is missing: write trireme export RUN_FOLDER; trireme export --help explains it",
+    ),
+    (
+        "generate nowhere hello",
+        "nowhere is not a run's folder: write the … `trireme runs FOLDER` lists them",
+    ),
+    ("generate", "RUN is missing: write trireme generate RUN; trireme generate --help explains it"),
+    (
+        "sync nowhere",
+        "nowhere is not a run's folder: write the one … train` named, such as runs/mnist",
+    ),
+    (
+        "submit stop",
+        "JOB is missing: write trireme submit stop JOB; trireme submit stop --help explains it",
+    ),
+    (
+        "doctor --cluster nowhere.yaml",
+        "there is no file nowhere.yaml: … list` names those of Trireme",
+    ),
+    (
+        "cluster up nowhere.yaml",
+        "there is no file nowhere.yaml: `trireme cluster list` names those of Trireme",
+    ),
+    (
+        "cluster chek x.yaml",
+        "unknown command 'chek': write one of list, show, validate, up, down, status",
+    ),
+    ("parity good.yaml --rows ddpp", "there is no row 'ddpp' (did you mean … zero2+tensor, zero3"),
+    (
+        "parity good.yaml --workers two",
+        "these strategies have no row with two workers: write some of 1, 2, 4, 8",
+    ),
+    ("calibrate --nope", "No such option '--nope'."),
+]
+"""Written after `trireme`."""
+
+WORKERS = [
+    ("item", 2, "the loss is a float, but it must be a tensor", "return loss.item()"),
+    ("detached", 2, "the loss has no gradient", "return loss.detach()"),
+    ("tuple", 2, "the loss is a tuple", 'return (loss, 1) if self.mode == "tuple" else loss'),
+    ("shapes", 1, "RuntimeError", "loss = F.cross_entropy(model(batch[0]), batch[1])"),
+    ("attribute", 1, "AttributeError", "return nn.Linear(2, self.widht)"),
+    ("labels", 1, "IndexError", "loss = F.cross_entropy(model(batch[0]), batch[1])"),
+]
+"""What only a worker meets: by mode the exit code, the sentence, and the task's own line."""
+
+MINE = """import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from app.tasks.base import Task
+
+
+def helper():
+    return 1
+
+
+class Rows:
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
+class Points(Task):
+    def __init__(
+        self,
+        *,
+        width: int = 8,
+        mode: str = "",
+        rates: list[float] | None = None,
+        deep: bool = False,
+    ):
+        self.width = width
+        self.mode = mode
+        if mode == "init":
+            self.rows = open("not_there.csv").read()
+
+    def build_model(self):
+        if self.mode == "shapes":
+            return nn.Sequential(nn.Linear(2, self.width), nn.Linear(5, 4))
+        if self.mode == "attribute":
+            return nn.Linear(2, self.widht)
+        return nn.Sequential(nn.Linear(2, self.width), nn.ReLU(), nn.Linear(self.width, 4))
+
+    def train_data(self):
+        if self.mode == "data":
+            return [row["x"] for row in [{"y": 1}]]
+        if self.mode == "sample":
+            return Rows([])
+        if self.mode == "ragged":
+            return Rows([(torch.zeros(2 + index), 0) for index in range(8)])
+        if self.mode == "empty":
+            return TensorDataset(torch.zeros(0, 2), torch.zeros(0))
+        if self.mode == "none":
+            return None
+        inputs = torch.randn(64, 2)
+        targets = torch.zeros(64).long() + (7 if self.mode == "labels" else 0)
+        data = TensorDataset(inputs, targets)
+        return DataLoader(data) if self.mode == "loader" else data
+
+    def loss(self, model, batch):
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        if self.mode == "item":
+            return loss.item()
+        if self.mode == "detached":
+            return loss.detach()
+        return (loss, 1) if self.mode == "tuple" else loss
+
+
+class Needs(Points):
+    def __init__(self, *, classes: int):
+        super().__init__()
+"""
+FILES: dict[str, str | bytes] = {
+    "good.yaml": "task: mine:Points\ntrain: {steps: 4, global_batch_size: 8}\nrun: {name: first}\n"
+    "tracking: {enabled: false}\n",
+    "sweep.yaml": "experiment: good.yaml\nspace: {optimizer.lr: [0.1, 0.01]}\n",
+    "mnist.yaml": "",
+    "empty.yaml": "",
+    "broken.yaml": "task: a\n  b: : c",
+    "list.yaml": "- a\n",
+    "binary.yaml": b"\x80\x04\x95\xff\xfe",
+    "table.csv": "a,label\n1,x\n2,y\n",
+    "header.csv": "a,label\n",
+    "nothing.csv": "",
+    "nothing.txt": "",
+    "short.txt": "hello world\n" * 5,
+    "a_file": "x",
+    "mine.py": MINE,
+    "broken_module.py": "def f(:\n",
+    "needs_missing.py": "import nowhere_to_be_found\n",
+    "fails_at_import.py": "x = 1\ny = x / 0\n",
+}
+MODULES = [Path(name).stem for name in FILES if name.endswith(".py")]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with what a newcomer may have there; Ray must not start."""
+    for name, content in FILES.items():
+        data = content if isinstance(content, bytes) else content.encode()
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def matches(sentence: str, expected: str) -> bool:
+    """Whether a sentence begins as expected; "…" stands for anything."""
+    pattern = ".*".join(map(re.escape, expected.split("…")))
+    return bool(re.match(pattern, sentence, re.DOTALL))
+
+
+def refuse_to_start(*args: Any, **options: Any) -> None:
+    raise AssertionError("Ray was started")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [*((f"train good.yaml {words}", expected) for words, expected in TRAIN), *OTHERS],
+)
+def test_a_mistake_is_told_before_anything_starts(
+    words: str,
+    expected: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("ray.init", refuse_to_start)
+    monkeypatch.setattr("cluster.connect.running_here", lambda: None)
+    monkeypatch.setattr("app.launchers.train.READ_SECONDS", WAIT_SECONDS)
+    started = time.process_time()
+    ended = here(monkeypatch, capsys, *shlex.split(words))
+    seconds = time.process_time() - started
+    said = ended.err.removeprefix("trireme: ").replace(str(folder), "").replace(f"{ROOT}/", "")
+    assert ended.code == 2 and ended.err.startswith("trireme: ") and "Traceback" not in ended.err, (
+        ended
+    )
+    assert matches(said, expected), said
+    assert seconds < SECONDS, f"{seconds:.1f} s"
+
+
+def test_there_are_a_hundred_and_no_two_alike() -> None:
+    commands = [words for words, _ in itertools.chain(TRAIN, OTHERS)]
+    assert len(set(commands)) == len(commands) >= 100
+
+
+@pytest.mark.parametrize(("mode", "code", "sentence", "line"), WORKERS)
+def test_a_worker_in_this_process_names_the_line(
+    mode: str,
+    code: int,
+    sentence: str,
+    line: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["train", "good.yaml", "launcher=local", "strategy=single", f"task_args.mode={mode}"]
+    ended = here(monkeypatch, capsys, *words)
+    assert_line_is_named(ended.err, sentence, line, folder)
+    assert ended.code == code
+
+
+def assert_line_is_named(said: str, sentence: str, line: str, folder: Path) -> None:
+    """What is printed has the sentence, and then the line of the task's own code with its place."""
+    number = MINE[: MINE.index(line)].count("\n") + 1
+    method = re.findall(r"def (\w+)", MINE[: MINE.index(line)])[-1]
+    assert sentence in said and "Traceback" not in said, said
+    assert f'File "{folder}/mine.py", line {number}, in {method}\n    {line}\n' in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["ray", "actors", "torchrun"])
+@pytest.mark.parametrize(("mode", "code", "sentence", "line"), WORKERS)
+def test_a_worker_in_another_process_names_the_line(
+    mode: str,
+    code: int,
+    sentence: str,
+    line: str,
+    launcher: str,
+    folder: Path,
+    ray_environment: dict[str, str],
+) -> None:
+    words = [
+        "train",
+        str(folder / "good.yaml"),
+        f"run.storage={folder}/runs",
+        f"task_args.mode={mode}",
+    ]
+    words += ["strategy=ddp", "workers=2", f"launcher={launcher}"]
+    env = ray_environment | {"PYTHONPATH": f"{folder}:{ROOT}"}
+    ended = torchrun(*words, env=env) if launcher == "torchrun" else trireme(*words, env=env)
+    said = ended.err
+    if launcher == "torchrun":  # which has exit codes of its own, and prints a traceback of its own
+        said = said.partition("torch/distributed/elastic")[0]
+    else:
+        assert ended.code == code
+    assert_line_is_named(said, sentence, line, folder)

@@ -1,0 +1,88 @@
+"""Sweeps whose trials continue from a checkpoint of a run: branches of one training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from app.checkpoint import commits
+from app.checkpoint.forks import held, hold
+from app.errors import UserError
+from experiments.sweep.spec import read_sweep
+from tests.app.run.test_fork import train_base
+from tests.running import mlflow_run, trireme
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+SPACE: dict[str, Any] = {"train.global_batch_size": [16, 32], "optimizer.lr": [0.001]}
+
+
+def write_sweep(folder: Path, **keys: Any) -> Path:
+    """A sweep file beside the runs that it forks."""
+    file = folder / "branch.yaml"
+    sweep = {"fork": str(folder / "base"), "samples": 96, "space": SPACE, **keys}
+    file.write_text(json.dumps(sweep))
+    return file
+
+
+def test_each_trial_continues_the_checkpoint_for_the_same_samples(tmp_path: Path) -> None:
+    base = train_base(tmp_path)
+    sweep = read_sweep(str(write_sweep(tmp_path, fork=f"{base}@4")), [])
+    small, large = sweep.configs
+    assert (small.train.steps, large.train.steps) == (4 + 6, 4 + 3)
+    assert small.task == "tests.tasks:Points"
+    checkpoint = small.checkpoint.fork
+    assert checkpoint is not None
+    assert Path(checkpoint).name.startswith("step-00000004-")
+    # The first start has decided: another one continues the same, whatever the run has saved since.
+    folder = tmp_path / "branch"
+    folder.mkdir()
+    (folder / "sweep.json").write_text(json.dumps({"about": sweep.identity()}))
+    again = read_sweep(str(write_sweep(tmp_path)), [])
+    assert (again.fork, again.origin_step) == (checkpoint, 4)
+
+
+def test_a_study_keeps_its_checkpoint_until_it_is_released_or_gone(tmp_path: Path) -> None:
+    base = train_base(tmp_path)
+    (newest, *_) = commits(str(base / "checkpoints"))
+    study = tmp_path / "study"
+    study.mkdir()
+    hold(newest, str(study), until_released=True)
+    assert held(str(base / "checkpoints")) == {Path(newest.path).name}
+    study.rmdir()
+    assert held(str(base / "checkpoints")) == set()
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"samples": None}, "write samples: 10000"),
+        ({"samples": 0}, "samples is 0, but it must be a whole number greater than 0"),
+        ({"fork": "runs/none"}, "runs/none is not a run's folder"),
+        ({"fork": None, "experiment": {"task": "tests.tasks:Points"}}, "fork is not given"),
+    ],
+)
+def test_a_branch_sweep_that_cannot_run_is_refused(
+    tmp_path: Path, keys: dict[str, Any], sentence: str
+) -> None:
+    if "fork" not in keys:
+        train_base(tmp_path)
+    with pytest.raises(UserError, match=sentence):
+        read_sweep(str(write_sweep(tmp_path, **keys)), [])
+
+
+@pytest.mark.slow
+def test_a_branch_sweep_counts_from_its_checkpoint_and_lets_it_go(tmp_path: Path) -> None:
+    base = train_base(tmp_path)
+    file = write_sweep(tmp_path, fork=f"{base}@4", set={"launcher": "auto", "workers": 1})
+    ended = trireme("sweep", str(file), f"run.storage={tmp_path}").expect()
+    assert "2 trials continue base@4 for 96 samples each, 192 in all" in ended.out
+    for trial, steps in (("t000-b16-lr0.001", 6), ("t001-b32-lr0.001", 3)):
+        record = json.loads((tmp_path / "branch" / trial / "trial.json").read_text())
+        assert record["status"] == "finished"
+        assert record["reports"][-1]["step"] == record["reports"][-1]["steps"] == steps
+        assert record["reports"][-1]["samples"] == 96
+        tags = mlflow_run(tmp_path, trial).data.tags
+        assert tags["trireme.fork"] == "base@4"
+        assert tags["mlflow.parentRunId"] == mlflow_run(tmp_path, "branch").info.run_id
+    assert held(str(base / "checkpoints")) == set()
