@@ -1,4 +1,4 @@
-"""A task whose model is a chain of blocks, slow on purpose and with dropout: for pipelines that are disturbed."""
+"""A task whose model is a chain of blocks, slow on purpose and with dropout, for pipelines."""
 
 import time
 from pathlib import Path
@@ -13,16 +13,19 @@ from app.config.io import load_config
 from tests.tasks import Points
 
 
-def config(*more: str) -> Config:
-    """Of an experiment with `Chain`, unless `more` names another task."""
-    return load_config([], ["task=tests.chain:Chain", "train.steps=5", "train.global_batch_size=16", *more])
+def config(*overrides: str) -> Config:
+    """The configuration of a short run of `Chain`, unless `overrides` names another task."""
+    defaults = ["task=tests.chain:Chain", "train.steps=5", "train.global_batch_size=16"]
+    return load_config([], [*defaults, *overrides])
 
 
 class Block(nn.Module):
     def __init__(self, width: int, dropout: float, hang: str = "") -> None:
         super().__init__()
         self.hang = hang
-        self.up, self.down, self.drop = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.Dropout(dropout)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.hang and Path(self.hang).exists():
@@ -34,8 +37,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     def __init__(self, width: int, blocks: int, dropout: float, hang: str = "") -> None:
         super().__init__()
-        self.entry, self.head = nn.Linear(2, width), nn.Linear(width, 4)
-        self.blocks = nn.ModuleList(Block(width, dropout, hang if i == blocks - 1 else "") for i in range(blocks))
+        self.entry = nn.Linear(2, width)
+        self.head = nn.Linear(width, 4)
+        self.blocks = nn.ModuleList(
+            Block(width, dropout, hang if i == blocks - 1 else "") for i in range(blocks)
+        )
         self.fork = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -48,8 +54,12 @@ class Net(nn.Module):
 
 
 class Chain(Points):
-    """Points, classified by a few residual blocks; each micro-batch takes `step_seconds` more on every stage. Once the
-    file `hang` is there the last block takes it away and sleeps for an hour."""
+    """Classifies points by a few residual blocks.
+
+    Args:
+        step_seconds: How much longer each micro-batch takes on every stage.
+        hang: A file. Once it exists, the last block deletes it and sleeps for an hour.
+    """
 
     def __init__(self, *, step_seconds: float = 0.0, hang: str = "") -> None:
         super().__init__(step_seconds=step_seconds)
@@ -73,8 +83,11 @@ class OwnGenerator(Dataset[Any]):
 
 
 class Wrong(Chain):
-    """A model or data that cannot be what it is asked to be; what: fork, empty, misnamed, own generator,
-    twice, twice in metrics."""
+    """A task with a mistake in its model or data.
+
+    Args:
+        what: The mistake: fork, empty, misnamed, own generator, twice, or twice in metrics.
+    """
 
     def __init__(self, *, what: str = "fork") -> None:
         super().__init__()
@@ -91,12 +104,14 @@ class Wrong(Chain):
         return OwnGenerator() if self.what == "own generator" else super().train_data()
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        found = super().loss(model, batch)
-        return found + super().loss(model, (batch[0] + 1, batch[1])) if self.what == "twice" else found
+        loss = super().loss(model, batch)
+        if self.what == "twice":
+            loss = loss + super().loss(model, (batch[0] + 1, batch[1]))
+        return loss
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        more = {"other": model(batch[0] + 1).mean()} if self.what == "twice in metrics" else {}
-        return super().metrics(model, batch) | more
+        other = {"other": model(batch[0] + 1).mean()} if self.what == "twice in metrics" else {}
+        return super().metrics(model, batch) | other
 
     def blocks(self, model: nn.Module) -> list[str] | None:
         return ["blocks.0", "bloks.1"] if self.what == "misnamed" else None

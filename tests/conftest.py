@@ -1,4 +1,4 @@
-"""One Ray head for all tests that need one: starting Ray costs more than the trainings that tests do."""
+"""Fixtures of all tests, among them one Ray head for all that need one, since it starts slowly."""
 
 import contextlib
 import gc
@@ -15,42 +15,49 @@ from tests.pool import restore
 from tests.ray_heads import ray_head
 from tests.running import environment
 
-hypothesis.settings.register_profile("busy", deadline=None)  # a machine with other work on it is slow at times
+hypothesis.settings.register_profile(
+    "busy", deadline=None
+)  # a machine with other work on it is slow at times
 hypothesis.settings.load_profile("busy")
 
 
 HEAD = contextlib.ExitStack()
-"""Holds the session's Ray head."""
+"""Keeps the session's Ray head, once it is started."""
 LAST_IN_RAY = pytest.StashKey[pytest.Item | None]()
 ALONE = " and alone"
-"""How the expression ends that chooses the second half of `make test`."""
+"""The end of the mark expression that selects the second half of `make test`."""
 MARK_ALONE = "pytest.mark.alone"
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
-"""All that was collected, before `-m` selects, whose marks tests/test_marks.py checks."""
+"""All collected tests before `-m` selects some; tests/test_marks.py checks their marks."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The second half of `make test` imports only what can be in it."""
+    """Lets the second half of `make test` import only files that may have tests for it."""
     only_alone = config.option.markexpr.endswith(ALONE) and collection_path.suffix == ".py"
     return True if only_alone and MARK_ALONE not in collection_path.read_text() else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One of the two processes of `make test` begins with all that needs the Ray head, which mostly waits; what is
-    `pure` is short and comes last, so that neither process ends long before the other."""
+    """Orders tests so that the two processes of `make test` end at about the same time.
+
+    One of them begins with all tests that need the Ray head, which mostly wait. Tests that are
+    `pure` are short, and come last.
+    """
     config.stash[COLLECTED] = list(items)
     asks = [item for item in items if "ray_environment" in getattr(item, "fixturenames", ())]
     in_ray = {item.path for item in asks if not item.get_closest_marker("slow")}
     for item in items:
-        # With all of its file, whose fixtures are then made once.
+        # A file stays together, so that its fixtures are made once.
         item.add_marker(pytest.mark.xdist_group("ray" if item.path in in_ray else item.path.stem))
-    items.sort(key=lambda item: (item.path not in in_ray, item.get_closest_marker("pure") is not None))
+    items.sort(
+        key=lambda item: (item.path not in in_ray, item.get_closest_marker("pure") is not None)
+    )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """The tables, a line for each test that noted one with `record_property(HEAD, LINE)`, from whichever process."""
+    """Prints tables, a line per test that called `record_property(HEAD, LINE)`, in any process."""
     tables: dict[str, list[str]] = {}
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -63,7 +70,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def same_environment() -> Iterator[None]:
-    """What a test, or a library that it calls, sets in this process's environment is gone after it."""
+    """Restores the environment of this process after each test."""
     before = dict(os.environ)
     yield
     if before != os.environ:
@@ -72,27 +79,30 @@ def same_environment() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ray_environment() -> Iterator[dict[str, str]]:
-    """Environment in which `trireme` uses the session's Ray head."""
+    """Variables with which `trireme` uses the session's Ray head."""
     with HEAD:
         yield environment(RAY_ADDRESS=HEAD.enter_context(ray_head()), RAY_AUTH_MODE="disabled")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    gc.freeze()  # every training in this process collects garbage: what modules hold is not looked at again
-    asks = [item for item in session.items if "ray_environment" in getattr(item, "fixturenames", ())]
+    # Every training run in this process collects garbage, which need not look at modules again.
+    gc.freeze()
+    asks = [
+        item for item in session.items if "ray_environment" in getattr(item, "fixturenames", ())
+    ]
     session.config.stash[LAST_IN_RAY] = asks[-1] if asks else None
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """After the last test that needs it the head ends: idle, it takes a tenth of a processor."""
+    """Ends the head after the last test that needs it; idle, it takes a tenth of a processor."""
     if item is item.config.stash[LAST_IN_RAY]:
         HEAD.close()
 
 
 @pytest.fixture
 def connected(ray_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """This process is connected to the session's Ray head."""
+    """Connects this process to the session's Ray head."""
     for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_TMPDIR", "PYTHONPATH"):
         monkeypatch.setenv(name, ray_environment[name])
     connect()
@@ -102,6 +112,7 @@ def connected(ray_environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder for this test."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder
@@ -109,6 +120,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def text(tmp_path: Path) -> str:
+    """The path of a short text."""
     path = tmp_path / "text.txt"
     path.write_text("a penny saved is a penny earned; " * 60)
     return str(path)
@@ -116,7 +128,7 @@ def text(tmp_path: Path) -> str:
 
 @pytest.fixture
 def table(tmp_path: Path) -> str:
-    """y = 3·a + 10 for kind x, - 10 for kind z; some values missing."""
+    """A table with y = 3·a + 10 for kind x and 3·a - 10 for kind z, and missing values."""
     lines = ["a,kind,y,class,code"]
     for i in range(200):
         a = (i * 37 % 100) / 10

@@ -1,4 +1,4 @@
-"""Tasks that tests train: small, and slow or faulty on purpose. Named as `tests.tasks:Slow` in experiments."""
+"""Tasks that tests train: small, slow or faulty on purpose; named as in `tests.tasks:Points`."""
 
 import ctypes
 import os
@@ -17,15 +17,27 @@ from app.tasks.base import Task
 
 
 class Points(Task):
-    """Classifies points of the plane by quadrant; with dropout, so that randomness is part of what must resume.
+    """Classifies points of the plane by quadrant, with dropout, so that a resume needs its state.
 
-    step_seconds: that a step sleeps. slow_while: a file without which it does not."""
+    Args:
+        samples: The number of training samples.
+        width: The width of the hidden layer.
+        step_seconds: How long a step sleeps.
+        slow_while: Steps sleep only while this file exists.
+    """
 
-    def __init__(self, *, samples: int = 256, width: int = 16, step_seconds: float = 0, slow_while: str = "/") -> None:
-        self.samples, self.width, self.step_seconds, self.slow_while = samples, width, step_seconds, slow_while
+    def __init__(
+        self, *, samples: int = 256, width: int = 16, step_seconds: float = 0, slow_while: str = "/"
+    ) -> None:
+        self.samples = samples
+        self.width = width
+        self.step_seconds = step_seconds
+        self.slow_while = slow_while
 
     def build_model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(2, self.width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(self.width, 4))
+        return nn.Sequential(
+            nn.Linear(2, self.width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(self.width, 4)
+        )
 
     def train_data(self) -> TensorDataset:
         return self._points(self.samples, seed=0)
@@ -47,22 +59,26 @@ class Points(Task):
     def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         inputs, targets = batch
         logits = model(inputs)
-        return {"loss": F.cross_entropy(logits, targets), "accuracy": (logits.argmax(1) == targets).float().mean()}
+        return {
+            "loss": F.cross_entropy(logits, targets),
+            "accuracy": (logits.argmax(1) == targets).float().mean(),
+        }
 
 
 class Plain(Points):
-    """Without dropout: one worker and several compute the same."""
+    """Points without dropout, so that one worker and several compute the same."""
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(2, self.width), nn.Tanh(), nn.Linear(self.width, 4))
 
 
 class Infinite(Points):
-    """Its loss is nan from the step after `good_steps` on, on rank 1 (or the only rank)."""
+    """Its loss is NaN after `good_steps` steps, on rank 1 or the only rank."""
 
     def __init__(self, *, good_steps: int = 5, samples: int = 256) -> None:
         super().__init__(samples=samples)
-        self.good_steps, self.seen = good_steps, 0
+        self.good_steps = good_steps
+        self.seen = 0
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         loss = super().loss(model, batch)
@@ -72,11 +88,12 @@ class Infinite(Points):
 
 
 class Raises(Points):
-    """A user's bug, at a step of its own."""
+    """Raises an exception, as a user's bug would, after `good_steps` steps."""
 
     def __init__(self, *, good_steps: int = 0) -> None:
         super().__init__()
-        self.good_steps, self.seen = good_steps, 0
+        self.good_steps = good_steps
+        self.seen = 0
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         self.seen += 1
@@ -86,7 +103,7 @@ class Raises(Points):
 
 
 class Hungry(Plain):
-    """Once the file `hungry` is there, rank 1 takes it away and asks for 512 MiB, which it writes to."""
+    """Once the file `hungry` exists, rank 1 deletes it and fills 512 MiB of memory."""
 
     def __init__(self, *, hungry: str, step_seconds: float = 0.0) -> None:
         super().__init__(step_seconds=step_seconds)
@@ -101,6 +118,8 @@ class Hungry(Plain):
 
 
 class Stream(IterableDataset[Any]):
+    """A stream without samples."""
+
     def __iter__(self) -> Iterator[Any]:
         return iter(())
 
@@ -109,6 +128,8 @@ RAGGED = [(torch.zeros(2 + index), 0) for index in range(8)]
 
 
 class WithoutLoss(Task):
+    """A task that lacks a method."""
+
     def build_model(self) -> nn.Module:
         return nn.Linear(2, 4)
 
@@ -117,7 +138,11 @@ class WithoutLoss(Task):
 
 
 class Odd(Points):
-    """A task that is none; what: vector, ragged, stream, unevaluated."""
+    """A task with a mistake.
+
+    Args:
+        what: The mistake: vector, ragged, stream or unevaluated.
+    """
 
     def __init__(self, *, what: str) -> None:
         super().__init__()
@@ -134,14 +159,22 @@ class Odd(Points):
 
 
 class Gan(Task):
-    """Draws digits: a generator and a discriminator, whose optimizers take turns, on the eighth of the images that is
-    asked for. What is drawn from is a function of the image, so that every layout trains the same."""
+    """Generates digits: a generator and a discriminator have optimizers that take turns.
+
+    The generator's input is a function of an image, so that every layout trains the same.
+
+    Args:
+        step_seconds: How long a step sleeps.
+        ends_at: The number of evaluations after which training ends early.
+    """
 
     def __init__(self, *, step_seconds: float = 0.0, ends_at: int | None = None) -> None:
         from app.data.images import read_images
 
         images = torch.from_numpy(read_images("digits")[0].images).flatten(1).float() / 16
-        self.images, self.step_seconds, self.ends_at = images, step_seconds, ends_at
+        self.images = images
+        self.step_seconds = step_seconds
+        self.ends_at = ends_at
 
     def build_model(self) -> nn.Module:
         def parts(*sizes: int) -> nn.Module:
@@ -161,7 +194,8 @@ class Gan(Task):
     def judge(self, model: Any, batch: tuple[Tensor]) -> Tensor:
         with torch.no_grad():
             drawn = self.draw(model, batch[0])
-        real, false = F.softplus(-model["discriminator"](batch[0])), F.softplus(model["discriminator"](drawn))
+        real = F.softplus(-model["discriminator"](batch[0]))
+        false = F.softplus(model["discriminator"](drawn))
         self.log("real", real.mean())
         self.log("false", false.mean())
         return real.mean() + false.mean()
@@ -171,9 +205,15 @@ class Gan(Task):
 
     loss = judge
 
-    def optimizer(self, parameters: list[tuple[str, nn.Parameter]]) -> dict[str, torch.optim.Optimizer]:
-        parts = {name: [p for n, p in parameters if n.startswith(name)] for name in ("generator", "discriminator")}
-        return {name: torch.optim.Adam(own, (1 + (name[0] == "g")) * 1e-3) for name, own in parts.items()}
+    def optimizer(
+        self, parameters: list[tuple[str, nn.Parameter]]
+    ) -> dict[str, torch.optim.Optimizer]:
+        rates = {"generator": 2e-3, "discriminator": 1e-3}
+        optimizers: dict[str, torch.optim.Optimizer] = {}
+        for part, rate in rates.items():
+            own_parameters = [value for name, value in parameters if name.startswith(part)]
+            optimizers[part] = torch.optim.Adam(own_parameters, rate)
+        return optimizers
 
     def schedule(self, step: int, steps: int) -> float:
         return 1 - step / (2 * steps)
@@ -194,11 +234,11 @@ class Gan(Task):
 
 
 class Crashes(Points):
-    """Its process dies by a signal at a step of its own, on rank 1 (or the only rank), each time that it gets there.
+    """Its process dies by a signal each time it gets to a step, on rank 1 or the only rank.
 
     Args:
-        at: After so many losses of training.
-        by: The signal's name; SIGSEGV is a true one.
+        at: The number of training losses after which it dies.
+        by: The signal's name; for SIGSEGV, memory is really misused.
     """
 
     def __init__(self, *, at: int = 5, by: str = "SIGSEGV") -> None:

@@ -1,4 +1,7 @@
-"""Imports run one way, the loop needs neither Ray nor MLflow; and the image, as far as can be told without Docker."""
+"""Imports run one way, and the loop needs neither Ray nor MLflow.
+
+And the image, as far as can be told without Docker.
+"""
 
 import ast
 import functools
@@ -23,7 +26,7 @@ from experiments.benchmarks.gpu_first.table import CHECKS
 from tests.experiments.benchmarks.bad_checks import NOT_THERE
 from tests.running import ROOT
 
-MAY_NOT = {
+FORBIDDEN_IMPORTS = {
     "strategies": {"ray", "mlflow", "omegaconf", "app", "cluster", "experiments"},
     "cluster": {"app", "strategies", "experiments", "torch", "mlflow"},
     "app": {"experiments"},
@@ -31,9 +34,14 @@ MAY_NOT = {
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-
-FILES = [str(file.relative_to(ROOT)) for package in MAY_NOT for file in sorted((ROOT / package).rglob("*.py"))]
-KNOWN = {name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): name for name in FILES}
+FILES = [
+    str(file.relative_to(ROOT))
+    for package in FORBIDDEN_IMPORTS
+    for file in sorted((ROOT / package).rglob("*.py"))
+]
+FILE_BY_MODULE = {
+    name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): name for name in FILES
+}
 """Files outside of tests/ by the names of their modules."""
 
 
@@ -43,8 +51,11 @@ def trees() -> dict[str, list[Any]]:
     return {name: list(ast.walk(ast.parse((ROOT / name).read_text()))) for name in FILES}
 
 
-def imported(nodes: Iterable[ast.AST]) -> set[str]:
-    """Whole names of the modules that these nodes import, and of what they take from them; also by a string."""
+def imported_names(nodes: Iterable[ast.AST]) -> set[str]:
+    """Whole names of the modules that these nodes import, and of what they take from them.
+
+    An import by a string counts too.
+    """
     names: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -58,32 +69,40 @@ def imported(nodes: Iterable[ast.AST]) -> set[str]:
 
 def test_imports_run_one_way() -> None:
     wrong = {}
-    for name, whole in trees().items():
+    for name, nodes_of_file in trees().items():
         # The command line and the Python API load the verbs of experiments/ when they are called.
-        nodes = whole[0].body if name.startswith(("app/cli/", "app/api.py", "app/trireme/stub.py")) else whole
-        if bad := {taken.split(".")[0] for taken in imported(nodes)} & MAY_NOT[name.split("/")[0]]:
-            wrong[name] = bad
+        loads_when_called = name.startswith(("app/cli/", "app/api.py", "app/trireme/stub.py"))
+        nodes = nodes_of_file[0].body if loads_when_called else nodes_of_file
+        packages = {module.split(".")[0] for module in imported_names(nodes)}
+        if forbidden := packages & FORBIDDEN_IMPORTS[name.split("/")[0]]:
+            wrong[name] = forbidden
     assert not wrong
 
 
-def executed(tree: ast.AST, functions: bool = False) -> Iterable[ast.AST]:
-    """What runs when a module is imported, or when its functions do, too: not what is for types alone."""
+def executed_nodes(tree: ast.AST, functions: bool = False) -> Iterable[ast.AST]:
+    """What runs when a module is imported, or when its functions do, too.
+
+    What is for types alone is left out.
+    """
     for node in ast.iter_child_nodes(tree):
         is_typed = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         if not is_typed and (functions or not isinstance(node, ast.FunctionDef)):
             yield node
-            yield from executed(node, functions)
+            yield from executed_nodes(node, functions)
 
 
-def loaded(*modules: str) -> set[str]:
+def loaded_modules(*modules: str) -> set[str]:
     """All names that are imported with these modules, by them and by ours that they import."""
-    found, left = set[str](), list(modules)
-    while left:
-        parts = left.pop().split(".")
-        for name in {".".join(parts[:end]) for end in range(1, len(parts) + 1)} - found:
-            found.add(name)
-            left += imported(executed(trees()[KNOWN[name]][0])) if name in KNOWN else ()
-    return found
+    loaded = set[str]()
+    pending = list(modules)
+    while pending:
+        parts = pending.pop().split(".")
+        for name in {".".join(parts[:end]) for end in range(1, len(parts) + 1)} - loaded:
+            loaded.add(name)
+            if name in FILE_BY_MODULE:
+                tree = trees()[FILE_BY_MODULE[name]][0]
+                pending += imported_names(executed_nodes(tree))
+    return loaded
 
 
 RAY = {"ray", "mlflow"}
@@ -100,30 +119,38 @@ NOT_NEEDED = [
 
 @pytest.mark.parametrize(("modules", "names"), NOT_NEEDED)
 def test_what_is_not_needed_is_not_imported(modules: tuple[str, ...], names: set[str]) -> None:
-    found = loaded(*modules)
-    assert not found & names and KNOWN.keys() >= set(modules)
+    assert not loaded_modules(*modules) & names
+    assert FILE_BY_MODULE.keys() >= set(modules)
 
 
-def test_a_run_that_names_its_strategy_does_without_the_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_names_its_strategy_does_without_the_planner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = load_config([], ["task=tests.tasks:Points", "strategy=ddp"])
-    for name in [name for name in (*sys.modules, *KNOWN) if name.startswith(("app.planner", "app.doctor"))]:
-        monkeypatch.setitem(sys.modules, name, None)
+    for name in (*sys.modules, *FILE_BY_MODULE):
+        if name.startswith(("app.planner", "app.doctor")):
+            monkeypatch.setitem(sys.modules, name, None)
     prepare(config, read_task(config), 2, devices_per_node=None)
+    automatic = with_values(config, {"strategy": "auto"})
     with pytest.raises(ImportError):
-        prepare(with_values(config, {"strategy": "auto"}), read_task(config), 2, devices_per_node=None)
+        prepare(automatic, read_task(config), 2, devices_per_node=None)
 
 
 def test_every_folder_has_a_readme_and_names_in_it_files_that_exist() -> None:
     readmes = {ROOT / "README.md", *ROOT.glob("[a-z]*/**/README.md")}
     readmes |= {(ROOT / name).with_name("README.md") for name in trees()}
-    gone = []
+    broken = []
     for readme in readmes:
         links = re.findall(r"\]\(([^)#:]+)\)", readme.read_text())
-        gone += [f"{readme.relative_to(ROOT)}: {link}" for link in links if not (readme.parent / link).exists()]
-    assert not gone
+        broken += [
+            f"{readme.relative_to(ROOT)}: {link}"
+            for link in links
+            if not (readme.parent / link).exists()
+        ]
+    assert not broken
 
 
-def assigned(node: ast.AST) -> Iterable[ast.expr]:
+def assignment_targets(node: ast.AST) -> Iterable[ast.expr]:
     """What a statement assigns to, or adds to."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
@@ -133,19 +160,21 @@ def assigned(node: ast.AST) -> Iterable[ast.expr]:
 
 
 def test_nobody_writes_into_the_driver_from_outside() -> None:
-    """Its attributes change by its own methods, and what it needs are arguments of its constructor."""
+    """Its attributes change by its own methods; what it needs, its constructor is given."""
     wrong = []
     for name, nodes in trees().items():
-        for target in (target for node in nodes for target in assigned(node)):
-            inner: ast.expr = target
-            while isinstance(inner, ast.Attribute | ast.Subscript):
-                inner = inner.value
-                if re.fullmatch(r"(self\.)?driver", ast.unparse(inner)) and ast.unparse(target) != "self.driver":
+        for target in (target for node in nodes for target in assignment_targets(node)):
+            owner: ast.expr = target
+            while isinstance(owner, ast.Attribute | ast.Subscript):
+                owner = owner.value
+                is_driver = re.fullmatch(r"(self\.)?driver", ast.unparse(owner))
+                if is_driver and ast.unparse(target) != "self.driver":
                     wrong.append(f"{name}: {ast.unparse(target)}")
     assert not wrong
 
 
-BY_NAME = r"(type\(\w*(err|exc|raised|failure)\w*\)|\w*(err|exc|raised|failure)\w*\.__class__)\.__(name|qualname)__"
+ERROR_VARIABLE = r"\w*(err|exc|raised|failure)\w*"
+NAME_OF_ERROR = rf"(type\({ERROR_VARIABLE}\)|{ERROR_VARIABLE}\.__class__)\.__(name|qualname)__"
 
 
 def test_errors_are_recognised_by_class_and_not_by_its_name() -> None:
@@ -154,8 +183,10 @@ def test_errors_are_recognised_by_class_and_not_by_its_name() -> None:
     for name, nodes in trees().items():
         for node in nodes:
             is_method = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-            compares = isinstance(node, ast.Compare) or (is_method and node.func.attr in ("startswith", "endswith"))
-            if compares and re.search(BY_NAME, ast.unparse(node)):
+            compares = isinstance(node, ast.Compare) or (
+                is_method and node.func.attr in ("startswith", "endswith")
+            )
+            if compares and re.search(NAME_OF_ERROR, ast.unparse(node)):
                 wrong.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
     assert not wrong
 
@@ -181,8 +212,8 @@ def is_replaced_config(node: ast.AST) -> bool:
 
 
 def test_a_configuration_is_resolved_in_one_place_and_then_only_read() -> None:
-    found = {name for name, nodes in trees().items() if any(map(is_replaced_config, nodes))}
-    assert found == SET_CONFIGURATIONS
+    files = {name for name, nodes in trees().items() if any(map(is_replaced_config, nodes))}
+    assert files == SET_CONFIGURATIONS
 
 
 FORKS = {"app/tracking/writer.py", "experiments/benchmarks/gpu_first/device.py"}
@@ -191,75 +222,97 @@ FORKS = {"app/tracking/writer.py", "experiments/benchmarks/gpu_first/device.py"}
 
 def test_a_process_is_ended_at_once_in_one_place() -> None:
     """Whoever finds that it cannot go on reports it to a callback."""
-    found = set()
+    files = set()
     for name, nodes in trees().items():
         if any(isinstance(node, ast.Attribute) and node.attr == "_exit" for node in nodes):
-            found.add(name)
-    assert found == {"app/run/abort.py", *FORKS}
+            files.add(name)
+    assert files == {"app/run/abort.py", *FORKS}
 
 
-STRATEGY_NAMES = {"ddp", "ddp_model_parallel", "deepspeed", "fsdp", "hsdp", "model_parallel", "zero1", "zero2", "zero3"}
+STRATEGY_NAMES = {
+    "ddp",
+    "ddp_model_parallel",
+    "deepspeed",
+    "fsdp",
+    "hsdp",
+    "model_parallel",
+    "zero1",
+    "zero2",
+    "zero3",
+}
 """Those that are no other word as well."""
 MAY_NAME_STRATEGIES = {
-    f"strategies/{name}.py" for name in ("options", "registry", "ddp", "deepspeed", "fsdp", "one_process")
+    f"strategies/{name}.py"
+    for name in ("options", "registry", "ddp", "deepspeed", "fsdp", "one_process")
 }
 MAY_NAME_STRATEGIES |= {"experiments/parity/rows.py", "experiments/parity/experiment.py"}
 """A file in which a strategy's name may stand; benchmarks are rows."""
 
 
 def test_a_strategys_name_stands_in_its_file_and_in_the_registry() -> None:
-    found = set()
+    files = set()
     for name, nodes in trees().items():
-        words = {n.value for n in nodes if isinstance(n, ast.Constant)}
+        words = {node.value for node in nodes if isinstance(node, ast.Constant)}
         names = {part for word in words if isinstance(word, str) for part in word.split("+")}
         if names & STRATEGY_NAMES and not name.startswith("experiments/benchmarks/"):
-            found.add(name)
-    assert found <= MAY_NAME_STRATEGIES
+            files.add(name)
+    assert files <= MAY_NAME_STRATEGIES
 
 
 def test_the_wheel_ships_no_benchmarks() -> None:
-    """And nothing at the top of site-packages, where another distribution has packages of the same names."""
+    """And nothing at the top of site-packages.
+
+    Another distribution may have packages of the same names there.
+    """
     with mock.patch.object(setuptools, "setup") as setup:
         runpy.run_path(str(ROOT / "setup.py"))
-    packages = {name.removeprefix("trireme.packages.") for name in setup.call_args.kwargs["packages"]}
-    assert {"app", "strategies", "cluster", "experiments.sweep", "experiments.parity", "trireme"} <= packages
+    shipped = setup.call_args.kwargs["packages"]
+    packages = {name.removeprefix("trireme.packages.") for name in shipped}
+    studies = {"experiments.sweep", "experiments.parity"}
+    assert {"app", "strategies", "cluster", "trireme", *studies} <= packages
     assert not [name for name in packages if "benchmarks" in name or name.startswith("tests")]
-    assert not [name for name in setup.call_args.kwargs["packages"] if name.partition(".")[0] != "trireme"]
+    assert not [name for name in shipped if name.partition(".")[0] != "trireme"]
 
 
 def test_reports_and_results_stay_small() -> None:
     kinds = ("*.csv", "*.html", "*.json", "*.jsonl", "*.md", "*.png", "*.svg")
-    listed = subprocess.run(["git", "ls-files", *kinds], cwd=ROOT, capture_output=True, text=True, check=True)
+    listed = subprocess.run(
+        ["git", "ls-files", *kinds], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     sizes = {name: (ROOT / name).stat().st_size for name in listed.stdout.split()}
-    # Apart, as the guide grows by a page a question: twelve of five minutes each, with what commands print.
+    # Apart, as the guide grows by a page a question: twelve of five minutes each, with what
+    # commands print.
     guide = [sizes.pop(name) for name in list(sizes) if name.startswith("experiments/guide/")]
     assert sum(guide) <= 65_000
     assert sum(sizes.values()) <= 332_000, sorted(sizes.items(), key=lambda item: -item[1])[:9]
 
 
-# --- circles ----------------------------------------------------------------------------------------------------------
+# --- circles --------------------------------------------------------------------------------------
 
 
 def test_no_circle_of_imports() -> None:
-    """Neither of files, nor of folders beside each other (a file beside a folder counts as one). An import counts
-    anywhere in a file, also by a string, but not for its types alone."""
-    files: dict[str, set[str]] = {}
-    for module, name in KNOWN.items():
-        names = imported(executed(trees()[name][0], functions=True))
-        files[module] = {n if n in KNOWN else n.rpartition(".")[0] for n in names} & KNOWN.keys() - {module}
-    graphlib.TopologicalSorter(files).prepare()  # an error of its own names a circle
+    """Neither of files, nor of folders beside each other (a file beside a folder counts as one).
 
-    def room(module: str) -> str:
-        path = Path(KNOWN[module])
+    An import counts anywhere in a file, also by a string, but not for its types alone.
+    """
+    others_by_module: dict[str, set[str]] = {}
+    for module, file in FILE_BY_MODULE.items():
+        names = imported_names(executed_nodes(trees()[file][0], functions=True))
+        modules = {name if name in FILE_BY_MODULE else name.rpartition(".")[0] for name in names}
+        others_by_module[module] = modules & FILE_BY_MODULE.keys() - {module}
+    graphlib.TopologicalSorter(others_by_module).prepare()  # an error of its own names a circle
+
+    def folder(module: str) -> str:
+        path = Path(FILE_BY_MODULE[module])
         return module if len(path.parts) <= 2 else str(path.parent)
 
-    rooms: dict[str, set[str]] = {room(module): set() for module in KNOWN}
-    for module, others in files.items():
-        rooms[room(module)] |= {room(other) for other in others} - {room(module)}
-    graphlib.TopologicalSorter(rooms).prepare()
+    others_by_folder: dict[str, set[str]] = {folder(module): set() for module in FILE_BY_MODULE}
+    for module, others in others_by_module.items():
+        others_by_folder[folder(module)] |= {folder(other) for other in others} - {folder(module)}
+    graphlib.TopologicalSorter(others_by_folder).prepare()
 
 
-# --- internals --------------------------------------------------------------------------------------------------------
+# --- internals ------------------------------------------------------------------------------------
 
 ADAPTERS = ("strategies/torch_internals.py", "cluster/ray_internals.py")
 DEPENDENCIES = r"torch|dist|nn|ray|mlflow|omegaconf|fsspec|tune|train"
@@ -269,25 +322,35 @@ INTERNAL = re.compile(
 )
 
 DOCUMENTED = re.compile(
-    r"torch\.cuda\.memory\.(_record_memory_history|_dump_snapshot)\b|torch\._dynamo\.config\.optimize_ddp\b"
+    r"torch\.cuda\.memory\.(_record_memory_history|_dump_snapshot)\b"
+    r"|torch\._dynamo\.config\.optimize_ddp\b"
 )
-"""Documented in spite of their underscore (docs.pytorch.org/docs/stable/torch_cuda_memory.html, notes/ddp.html)."""
+"""Documented in spite of their underscore.
+
+At docs.pytorch.org/docs/stable: torch_cuda_memory.html and notes/ddp.html.
+"""
 
 
 def test_internals_of_dependencies_stand_in_two_files_of_at_most_12_entries() -> None:
     others = trees().keys() - set(ADAPTERS)
-    assert not [name for name in others if INTERNAL.search(DOCUMENTED.sub("", (ROOT / name).read_text()))]
+    texts = {name: DOCUMENTED.sub("", (ROOT / name).read_text()) for name in others}
+    assert not [name for name, text in texts.items() if INTERNAL.search(text)]
     nodes = [node for name in ADAPTERS for node in trees()[name][0].body]
-    parts = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
-    said = {node.name: ast.get_docstring(node) or "" for node in parts}
-    entries = [name for name, text in said.items() if not name.startswith("_") or "Missing:" in text]
+    definitions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    docstrings = {node.name: ast.get_docstring(node) or "" for node in definitions}
+    entries = [
+        name
+        for name, docstring in docstrings.items()
+        if not name.startswith("_") or "Missing:" in docstring
+    ]
     assert 0 < len(entries) <= 12, entries
-    assert not [name for name in entries if "Why:" not in said[name] or "Missing:" not in said[name]]
+    assert not [name for name in entries if "Why:" not in docstrings[name]]
+    assert not [name for name in entries if "Missing:" not in docstrings[name]]
     tests = "".join((ROOT / "tests" / name.replace("/", "/test_")).read_text() for name in ADAPTERS)
     assert not [name for name in entries if name.strip("_") not in tests]
 
 
-# --- the image --------------------------------------------------------------------------------------------------------
+# --- the image ------------------------------------------------------------------------------------
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
@@ -298,8 +361,8 @@ def test_the_image_is_pinned_and_not_roots_and_has_the_packages_and_nothing_else
     installs = [line for line in DOCKERFILE.splitlines() if "pip install" in line]
     assert installs and all("--constraint" in line for line in installs)
     assert not re.search(r"curl|apt-get|latest", DOCKERFILE)
-    found = set(re.findall(r"^COPY (\w+) \1$", DOCKERFILE, re.MULTILINE))
-    assert found == {"app", "strategies", "cluster", "experiments"}
+    folders = set(re.findall(r"^COPY (\w+) \1$", DOCKERFILE, re.MULTILINE))
+    assert folders == {"app", "strategies", "cluster", "experiments"}
     assert re.search(r"^COPY .*\bpyproject.toml setup.py\b", DOCKERFILE, re.MULTILINE)
     assert {".git", "runs", ".venv*"} <= set((ROOT / ".dockerignore").read_text().split())
 
@@ -309,5 +372,6 @@ def test_the_files_for_kubernetes_name_the_image_of_these_versions() -> None:
     tag = f"{PROJECT['project']['version']}-ray{ray}-py311-cuda"
     for name in ("kuberay-cluster", "kuberay-job"):
         text = (FOLDER / f"{name}.yaml").read_text()
-        assert set(re.findall(r"image: \S+:(\S+)", text)) == {tag} and f"rayVersion: {ray}" in text
+        assert set(re.findall(r"image: \S+:(\S+)", text)) == {tag}
+        assert f"rayVersion: {ray}" in text
     assert f"trireme:{tag} ." in DOCKERFILE

@@ -1,4 +1,4 @@
-"""Marks say what a test starts, since `make check` and both halves of `make test` select by them."""
+"""Marks say what a test starts: `make check` and both halves of `make test` select by them."""
 
 import ast
 import functools
@@ -15,20 +15,28 @@ STARTS = {"CliRunner", "invoke", "start", "subprocess", "torchrun", "trireme"}
 MAY_START = {"ROWS", "Reader", "load_task", "mlflow"}
 """Names with which a test file builds whole models, reads runs or waits: its author decides."""
 THROUGH_HELPERS = {"test_generated.py"}
-"""Files that reach the pool's ranks by another module (tests/generated/compare.py), and are quick
-enough for `make check` all the same."""
+"""Files that reach the pool's ranks by another module (tests/generated/compare.py).
+
+They are quick enough for `make check` all the same.
+"""
 
 
 @functools.cache
 def users_of_pool(path: Path) -> set[str]:
-    """Functions of a file that train on ranks of the pool, by themselves or by others of that file."""
-    functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+    """Functions of a file that train on ranks of the pool.
+
+    By themselves or by others of that file.
+    """
+    functions = [
+        node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)
+    ]
     names = {
-        function.name: {node.id for node in ast.walk(function) if isinstance(node, ast.Name)} for function in functions
+        function.name: {node.id for node in ast.walk(function) if isinstance(node, ast.Name)}
+        for function in functions
     }
     users = {"run_distributed"}
-    while more := {name for name, used in names.items() if used & users} - users:
-        users |= more
+    while callers := {name for name, used in names.items() if used & users} - users:
+        users |= callers
     return users
 
 

@@ -1,7 +1,7 @@
-"""`make test-versions`: what matters most, with the oldest and the newest releases that Trireme says it works with.
+"""`make test-versions`: the main tests with the oldest and newest supported releases of packages.
 
-Each end has a virtual environment of its own under .venv-versions, kept for the next time. The table that it prints is
-the README's *Works with*. Other Pythons that are on the PATH follow, each with the versions of constraints.txt.
+Both have a virtual environment under .venv-versions, which is kept. The printed table is *Works
+with* of the README. Other Pythons on the PATH follow, with the versions of constraints.txt.
 """
 
 import os
@@ -18,11 +18,16 @@ ROOMS = {
     "parity of every strategy": "tests/strategies/test_parity.py tests/strategies/test_tensor.py",
     "every schedule of the pipeline": "tests/strategies/pipeline",
     "pipeline in Ray; failures": "tests/app/launchers/test_launchers.py",
-    "one process in 16 bits, Ray Train and torchrun, killed and resumed": "tests/app/launchers/test_resume.py",
+    "one process in 16 bits, Ray Train and torchrun, killed and resumed": (
+        "tests/app/launchers/test_resume.py"
+    ),
     "checkpoints": "tests/app/checkpoint",
     "tracking in MLflow": "tests/app/tracking",
-    "names that are not documented": "tests/strategies/test_torch_internals.py tests/cluster/test_ray_internals.py",
+    "names that are not documented": (
+        "tests/strategies/test_torch_internals.py tests/cluster/test_ray_internals.py"
+    ),
 }
+"""Paths of tests by their line of the table."""
 
 
 OTHER_PYTHONS = ("3.12", "3.13")
@@ -34,8 +39,10 @@ def other_pythons() -> dict[str, str]:
     for release in OTHER_PYTHONS:
         program = f"python{release}"
         try:
-            done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError):  # not there, or pyenv's stand-in for one that is not chosen
+            command = [program, "--version"]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            # It is not installed, or is pyenv's stand-in for a version that is not selected.
             print(f"\nPython {release}: there is no {program} on the PATH that runs", flush=True)
             continue
         if done.stdout.startswith(f"Python {release}."):
@@ -44,51 +51,62 @@ def other_pythons() -> dict[str, str]:
 
 
 def pinned_environment(release: str, interpreter: str) -> Path:
-    """Python of an environment with the tested versions.
+    """The Python of an environment with the tested versions.
 
     Args:
-        release: Of Python, such as 3.12.
-        interpreter: The program to make the environment with.
+        release: The release of Python, such as 3.12.
+        interpreter: The program that makes the environment.
     """
     folder = ROOT / ".venv-versions" / f"python{release}"
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
-    install = [str(python), "-m", "pip", "install", "-qq", "--no-compile", "--disable-pip-version-check"]
-    pins = ["--constraint", str(ROOT / "constraints.txt")]
-    subprocess.run([*install, *pins, "--editable", f"{ROOT}[examples,dev]"], check=True)
+    install(python, ["--constraint", str(ROOT / "constraints.txt")])
     return python
 
 
+def install(python: Path, pins: list[str]) -> None:
+    """Installs Trireme with these pins into the environment of a Python."""
+    command = [str(python), "-m", "pip", "install", "-qq", "--no-compile"]
+    command += ["--disable-pip-version-check", *pins, "--editable", f"{ROOT}[examples,dev]"]
+    subprocess.run(command, check=True)
+
+
 def environment(name: str, release: int) -> Path:
-    """Python of the environment. release: 0 for the oldest of each package, 1 for the newest."""
+    """The Python of an environment with the oldest (`release` 0) or newest (1) packages."""
     folder = ROOT / ".venv-versions" / name
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     pins = [f"{package}=={ends[release]}.*" for package, ends in TESTED.items()]
-    # aiobotocore takes few releases of botocore, and pip would look for them for ever.
-    pins += re.findall(r"^(?:aiobotocore|boto3|botocore)==.*$", (ROOT / "constraints.txt").read_text(), re.M)
-    install = [str(python), "-m", "pip", "install", "-qq", "--no-compile", "--disable-pip-version-check"]
-    subprocess.run([*install, "--editable", f"{ROOT}[examples,dev]", *pins], check=True)
+    # aiobotocore takes few releases of botocore, which pip would search without end.
+    constraints = (ROOT / "constraints.txt").read_text()
+    pins += re.findall(r"^(?:aiobotocore|boto3|botocore)==.*$", constraints, re.M)
+    install(python, pins)
     return python
 
 
 def installed(python: Path) -> str:
-    code = f"from importlib.metadata import version\nprint(', '.join(f'{{n}} {{version(n)}}' for n in {[*TESTED]}))"
-    return subprocess.run([str(python), "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    """The versions of the tested packages in the environment of a Python."""
+    code = "from importlib.metadata import version\n"
+    code += f"print(', '.join(f'{{name}} {{version(name)}}' for name in {[*TESTED]}))"
+    command = [str(python), "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def tested(python: Path, room: str) -> tuple[bool, str]:
     """Whether a room's tests pass there, and the counts."""
-    begun = time.monotonic()
+    start = time.monotonic()
     env = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", *room.split()]
+    command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow"]
+    command += room.split()
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         print(done.stdout[-6000:], done.stderr[-2000:], file=sys.stderr)
-    counts = re.findall(r"\d+ (?:passed|failed|error|skipped)\w*", (done.stdout.splitlines() or [""])[-1])
-    return not done.returncode, f"{', '.join(counts) or 'nothing ran'} in {time.monotonic() - begun:.0f} s"
+    last_line = (done.stdout.splitlines() or [""])[-1]
+    counts = re.findall(r"\d+ (?:passed|failed|error|skipped)\w*", last_line)
+    summary = f"{', '.join(counts) or 'nothing ran'} in {time.monotonic() - start:.0f} s"
+    return not done.returncode, summary
 
 
 def main() -> None:
@@ -96,18 +114,20 @@ def main() -> None:
     for release, name in enumerate(("oldest", "newest")):
         passed = all_tested(name, environment(name, release)) and passed
     for version, interpreter in other_pythons().items():
-        passed = all_tested(f"Python {version}", pinned_environment(version, interpreter)) and passed
+        passed = (
+            all_tested(f"Python {version}", pinned_environment(version, interpreter)) and passed
+        )
     sys.exit(not passed)
 
 
 def all_tested(name: str, python: Path) -> bool:
-    """Prints the part of the table for one environment; whether everything passes there."""
+    """Prints the part of the table for one environment, and returns whether all tests pass."""
     print(f"\n{name}: {installed(python)}", flush=True)
     passed = True
-    for what, room in ROOMS.items():
-        right, said = tested(python, room)
-        passed = passed and right
-        print(f"  {what:55} {said}", flush=True)
+    for description, room in ROOMS.items():
+        passes, summary = tested(python, room)
+        passed = passed and passes
+        print(f"  {description:55} {summary}", flush=True)
     return passed
 
 

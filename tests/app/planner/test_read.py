@@ -206,7 +206,7 @@ def test_activations_are_within_a_tenth_of_a_real_step(name: str, gpt: Reader) -
         assert total == pytest.approx(_peak(reader.task, 16, mode), rel=0.10), mode
 
 
-def test_models_that_the_meta_device_cannot_run_are_read_with_fake_tensors_or_for_real(
+def test_models_the_meta_device_cannot_run_are_read_with_fake_tensors_or_for_real(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with monkeypatch.context() as patched:

@@ -119,7 +119,7 @@ def test_offloading_says_how_much_host_memory_it_takes(
 
 
 @pytest.mark.parametrize("share", [0.95, 0.45, 0.2])
-def test_the_number_of_gpus_that_is_named_is_the_fewest_that_a_plan_of_that_many_finds(
+def test_the_number_of_gpus_named_is_the_fewest_that_a_plan_of_that_many_finds(
     small: Reader, share: float
 ) -> None:
     """It was 8 without offloading, where a plan of 4 found a layout with it."""
@@ -187,7 +187,7 @@ def test_a_strategy_of_several_workers_can_be_planned_for_one(small: Reader, str
     assert offloaded.memory["parameters"] == offloaded.memory["optimizer"] == 0
 
 
-def test_hsdp_over_a_slow_network_is_faster_than_fsdp_by_what_the_link_of_a_node_carries(
+def test_hsdp_over_a_slow_network_beats_fsdp_by_what_the_link_of_a_node_carries(
     large: Reader,
 ) -> None:
     """By hand, for P parameters on 2 nodes of 8, gathered in bf16 and reduced in float32.

@@ -200,7 +200,7 @@ def test_what_does_not_fit_the_budget_is_left_out_and_named(
 
 
 @pytest.mark.parametrize(("lacks", "code"), [("omegaconf", 1), (None, 0)])
-def test_a_package_that_is_not_there_ends_the_program_badly_and_what_a_gpu_needs_does_not(
+def test_a_missing_package_ends_the_program_badly_and_what_a_gpu_needs_does_not(
     lacks: str | None, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found = {"gpus": 0, "most": [float("inf"), 1.5]}
