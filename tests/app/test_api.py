@@ -134,7 +134,10 @@ def test_an_installed_trireme_works_from_any_folder(tmp_path: Path) -> None:
     assert installed == {"bin", "trireme", "trireme.pth"}
     assert {path.name for path in (target / "trireme" / "packages").iterdir()} == {*folders}
     typed = [target / "trireme", *(target / "trireme" / "packages" / name for name in folders)]
-    assert all((folder / "py.typed").exists() for folder in typed) and (typed[0] / "__init__.pyi").exists()
+    assert (
+        all((folder / "py.typed").exists() for folder in typed)
+        and (typed[0] / "__init__.pyi").exists()
+    )
 
     def python(code: str, files: dict[str, str]) -> Any:
         for name, content in files.items():
