@@ -435,11 +435,14 @@ class Comparison:
             return Verdict(Kind.RANDOM)
         every_note = (*notes, *curve.notes)
 
-        def with_any(*words: str) -> list[str]:
-            return [note for note in every_note if any(word in note.lower() for word in words)]
-
-        on_batches = with_any("batch", "sample")
-        on_state = with_any("changes the buffer", "how often it is called")
+        on_batches = [
+            note for note in every_note if "batch" in note.lower() or "sample" in note.lower()
+        ]
+        on_state = [
+            note
+            for note in every_note
+            if "changes the buffer" in note or "how often it is called" in note
+        ]
         if self.couples and rival.splits_batch and on_batches:
             return Verdict(Kind.NOTED, on_batches[0])
         if self.counts and rival.splits_batch and on_state:
