@@ -126,10 +126,9 @@ def compare_curves(run: Curve, reference: Curve, *, share: float) -> Difference:
     last = min(run.samples[-1], reference.samples[-1])
     if last <= first:
         raise UserError(
-            f"{run.name} and {reference.name} have trained on different parts of the data (until "
-            f"sample {run.samples[-1]:,.0f} and {reference.samples[-1]:,.0f}, from "
-            f"{run.samples[0]:,.0f} and {reference.samples[0]:,.0f}): train one of them further, "
-            "or fork both from one checkpoint"
+            f"{run.name} has logged samples {run.samples[0]:,.0f} to {run.samples[-1]:,.0f} and "
+            f"{reference.name} {reference.samples[0]:,.0f} to {reference.samples[-1]:,.0f}, of "
+            "which none are the same: train one of them further, or fork both from one checkpoint"
         )
     first = last - share * (last - first)
     edges = _common_edges(run, reference, first=first, last=last)
