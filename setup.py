@@ -1,8 +1,9 @@
 """What is installed where: pyproject.toml has all the rest.
 
-Trireme's packages are called app, strategies, cluster and experiments, as other people's may be. In site-packages they
-lie in a folder of their own, trireme/packages, so that no files of another distribution come to lie among theirs. A
-.pth file puts that folder last on sys.path; in Trireme's own processes it comes first (app/names.py).
+Trireme's packages are called app, strategies, cluster and experiments, as other people's may be. In
+site-packages they lie in a folder of their own, trireme/packages, so that no files of another
+distribution come to lie among theirs. A .pth file puts that folder last on sys.path; in Trireme's
+own processes it comes first (app/names.py).
 """
 
 import sys
@@ -20,7 +21,7 @@ DATA = {
     "app.planner": ["*.yaml"],
 }
 EDITABLE = "editable_wheel" in sys.argv
-"""Whether the packages stay where they are, and only become known to Python: pip install --editable."""
+"""Whether packages stay where they are and Python only learns of them: an editable install."""
 PREFIX = "" if EDITABLE else "trireme.packages."
 
 

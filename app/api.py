@@ -54,7 +54,7 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
-def _tells(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def _with_plain_errors(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Let a function raise errors for people as Trireme's own, without what raised them.
 
     A traceback then has the caller's line and the sentence, also in a notebook.
@@ -66,16 +66,16 @@ def _tells(function: Callable[Parameters, Result]) -> Callable[Parameters, Resul
         try:
             return function(*args, **kwargs)
         except Exception as error:
-            told = _for_a_person(error)
-            if told is None:
+            plain_error = _plain_error(error)
+            if plain_error is None:
                 raise
-            raise told.with_traceback(None) from None
+            raise plain_error.with_traceback(None) from None
 
     return call
 
 
 def _one_at_a_time(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Let one thread at a time call a function, which raises errors as `_tells` says.
+    """Let one thread at a time call a function, which raises errors as `_with_plain_errors` says.
 
     Ray's connection, the current folder and the output belong to all threads of a process.
     """
@@ -85,10 +85,10 @@ def _one_at_a_time(function: Callable[Parameters, Result]) -> Callable[Parameter
         with _LOCK:
             return function(*args, **kwargs)
 
-    return _tells(call)
+    return _with_plain_errors(call)
 
 
-def _for_a_person(error: Exception) -> TriremeError | None:
+def _plain_error(error: Exception) -> TriremeError | None:
     """The error that a program gets for one of Trireme's or of its own code; None for others."""
     if isinstance(error, TriremeError):
         return error
@@ -110,12 +110,12 @@ class Run:
         UserError: There is no such run.
     """
 
-    @_tells
+    @_with_plain_errors
     def __init__(self, run: str | Path) -> None:
         self.storage = open_run(str(run))
 
     @property
-    @_tells
+    @_with_plain_errors
     def state(self) -> RunState:
         """The state of the run now, which another process may be training."""
         return look(self.storage)
@@ -131,7 +131,7 @@ class Run:
         return self.storage.url
 
     @property
-    @_tells
+    @_with_plain_errors
     def config(self) -> Config:
         """The configuration of the run's latest start, without secrets."""
         from app.results.trained import config_of
@@ -154,14 +154,14 @@ class Run:
     def _manifest(self) -> dict[str, Any]:
         return json.loads(self.storage.read_bytes("run.json"))
 
-    @_tells
+    @_with_plain_errors
     def metrics(self) -> pandas.DataFrame:
         """All logged metrics by step, a column for each, such as `train/loss` and `eval/loss`."""
         from app.results.history import history
 
         return history(self.storage)
 
-    @_tells
+    @_with_plain_errors
     def checkpoint(self, step: int | None = None) -> str:
         """The folder of a checkpoint.
 
@@ -175,7 +175,7 @@ class Run:
 
         return checkpoint_of(self.storage, step).path
 
-    @_tells
+    @_with_plain_errors
     def model(self, step: int | None = None) -> nn.Module:
         """The trained model, on the CPU and in evaluation mode.
 
@@ -189,8 +189,10 @@ class Run:
 
         return trained(self.storage, step).model
 
-    @_tells
-    def export(self, to: str = "safetensors", *, out: str | Path | None = None, step: int | None = None) -> Exported:
+    @_with_plain_errors
+    def export(
+        self, to: str = "safetensors", *, out: str | Path | None = None, step: int | None = None
+    ) -> Exported:
         """Write the trained weights as files that other programs read.
 
         Args:
@@ -210,7 +212,7 @@ class Run:
 
         return export_run(self.folder, to=to, out=None if out is None else str(out), step=step)
 
-    @_tells
+    @_with_plain_errors
     def generate(
         self,
         text: str,
@@ -242,10 +244,12 @@ class Run:
         """
         from app.results.generate import Sampling, Writer
 
-        sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+        sampling = Sampling(
+            max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p
+        )
         return "".join(Writer(self.storage, step).write(text, sampling=sampling, seed=seed))
 
-    @_tells
+    @_with_plain_errors
     def report(self, out: str | Path | None = None) -> Path:
         """Write one self-contained page about the run.
 
@@ -345,7 +349,9 @@ def _takes_keys(function: Callable[Parameters, Result]) -> Callable[Parameters, 
     known = {parameter.name for parameter in parameters}
     for field in dataclasses.fields(Config):
         if field.name not in known:
-            parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=...))
+            parameters.append(
+                inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=...)
+            )
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return function
 
@@ -552,7 +558,7 @@ def scale(
     )
 
 
-@_tells
+@_with_plain_errors
 def report(*runs: Run | str | Path, out: str | Path | None = None) -> Path:
     """Write one self-contained page about runs, a sweep or a scaling study.
 
@@ -575,8 +581,10 @@ def report(*runs: Run | str | Path, out: str | Path | None = None) -> Path:
     return page
 
 
-@_tells
-def compare(*runs: Run | str | Path, metric: str = "train/loss", last: float = 0.5) -> pandas.DataFrame:
+@_with_plain_errors
+def compare(
+    *runs: Run | str | Path, metric: str = "train/loss", last: float = 0.5
+) -> pandas.DataFrame:
     """Compare runs with the first one, over the same samples.
 
     Args:
@@ -601,7 +609,7 @@ def compare(*runs: Run | str | Path, metric: str = "train/loss", last: float = 0
     return pandas.DataFrame(rows).set_index("name")
 
 
-@_tells
+@_with_plain_errors
 def load_run(run: str | Path) -> Run:
     """A run that was trained before, or that another process trains now.
 

@@ -74,7 +74,9 @@ def nearest(word: str, known: Iterable[object]) -> str:
 # --- errors of a person's own code ----------------------------------------------------------------
 
 _ROOT = str(Path(__file__).resolve().parents[1])
-_TRIREME = tuple(os.path.join(_ROOT, name) + os.sep for name in ("app", "strategies", "cluster", "experiments"))
+_TRIREME = tuple(
+    os.path.join(_ROOT, name) + os.sep for name in ("app", "strategies", "cluster", "experiments")
+)
 _LIBRARIES = tuple(
     os.path.realpath(path) + os.sep
     for name, path in sysconfig.get_paths().items()
@@ -209,7 +211,9 @@ def return_line(function: Callable[..., Any], suspicious: str = "") -> SourceLin
             returns[node.lineno] = ast.unparse(node)
         elif isinstance(node, ast.FunctionDef) and node.name == function.__name__:
             definition = node.lineno
-    suspects = [number for number, text in returns.items() if suspicious and re.search(suspicious, text)]
+    suspects = [
+        number for number, text in returns.items() if suspicious and re.search(suspicious, text)
+    ]
     number = definition
     if len(returns) == 1 or suspects:
         number = min(suspects or returns)

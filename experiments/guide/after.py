@@ -1,4 +1,4 @@
-"""The same with Trireme: the model, the data and the loss stay; the loop, the devices and the launcher go."""
+"""The same with Trireme: model, data and loss stay; the loop, the devices and the launcher go."""
 
 import sys
 
@@ -23,9 +23,17 @@ class Digits(trireme.Task):
 
     def metrics(self, model, batch):
         x, y = batch
-        return {"loss": self.loss(model, batch), "accuracy": (model(x).argmax(1) == y).float().mean()}
+        return {
+            "loss": self.loss(model, batch),
+            "accuracy": (model(x).argmax(1) == y).float().mean(),
+        }
 
 
 if __name__ == "__main__":
-    settings = ["run.name=after", "train.epochs=20", "train.global_batch_size=60", "optimizer.weight_decay=0.01"]
+    settings = [
+        "run.name=after",
+        "train.epochs=20",
+        "train.global_batch_size=60",
+        "optimizer.weight_decay=0.01",
+    ]
     trireme.train(*settings, *sys.argv[1:], task=Digits)  # python after.py workers=4 strategy=fsdp

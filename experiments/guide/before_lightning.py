@@ -28,7 +28,9 @@ def main():
     lightning.seed_everything(0)
     train, held_out = digits()
     task = Digits()
-    trainer = lightning.Trainer(max_epochs=20, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = lightning.Trainer(
+        max_epochs=20, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
     trainer.fit(task, DataLoader(train, batch_size=60, shuffle=True))
     trainer.test(task, DataLoader(held_out, batch_size=297))
 

@@ -26,6 +26,7 @@ from app.errors import UserError, nearest
 from app.results.trained import checkpoint_of
 from app.run.fork import config_file
 from app.run.look import open_run
+from app.run.manifest import run_folder
 from app.run.prepare import prepare, read_task
 from app.storage.storage import Storage
 from experiments.sweep.search import (
@@ -227,7 +228,7 @@ def read_sweep(file: str, overrides: list[str]) -> Sweep:
     )
     name = str(keys.pop("name", None) or path.stem)
     if forked_run:
-        checkpoint = _origin(forked_run, Storage(experiment.run.storage).join(name))
+        checkpoint = _origin(forked_run, run_folder(experiment, name))
         keys |= {"fork": checkpoint.path, "origin_step": checkpoint.step}
     sweep = Sweep(
         name=name,

@@ -75,8 +75,10 @@ def test_a_command_ends_with_the_sentence_and_the_code_of_its_error(
 def test_a_users_error_of_the_same_name_is_not_triremes(kind: type[Exception]) -> None:
     code, answer = ending(kind("it is so."))
     assert code == 1 and answer["error"].startswith(f"{kind.__name__}: it is so\n")
-    told = raised_in_python(kind)
-    assert type(told) is RunFailed and str(told).startswith(f"{kind.__name__}: it is so\n  File ")
+    plain_error = raised_in_python(kind)
+    assert type(plain_error) is RunFailed and str(plain_error).startswith(
+        f"{kind.__name__}: it is so\n  File "
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,11 +103,11 @@ def test_a_script_catches_every_error_by_one_class(
 
 def test_a_program_sees_its_own_line_and_the_sentence_and_no_chain() -> None:
     """Also of an error that was raised from others, as that of a Ray that does not start is."""
-    told = raised_in_python(ClusterUnavailable, from_error=OSError("out of ports"))
-    text = "".join(traceback.format_exception(told))
+    plain_error = raised_in_python(ClusterUnavailable, from_error=OSError("out of ports"))
+    text = "".join(traceback.format_exception(plain_error))
     assert text.count("Traceback") == 1 and text.count('  File "') <= 3, text
     assert text.endswith("RunFailed: it is so.\n")
-    assert isinstance(told.__context__, ClusterUnavailable), "for a debugger"
+    assert isinstance(plain_error.__context__, ClusterUnavailable), "for a debugger"
 
 
 def test_a_bug_of_triremes_keeps_its_traceback() -> None:

@@ -49,8 +49,9 @@ def test_an_editor_and_a_notebook_complete_and_explain_keys(verb: str) -> None:
     for script in (in_editor(call), jedi.Interpreter(call, [{"trireme": trireme}])):
         assert "optimizer=" in [completion.name_with_symbols for completion in script.complete()]
     (signature,) = in_editor(f"trireme.{verb}(").get_signatures()
-    told = " ".join(signature.docstring().split())
-    assert documentation()["budget"] in told and documentation()["task_args"] in told
+    docstring = " ".join(signature.docstring().split())
+    for key in ("budget", "task_args"):
+        assert documentation()[key] in docstring
 
 
 def test_an_editor_completes_the_verbs_and_what_a_run_has() -> None:

@@ -151,8 +151,8 @@ def test_the_number_of_gpus_named_is_the_fewest_that_a_plan_of_that_many_finds(
 
 
 def test_a_layout_that_nobody_has_to_keep_comes_first(small: Reader) -> None:
-    whole = plan_of(small, gpus(4), *BATCH, "strategy=ddp", fixed_keys=("strategy",))
-    machine = with_memory(gpus(4), 0.7 * min(row.memory_bytes for row in whole.rows))
+    unrestricted = plan_of(small, gpus(4), *BATCH, "strategy=ddp", fixed_keys=("strategy",))
+    machine = with_memory(gpus(4), 0.7 * min(row.memory_bytes for row in unrestricted.rows))
     plan = plan_of(small, machine, *BATCH, "strategy=ddp", fixed_keys=("strategy",))
     first = next(remedies(plan))
     assert (
