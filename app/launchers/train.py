@@ -354,7 +354,7 @@ def _in_ray(
     from cluster.connect import address, connect, disconnect
 
     is_checked = threading.Event()
-    is_told = threading.Event()
+    is_wait_announced = threading.Event()
 
     def read() -> Task:
         try:
@@ -373,8 +373,8 @@ def _in_ray(
         # Data is read while Ray starts, but most of what can be wrong with it shows at once.
         with contextlib.suppress(TimeoutError):
             future_task.result(timeout=READ_SECONDS)
-        if not is_told.is_set():  # Ray may be tried several times, and is waited for once
-            is_told.set()
+        if not is_wait_announced.is_set():  # Ray may be tried several times, and is waited for once
+            is_wait_announced.set()
             console.waits_for(waits_for)
 
     console.status("reading the data and starting Ray")
