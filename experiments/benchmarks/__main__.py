@@ -13,6 +13,7 @@ from app.errors import nearest
 BENCHMARKS = {
     "step": "a step under each strategy or schedule, beside the same written by hand",
     "gpu first": "the first minutes on a GPU: checks with predictions, as many as fit --budget",
+    "one-gpu": "trainings on one GPU beside what the plan says of their step and memory",
     "published": "what the plain plan command says of published runs, by kind, size and GPU",
     "laws": "laws of scaling beside published series, fitted to their two smallest numbers of GPUs",
     "chaos": "kills of anything at any moment: what is lost, and seconds to the next step",
@@ -32,7 +33,7 @@ def main() -> None:
     if name not in BENCHMARKS:
         hint = f"{nearest(name, BENCHMARKS)}: write one of {', '.join(BENCHMARKS)}"
         sys.exit(f"{name!r} is not a benchmark{hint}")
-    module_name = "gpu_first.program" if name == "gpu first" else name
+    module_name = "gpu_first.program" if name == "gpu first" else name.replace("-", "_")
     module = importlib.import_module(f"experiments.benchmarks.{module_name}")
     module.main(sys.argv[1 + words :], prog_name=f"benchmarks {name}")
 
