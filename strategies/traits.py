@@ -53,6 +53,7 @@ class Trait(enum.Enum):
     NORMALISES_OVER_BATCH = "a layer normalises over the samples of a batch"
     GRADIENT_IN_LOSS = "the loss takes a gradient itself"
     FUNCTIONAL_CALL = "the loss calls the model with parameters that it gives it"
+    CALLED_TWICE = "a block is called twice in one step"
     CALLS_VARY = (
         "another sample, or another random number, takes another way through the model's blocks"
     )
@@ -182,6 +183,10 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
     Trait.FUNCTIONAL_CALL: (
         "the loss calls the model by torch.func.functional_call, with parameters that it gives it",
         "call the model itself",
+    ),
+    Trait.CALLED_TWICE: (
+        "{where} is called twice in one forward, or the loss calls the model twice",
+        "",
     ),
     Trait.CALLS_VARY: (
         "{where} is called for some samples or random numbers and not for others",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +36,7 @@ from strategies.tree import clone_tensors, tree_leaves
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
-_DEPENDS_ON_ROUTE = frozenset({Trait.UNUSED_PARAMETERS, Trait.CUTS_GRAPH})
+_DEPENDS_ON_ROUTE = frozenset({Trait.UNUSED_PARAMETERS, Trait.CUTS_GRAPH, Trait.CALLED_TWICE})
 """Traits that may hold only for the route that a made-up answer leads to."""
 
 
@@ -261,6 +262,7 @@ class Watch(TorchFunctionMode):
             (Trait.RECURRENT, self._recurrent_layers()),
             (Trait.GRADIENT_IN_LOSS, self._gradients_taken),
             (Trait.FUNCTIONAL_CALL, self._functional_calls),
+            (Trait.CALLED_TWICE, self._blocks_called_twice()),
             *self._hooked_parameters().items(),
         ]
         unknown = _DEPENDS_ON_ROUTE if self.answers.is_made_up else frozenset[Trait]()
@@ -282,6 +284,9 @@ class Watch(TorchFunctionMode):
             name = self._parameter_names.get(id(tensor), "a parameter")
             by_trait.setdefault(Trait.GRADIENT_HOOK, []).append(name)
         return by_trait
+
+    def _blocks_called_twice(self) -> list[str]:
+        return [name for name, calls in Counter(self.route.calls).items() if calls > 1]
 
     def _modules_with_backward_hooks(self) -> list[str]:
         return [self._module_names.get(id(part), "a module") for part, _ in self.module_hooks]
