@@ -48,7 +48,7 @@ class Trait(enum.Enum):
     CHANGES_OUTPUT = "the code after a block changes the block's output in place"
     GRADIENT_PAST_OUTPUT = "a block gets a gradient, but not through its output"
     RUNS_WITHOUT_GRADIENT = "a block runs without gradients and once more in backward"
-    USED_BY_REENTRANT_CHECKPOINTS = "several reentrant checkpoints use the same parameter"
+    USED_BY_REENTRANT_CHECKPOINTS = "a reentrant checkpoint and other code use the same parameter"
     RECURRENT = "a block has a recurrent layer"
     NORMALISES_OVER_BATCH = "a layer normalises over the samples of a batch"
     GRADIENT_IN_LOSS = "the loss takes a gradient itself"
@@ -165,8 +165,8 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
         "checkpoint",
     ),
     Trait.USED_BY_REENTRANT_CHECKPOINTS: (
-        "{where} is used in several reentrant checkpoints, each of which says that its gradient is "
-        "complete",
+        "{where} is used in a reentrant checkpoint, which says that its gradient is complete, and "
+        "outside of it or in another one too",
         "write checkpoint(…, use_reentrant=False), or train.activation_checkpointing=full and no "
         "checkpoint",
     ),

@@ -126,6 +126,8 @@ class Watch(TorchFunctionMode):
         """Blocks that have run without gradients, once for each time."""
         self._read_without_graph: dict[str, set[int]] = {}
         """By parameter, in which of these calls it was used."""
+        self._read_with_graph: set[str] = set()
+        """Parameters that were used with gradients."""
         self._run_in_backward: set[str] = set()
         """Blocks that have run in backward, as checkpoints do."""
 
@@ -319,7 +321,7 @@ class Watch(TorchFunctionMode):
         return [name for name in self._calls_without_graph if name in self._run_in_backward]
 
     def _used_by_reentrant_checkpoints(self) -> list[str]:
-        """Parameters that several reentrant checkpoints use."""
+        """Parameters that a reentrant checkpoint uses, and another one or other code too."""
         checkpoint_calls = [
             number
             for number, name in enumerate(self._calls_without_graph)
@@ -328,7 +330,8 @@ class Watch(TorchFunctionMode):
         return [
             name
             for name, calls in self._read_without_graph.items()
-            if len(calls.intersection(checkpoint_calls)) > 1
+            if len(calls.intersection(checkpoint_calls)) + (name in self._read_with_graph) > 1
+            and calls.intersection(checkpoint_calls)
         ]
 
     # --- calls of modules -------------------------------------------------------------------------
@@ -490,6 +493,8 @@ class Watch(TorchFunctionMode):
         name = self._parameter_names[id(parameter)]
         self.route.parameters.add(name)
         reader = self._running[-1] if self._running else None
+        if torch.is_grad_enabled():
+            self._read_with_graph.add(name)
         calls = self._calls_without_graph
         if calls and calls[-1] in self._running and not torch.is_grad_enabled():
             self._read_without_graph.setdefault(name, set()).add(len(calls) - 1)

@@ -723,6 +723,9 @@ def test_a_pipeline_refuses_reentrant_checkpoints_and_ddp_those_of_tied_weights(
     traits = observed_traits(TiedReentrantCheckpoints)
     assert traits[Trait.USED_BY_REENTRANT_CHECKPOINTS] == ("blocks.0.up.weight",)
     assert refusing_strategies(traits) == {"pipeline", "ddp"}
+    traits = observed_traits(ReentrantCheckpoint, penalty_on_all)
+    names = traits[Trait.USED_BY_REENTRANT_CHECKPOINTS]
+    assert "blocks.0.up.weight" in names and "out.weight" not in names
 
 
 @pytest.mark.parametrize(
