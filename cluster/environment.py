@@ -20,6 +20,11 @@ this long to write, by default a minute in which survivors hang; here a second (
 ProcessGroupNCCL.cpp, Watchdog::runLoop). Whoever sets the former should set the latter, too.
 https://docs.pytorch.org/docs/stable/torch_nccl_environment_variables.html
 
+TORCH_NCCL_HIGH_PRIORITY=1: a collective's kernel needs a few of the processors that products
+occupy. On a stream of high priority it gets the next ones that are free, instead of waiting until
+the products that were launched before it have started all their blocks; what waits for the
+collective starts sooner, and products lose what it takes in either case.
+
 expandable_segments: the allocator grows segments instead of adding segments of other sizes, so
 that less of a GPU's memory is lost between them.
 https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
@@ -39,6 +44,7 @@ from cluster.ray_internals import raylet_pid
 NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_HIGH_PRIORITY": "1",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
 }
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")

@@ -296,7 +296,7 @@ class Parallel:
                 continue
             value = state.whole_tensor(tensor.detach(), self.device)
             if is_first:
-                full_state[name] = value.cpu().clone(memory_format=torch.contiguous_format)
+                full_state[name] = state.host_copy(value)
         return full_state
 
     def total(self, value: torch.Tensor) -> torch.Tensor:

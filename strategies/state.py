@@ -395,6 +395,11 @@ def whole_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.full_tensor()
 
 
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the host's memory, contiguous; of a tensor on a GPU without another in between."""
+    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
 # --- saving and loading the optimizer -------------------------------------------------------------
 
 

@@ -36,7 +36,7 @@ from torch.futures import Future
 from app.checkpoint.commit import File
 from app.checkpoint.host_buffer import HostBuffer
 from app.checkpoint.ranks import NotFinite, Ranks
-from app.storage.storage import Storage
+from app.storage.storage import Storage, abandon
 
 _BUFFER_BYTES = 1 << 20
 _Path = str | os.PathLike[str]
@@ -239,10 +239,7 @@ class HashingStream(io.RawIOBase):
 
     def abandon(self) -> None:
         """Close after a failure; an object store discards what it has received."""
-        with contextlib.suppress(Exception):
-            getattr(self._stream, "discard", lambda: None)()
-        with contextlib.suppress(Exception):
-            self._stream.close()
+        abandon(self._stream)
 
 
 class HashedFiles(FileSystemBase):

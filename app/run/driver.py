@@ -373,6 +373,5 @@ class Driver:
         if model_folder.is_local:
             return model_folder.local_path / "weights.pt"
         copy = self.run.local_folder / "model" / "weights.pt"
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes(model_folder.read_bytes("weights.pt"))
+        model_folder.download("weights.pt", copy)
         return copy

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 from urllib.parse import urlsplit
@@ -24,6 +26,9 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 """The optional dependency that each of these protocols needs."""
 _WITH_FOLDERS = {"file", "sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs"}
 """Protocols whose folders must be made. Object stores have none; to make one may make a bucket."""
+
+_COPIED_BYTES = 1 << 22
+"""How much of a file a download has in memory."""
 
 
 class Storage:
@@ -121,6 +126,16 @@ class Storage:
         with self.open(path) as file:
             return file.read()
 
+    def download(self, path: str, target: Path) -> None:
+        """Copy a file to this machine, a piece at a time; makes the folders that it needs.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+        """
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with self.open(path) as source, open(target, "wb") as copy:
+            shutil.copyfileobj(source, copy, _COPIED_BYTES)
+
     def open(self, path: str, mode: str = "rb") -> IO[bytes]:
         """Open a file. Mode "wb" is not atomic, and makes no folders."""
         return cast(IO[bytes], self._fs.open(self._full_path(path), mode))
@@ -134,16 +149,35 @@ class Storage:
 
     def write_bytes(self, path: str, data: bytes) -> None:
         """Write a whole file atomically and durably; makes the folders that it needs."""
+        if self.is_local:
+            with self.writing(path) as file:
+                file.write(data)
+            return
+        self.make(os.path.dirname(path))
+        self._fs.pipe_file(self._full_path(path), data)
+
+    @contextlib.contextmanager
+    def writing(self, path: str) -> Iterator[IO[bytes]]:
+        """As `write_bytes`, from front to back, for a file that is not to be in memory as a whole.
+
+        If the block raises, what was there before stays, locally and on object stores.
+        """
         target = self._full_path(path)
         self.make(os.path.dirname(path))
         if not self.is_local:
-            self._fs.pipe_file(target, data)
+            file = cast(IO[bytes], self._fs.open(target, "wb"))
+            try:
+                yield file
+            except BaseException:
+                abandon(file)
+                raise
+            file.close()
             return
         folder, name = os.path.split(target)
         temporary = os.path.join(folder, f".{name}.{uuid.uuid4().hex[:8]}.tmp")
         try:
             with open(temporary, "wb") as file:
-                file.write(data)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, target)
@@ -195,6 +229,14 @@ class Storage:
                 f"the storage {self.url} cannot be written ({reason}): "
                 "give another folder, or the right to write there"
             ) from error
+
+
+def abandon(file: IO[bytes]) -> None:
+    """Close a file whose writing has failed; an object store discards what it has received."""
+    with contextlib.suppress(Exception):
+        getattr(file, "discard", lambda: None)()
+    with contextlib.suppress(Exception):
+        file.close()
 
 
 def _file_system(protocol: str, url: str) -> tuple[Any, str]:

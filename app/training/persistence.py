@@ -1,6 +1,5 @@
 """What a training saves: checkpoints, from which it continues, and the trained weights."""
 
-import io
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -232,7 +231,7 @@ class Persistence:
             frozen = {name: model[name] for name in self.frozen}
             try:
                 checkpointer.save({"model": frozen}, meta={"step": 0})
-                checkpointer.wait()
+                checkpointer.close()  # they are saved once, so their copy is not needed again
             except CheckpointError as error:
                 self._warn(error)
                 return model
@@ -283,14 +282,18 @@ class Persistence:
         self.last_warning = message
 
     def keep_weights(self) -> None:
-        """Write all trained weights, under plain names, into one file for MLflow's model."""
+        """Write all trained weights, under plain names, into one file for MLflow's model.
+
+        No checkpoint follows, so the memory of the copies for checkpoints is freed first: beside
+        one whole copy on rank 0 the host needs none.
+        """
         if not self.job.config.checkpoint.weights:
             return
+        self.checkpointer.close()
         state = self.parallel.full_model_state()
         if self.place.rank == 0:
-            buffer = io.BytesIO()
-            torch.save(state, buffer)
-            Storage(self.job.folder).write_bytes("model/weights.pt", buffer.getvalue())
+            with Storage(self.job.folder).writing("model/weights.pt") as file:
+                torch.save(state, file)
 
     def close(self) -> None:
         """Wait for the save under way, and free its memory."""

@@ -189,6 +189,5 @@ class PipelineParallel(Parallel):
                     tensor = torch.empty(shape, dtype=dtype, device=self.device)
                 dist.broadcast(tensor, source, group=self.stage_group)
                 if dist.get_rank() == 0:
-                    copied = tensor.cpu().clone(memory_format=torch.contiguous_format)
-                    full_state[name] = copied
+                    full_state[name] = state.host_copy(tensor)
         return full_state

@@ -258,6 +258,7 @@ def test_defaults_are_set_and_do_not_replace_the_users_variables() -> None:
     set_defaults(environ)
     assert environ == user_variables | {
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+        "TORCH_NCCL_HIGH_PRIORITY": "1",
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "250",
     }
     assert shared_variables(environ | SET | {"HOME": "/"}) == environ | SET

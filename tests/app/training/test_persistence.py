@@ -1,15 +1,21 @@
-"""How often to save: the interval that loses the least time, and when a save is due."""
+"""When a save is due, by the interval that loses the least time; the host memory of a save."""
 
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from app.checkpoint import Checkpointer
 from app.config.io import load_config, with_values
 from app.launchers.failure_policy import mean_time_between_failures
+from app.storage.storage import Storage
 from app.training import persistence
 from app.training.persistence import checkpoint_interval
+from strategies.state import host_copy
 
 pytestmark = pytest.mark.pure
 
@@ -47,3 +53,48 @@ def test_a_save_is_due_by_the_measured_cost(monkeypatch: pytest.MonkeyPatch) -> 
     assert saving.interval() == pytest.approx(checkpoint_interval(0.4, 0.1, 60.0))
     saving.job.config = with_values(config, {"checkpoint.auto": False})
     assert saving.interval() == 300.0
+
+
+def resident(name: str) -> int:
+    """Bytes of this process: VmRSS now, VmHWM at most since the peak was reset."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def test_trained_weights_are_in_host_memory_once_while_they_are_written(tmp_path: Path) -> None:
+    weights = {f"block.{number}": torch.randn(1 << 22) for number in range(4)}
+    nbytes = sum(weight.nbytes for weight in weights.values())
+    saving: Any = object.__new__(persistence.Persistence)
+    saving.job = SimpleNamespace(
+        config=load_config([], ["task=tests.tasks:Points"]), folder=str(tmp_path)
+    )
+    saving.place = SimpleNamespace(rank=0)
+    saving.parallel = SimpleNamespace(
+        full_model_state=lambda: {name: host_copy(weight) for name, weight in weights.items()}
+    )
+    saving.checkpointer = Checkpointer(str(tmp_path / "checkpoints"))
+    before = resident("VmRSS")
+    saving.checkpointer.save({"model": weights}, meta={"step": 1})
+    saving.checkpointer.wait()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on: man 5 proc
+    saving.keep_weights()
+    copies = (resident("VmHWM") - before) / nbytes
+    assert copies < 1.4
+    written = torch.load(tmp_path / "model" / "weights.pt", weights_only=True)
+    assert all(torch.equal(written[name], weight) for name, weight in weights.items())
+
+
+def test_a_file_whose_writing_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    storage = Storage(tmp_path)
+    storage.write_bytes("model/weights.pt", b"whole")
+    with pytest.raises(ValueError, match="half"), storage.writing("model/weights.pt") as file:
+        file.write(b"torn")
+        raise ValueError("half")
+    assert storage.list("model") == ["weights.pt"]
+    assert storage.read_bytes("model/weights.pt") == b"whole"
+    with storage.writing("model/weights.pt") as file:
+        file.write(b"ne")
+        file.write(b"w")
+    storage.download("model/weights.pt", tmp_path / "far" / "copy.pt")
+    assert (tmp_path / "far" / "copy.pt").read_bytes() == b"new"
