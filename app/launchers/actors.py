@@ -357,8 +357,8 @@ def placement(
     if returning or _may_grow(per_stage, limits or {}):
         # The coarsest of which every bundle fits on a node by itself.
         for candidate in candidates:
-            missing = [_first_without_room([bundle], empty_nodes) for bundle in candidate.bundles]
-            if missing == [None] * len(missing):
+            kinds = {tuple(sorted(bundle.items())): bundle for bundle in candidate.bundles}
+            if all(_first_without_room([kind], empty_nodes) is None for kind in kinds.values()):
                 return candidate
         return single_workers
     rank = _first_without_room(single_workers.bundles, empty_nodes) or 0

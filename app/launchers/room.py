@@ -145,7 +145,7 @@ def _groups_of_this_job() -> list[dict[str, Any]]:
 def ray_nodes() -> Nodes:
     """What can be asked about the nodes of a Ray cluster."""
     return Nodes(
-        is_alive=lambda node: any(living.id == node for living in living_nodes()),
+        lost=lambda nodes: set(nodes) - {node["NodeID"] for node in ray.nodes() if node["Alive"]},
         oom_kills=lambda node: on_node(node, oom_kills, seconds=ANSWER_SECONDS),
     )
 

@@ -240,7 +240,7 @@ def test_a_failure_is_laid_to_its_true_cause_in_one_sentence(
     tmp_path: Path,
 ) -> None:
     nodes = Nodes(
-        is_alive=lambda name: alive or name != "n3",
+        lost=lambda nodes: set() if alive else set(nodes) & {"n3"},
         oom_kills=lambda name: kills,
         preempted={"n3": notice} if notice else {},
     )

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from app.launchers.elastic import Elastic, count_workers, limits_of
+from app.launchers.elastic import Elastic, limits_of, room_by_node
 from app.launchers.failure_policy import Limits
 from app.launchers.recovery import Nodes
 from app.launchers.supervisor import Supervisor
@@ -79,7 +79,7 @@ class Scene:
             run, first.config, mock.Mock(say=self.said.append), settings, tracker=tracker
         )
         self.driver.progress = mock.Mock()
-        nodes = Nodes(is_alive=lambda node: node in self.nodes, oom_kills=lambda node: 0)
+        nodes = Nodes(lost=lambda nodes: set(nodes) - self.nodes.keys(), oom_kills=lambda node: 0)
         self.supervisor = Supervisor(self, self.driver, self.elastic, nodes=nodes)  # type: ignore[arg-type]
 
     def go(self, *attempts: Any) -> list[int]:
@@ -279,8 +279,8 @@ def test_nodes_that_come_back_one_after_another_cost_one_pause(
 
 def test_room_is_counted_by_node() -> None:
     nodes = {"a": {"CPU": 1.5, "GPU": 2.0}, "b": {"CPU": 0.9}, "c": {"CPU": 8.0, "GPU": 1.0}}
-    assert count_workers({"CPU": 0.5}, nodes) == 3 + 1 + 16
-    assert count_workers({"CPU": 1.0, "GPU": 1.0}, nodes) == 1 + 0 + 1
+    assert sorted(room_by_node({"CPU": 0.5}, nodes).values()) == [1, 3, 16]
+    assert sorted(room_by_node({"CPU": 1.0, "GPU": 1.0}, nodes).values()) == [0, 1, 1]
 
 
 def test_a_run_waits_longer_where_an_autoscaler_may_add_nodes() -> None:
