@@ -24,7 +24,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.config import Config
 from app.errors import UserError
-from app.launchers.driver_actors import StoreAddress
+from app.launchers.aggregator import StoreAddress
+from app.launchers.driver_actors import Uplink
 from app.launchers.ray_workers import (
     POLL_SECONDS,
     RayChannel,
@@ -55,7 +56,7 @@ Resources = dict[str, float]
 class WorkerActor:
     """One rank's process."""
 
-    def run(self, job: Job, rank: int, label: str, use_gpu: bool, queue: Any, attempt: int) -> None:
+    def run(self, job: Job, rank: int, label: str, use_gpu: bool, uplink: Uplink) -> None:
         """Meets the other ranks, and trains to the end.
 
         Args:
@@ -63,20 +64,19 @@ class WorkerActor:
             rank: Of this worker.
             label: Describes the worker, such as "stage 2 of 4".
             use_gpu: Whether the worker has a GPU.
-            queue: The EventQueue.
-            attempt: The number of the attempt.
+            uplink: How it reaches the driver.
         """
         import torch
         import torch.distributed as dist
 
         from app.training import loop
 
-        channel = RayChannel(queue, attempt, rank)
+        channel = RayChannel(uplink, rank)
         info = enter(job, channel, label)
         world_size = job.layout.dims.world_size
-        nodes, store = _meet(info, world_size=world_size, queue=queue, attempt=attempt)
-        local_rank = nodes[:rank].count(nodes[rank])
-        node_rank = list(dict.fromkeys(nodes)).index(nodes[rank])
+        local_rank, store = _meet(info, channel)
+        # One rank of a node asks, for all ranks of its node.
+        node_rank = channel.node_rank(info.node) if local_rank == 0 else 0
         os.environ["RANK"] = str(rank)
         os.environ["WORLD_SIZE"] = str(world_size)
         os.environ["LOCAL_RANK"] = str(local_rank)
@@ -97,19 +97,15 @@ class WorkerActor:
         dist.barrier()  # no rank closes its connections while another still uses them
 
 
-def _meet(
-    info: WorkerInfo, *, world_size: int, queue: Any, attempt: int
-) -> tuple[list[str], Store]:
+def _meet(info: WorkerInfo, channel: RayChannel) -> tuple[int, Store]:
     """Waits until all ranks have started.
 
     Args:
         info: Of this worker.
-        world_size: How many ranks there are.
-        queue: The EventQueue.
-        attempt: The number of the attempt.
+        channel: Of this worker.
 
     Returns:
-        The node of every rank, and a store for all ranks.
+        This worker's rank among those of its node, and a store for all ranks.
     """
     from torch.distributed import TCPStore
 
@@ -123,17 +119,17 @@ def _meet(
     if info.rank == 0:
         own_store = TCPStore(info.ip, 0, is_master=True, wait_for_workers=False)
         address = (info.ip, own_store.port)
-    ray.get(queue.join.remote(attempt, info.rank, info.node, address))
+    channel.join(info, address)
     start = time.monotonic()
     while True:
-        meeting = ray.get(queue.meeting.remote(attempt, world_size))
-        if meeting is not None:
+        assignment = channel.meeting(info)
+        if assignment is not None:
             break
         time.sleep(min(1.0, 0.02 + (time.monotonic() - start) / 20))
-    nodes, (host, port) = meeting
+    host, port = assignment.store
     if own_store is not None:
-        return nodes, own_store
-    return nodes, TCPStore(host, port, is_master=False)
+        return assignment.local_rank, own_store
+    return assignment.local_rank, TCPStore(host, port, is_master=False)
 
 
 def _find_interface(ip: str) -> str | None:
@@ -197,7 +193,7 @@ class ActorWorkers(RayWorkers):
         """
         dims = job.layout.dims
         per_stage = resources_of_stages(job.config, dims, self.per_worker)
-        self.begin_attempt(dims.world_size)
+        self.begin_attempt(job)
         self.dead = {}
         group, bundle_of_rank = self._places(dims, per_stage, job.excluded_nodes)
         self._runs = True
@@ -219,8 +215,7 @@ class ActorWorkers(RayWorkers):
                 rank=rank,
                 label=f"stage {stage} of {dims.pp}" if dims.pp > 1 else "",
                 use_gpu=gpus > 0,
-                queue=self.queue,
-                attempt=self.attempt,
+                uplink=self.uplink,
             )
             self.calls[call] = rank
 

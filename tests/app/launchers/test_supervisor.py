@@ -53,6 +53,8 @@ class Scene:
         self, cpus_by_node: Mapping[str, float] = dict.fromkeys("abcd", 1.0), **fault_options: float
     ) -> None:
         self.nodes = {name: {"CPU": cpu} for name, cpu in cpus_by_node.items()}
+        self.late_rank = -1
+        """A rank that does not begin; -1: all do."""
         overrides = [
             f"fault.{key}={value}"
             for key, value in ({"elastic_seconds": 0.0} | fault_options).items()
@@ -120,16 +122,17 @@ class Scene:
             for rank, name in enumerate(places)
         ]
         self.attempt = next(self.left)
-        self.statuses: dict[int, Status] = {}
+        self.begun = False
 
     def poll(self, stop: bool) -> Poll:
-        if not self.statuses and self.attempt is not finds_no_place:
-            status = Status(phase="training", step=0, ticks=0, waiting=True, age=0.0)
-            self.statuses = {info.rank: status for info in self.infos}
-            events = [WorkerStarted(info=info) for info in self.infos]
-            return Poll(events=events, statuses=self.statuses, placed=True)
-        ended = self.attempt(self)
-        return Poll(statuses=self.statuses, ended=ended, placed=bool(self.statuses))
+        if not self.begun and self.attempt is not finds_no_place:
+            self.begun = True
+            status = Status(phase="training", step=0, ticks=0, waiting=True)
+            begun = [info for info in self.infos if info.rank != self.late_rank]
+            statuses = {info.rank: status for info in begun}
+            events = [WorkerStarted(info=info) for info in begun]
+            return Poll(events=events, statuses=statuses, placed=True)
+        return Poll(ended=self.attempt(self), placed=self.begun)
 
 
 Attempt = Callable[[Scene], Failures | None]
@@ -214,10 +217,10 @@ def test_an_excluded_node_is_used_again_when_the_other_node_goes() -> None:
 
 def test_a_worker_that_does_not_start_in_time_is_a_failure() -> None:
     def waits(scene: Scene) -> Failures | None:
-        scene.statuses.pop(2, None)
         return None
 
     scene = Scene(start_seconds=0.2)
+    scene.late_rank = 2
     scene.go(waits, finishes)
     assert "worker 2 did not start within 0.2 s" in scene.said[0]
 
