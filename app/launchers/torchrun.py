@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -332,9 +332,9 @@ class StoreHeartbeat:
         self.count += 1
         self.store.set(f"beat/{self.rank}", json.dumps((self.count, beat)))
         if answer is not None:
-            number, text = answer
-            self.store.set(f"answer/{number}/{self.rank}", text)
-            self.store.add(f"answers/{number}", 1)
+            answered, text = answer
+            self.store.set(f"answer/{answered}/{self.rank}", text)
+            self.store.add(f"answers/{answered}", 1)
         self._end_processes()
         if self.rank:
             self._read_driver_beat()
@@ -461,7 +461,7 @@ class TorchrunWorkers(LocalWorkers):
         self.silent = frozenset(self.heard.silent(now, ANSWER_SECONDS))
         return statuses
 
-    def _get(self, keys: Sequence[str]) -> list[bytes]:
+    def _get(self, keys: list[str]) -> list[bytes]:
         """The values of keys that exist, in few round trips."""
         values: list[bytes] = []
         for start in range(0, len(keys), KEYS_AT_ONCE):
