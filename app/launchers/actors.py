@@ -9,12 +9,16 @@ other, or else each rank by itself.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -35,6 +39,7 @@ from app.launchers.ray_workers import (
     surroundings,
 )
 from app.launchers.room import reserve
+from app.launchers.store import open_store
 from app.launchers.workers import Failures
 from app.training.events import TrainingDone, WorkerInfo
 from app.training.job import Job, Place
@@ -117,7 +122,7 @@ def _meet(info: WorkerInfo, channel: RayChannel) -> tuple[int, Store]:
     own_store: TCPStore | None = None
     address: StoreAddress | None = None
     if info.rank == 0:
-        own_store = TCPStore(info.ip, 0, is_master=True, wait_for_workers=False)
+        own_store = open_store(info.ip)
         address = (info.ip, own_store.port)
     channel.join(info, address)
     start = time.monotonic()
@@ -178,8 +183,10 @@ class ActorWorkers(RayWorkers):
         self.per_worker = per_worker
         self.cluster = cluster
         self.reserved = reserved
-        self.calls: dict[ray.ObjectRef[None], int] = {}
-        """The ranks of the calls that have not ended."""
+        self.calls: dict[int, ray.ObjectRef[None]] = {}
+        """The calls of the ranks that have not ended."""
+        self.ended_ranks: queue.SimpleQueue[int] = queue.SimpleQueue()
+        """Ranks whose calls have ended since the last look."""
         self.actors: list[Any] = []
         self.dead: dict[int | None, BaseException] = {}
         self._runs = False
@@ -195,6 +202,7 @@ class ActorWorkers(RayWorkers):
         per_stage = resources_of_stages(job.config, dims, self.per_worker)
         self.begin_attempt(job)
         self.dead = {}
+        self.ended_ranks = queue.SimpleQueue()
         group, bundle_of_rank = self._places(dims, per_stage, job.excluded_nodes)
         self._runs = True
         job_ref = ray.put(job)
@@ -217,7 +225,9 @@ class ActorWorkers(RayWorkers):
                 use_gpu=gpus > 0,
                 uplink=self.uplink,
             )
-            self.calls[call] = rank
+            self.calls[rank] = call
+            # Asking Ray about all calls would take longer with every rank.
+            call.future().add_done_callback(partial(_note_end, self.ended_ranks, rank))
 
     def _places(
         self, dims: ParallelDims, per_stage: list[Resources], excluded: Sequence[str]
@@ -271,22 +281,26 @@ class ActorWorkers(RayWorkers):
 
     def wait(self) -> None:
         """See `RayWorkers`."""
-        if self.calls:
-            ray.wait(list(self.calls), timeout=POLL_SECONDS)
-        else:
-            time.sleep(POLL_SECONDS)
+        with contextlib.suppress(queue.Empty):
+            self._note_death(self.ended_ranks.get(timeout=POLL_SECONDS))
 
     def lost(self) -> Failures:
         """See `RayWorkers`."""
-        if self.calls:
-            ended, _ = ray.wait(list(self.calls), num_returns=len(self.calls), timeout=0)
-            for call in ended:
-                rank = self.calls.pop(call)
-                # The rank has told its own exception, if it could.
-                error = error_of(call)
-                if error is not None:
-                    self.dead[rank] = error
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._note_death(self.ended_ranks.get_nowait())
         return self.dead
+
+    def _note_death(self, rank: int) -> None:
+        """Notes the error with which a rank's call has ended, if there is one."""
+        # The rank has told its own exception, if it could.
+        error = error_of(self.calls.pop(rank))
+        if error is not None:
+            self.dead[rank] = error
+
+
+def _note_end(ended_ranks: queue.SimpleQueue[int], rank: int, _: Future[None]) -> None:
+    ended_ranks.put(rank)
 
 
 def _is_intact(group: PlacementGroup, nodes: Sequence[NodeState]) -> bool:

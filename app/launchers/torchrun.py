@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -40,6 +39,8 @@ from app.launchers.heartbeats import (
     with_ranks,
 )
 from app.launchers.local import LocalWorkers, TrainingThread
+from app.launchers.store import TIMEOUT as STORE_TIMEOUT
+from app.launchers.store import open_store
 from app.launchers.threads import take_share_of_node
 from app.launchers.workers import Poll, Status, kill_process
 from app.run.abort import abort, write_line
@@ -50,8 +51,6 @@ from app.training.job import Heartbeat, Job, Place, SilentChannel
 from strategies import registry
 from strategies.one_process import first_gpu_of_worker
 
-STORE_TIMEOUT = timedelta(minutes=30)
-"""How long ranks wait for one another."""
 KEYS_AT_ONCE = 1000
 """How many keys of the store are read in one round trip."""
 PORT_KEY = "trireme/port"
@@ -243,9 +242,7 @@ def _open_store(rank: int) -> dist.Store:
         )
     agent_store = dist.TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT)
     if rank == 0:
-        store = dist.TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT
-        )
+        store = open_store(host)
         agent_store.set(PORT_KEY, str(store.port))
         return store
     deadline = time.monotonic() + STORE_TIMEOUT.total_seconds()

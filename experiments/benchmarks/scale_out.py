@@ -70,6 +70,8 @@ class Tree:
         self.queue = Aggregator(lambda: self.clock)
         self.queue.begin(1, ranks)
         self.aggregators: list[Aggregator] = []
+        self.gone: set[int] = set()
+        """Numbers of aggregators that do not report any more."""
         nodes = math.ceil(ranks / NODE_RANKS) if ranks > DIRECT_RANKS else 0
         for parent in parents(nodes):
             aggregator = Aggregator(lambda: self.clock)
@@ -93,6 +95,8 @@ class Tree:
         to_queue: list[tuple[str, Report]] = []
         above = parents(len(self.aggregators))
         for number in reversed(range(len(self.aggregators))):
+            if number in self.gone:
+                continue
             parent = above[number]
             report = self.aggregators[number].take()
             if parent is None:
