@@ -239,7 +239,7 @@ def _start_here(worker_setup: str, before_start: Callable[[], object]) -> None:
     """
     temporary = private_folder()
     _FOLDERS.append(temporary)
-    folder = temporary.path
+    folder = temporary.for_ray
     _set_token()
     import ray
 

@@ -1,5 +1,6 @@
 """Says why workers are pending, from the demand, the living nodes and the nodes that may come."""
 
+import heapq
 import os
 import re
 import subprocess
@@ -137,20 +138,47 @@ def diagnose(
 
 def place(demand: Sequence[Resources], nodes: Sequence[NodeState]) -> tuple[int, int | None]:
     """How many bundles find room, and the number of the first that does not."""
-    free = [dict(node.available) for node in nodes]
+    # Nodes that have the same room of what is asked for are alike. Of a large cluster there are
+    # few kinds, so that placing takes as long as there are bundles, not bundles times nodes.
+    names = tuple(dict.fromkeys(name for bundle in demand for name in bundle))
+    nodes_by_room: dict[_Room, list[int]] = {}
+    for position, node in enumerate(nodes):
+        room = tuple(node.available.get(name, 0.0) for name in names)
+        nodes_by_room.setdefault(room, []).append(position)
     placed = 0
     first_missing = None
     for number, bundle in enumerate(demand):
-        fitting = [room for room in free if _covers(room, bundle)]
+        amounts = [bundle.get(name) for name in names]
+        fitting = [room for room in nodes_by_room if _has_room(room, amounts)]
         if not fitting:
             if first_missing is None:
                 first_missing = number
             continue
-        room = min(fitting, key=lambda r: sum(r.get(name, 0.0) for name in bundle))
-        for name, amount in bundle.items():
-            room[name] = room.get(name, 0.0) - amount
+        # The fullest, and of equally full nodes the first.
+        room = min(fitting, key=lambda r: (_total(r, amounts), nodes_by_room[r][0]))
+        position = heapq.heappop(nodes_by_room[room])
+        if not nodes_by_room[room]:
+            del nodes_by_room[room]
+        less_room = tuple(free - (amount or 0.0) for free, amount in zip(room, amounts))
+        heapq.heappush(nodes_by_room.setdefault(less_room, []), position)
         placed += 1
     return placed, first_missing
+
+
+_Room = tuple[float, ...]
+"""What is free on a node of each resource that is asked for."""
+
+
+def _has_room(room: _Room, amounts: Sequence[float | None]) -> bool:
+    """Whether a bundle fits; its amounts are None where it does not ask for a resource."""
+    return all(
+        amount is None or free + 1e-9 >= amount for free, amount in zip(room, amounts, strict=True)
+    )
+
+
+def _total(room: _Room, amounts: Sequence[float | None]) -> float:
+    """The free resources of the kinds that a bundle asks for."""
+    return sum(free for free, amount in zip(room, amounts, strict=True) if amount is not None)
 
 
 def _covers(room: Resources, bundle: Resources) -> bool:

@@ -20,13 +20,18 @@ PREFIX = "tr-ray-"
 """Short, since Ray's sockets lie below the folder."""
 SOCKET_BYTES = 107
 """The longest path of a socket (unix(7))."""
-LONGEST = "/tr-ray-12345678/session_2026-11-26_17-19-52_611822_4194304/sockets/plasma_store"
+LONGEST = "/tr-ray-12345678/r/session_2026-11-26_17-19-52_611822_4194304/sockets/plasma_store"
 """The longest path at which Ray puts one, below the folder in which a command makes its own."""
 TRIES = 20
 
 
 class TemporaryFolder:
     """A new folder, until `remove`, in RAY_TMPDIR or else in /tmp.
+
+    Attributes:
+        path: The folder.
+        for_ray: A folder in it for Ray, which lets every user write to its own; no other user gets
+            as far.
 
     Raises:
         OSError: It cannot be made.
@@ -39,6 +44,8 @@ class TemporaryFolder:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         # Renamed once it is locked, so that no other command sweeps it away in between.
         self.path = hidden.rename(hidden.with_name(hidden.name.removeprefix(".")))
+        self.for_ray = self.path / "r"
+        self.for_ray.mkdir()
 
     def remove(self) -> None:
         remove(self.path)

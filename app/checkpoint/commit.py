@@ -16,7 +16,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from app.checkpoint.ranks import Ranks
@@ -24,6 +24,8 @@ from app.errors import UserError
 from app.storage.storage import Storage
 
 MARKER = "COMMIT.json"
+METADATA = ".metadata"
+"""DCP's file with what tensors there are, and where."""
 FROZEN = "frozen"
 _FOLDER = re.compile(r"step-(\d+)(?:-.*)?$")
 _BLOCK_BYTES = 4 << 20
@@ -63,6 +65,8 @@ class Commit:
     attempt: str = ""
     """The start of the run that has written it."""
     sequence: int = 0
+    is_share: bool = False
+    """Whether `files` are only those that this rank is to compare."""
 
     @property
     def storage(self) -> Storage:
@@ -241,21 +245,74 @@ def frozen_part(commit: Commit) -> Commit | None:
 def latest_good(folder: str) -> tuple[Commit | None, list[str]]:
     """The newest checkpoint whose files are as they were committed.
 
-    With torch.distributed it is a collective call: the ranks share the reading.
+    With torch.distributed it is a collective call: rank 0 reads the markers, and the ranks share
+    the reading of files. Each learns of its own share of the files only.
 
     Args:
         folder: A folder of checkpoints.
 
     Returns:
         (the checkpoint or None, a sentence about each damaged one that was skipped), the same on
-        every rank.
+        every rank but for the checkpoint's files.
     """
     ranks = Ranks()
     listing = Listing([], {}, [])
     if ranks.rank == 0:
         listing = survey(folder)
-    listing = ranks.all_gather(listing)[0]
-    return _newest_good(listing, lambda commit: verify_together(commit, ranks))
+    skipped = ranks.from_first(list(listing.damaged.values()))
+    for number in range(ranks.from_first(len(listing.commits))):
+        commit = divided(listing.commits[number] if ranks.rank == 0 else None, ranks)
+        fault = verify_together(commit, ranks)
+        if not fault:
+            return commit, skipped
+        skipped.append(f"{commit.path} is skipped: {fault}")
+    return None, skipped
+
+
+def divided(commit: Commit | None, ranks: Ranks) -> Commit:
+    """A checkpoint that rank 0 has found, on every rank with its own share of the files.
+
+    Collective.
+
+    Args:
+        commit: The checkpoint on rank 0; None on other ranks.
+        ranks: All ranks.
+    """
+    if not ranks.distributed:
+        assert commit is not None
+        return commit
+    shares: list[dict[str, File]] = []
+    if commit is not None:
+        names = [name for name in _largest_first(commit) if name != METADATA]
+        shares = [
+            {name: commit.files[name] for name in names[rank :: ranks.size]}
+            for rank in range(ranks.size)
+        ]
+        if METADATA in commit.files:  # which rank 0 reads for all
+            shares[0][METADATA] = commit.files[METADATA]
+        commit = replace(commit, files={}, is_share=True)
+    commit = ranks.from_first(commit)
+    assert commit is not None
+    return replace(commit, files=ranks.scatter(shares))
+
+
+def find_together(function: Callable[[], Commit | None], ranks: Ranks) -> Commit | None:
+    """What rank 0 finds, on every rank with its own share of the files. Collective.
+
+    Raises:
+        UserError: The function raises it, on rank 0; the same on every rank.
+    """
+    commit: Commit | None = None
+    problem = ""
+    if ranks.rank == 0:
+        try:
+            commit = function()
+        except UserError as error:
+            problem = str(error)
+    problem, is_found = ranks.from_first((problem, commit is not None))
+    if problem:
+        raise UserError(problem)
+    return divided(commit, ranks) if is_found else None
 
 
 def _newest_good(
@@ -266,18 +323,26 @@ def _newest_good(
         faults = faults_of(commit)
         if not faults:
             return commit, skipped
-        more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
-        skipped.append(f"{commit.path} is skipped: {faults[0]}{more}")
+        skipped.append(f"{commit.path} is skipped: {_and_more(faults[0], len(faults))}")
     return None, skipped
+
+
+def _and_more(fault: str, faults: int) -> str:
+    """The first of so many faults."""
+    return f"{fault} and {faults - 1} more" if faults > 1 else fault
 
 
 # --- damage ---------------------------------------------------------------------------------------
 
 
-def verify_together(commit: Commit, ranks: Ranks) -> list[str]:
-    """Like `verify`, but the ranks share the reading. Every rank gets the same answer."""
-    by_rank = ranks.all_gather(verify(commit, ranks.rank, ranks.size))
-    return [fault for faults in by_rank for fault in faults]
+def verify_together(commit: Commit, ranks: Ranks) -> str:
+    """Like `verify`, but the ranks share the reading, and all get the same answer.
+
+    Returns:
+        The faults in one sentence; "" if the files are good.
+    """
+    fault, count = ranks.first_of(verify(commit, ranks.rank, ranks.size))
+    return _and_more(fault, count)
 
 
 def verify(
@@ -296,9 +361,9 @@ def verify(
         A sentence about each fault; [] if the files are good.
     """
     storage = commit.storage
-    largest_first = sorted(commit.files, key=lambda name: (-commit.files[name].size, name))
+    names = _largest_first(commit)
     faults: list[str] = []
-    for name in largest_first[rank::world_size]:
+    for name in names if commit.is_share else names[rank::world_size]:
         fault = _fault(storage, name, commit.files[name], by=by)
         if fault:
             faults.append(f"{storage.join(name)} {fault}")
@@ -309,6 +374,11 @@ def verify(
     if frozen is not None:
         faults += verify(frozen, rank, world_size, by=by)
     return faults
+
+
+def _largest_first(commit: Commit) -> list[str]:
+    """The names of a checkpoint's files, the largest first."""
+    return sorted(commit.files, key=lambda name: (-commit.files[name].size, name))
 
 
 def _fault(storage: Storage, name: str, file: File, *, by: Verify) -> str | None:

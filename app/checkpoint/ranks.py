@@ -5,7 +5,7 @@ Here a failure is a value that is exchanged like a result, and then raised on al
 words.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -93,7 +93,7 @@ class Ranks:
             self.size = dist.get_world_size()
 
     def any(self, *flags: bool) -> list[bool]:
-        """Whether each flag is set on any rank. Needs a group of its own."""
+        """Whether each flag is set on any rank. Needs a group for CPUs, as its own is."""
         counts = torch.tensor(flags, dtype=torch.uint8)
         if self.distributed:
             dist.all_reduce(counts, dist.ReduceOp.MAX, group=self.group)
@@ -106,6 +106,36 @@ class Ranks:
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def from_first(self, value: T) -> T:
+        """The value of rank 0, on every rank."""
+        values = [value]
+        if self.distributed:
+            dist.broadcast_object_list(values, src=0, group=self.group)
+        return values[0]
+
+    def scatter(self, values: list[T]) -> T:
+        """This rank's one of the values that rank 0 has, one for each rank; [] on other ranks."""
+        if not self.distributed:
+            return values[0]
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, values or None, src=0, group=self.group)
+        value: T = received[0]
+        return value
+
+    def first_of(self, texts: Sequence[str]) -> tuple[str, int]:
+        """The first text of the first rank that has one, and how many there are on all ranks."""
+        if not self.distributed:
+            return (texts[0] if texts else ""), len(texts)
+        count = torch.tensor([len(texts)])
+        first = torch.tensor([self.rank if texts else self.size])
+        dist.all_reduce(count, group=self.group)
+        dist.all_reduce(first, dist.ReduceOp.MIN, group=self.group)
+        if not int(count):
+            return "", 0
+        chosen = [texts[0] if texts else ""]
+        dist.broadcast_object_list(chosen, src=int(first), group=self.group)
+        return chosen[0], int(count)
 
     def run_on_first(self, function: Callable[[], T]) -> T:
         """Call a function on rank 0, and return its result on every rank.

@@ -5,7 +5,7 @@ plain files it has the tensors of the model; only those of one file are in memor
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -15,7 +15,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from app.checkpoint.commit import FROZEN, Commit, frozen_part, verify, verify_together
+from app.checkpoint.commit import (
+    FROZEN,
+    METADATA,
+    Commit,
+    find_together,
+    frozen_part,
+    verify,
+    verify_together,
+)
 from app.checkpoint.dcp import flatten
 from app.checkpoint.ranks import Ranks, describe
 from app.checkpoint.restricted import Planner, Reader
@@ -41,24 +49,26 @@ def load(commit: Commit, state: dict[str, Any]) -> None:
         UserError: The checkpoint is of another model or optimizer, and no tensor was changed; or a
             file is damaged. The same on every rank.
     """
-    frozen = frozen_part(commit)
-    if frozen is not None:
-        if "model" in state:
-            state = {**state, "model": _load_frozen(frozen, state["model"])}
-        commit = replace(commit, meta={**commit.meta, FROZEN: False})
     ranks = Ranks()
-    _require_fit(commit, state, ranks)
+    if commit.meta.get(FROZEN):
+        if "model" in state:
+            frozen = find_together(lambda: frozen_part(commit), ranks)
+            assert frozen is not None
+            state = {**state, "model": _load_frozen(frozen, state["model"], ranks)}
+        commit = replace(commit, meta={**commit.meta, FROZEN: False})
+    reader = _open(commit, ranks)
+    _require_fit(commit, reader.read_metadata(), state, ranks)
     try:
         dcp.load(
             state,
-            storage_reader=Reader(commit.storage),
+            storage_reader=reader,
             planner=Planner(allow_partial_load=True),
             no_dist=not ranks.distributed,
         )
     except CheckpointException as error:
-        faults = verify_together(commit, ranks)
-        if faults:
-            raise UserError(_damaged(faults[0])) from error
+        fault = verify_together(commit, ranks)
+        if fault:
+            raise UserError(_damaged(fault)) from error
         failed_rank, (cause, _) = min(error.failures.items())
         raise UserError(
             f"the checkpoint {commit.path} could not be read "
@@ -66,45 +76,55 @@ def load(commit: Commit, state: dict[str, Any]) -> None:
         ) from error
 
 
-def _load_frozen(frozen: Commit, model: dict[str, Any]) -> dict[str, Any]:
+def _load_frozen(frozen: Commit, model: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Load the frozen weights; the others are returned."""
-    names = Weights(frozen).tensors
+    keys = _open(frozen, ranks).read_metadata().state_dict_metadata
+    names = {key.removeprefix(_MODEL_PREFIX) for key in keys if key.startswith(_MODEL_PREFIX)}
     load(frozen, {"model": {name: value for name, value in model.items() if name in names}})
     return {name: value for name, value in model.items() if name not in names}
 
 
-def _require_fit(commit: Commit, state: dict[str, Any], ranks: Ranks) -> None:
+def _open(commit: Commit, ranks: Ranks) -> Reader:
+    """A reader with the metadata, which rank 0 reads for all. Collective.
+
+    Raises:
+        UserError: The checkpoint is damaged; the same on every rank.
+    """
+    pickled: bytes | None = None
+    problem = ""
+    if ranks.rank == 0:
+        # It is compared in full before it is unpickled: it must be what we have written.
+        metadata_file = {name: file for name, file in commit.files.items() if name == METADATA}
+        faults = verify(replace(commit, files=metadata_file))
+        if faults:
+            problem = _damaged(faults[0])
+        else:
+            pickled = commit.storage.read_bytes(METADATA)
+    problem, pickled = ranks.from_first((problem, pickled))
+    if problem:
+        raise UserError(problem)
+    return Reader(commit.storage, pickled)
+
+
+def _require_fit(commit: Commit, metadata: Metadata, state: dict[str, Any], ranks: Ranks) -> None:
     """Raise UserError on every rank if the checkpoint is damaged or does not fit some state."""
-    local_problem, metadata = _check_local(commit, state, ranks)
-    by_rank = ranks.all_gather((local_problem, set(flatten(state))))
-    problem = next((each for each, _ in by_rank if each), None)
-    wanted = {name for _, names in by_rank for name in names}
-    if problem is None and metadata is not None:
-        problem = _surplus_tensor(commit, metadata, wanted)
+    leaves = flatten(state)
+    faults = verify(commit, ranks.rank, ranks.size, by="size")
+    problems = [_damaged(fault) for fault in faults] or _local_problems(commit, metadata, leaves)
+    problem, _ = ranks.first_of(problems)
+    if not problem:
+        problem = _surplus_tensor(commit, metadata, wanted=leaves.keys(), ranks=ranks)
     if problem:
         raise UserError(problem)
 
 
-def _check_local(
-    commit: Commit, state: dict[str, Any], ranks: Ranks
-) -> tuple[str | None, Metadata | None]:
-    """(what this rank finds wrong, in a sentence, before it reads a tensor; the metadata)"""
-    metadata_file = {name: file for name, file in commit.files.items() if name == ".metadata"}
-    faults = verify(commit, ranks.rank, ranks.size, by="size")
-    # The metadata is compared in full before it is unpickled: it must be what we have written.
-    faults = faults or verify(replace(commit, files=metadata_file))
-    if faults:
-        return _damaged(faults[0]), None
-    try:
-        metadata = Reader(commit.storage).read_metadata()
-    except UserError as error:
-        return str(error), None
-    for name, value in flatten(state).items():
-        saved = metadata.state_dict_metadata.get(name)
-        difference = _difference(saved, value)
+def _local_problems(commit: Commit, metadata: Metadata, leaves: Mapping[str, Any]) -> list[str]:
+    """The first entry of this rank's state that the checkpoint has otherwise, in a sentence."""
+    for name, value in leaves.items():
+        difference = _difference(metadata.state_dict_metadata.get(name), value)
         if difference:
-            return _other_model(commit, name, difference), metadata
-    return None, metadata
+            return [_other_model(commit, name, difference)]
+    return []
 
 
 def _difference(saved: object, value: object) -> str:
@@ -122,15 +142,23 @@ def _difference(saved: object, value: object) -> str:
     return ""
 
 
-def _surplus_tensor(commit: Commit, metadata: Metadata, wanted: set[str]) -> str | None:
-    """A sentence about a tensor of the checkpoint that no rank has, in the parts that are read."""
+def _surplus_tensor(
+    commit: Commit, metadata: Metadata, *, wanted: Collection[str], ranks: Ranks
+) -> str:
+    """A sentence about a tensor of the checkpoint that no rank has, in the parts that are read.
+
+    "" if there is none. Each rank tells which of the checkpoint's entries it has, in a byte each.
+    """
+    saved_names = list(metadata.state_dict_metadata)
+    has_name = ranks.any(*(name in wanted for name in saved_names))
     parts = {name.split(".")[0] for name in wanted}
-    for name, saved in metadata.state_dict_metadata.items():
-        shape = _shape(saved)
-        if shape is not None and name.split(".")[0] in parts and name not in wanted:
+    parts |= {name.split(".")[0] for name, has in zip(saved_names, has_name) if has}
+    for name, has in zip(saved_names, has_name, strict=True):
+        shape = _shape(metadata.state_dict_metadata[name])
+        if shape is not None and name.split(".")[0] in parts and not has:
             difference = f"is {_words(shape)} there and does not exist here"
             return _other_model(commit, name, difference)
-    return None
+    return ""
 
 
 def _shape(saved: object) -> tuple[int, ...] | None:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
+from app.checkpoint.commit import METADATA
 from app.checkpoint.dcp import HashedFiles
 from app.errors import UserError
 from app.storage.storage import Storage
@@ -42,21 +43,32 @@ class Reader(FileSystemReader):
 
     Args:
         storage: Its folder.
+        pickled: The content of `.metadata`, if another rank has read it; None reads it when asked.
     """
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, pickled: bytes | None = None) -> None:
         super().__init__("")
         self.fs: Any = HashedFiles(storage)
         self.path: Any = ""
+        self._pickled = pickled
+        self._metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata.
+        """The checkpoint's metadata, which is read once.
 
         Raises:
             UserError: `.metadata` contains anything but data, or is not metadata.
         """
-        with self.fs.create_stream(".metadata", "rb") as file:
-            pickled = file.read()
+        if self._metadata is None:
+            if self._pickled is None:
+                self._pickled = self.fs.storage.read_bytes(METADATA)
+            self._metadata = self._unpickle(self._pickled)
+            self._pickled = None
+        self._metadata.storage_meta = self._metadata.storage_meta or StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+    def _unpickle(self, pickled: bytes) -> Metadata:
         try:
             metadata = MetadataUnpickler(io.BytesIO(pickled)).load()
             if not isinstance(metadata, Metadata):
@@ -65,8 +77,6 @@ class Reader(FileSystemReader):
             raise UserError(
                 f"the checkpoint {self.fs.storage} is not read: {error}; use one that you trust"
             ) from error
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
         return metadata
 
 

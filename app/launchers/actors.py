@@ -9,12 +9,16 @@ other, or else each rank by itself.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -24,7 +28,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from app.config import Config
 from app.errors import UserError
-from app.launchers.driver_actors import StoreAddress
+from app.launchers.aggregator import StoreAddress
+from app.launchers.driver_actors import Uplink
 from app.launchers.ray_workers import (
     POLL_SECONDS,
     RayChannel,
@@ -34,6 +39,7 @@ from app.launchers.ray_workers import (
     surroundings,
 )
 from app.launchers.room import reserve
+from app.launchers.store import open_store
 from app.launchers.workers import Failures
 from app.training.events import TrainingDone, WorkerInfo
 from app.training.job import Job, Place
@@ -55,7 +61,7 @@ Resources = dict[str, float]
 class WorkerActor:
     """One rank's process."""
 
-    def run(self, job: Job, rank: int, label: str, use_gpu: bool, queue: Any, attempt: int) -> None:
+    def run(self, job: Job, rank: int, label: str, use_gpu: bool, uplink: Uplink) -> None:
         """Meets the other ranks, and trains to the end.
 
         Args:
@@ -63,20 +69,19 @@ class WorkerActor:
             rank: Of this worker.
             label: Describes the worker, such as "stage 2 of 4".
             use_gpu: Whether the worker has a GPU.
-            queue: The EventQueue.
-            attempt: The number of the attempt.
+            uplink: How it reaches the driver.
         """
         import torch
         import torch.distributed as dist
 
         from app.training import loop
 
-        channel = RayChannel(queue, attempt, rank)
+        channel = RayChannel(uplink, rank)
         info = enter(job, channel, label)
         world_size = job.layout.dims.world_size
-        nodes, store = _meet(info, world_size=world_size, queue=queue, attempt=attempt)
-        local_rank = nodes[:rank].count(nodes[rank])
-        node_rank = list(dict.fromkeys(nodes)).index(nodes[rank])
+        local_rank, store = _meet(info, channel)
+        # One rank of a node asks, for all ranks of its node.
+        node_rank = channel.node_rank(info.node) if local_rank == 0 else 0
         os.environ["RANK"] = str(rank)
         os.environ["WORLD_SIZE"] = str(world_size)
         os.environ["LOCAL_RANK"] = str(local_rank)
@@ -97,19 +102,15 @@ class WorkerActor:
         dist.barrier()  # no rank closes its connections while another still uses them
 
 
-def _meet(
-    info: WorkerInfo, *, world_size: int, queue: Any, attempt: int
-) -> tuple[list[str], Store]:
+def _meet(info: WorkerInfo, channel: RayChannel) -> tuple[int, Store]:
     """Waits until all ranks have started.
 
     Args:
         info: Of this worker.
-        world_size: How many ranks there are.
-        queue: The EventQueue.
-        attempt: The number of the attempt.
+        channel: Of this worker.
 
     Returns:
-        The node of every rank, and a store for all ranks.
+        This worker's rank among those of its node, and a store for all ranks.
     """
     from torch.distributed import TCPStore
 
@@ -121,19 +122,19 @@ def _meet(
     own_store: TCPStore | None = None
     address: StoreAddress | None = None
     if info.rank == 0:
-        own_store = TCPStore(info.ip, 0, is_master=True, wait_for_workers=False)
+        own_store = open_store(info.ip)
         address = (info.ip, own_store.port)
-    ray.get(queue.join.remote(attempt, info.rank, info.node, address))
+    channel.join(info, address)
     start = time.monotonic()
     while True:
-        meeting = ray.get(queue.meeting.remote(attempt, world_size))
-        if meeting is not None:
+        assignment = channel.meeting(info)
+        if assignment is not None:
             break
         time.sleep(min(1.0, 0.02 + (time.monotonic() - start) / 20))
-    nodes, (host, port) = meeting
+    host, port = assignment.store
     if own_store is not None:
-        return nodes, own_store
-    return nodes, TCPStore(host, port, is_master=False)
+        return assignment.local_rank, own_store
+    return assignment.local_rank, TCPStore(host, port, is_master=False)
 
 
 def _find_interface(ip: str) -> str | None:
@@ -182,8 +183,10 @@ class ActorWorkers(RayWorkers):
         self.per_worker = per_worker
         self.cluster = cluster
         self.reserved = reserved
-        self.calls: dict[ray.ObjectRef[None], int] = {}
-        """The ranks of the calls that have not ended."""
+        self.calls: dict[int, ray.ObjectRef[None]] = {}
+        """The calls of the ranks that have not ended."""
+        self.ended_ranks: queue.SimpleQueue[int] = queue.SimpleQueue()
+        """Ranks whose calls have ended since the last look."""
         self.actors: list[Any] = []
         self.dead: dict[int | None, BaseException] = {}
         self._runs = False
@@ -197,8 +200,9 @@ class ActorWorkers(RayWorkers):
         """
         dims = job.layout.dims
         per_stage = resources_of_stages(job.config, dims, self.per_worker)
-        self.begin_attempt(dims.world_size)
+        self.begin_attempt(job)
         self.dead = {}
+        self.ended_ranks = queue.SimpleQueue()
         group, bundle_of_rank = self._places(dims, per_stage, job.excluded_nodes)
         self._runs = True
         job_ref = ray.put(job)
@@ -219,10 +223,11 @@ class ActorWorkers(RayWorkers):
                 rank=rank,
                 label=f"stage {stage} of {dims.pp}" if dims.pp > 1 else "",
                 use_gpu=gpus > 0,
-                queue=self.queue,
-                attempt=self.attempt,
+                uplink=self.uplink,
             )
-            self.calls[call] = rank
+            self.calls[rank] = call
+            # Asking Ray about all calls would take longer with every rank.
+            call.future().add_done_callback(partial(_note_end, self.ended_ranks, rank))
 
     def _places(
         self, dims: ParallelDims, per_stage: list[Resources], excluded: Sequence[str]
@@ -276,22 +281,26 @@ class ActorWorkers(RayWorkers):
 
     def wait(self) -> None:
         """See `RayWorkers`."""
-        if self.calls:
-            ray.wait(list(self.calls), timeout=POLL_SECONDS)
-        else:
-            time.sleep(POLL_SECONDS)
+        with contextlib.suppress(queue.Empty):
+            self._note_death(self.ended_ranks.get(timeout=POLL_SECONDS))
 
     def lost(self) -> Failures:
         """See `RayWorkers`."""
-        if self.calls:
-            ended, _ = ray.wait(list(self.calls), num_returns=len(self.calls), timeout=0)
-            for call in ended:
-                rank = self.calls.pop(call)
-                # The rank has told its own exception, if it could.
-                error = error_of(call)
-                if error is not None:
-                    self.dead[rank] = error
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._note_death(self.ended_ranks.get_nowait())
         return self.dead
+
+    def _note_death(self, rank: int) -> None:
+        """Notes the error with which a rank's call has ended, if there is one."""
+        # The rank has told its own exception, if it could.
+        error = error_of(self.calls.pop(rank))
+        if error is not None:
+            self.dead[rank] = error
+
+
+def _note_end(ended_ranks: queue.SimpleQueue[int], rank: int, _: Future[None]) -> None:
+    ended_ranks.put(rank)
 
 
 def _is_intact(group: PlacementGroup, nodes: Sequence[NodeState]) -> bool:
@@ -357,8 +366,8 @@ def placement(
     if returning or _may_grow(per_stage, limits or {}):
         # The coarsest of which every bundle fits on a node by itself.
         for candidate in candidates:
-            missing = [_first_without_room([bundle], empty_nodes) for bundle in candidate.bundles]
-            if missing == [None] * len(missing):
+            kinds = {tuple(sorted(bundle.items())): bundle for bundle in candidate.bundles}
+            if all(_first_without_room([kind], empty_nodes) is None for kind in kinds.values()):
                 return candidate
         return single_workers
     rank = _first_without_room(single_workers.bundles, empty_nodes) or 0

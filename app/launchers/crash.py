@@ -41,7 +41,11 @@ STACK_FRAME = re.compile(
 LIBRARY = re.compile(r"/lib/python\d|/site-packages/|/dist-packages/|^<")
 """Matches files that are not the user's program."""
 READ_BYTES = 1 << 20
-"""How much of the end of a log is read; what a dying process writes is short."""
+"""How much of the end of a log is read at most; what a dying process writes is short."""
+READ_BYTES_IN_ALL = 64 << 20
+"""Of all logs together, unless that were less than `LEAST_BYTES` of each."""
+LEAST_BYTES = 16 << 10
+"""A report of faulthandler with its stack fits in."""
 
 
 def log_sizes(logs: Path) -> dict[str, int]:
@@ -56,12 +60,20 @@ def log_sizes(logs: Path) -> dict[str, int]:
     return sizes
 
 
-def fatal_signal(log: Path, sizes: Mapping[str, int]) -> tuple[str, str] | None:
+def bytes_of_each_log(logs: int) -> int:
+    """How much of the end of each of so many logs is read."""
+    return max(LEAST_BYTES, min(READ_BYTES, READ_BYTES_IN_ALL // max(1, logs)))
+
+
+def fatal_signal(
+    log: Path, sizes: Mapping[str, int], read_bytes: int = READ_BYTES
+) -> tuple[str, str] | None:
     """The signal that a worker has died by since `sizes`, according to its log.
 
     Args:
         log: The worker's log.
         sizes: What `log_sizes` returned before the attempt.
+        read_bytes: How much of its end is read.
 
     Returns:
         As `find_signal`; None also if the log cannot be read.
@@ -69,7 +81,7 @@ def fatal_signal(log: Path, sizes: Mapping[str, int]) -> tuple[str, str] | None:
     try:
         with log.open("rb") as file:
             end = file.seek(0, 2)
-            file.seek(max(sizes.get(log.name, 0), end - READ_BYTES))
+            file.seek(max(sizes.get(log.name, 0), end - read_bytes))
             text = file.read().decode(errors="replace")
     except OSError:
         return None

@@ -1,4 +1,4 @@
-"""The actors beside the driver: the queue between it and its workers, and the host of a trainer.
+"""The actors beside the driver: between it and its workers, and the host of a trainer.
 
 Metrics do not go through `ray.train.report`, which is a barrier over all ranks. Little is imported
 at the top, and values pass through pickled already, so that these processes start sooner: without
@@ -7,19 +7,27 @@ the strategies and the loop, which only workers need. The driver starts sooner w
 
 from __future__ import annotations
 
+import threading
 import time
-from typing import TYPE_CHECKING, Any, TypedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from app.launchers.aggregator import (
+    PERIOD_SECONDS,
+    Aggregator,
+    Report,
+    parents,
+)
 from app.training.events import WorkerDied
 
-if TYPE_CHECKING:
-    from app.launchers.heartbeats import Answer, Beat
-
-StoreAddress = tuple[str, int]
-"""Host and port of the store in which ranks meet."""
+LEAST_SECONDS = 0.1
+"""Between two reports of an aggregator, however urgent."""
+LOOK_SECONDS = 0.2
+"""Between two looks of a worker for the aggregator of its node."""
 
 
 def start_here(actor_class: Any) -> Any:
@@ -34,99 +42,106 @@ def start_here(actor_class: Any) -> Any:
 
 
 @ray.remote(num_cpus=0)
-class EventQueue:
-    """Events of workers for the driver, questions of the driver, and where ranks meet.
+class EventQueue(Aggregator):
+    """The root of the tree: what workers say to the driver, and it to them."""
 
-    Calls of workers of an earlier attempt are ignored.
-    """
-
-    def __init__(self) -> None:
-        self.begin(0)
-
-    def begin(self, attempt: int) -> None:
-        """Forgets everything, for a new attempt."""
-        self.attempt = attempt
-        self.events: list[bytes] = []
-        self.beats: dict[int, tuple[Beat, float]] = {}
-        """Each rank's newest heartbeat, and when it came."""
-        self.answers: dict[int, str] = {}
-        self.stop = False
-        self.question = ""
-        self.question_number = 0
-        self.nodes: dict[int, str] = {}
-        """The node's id of each rank that has joined."""
-        self.store: StoreAddress | None = None
-
-    # --- workers ----------------------------------------------------------------------------------
-
-    def put(self, attempt: int, events: bytes) -> None:
-        """Takes events, as a pickled list."""
-        if attempt == self.attempt:
-            self.events.append(events)
-
-    def beat(
-        self, attempt: int, rank: int, beat: Beat, answer: Answer | None
-    ) -> tuple[bool, str, int]:
-        """Takes a heartbeat and an answer.
-
-        Returns:
-            Whether to stop, the question, and its number.
-        """
-        if attempt != self.attempt:
-            return True, "", 0
-        self.beats[rank] = (beat, time.monotonic())
-        if answer is not None:
-            number, text = answer
-            if number == self.question_number:
-                self.answers[rank] = text
-        return self.stop, self.question, self.question_number
-
-    def join(self, attempt: int, rank: int, node: str, store: StoreAddress | None) -> None:
-        """Notes that a rank has started.
-
-        Args:
-            attempt: Of the rank.
-            rank: The rank.
-            node: The id of its node.
-            store: On rank 0 the address of the store where ranks meet; None on others.
-        """
-        if attempt == self.attempt:
-            self.nodes[rank] = node
-            self.store = store or self.store
-
-    def meeting(self, attempt: int, world_size: int) -> tuple[list[str], StoreAddress] | None:
-        """The node of each rank and the store's address; None until all ranks have joined."""
-        if attempt != self.attempt or len(self.nodes) < world_size or self.store is None:
-            return None
-        return [self.nodes[rank] for rank in range(world_size)], self.store
-
-    # --- the driver -------------------------------------------------------------------------------
-
-    def drain(self, stop: bool) -> tuple[list[bytes], dict[int, tuple[Beat, float]]]:
-        """Returns the events since the last call, and the newest heartbeats.
+    def drain(self, stop: bool) -> Report:
+        """Returns what is new since the last call.
 
         Args:
             stop: Whether the workers are to save and stop.
-
-        Returns:
-            Lists of events, pickled; each rank's heartbeat and its age in seconds.
         """
-        self.stop = self.stop or stop
-        events = self.events
-        self.events = []
-        now = time.monotonic()
-        beats = {rank: (beat, now - clock) for rank, (beat, clock) in self.beats.items()}
-        return events, beats
+        if stop:
+            self.obey(self.attempt, self.orders._replace(stop=True))
+        return self.take()
 
     def ask(self, question: str) -> None:
         """Asks every rank."""
-        self.question = question
-        self.question_number += 1
-        self.answers = {}
+        number = self.orders.number + 1
+        self.obey(self.attempt, self.orders._replace(question=question, number=number))
 
-    def answered(self) -> dict[int, str]:
-        """The answers so far, by rank."""
-        return dict(self.answers)
+    def node_rank(self, attempt: int, node: str) -> int:
+        """The number of a node of this attempt; 0 for another one, which will end."""
+        return self.node_ranks.get(node, 0) if attempt == self.attempt else 0
+
+
+@ray.remote(num_cpus=0, max_restarts=0)
+class NodeAggregator(Aggregator):
+    """Reports what the ranks of a node say to the aggregator above, or to the queue.
+
+    Args:
+        attempt: The number of the attempt.
+        name: Identifies it.
+        parent: The actor above.
+    """
+
+    def __init__(self, attempt: int, name: str, parent: Any) -> None:
+        super().__init__()
+        self.begin(attempt, 0)  # only the queue has to know how many ranks there are
+        self.name = name
+        self.parent = parent
+        itself = ray.get_runtime_context().current_actor
+        self.obey(attempt, ray.get(parent.adopt.remote(attempt, itself)))
+        threading.Thread(target=self._report_forever, daemon=True, name="report").start()
+
+    def _report_forever(self) -> None:
+        while True:
+            self.urgent.wait(PERIOD_SECONDS)
+            call = self.parent.report.remote(self.attempt, self.name, self.take())
+            # The next report has all that comes meanwhile. If nothing is left above, the driver
+            # ends this process.
+            ray.wait([call])
+            time.sleep(LEAST_SECONDS)
+
+
+def start_aggregators(
+    queue: Any, attempt: int, prefix: str, nodes: Sequence[str], running: dict[str, Any]
+) -> None:
+    """Starts an aggregator on each of these nodes that has none.
+
+    Args:
+        queue: The EventQueue.
+        attempt: The number of the attempt.
+        prefix: Of the actors' names; the node's id follows.
+        nodes: Ids of nodes.
+        running: Those that run, by the node's id; the new ones are added.
+    """
+    new_nodes = [node for node in nodes if node not in running]
+    actors: list[Any] = []
+    for node, parent in zip(new_nodes, parents(len(new_nodes)), strict=True):
+        affinity = NodeAffinitySchedulingStrategy(node, soft=False)
+        options = NodeAggregator.options(  # type: ignore[attr-defined]
+            name=f"{prefix}/{node}", scheduling_strategy=affinity
+        )
+        actor = options.remote(attempt, node, queue if parent is None else actors[parent])
+        actors.append(actor)
+        running[node] = actor
+
+
+@dataclass(frozen=True)
+class Uplink:
+    """How a worker reaches the driver.
+
+    Args:
+        queue: The EventQueue.
+        attempt: The number of the attempt.
+        prefix: Of the names of the nodes' aggregators; "" if ranks report to the queue itself.
+    """
+
+    queue: Any
+    attempt: int
+    prefix: str
+
+    def find(self) -> Any:
+        """The actor that this worker reports to; waits until it has been started."""
+        if not self.prefix:
+            return self.queue
+        name = f"{self.prefix}/{ray.get_runtime_context().get_node_id()}"
+        while True:
+            try:
+                return ray.get_actor(name)
+            except ValueError:  # there is no such actor yet
+                time.sleep(LOOK_SECONDS)
 
 
 # --- Ray Train ------------------------------------------------------------------------------------
@@ -138,14 +153,12 @@ class WorkerConfig(TypedDict):
     Args:
         function: The function that it runs, pickled; called with this dictionary.
         job: The job, pickled.
-        queue: The EventQueue.
-        attempt: The number of the attempt.
+        uplink: How it reaches the driver.
     """
 
     function: bytes
     job: bytes
-    queue: Any
-    attempt: int
+    uplink: Uplink
 
 
 class Scaling(TypedDict):
@@ -163,7 +176,7 @@ def run_worker(worker_config: dict[str, Any]) -> None:
     function(worker_config)
 
 
-def lost_workers(queue: Any, attempt: int) -> Any:
+def lost_workers(uplink: Uplink) -> Any:
     """A callback that tells the driver at once which workers are gone.
 
     `fit` itself returns only when Ray Train has cleaned up.
@@ -178,7 +191,8 @@ def lost_workers(queue: Any, attempt: int) -> Any:
                 WorkerDied(rank=rank, details=str(error))
                 for rank, error in worker_exceptions.items()
             ]
-            ray.get(queue.put.remote(attempt, ray.cloudpickle.dumps(events)))
+            pickled_events = ray.cloudpickle.dumps(events)
+            ray.get(uplink.queue.put.remote(uplink.attempt, pickled_events))
 
     return LostWorkers()
 
@@ -202,7 +216,7 @@ class TrainerHost:
         from ray.train import RunConfig, ScalingConfig
         from ray.train.torch import TorchConfig, TorchTrainer
 
-        callback = lost_workers(worker_config["queue"], worker_config["attempt"])
+        callback = lost_workers(worker_config["uplink"])
         backend = "cpu:gloo,cuda:nccl" if scaling["use_gpu"] else "gloo"
         # Type checkers see the ScalingConfig of Ray Train V1, which has no label_selector.
         scaling_arguments: dict[str, Any] = dict(scaling)

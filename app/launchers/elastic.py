@@ -147,11 +147,9 @@ class Elastic:
         """What there is now, for an attempt with `workers`."""
         nodes = self.free(self.excluded_nodes)
         now = time.monotonic()
-        available = count_workers(self.per_worker, nodes)
-        available_without: dict[str, int] = {}
-        for node in nodes:
-            other_nodes = {other: free for other, free in nodes.items() if other != node}
-            available_without[node] = count_workers(self.per_worker, other_nodes)
+        room = room_by_node(self.per_worker, nodes)
+        available = sum(room.values())
+        available_without = {node: available - workers for node, workers in room.items()}
         if available >= workers:
             self._missing_clock = None
         elif self._missing_clock is None:
@@ -209,13 +207,13 @@ class Elastic:
         return True
 
 
-def count_workers(per_worker: Mapping[str, float], nodes: FreeByNode) -> int:
-    """How many workers could be placed on these nodes."""
+def room_by_node(per_worker: Mapping[str, float], nodes: FreeByNode) -> dict[str, int]:
+    """How many workers could be placed on each of these nodes."""
     needs = {name: amount for name, amount in per_worker.items() if amount > 0}
-    workers = 0
-    for free in nodes.values():
+    room: dict[str, int] = {}
+    for node, free in nodes.items():
         room_by_resource = [
             int(free.get(name, 0.0) / amount + 1e-9) for name, amount in needs.items()
         ]
-        workers += min(room_by_resource, default=0)
-    return workers
+        room[node] = min(room_by_resource, default=0)
+    return room

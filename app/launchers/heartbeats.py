@@ -18,20 +18,17 @@ import contextlib
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+from app.launchers import blame
+from app.launchers.aggregator import PERIOD_SECONDS, Answer, Beat
 from app.launchers.workers import Status
 from app.training.job import Heartbeat
 
-PERIOD_SECONDS = 1.0
 COLLECTIVE_FRAMES = 4
 """How many innermost calls of the training thread are searched for torch.distributed."""
-
-Beat = tuple[str, int, int, bool]
-"""Phase, step, ticks and whether the rank waits (see `workers.Status`)."""
-Answer = tuple[int, str]
-"""The number of a question, and the answer."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +37,19 @@ class Reply:
 
     Args:
         stop: Whether to save and stop.
-        question: "stack" or "flight_recorder", asked until it is answered; "" if none is.
+        question: "stack", "collectives" (see blame.py) or "flight_recorder", asked until it is
+            answered; "" if none is. Numbers of ranks may follow, if only these are to answer.
         number: Of the question.
     """
 
     stop: bool = False
     question: str = ""
     number: int = 0
+
+
+def with_ranks(question: str, ranks: Collection[int]) -> str:
+    """A question for these ranks; none means all."""
+    return " ".join([question, *map(str, ranks)])
 
 
 class HeartbeatThread:
@@ -58,6 +61,7 @@ class HeartbeatThread:
             may raise.
         on_reply: Called with each reply.
         training_thread: The id of the thread that trains; None means this one.
+        rank: Of the worker.
     """
 
     def __init__(
@@ -66,7 +70,10 @@ class HeartbeatThread:
         send: Callable[[Beat, Answer | None], Reply],
         on_reply: Callable[[Reply], None],
         training_thread: int | None = None,
+        *,
+        rank: int = 0,
     ) -> None:
+        self.rank = rank
         self.heartbeat = heartbeat
         self.send = send
         self.on_reply = on_reply
@@ -90,9 +97,11 @@ class HeartbeatThread:
                 reply = self.send(self.beat(), answer)
                 answer = None
                 if reply.question and reply.number > self.answered:
-                    answer = (reply.number, self.answer(reply.question))
                     self.answered = reply.number
-                    has_new_answer = True
+                    question, *ranks = reply.question.split()
+                    if not ranks or str(self.rank) in ranks:
+                        answer = (reply.number, self.answer(question))
+                        has_new_answer = True
                 self.on_reply(reply)
             # An answer is sent at once, and tried again with the next heartbeat.
             if not has_new_answer and self._closed.wait(PERIOD_SECONDS):
@@ -110,7 +119,8 @@ class HeartbeatThread:
             return "".join(traceback.format_list(self._frames())) or "not training\n"
         from strategies.torch_internals import flight_recorder
 
-        return flight_recorder()
+        record = flight_recorder()
+        return blame.summary(self.rank, record) if question == "collectives" else record
 
     def _frames(self) -> list[traceback.FrameSummary]:
         """The stack of the training thread; empty if it has ended."""
@@ -137,8 +147,6 @@ SILENT = 3.0
 """Before there is a history, a rank may be silent for this many times `least_seconds`."""
 SILENT_SECONDS = 20.0
 """And for this many seconds at least."""
-ANSWER_SECONDS = 3.0
-"""A rank whose newest heartbeat is older than this does not answer."""
 EVALUATION = 6.0
 """A batch of evaluation, or of data, may take this many times the window."""
 MINUTE = 60.0
@@ -146,6 +154,8 @@ MINUTE = 60.0
 UNBOUNDED_PHASES = ("starting", "saving", "ending")
 """Phases whose duration depends on the model and the storage; only steps have a history."""
 UNBOUNDED_SECONDS = 1800.0
+STOPPED_SECONDS = 5.0
+"""If the driver has not looked for so long, it was stopped itself, as on a laptop that sleeps."""
 
 
 @dataclass(frozen=True)
@@ -180,42 +190,71 @@ class HangDetector:
     now: float
     longest_pause: float = field(default=0.0, init=False)
     steps: int = field(default=0, init=False)
+    statuses: dict[int, Status] = field(default_factory=dict, init=False)
+    """The newest of each rank."""
     _changed_clock: float = field(init=False)
-    _progress: dict[int, Progress] = field(default_factory=dict, init=False)
+    _looked_clock: float = field(init=False)
+    _highest_step: int = field(default=-1, init=False)
+    """The highest step of any rank; -1 before the first status."""
+    _phases: Counter[str] = field(default_factory=Counter, init=False)
+    """How many ranks are in each phase."""
 
     def __post_init__(self) -> None:
         self._changed_clock = self.now
+        self._looked_clock = self.now
 
-    def update(self, statuses: Mapping[int, Status], now: float) -> Hang | None:
-        """Takes every rank's newest status; returns the hang, once it is certain."""
-        progress = {
-            rank: (status.phase, status.step, status.ticks) for rank, status in statuses.items()
-        }
-        if progress != self._progress:
-            if self._has_stepped(progress):
-                self.steps += 1
+    def update(
+        self, statuses: Mapping[int, Status], now: float, silent: Set[int] = frozenset()
+    ) -> Hang | None:
+        """Takes what is new; takes no longer with more ranks of which nothing is new.
+
+        Args:
+            statuses: The status of each rank of which it is new.
+            now: Seconds of the clock.
+            silent: All ranks that do not answer.
+
+        Returns:
+            The hang, once it is certain.
+        """
+        away_seconds = now - self._looked_clock
+        self._looked_clock = now
+        if away_seconds > STOPPED_SECONDS:
+            self._changed_clock += away_seconds
+        if self._take(statuses):
             if self.steps > 2:  # the first steps load, allocate and compile
                 self.longest_pause = max(self.longest_pause, now - self._changed_clock)
-            self._progress = progress
             self._changed_clock = now
             return None
-        if self.least_seconds <= 0 or not statuses:
+        if self.least_seconds <= 0 or not self.statuses:
             return None
-        return self._judge(statuses, now - self._changed_clock)
+        return self._judge(silent, now - self._changed_clock)
 
-    def _has_stepped(self, progress: Mapping[int, Progress]) -> bool:
-        """Whether a step was finished since the last change."""
-        if not progress or not self._progress:
-            return False
-        highest_before = max(step for _, step, _ in self._progress.values())
-        highest = max(step for _, step, _ in progress.values())
-        return highest > highest_before
+    def _take(self, statuses: Mapping[int, Status]) -> bool:
+        """Notes new statuses; returns whether any of them is progress."""
+        is_first = not self.statuses
+        progressed = False
+        highest_step = self._highest_step
+        for rank, status in statuses.items():
+            previous = self.statuses.get(rank)
+            self.statuses[rank] = status
+            if previous is not None:
+                if _progress(previous) == _progress(status):
+                    continue
+                self._phases[previous.phase] -= 1
+            self._phases[status.phase] += 1
+            highest_step = max(highest_step, status.step)
+            progressed = True
+        if highest_step > self._highest_step:
+            self._highest_step = highest_step
+            if not is_first:
+                self.steps += 1
+        return progressed
 
-    def _judge(self, statuses: Mapping[int, Status], pause: float) -> Hang | None:
+    def _judge(self, silent: Set[int], pause: float) -> Hang | None:
         """The hang if a pause is too long.
 
         Args:
-            statuses: Every rank's newest status.
+            silent: The ranks that do not answer.
             pause: Seconds without any progress.
         """
         has_history = self.steps > 1
@@ -226,21 +265,25 @@ class HangDetector:
             suspicious = max(self.least_seconds, SUSPICIOUS * self.longest_pause)
             window = max(self.least_seconds, WINDOW * self.longest_pause)
             silent_window = window
-        silent = frozenset(rank for rank, status in statuses.items() if status.age > ANSWER_SECONDS)
         if silent:
             if pause < suspicious + silent_window:
                 return None
             why = f"does not answer, and nothing has moved for {pause:.0f} s"
-            return Hang(min(silent), why, silent)
-        longest_window = max(_window_of(status.phase, window) for status in statuses.values())
+            return Hang(min(silent), why, frozenset(silent))
+        phases = [phase for phase, ranks in self._phases.items() if ranks]
+        longest_window = max(_window_of(phase, window) for phase in phases)
         if pause < suspicious + longest_window:
             return None
-        rank = _furthest_behind(statuses)
-        status = statuses[rank]
+        rank = _furthest_behind(self.statuses)
+        status = self.statuses[rank]
         why = (
             f"has been {status.phase} after step {status.step:,} for {pause:.0f} s without progress"
         )
-        return Hang(rank, why, silent)
+        return Hang(rank, why, frozenset())
+
+
+def _progress(status: Status) -> Progress:
+    return status.phase, status.step, status.ticks
 
 
 def _window_of(phase: str, window: float) -> float:

@@ -7,6 +7,7 @@ There is no process group either, unless the worker keeps its state in host memo
 import queue
 import sys
 import threading
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -127,7 +128,7 @@ class LocalWorkers:
         events = self.channel.drain(POLL_SECONDS if ended is None else 0.0)
         return Poll(events=events, ended=ended)
 
-    def ask(self, question: str) -> dict[int, str]:
+    def ask(self, question: str, ranks: Collection[int] = ()) -> dict[int, str]:
         """Answers nothing, because this process cannot watch itself hang."""
         return {}
 

@@ -42,7 +42,7 @@ def train_loop(worker_config: WorkerConfig) -> None:
         local_rank=context.get_local_rank(),
         device=get_device(),
     )
-    channel = RayChannel(worker_config["queue"], worker_config["attempt"], place.rank)
+    channel = RayChannel(worker_config["uplink"], place.rank)
     enter(job, channel)
     with surroundings(job, place, channel, context.get_node_rank()):
         channel.emit(TrainingDone(summary=loop.train(job, place, channel)))
@@ -71,14 +71,13 @@ class RayTrainWorkers(RayWorkers):
         self.folder = f"{job.folder}/.ray_train"  # every node must see it
         # An earlier attempt's trainer may have asked for a group while it was ended.
         remove_groups_but(self.other_groups, self.per_worker)
-        self.begin_attempt(world_size)
+        self.begin_attempt(job)
         if self.host is None:
             self.host = start_here(TrainerHost)
         worker_config = WorkerConfig(
             function=ray.cloudpickle.dumps(train_loop),
             job=ray.cloudpickle.dumps(job),
-            queue=self.queue,
-            attempt=self.attempt,
+            uplink=self.uplink,
         )
         scaling = Scaling(
             num_workers=world_size,

@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -22,10 +23,19 @@ from ray import cloudpickle
 
 from app.console.terminal import LOG_TIME, worker_output
 from app.errors import keep_line, own_line
-from app.launchers.driver_actors import EventQueue, start_here
-from app.launchers.heartbeats import Answer, Beat, HeartbeatThread, Reply
+from app.launchers.aggregator import (
+    DIRECT_RANKS,
+    Answer,
+    Beat,
+    Orders,
+    RankAssignment,
+    Report,
+    StoreAddress,
+)
+from app.launchers.driver_actors import EventQueue, Uplink, start_aggregators, start_here
+from app.launchers.heartbeats import HeartbeatThread, Reply, with_ranks
 from app.launchers.recovery import oom_kills
-from app.launchers.room import is_placed, on_node
+from app.launchers.room import on_node, placed_nodes
 from app.launchers.threads import set_by_user, share, take, usable_cores
 from app.launchers.workers import (
     Failures,
@@ -33,7 +43,7 @@ from app.launchers.workers import (
     Status,
     WorkerLost,
     Workers,
-    kill_process,
+    kill_processes,
     start_system_sampler,
 )
 from app.training.events import (
@@ -54,6 +64,8 @@ if TYPE_CHECKING:
     from cluster.preemption import PreemptionWatcher
 
 POLL_SECONDS = 0.05
+LOOK_SECONDS = 0.0002
+"""Between two looks whether the workers have their places, for each worker."""
 ANSWER_SECONDS = 3.0
 """How long ranks may take to answer a question."""
 GATHER_SECONDS = 3.0
@@ -69,11 +81,21 @@ class RayWorkers(Workers):
         self.queue: Any = start_here(EventQueue)
         self.queue_died = False
         self.attempt = 0
+        self.aggregators: dict[str, Any] = {}
+        """By the id of their node; {} if ranks report to the queue itself."""
 
-    def begin_attempt(self, world_size: int) -> None:
-        """Forgets the attempt before, for one with so many workers."""
+    def begin_attempt(self, job: Job) -> None:
+        """Forgets the attempt before, for one of this job."""
         self.attempt += 1
-        self.world_size = world_size
+        self.world_size = job.layout.dims.world_size
+        self.begun: set[int] = set()
+        """Ranks that have sent a heartbeat."""
+        self.finished_ranks: set[int] = set()
+        self.silent: frozenset[int] = frozenset()
+        """Ranks that do not answer."""
+        self.placed = False
+        self.look_clock = 0.0
+        """When it was last looked whether the workers have their places."""
         self.infos: dict[int, WorkerInfo] = {}
         self.failures: dict[int | None, BaseException] = {}
         self.failure_clock: float | None = None
@@ -82,7 +104,9 @@ class RayWorkers(Workers):
         if self.queue_died:
             self.queue = start_here(EventQueue)
             self.queue_died = False
-        self.queue.begin.remote(self.attempt)
+        self.queue.begin.remote(self.attempt, self.world_size)
+        prefix = f"{job.attempt}/{self.attempt}" if self.world_size > DIRECT_RANKS else ""
+        self.uplink = Uplink(self.queue, self.attempt, prefix)
 
     # --- the interface ----------------------------------------------------------------------------
 
@@ -90,44 +114,68 @@ class RayWorkers(Workers):
         """See `Workers`."""
         self.wait()
         try:
-            pickled_lists, beats = ray.get(self.queue.drain.remote(stop))
+            report: Report = ray.get(self.queue.drain.remote(stop))
         except ray.exceptions.RayActorError as error:
             self.queue_died = True
             lost = WorkerLost("the process between the driver and its workers", str(error))
             return Poll(ended={None: lost})
         statuses: dict[int, Status] = {}
-        for rank, ((phase, step, ticks, waiting), age) in beats.items():
-            statuses[rank] = Status(phase=phase, step=step, ticks=ticks, waiting=waiting, age=age)
-        all_have_begun = len(statuses) == self.world_size
-        self.finished = all_have_begun and all(
-            status.phase == "finished" for status in statuses.values()
-        )
+        for beat, ranks in report.beats.items():
+            statuses |= dict.fromkeys(ranks, Status.of(beat))
+            if beat[0] == "finished":
+                self.finished_ranks.update(ranks)
+        self.begun |= statuses.keys()
+        self.finished = len(self.finished_ranks) == self.world_size
+        if report.silent is not None:
+            self.silent = report.silent
         events: list[Event] = []
-        for pickled_list in pickled_lists:
+        for pickled_list in report.events:
             for event in cloudpickle.loads(pickled_list):
                 if not self._take(event):
                     events.append(event)
         return Poll(
             events=events,
             statuses=statuses,
+            silent=self.silent,
             ended=self._ended(),
-            placed=bool(self.infos) or is_placed(),
+            placed=self._look_for_places(),
         )
 
-    def ask(self, question: str) -> dict[int, str]:
+    def _look_for_places(self) -> bool:
+        """Whether every worker has its place; starts the aggregators of their nodes then."""
+        if len(self.begun) == self.world_size or (self.infos and not self.uplink.prefix):
+            return True
+        now = time.monotonic()
+        # The more places, the longer looking takes, and the more seldom it is done.
+        if now - self.look_clock >= LOOK_SECONDS * self.world_size:
+            self.look_clock = now
+            nodes = placed_nodes()
+            self.placed = bool(nodes)
+            if self.uplink.prefix:
+                start_aggregators(
+                    self.queue, self.attempt, self.uplink.prefix, nodes, self.aggregators
+                )
+        return self.placed
+
+    def ask(self, question: str, ranks: Collection[int] = ()) -> dict[int, str]:
         """See `Workers`."""
-        ray.get(self.queue.ask.remote(question))
+        ray.get(self.queue.ask.remote(with_ranks(question, ranks)))
+        expected = len(ranks) or self.world_size
+        answers: dict[int, str] = {}
         deadline = time.monotonic() + ANSWER_SECONDS
-        while True:
-            answers: dict[int, str] = ray.get(self.queue.answered.remote())
-            if len(answers) == self.world_size or time.monotonic() > deadline:
-                return answers
+        while len(answers) < expected and time.monotonic() < deadline:
             time.sleep(0.1)
+            for text, answering_ranks in ray.get(self.queue.answered.remote()).items():
+                answers |= dict.fromkeys(answering_ranks, text)
+        return answers
 
     def kill(self, infos: list[WorkerInfo]) -> None:
         """See `Workers`."""
+        pids_by_node: dict[str, list[int]] = defaultdict(list)
         for info in infos:
-            on_node(info.node, kill_process, info.pid)
+            pids_by_node[info.node].append(info.pid)
+        for node, pids in pids_by_node.items():
+            on_node(node, kill_processes, pids)
 
     def close(self) -> None:
         """Ends what outlives attempts."""
@@ -177,6 +225,9 @@ class RayWorkers(Workers):
         """Ends every process that is known, even stopped ones, for which Ray itself would wait."""
         if not self.finished:
             self.kill(list(self.infos.values()))
+        for aggregator in self.aggregators.values():
+            ray.kill(aggregator)
+        self.aggregators = {}
 
 
 def error_of(call: ray.ObjectRef[None], who: str = "") -> BaseException | None:
@@ -208,15 +259,16 @@ class RayChannel(SilentChannel):
     second.
 
     Args:
-        queue: The EventQueue.
-        attempt: The number of the attempt.
+        uplink: How it reaches the driver.
         rank: Of the worker.
     """
 
-    def __init__(self, queue: Any, attempt: int, rank: int) -> None:
+    def __init__(self, uplink: Uplink, rank: int) -> None:
         super().__init__()
-        self.queue = queue
-        self.attempt = attempt
+        self.queue = uplink.queue
+        self.attempt = uplink.attempt
+        self.above = uplink.find()
+        """The actor that takes events and heartbeats: the queue, or the node's aggregator."""
         self.rank = rank
         self._unsent: list[Event] = []
         self._newest_call: ray.ObjectRef[None] | None = None
@@ -232,13 +284,29 @@ class RayChannel(SilentChannel):
                 return
             pickled_events = cloudpickle.dumps(self._unsent)
             self._unsent = []
-            self._newest_call = self.queue.put.remote(self.attempt, pickled_events)
+            is_urgent = isinstance(event, WorkerFailed | NodePreempted)
+            self._newest_call = self.above.put.remote(self.attempt, pickled_events, is_urgent)
+
+    def join(self, info: WorkerInfo, store: StoreAddress | None) -> None:
+        """Tells that this rank has started, and on rank 0 where the ranks meet."""
+        ray.get(self.above.join.remote(self.attempt, self.rank, info.node, store))
+
+    def meeting(self, info: WorkerInfo) -> RankAssignment | None:
+        """What this rank learns when all have started; None before."""
+        call = self.above.meeting.remote(self.attempt, self.rank, info.node)
+        assignment: RankAssignment | None = ray.get(call)
+        return assignment
+
+    def node_rank(self, node: str) -> int:
+        """The number of a node, once all ranks have started."""
+        number: int = ray.get(self.queue.node_rank.remote(self.attempt, node))
+        return number
 
     def send_beat(self, beat: Beat, answer: Answer | None) -> Reply:
         """Sends a heartbeat and an answer, and waits for the driver's reply."""
-        call = self.queue.beat.remote(self.attempt, self.rank, beat, answer)
-        stop, question, number = ray.get(call)
-        return Reply(stop=stop, question=question, number=number)
+        call = self.above.beat.remote(self.attempt, self.rank, beat, answer)
+        orders: Orders = ray.get(call)
+        return Reply(stop=orders.stop, question=orders.question, number=orders.number)
 
     def on_reply(self, reply: Reply) -> None:
         """Notes whether to stop."""
@@ -271,7 +339,9 @@ def surroundings(job: Job, place: Place, channel: RayChannel, node_rank: int) ->
         node_rank: The number of the worker's node.
     """
     with worker_output(job, place.rank), contextlib.ExitStack() as stack:
-        heartbeats = HeartbeatThread(channel.heartbeat, channel.send_beat, channel.on_reply)
+        heartbeats = HeartbeatThread(
+            channel.heartbeat, channel.send_beat, channel.on_reply, rank=place.rank
+        )
         stack.callback(heartbeats.close)
         if place.local_rank == 0:
             every = job.config.tracking.system_metrics_every

@@ -8,7 +8,7 @@ looked for; a worker that only lost its peer is a consequence. What to do about 
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -50,8 +50,8 @@ class NotStarted(Exception):
     """Workers have their places, but did not start in time; the message says which."""
 
 
-def _is_alive(node: str) -> bool:
-    return True
+def _none_lost(nodes: Collection[str]) -> set[str]:
+    return set()
 
 
 def _is_reachable() -> bool:
@@ -63,14 +63,14 @@ class Nodes:
     """What can be asked about nodes. By default there is only this machine, which lives.
 
     Args:
-        is_alive: Whether a node lives, by its id.
+        lost: Which of these nodes, by their ids, do not live any more.
         oom_kills: How many processes of a node the kernel has ended for lack of memory; None if the
             node does not answer.
         preempted: The reasons of preemption notices so far, by the node's id.
         reachable: Whether nodes can be asked from this process at all.
     """
 
-    is_alive: Callable[[str], bool] = _is_alive
+    lost: Callable[[Collection[str]], set[str]] = _none_lost
     oom_kills: Callable[[str], int | None] = lambda node: oom_kills()
     preempted: dict[str, str] = field(default_factory=dict)
     reachable: Callable[[], bool] = _is_reachable
@@ -138,8 +138,10 @@ def _crash(rank: int | None, error: BaseException, state: State) -> Failure | No
         return None
     other_ranks = sorted(state.workers.keys() - {rank})
     ranks = other_ranks if rank is None else [rank, *other_ranks]
+    read_bytes = crash.bytes_of_each_log(len(ranks))
     for suspect in ranks:
-        died_by = crash.fatal_signal(state.logs / f"rank-{suspect}.log", state.log_sizes)
+        log = state.logs / f"rank-{suspect}.log"
+        died_by = crash.fatal_signal(log, state.log_sizes, read_bytes)
         if died_by is None:
             continue
         signal_name, where = died_by
@@ -185,8 +187,9 @@ def _cause(rank: int | None, error: BaseException, state: State) -> tuple[Kind, 
 def _death_of_peer(rank: int | None, state: State) -> tuple[Kind, str]:
     """What became of the peer that a rank has lost."""
     workers = [info for _, info in sorted(state.workers.items())]
+    lost_nodes = state.nodes.lost({info.node for info in workers})
     for info in workers:
-        if not state.nodes.is_alive(info.node):
+        if info.node in lost_nodes:
             return _lost_with_node(info, state)
     for info in workers:
         if _has_ended_here(info):
@@ -201,10 +204,9 @@ def _death(rank: int | None, error: WorkerLost, state: State) -> tuple[Kind, str
     """
     info = state.workers.get(rank) if rank is not None else None
     who = str(info or error) or _name_worker(rank, state)
-    if info is not None:
-        node_died = "node died" in error.details.lower() or not state.nodes.is_alive(info.node)
-        if node_died:
-            return _lost_with_node(info, state)
+    node_died = "node died" in error.details.lower()
+    if info is not None and (node_died or state.nodes.lost({info.node})):
+        return _lost_with_node(info, state)
     if "OUT_OF_MEMORY" in error.details or "OutOfMemory" in error.details:
         return (
             Kind.OUT_OF_MEMORY,

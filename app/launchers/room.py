@@ -103,9 +103,16 @@ def free_by_node(excluded: Sequence[str]) -> dict[str, Counter[str]]:
     return free
 
 
-def is_placed() -> bool:
-    """Whether the workers' placement group has its places."""
-    return any(entry["state"] == "CREATED" for entry in _groups_of_this_job())
+def placed_nodes() -> list[str]:
+    """Ids of the nodes on which the workers have their places; [] if they have none yet."""
+    return list(
+        dict.fromkeys(
+            node
+            for entry in _groups_of_this_job()
+            if entry["state"] == "CREATED"
+            for node in entry["bundles_to_node_id"].values()
+        )
+    )
 
 
 def remove_groups_but(kept: Collection[str], per_worker: Resources) -> None:
@@ -145,7 +152,7 @@ def _groups_of_this_job() -> list[dict[str, Any]]:
 def ray_nodes() -> Nodes:
     """What can be asked about the nodes of a Ray cluster."""
     return Nodes(
-        is_alive=lambda node: any(living.id == node for living in living_nodes()),
+        lost=lambda nodes: set(nodes) - {node["NodeID"] for node in ray.nodes() if node["Alive"]},
         oom_kills=lambda node: on_node(node, oom_kills, seconds=ANSWER_SECONDS),
     )
 

@@ -7,6 +7,8 @@ workers that find the newest commit by themselves.
 """
 
 import time
+from collections import defaultdict
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from app.errors import Interrupted
@@ -39,7 +41,11 @@ from app.training.job import Job
 END_SECONDS = 10.0
 """How long an attempt may take to end after the rank that hung was killed."""
 NAMED_WORKERS = 8
-"""How many missing workers a sentence names."""
+"""How many workers a sentence names."""
+KEPT_RECORDS = 8
+"""How many ranks' last collectives are kept after a hang, of a megabyte each."""
+STACKS_CHARACTERS = 4_000_000
+"""How much of the stacks is kept after a hang."""
 
 
 class Supervisor:
@@ -141,12 +147,12 @@ class Supervisor:
                 driver.check()
                 if hang_failures:
                     continue
-                hang = detector.update(poll.statuses, now)
+                hang = detector.update(poll.statuses, now, poll.silent)
                 if hang is not None:
                     hang_failures = self._end_hang(hang)
                     deadline = now + END_SECONDS
                     continue
-                start_failure = self._start_failure(job, poll, now)
+                start_failure = self._start_failure(job, poll, now, begun=detector.statuses.keys())
                 if start_failure:
                     return start_failure
                 if self.elastic is not None and not driver.starting and not pause_to_grow:
@@ -169,7 +175,7 @@ class Supervisor:
         if poll.ended:
             self.driver.workers_lost()
 
-    def _start_failure(self, job: Job, poll: Poll, now: float) -> Failures:
+    def _start_failure(self, job: Job, poll: Poll, now: float, *, begun: Set[int]) -> Failures:
         """The failure of workers that do not start; empty while they may still start.
 
         Either their places do not come, or one of them does not begin.
@@ -178,6 +184,7 @@ class Supervisor:
             job: What is trained.
             poll: The newest.
             now: Seconds of the monotonic clock.
+            begun: The ranks that have begun.
         """
         if not poll.placed:
             self.placed_clock = None
@@ -187,16 +194,17 @@ class Supervisor:
         if self.placed_clock is None:
             self.placed_clock = now
         start_seconds = job.config.fault.start_seconds
-        missing = sorted(set(range(job.layout.dims.world_size)) - poll.statuses.keys())
-        if not missing or now - self.placed_clock <= start_seconds:
+        world_size = job.layout.dims.world_size
+        if len(begun) == world_size or now - self.placed_clock <= start_seconds:
             return {}
+        missing = sorted(set(range(world_size)) - begun)
         ranks = ", ".join(map(str, missing[:NAMED_WORKERS]))
         return {None: NotStarted(f"worker {ranks} did not start within {start_seconds:g} s")}
 
     def _end_hang(self, hang: Hang) -> dict[int | None, BaseException]:
         """Ends the rank that holds up the others, and those that do not answer.
 
-        Every rank's stack and last collectives are kept with the MLflow run.
+        The stacks, and some ranks' last collectives, are kept with the MLflow run.
 
         Returns:
             The failure of that rank.
@@ -206,11 +214,13 @@ class Supervisor:
         self.hangs += 1
         driver.count_hangs(self.hangs)
         self._keep_stacks()
-        records = self._keep_flight_records()
+        answers = self.workers.ask("collectives")
+        summaries = {rank: summary for rank, summary in answers.items() if summary}
         if not hang.silent:  # a rank that does not answer has no record
-            behind = rank_behind(records)
+            behind = rank_behind(summaries)
             if behind is not None and behind.rank != hang.rank:
                 hang = replace(hang, rank=behind.rank, why=f"{behind.why}; {hang.why}")
+        self._keep_flight_records(hang.rank, summaries.keys())
         who = self.infos.get(hang.rank, f"worker {hang.rank}")
         sentence = f"{who} {hang.why}"
         if not self.workers.restartable:
@@ -225,20 +235,23 @@ class Supervisor:
 
     def _keep_stacks(self) -> None:
         stacks = self.workers.ask("stack")
-        sections = [
-            f"--- {info}\n{stacks.get(rank, 'does not answer')}\n"
-            for rank, info in sorted(self.infos.items())
-        ]
-        self.driver.tracker.text("\n".join(sections), f"hangs/step-{self.driver.step}.txt")
+        text = stacks_text(self.infos, stacks)
+        self.driver.tracker.text(text, f"hangs/step-{self.driver.step}.txt")
 
-    def _keep_flight_records(self) -> dict[int, str]:
-        """Keeps the records of the ranks that have some, and returns them by rank."""
+    def _keep_flight_records(self, blamed: int, ranks: Set[int]) -> None:
+        """Keeps the records of the rank that is blamed, and of the first of others.
+
+        Args:
+            blamed: The rank.
+            ranks: Those that have a record.
+        """
         driver = self.driver
-        answers = self.workers.ask("flight_recorder")
-        records = {rank: record for rank, record in answers.items() if record}
+        kept = [rank for rank in dict.fromkeys([blamed, *sorted(ranks)]) if rank in ranks]
+        if not kept:
+            return
+        records = self.workers.ask("flight_recorder", kept[:KEPT_RECORDS])
         for rank, record in records.items():
             driver.tracker.text(record, f"hangs/step-{driver.step}-rank-{rank}.json")
-        return records
 
     # --- between attempts -------------------------------------------------------------------------
 
@@ -321,3 +334,29 @@ class Supervisor:
         while time.monotonic() < deadline:
             self.driver.check()
             time.sleep(0.1)
+
+
+def stacks_text(infos: Mapping[int, WorkerInfo], stacks: Mapping[int, str]) -> str:
+    """The stacks of all workers for a person; workers with the same stack share it.
+
+    Args:
+        infos: The workers by rank.
+        stacks: What they have answered.
+    """
+    infos_by_stack: dict[str, list[WorkerInfo]] = defaultdict(list)
+    for rank, info in sorted(infos.items()):
+        infos_by_stack[stacks.get(rank, "does not answer")].append(info)
+    sections = []
+    characters = 0
+    # A stack that few have says more.
+    for stack, sharers in sorted(infos_by_stack.items(), key=lambda item: len(item[1])):
+        names = [f"--- {info}" for info in sharers[:NAMED_WORKERS]]
+        if len(sharers) > NAMED_WORKERS:
+            names.append(f"--- and {len(sharers) - NAMED_WORKERS:,} more")
+        section = "\n".join([*names, stack, ""])
+        characters += len(section)
+        if characters > STACKS_CHARACTERS:
+            sections.append("--- further stacks are left out")
+            break
+        sections.append(section)
+    return "\n".join(sections)

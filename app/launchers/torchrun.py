@@ -17,9 +17,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -31,15 +30,17 @@ from app import names as program_names
 from app.config import Config
 from app.console.terminal import worker_output
 from app.errors import Interrupted, UserError
+from app.launchers.aggregator import ANSWER_SECONDS, Answer, Beat, LastHeard
 from app.launchers.heartbeats import (
     SILENT,
     SILENT_SECONDS,
-    Answer,
-    Beat,
     HeartbeatThread,
     Reply,
+    with_ranks,
 )
 from app.launchers.local import LocalWorkers, TrainingThread
+from app.launchers.store import TIMEOUT as STORE_TIMEOUT
+from app.launchers.store import open_store
 from app.launchers.threads import take_share_of_node
 from app.launchers.workers import Poll, Status, kill_process
 from app.run.abort import abort, write_line
@@ -50,10 +51,8 @@ from app.training.job import Heartbeat, Job, Place, SilentChannel
 from strategies import registry
 from strategies.one_process import first_gpu_of_worker
 
-STORE_TIMEOUT = timedelta(minutes=30)
-"""How long ranks wait for one another."""
-ANSWER_SECONDS = 3.0
-"""How long ranks may take to answer a question."""
+KEYS_AT_ONCE = 1000
+"""How many keys of the store are read in one round trip."""
 PORT_KEY = "trireme/port"
 """Under this key torchrun's store has the port of rank 0's."""
 
@@ -243,9 +242,7 @@ def _open_store(rank: int) -> dist.Store:
         )
     agent_store = dist.TCPStore(host, port, is_master=False, timeout=STORE_TIMEOUT)
     if rank == 0:
-        store = dist.TCPStore(
-            host, 0, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT
-        )
+        store = open_store(host)
         agent_store.set(PORT_KEY, str(store.port))
         return store
     deadline = time.monotonic() + STORE_TIMEOUT.total_seconds()
@@ -276,8 +273,8 @@ class StoreHeartbeat:
 
     - `info/RANK`: a WorkerInfo
     - `beat/RANK`: the newest heartbeat
-    - `question`: a number and a question
-    - `answer/RANK`: a number and an answer
+    - `question`: a number and a question; numbers of ranks follow, if only these are to answer
+    - `answer/NUMBER/RANK`: an answer to the question of this number
     - `end`: host:pid of processes to end
 
     Ranks other than 0 end if rank 0's heartbeat stands still or cannot be read, because rank 0 is
@@ -313,7 +310,9 @@ class StoreHeartbeat:
         self.driver_info: WorkerInfo | None = None
         self.count = 0
         self.closed = threading.Event()
-        self.thread = HeartbeatThread(heartbeat, self.send, lambda reply: None, thread)
+        self.thread = HeartbeatThread(
+            heartbeat, self.send, lambda reply: None, thread, rank=self.rank
+        )
         if on_lost is not None and job.config.fault.hang_seconds > 0:
             watch = threading.Thread(
                 target=self._watch_driver, args=(on_lost,), daemon=True, name="watch"
@@ -330,13 +329,15 @@ class StoreHeartbeat:
         self.count += 1
         self.store.set(f"beat/{self.rank}", json.dumps((self.count, beat)))
         if answer is not None:
-            self.store.set(f"answer/{self.rank}", json.dumps(answer))
+            answered, text = answer
+            self.store.set(f"answer/{answered}/{self.rank}", text)
+            self.store.add(f"answers/{answered}", 1)
         self._end_processes()
         if self.rank:
             self._read_driver_beat()
         if not self.store.check(["question"]):
             return Reply()
-        number, question = self.store.get("question").decode().split()
+        number, question = self.store.get("question").decode().split(maxsplit=1)
         return Reply(question=question, number=int(number))
 
     def _end_processes(self) -> None:
@@ -388,7 +389,11 @@ class TorchrunWorkers(LocalWorkers):
         self.tell_job = tell_job
         self.heartbeat: StoreHeartbeat | None = None
         self.infos: dict[int, WorkerInfo] = {}
-        self.beats: dict[int, _ReceivedBeat] = {}
+        self.beats: dict[int, bytes] = {}
+        """The newest heartbeat of each rank that has begun, as it is in the store."""
+        self.heard = LastHeard[int]()
+        self.silent: frozenset[int] = frozenset()
+        """Ranks that have begun and do not answer."""
         self.read_clock = 0.0
         self.question = 0
         """The number of the newest question."""
@@ -410,43 +415,71 @@ class TorchrunWorkers(LocalWorkers):
         poll = super().poll(stop)
         now = time.monotonic()
         # The more ranks, the longer reading takes, and the more seldom it is done.
-        read_seconds = 0.25 + self.world_size / 1000
+        missing = self.world_size - len(self.infos)
+        read_seconds = 0.25 + missing / 1000 + self.world_size / 10_000
         if poll.ended is None and now - self.read_clock > read_seconds:
             self.read_clock = now
-            poll.events += self._read(now)
-        poll.statuses = {rank: received.status(now) for rank, received in self.beats.items()}
+            poll.events += self._read_infos()
+            poll.statuses = self._read_beats()
+        poll.silent = self.silent
         return poll
 
-    def _read(self, now: float) -> list[Event]:
-        """Reads heartbeats; returns events for ranks that are new."""
-        store = self.store
+    def _read_infos(self) -> list[Event]:
+        """Events for ranks that are new."""
+        if len(self.infos) == self.world_size:
+            return []
+        missing = [rank for rank in range(self.world_size) if rank not in self.infos]
+        keys = [f"beat/{rank}" for rank in missing]
+        if self.store.check(keys):
+            new_ranks = missing
+        else:
+            new_ranks = [rank for rank, key in zip(missing, keys) if self.store.check([key])]
         events: list[Event] = []
-        for rank in range(self.world_size):
-            if rank not in self.infos and store.check([f"info/{rank}"]):
-                self.infos[rank] = WorkerInfo(**json.loads(store.get(f"info/{rank}")))
-                events.append(WorkerStarted(info=self.infos[rank]))
-            if store.check([f"beat/{rank}"]):
-                raw = store.get(f"beat/{rank}")
-                previous = self.beats.get(rank)
-                if previous is None or previous.raw != raw:
-                    self.beats[rank] = _ReceivedBeat(raw, json.loads(raw)[1], now)
+        texts = self._get([f"info/{rank}" for rank in new_ranks])
+        for rank, text in zip(new_ranks, texts, strict=True):
+            self.infos[rank] = WorkerInfo(**json.loads(text))
+            events.append(WorkerStarted(info=self.infos[rank]))
         return events
 
-    def ask(self, question: str) -> dict[int, str]:
+    def _read_beats(self) -> dict[int, Status]:
+        """The status of each rank of which it is new; notes which do not answer."""
+        statuses: dict[int, Status] = {}
+        ranks = list(self.infos)
+        texts = self._get([f"beat/{rank}" for rank in ranks])
+        # After reading, which may take a while: no rank is silent because the driver is slow.
+        now = time.monotonic()
+        for rank, text in zip(ranks, texts, strict=True):
+            if self.beats.get(rank) == text:
+                continue
+            self.beats[rank] = text
+            self.heard.heard(rank, now)
+            _, beat = json.loads(text)
+            statuses[rank] = Status.of(beat)
+        self.silent = frozenset(self.heard.silent(now, ANSWER_SECONDS))
+        return statuses
+
+    def _get(self, keys: list[str]) -> list[bytes]:
+        """The values of keys that exist, in few round trips."""
+        values: list[bytes] = []
+        for start in range(0, len(keys), KEYS_AT_ONCE):
+            values += self.store.multi_get(keys[start : start + KEYS_AT_ONCE])
+        return values
+
+    def ask(self, question: str, ranks: Collection[int] = ()) -> dict[int, str]:
         """See `Workers`."""
         store = self.store
         self.question += 1
-        store.set("question", f"{self.question} {question}")
-        answers: dict[int, str] = {}
+        number = self.question
+        store.set("question", f"{number} {with_ranks(question, ranks)}")
+        asked = list(ranks or range(self.world_size))
         deadline = time.monotonic() + ANSWER_SECONDS
-        while len(answers) < self.world_size and time.monotonic() < deadline:
-            for rank in set(range(self.world_size)) - answers.keys():
-                if store.check([f"answer/{rank}"]):
-                    number, text = json.loads(store.get(f"answer/{rank}"))
-                    if number == self.question:
-                        answers[rank] = text
+        while time.monotonic() < deadline and store.add(f"answers/{number}", 0) < len(asked):
             time.sleep(0.05)
-        return answers
+        # A rank that could not be sure of its answer's arrival has sent, and counted, it again.
+        if not store.check([f"answer/{number}/{rank}" for rank in asked]):
+            asked = [rank for rank in asked if store.check([f"answer/{number}/{rank}"])]
+        texts = self._get([f"answer/{number}/{rank}" for rank in asked])
+        return {rank: text.decode() for rank, text in zip(asked, texts, strict=True)}
 
     def kill(self, infos: list[WorkerInfo]) -> None:
         """Ends processes of this host, and has other hosts end theirs; torchrun ends the rest."""
@@ -460,26 +493,6 @@ class TorchrunWorkers(LocalWorkers):
         """Sends no more heartbeats."""
         if self.heartbeat is not None:
             self.heartbeat.close()
-
-
-@dataclass(frozen=True)
-class _ReceivedBeat:
-    """A rank's newest heartbeat.
-
-    Args:
-        raw: As it is in the store.
-        beat: What it says.
-        clock: When it came, in seconds of the monotonic clock.
-    """
-
-    raw: bytes
-    beat: Beat
-    clock: float
-
-    def status(self, now: float) -> Status:
-        phase, step, ticks, waiting = self.beat
-        age = now - self.clock
-        return Status(phase=phase, step=step, ticks=ticks, waiting=waiting, age=age)
 
 
 def tell(message: Job | Exception | None) -> None:

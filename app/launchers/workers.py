@@ -4,13 +4,16 @@ ray_train.py   workers of Ray Train's TorchTrainer   torchrun.py  processes of t
 actors.py      Ray actors, placed stage by stage     local.py     a thread of this process
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from app.launchers.aggregator import Beat
 from app.tracking.environment import SystemSampler
 from app.training.events import Event, SystemSampled, WarningIssued, WorkerInfo
 from app.training.job import Channel, Job
@@ -28,14 +31,18 @@ class Status:
         step: Optimizer steps taken.
         ticks: Grows with every batch of an evaluation.
         waiting: Whether the training thread is in a collective, or waits for a transfer.
-        age: Seconds since the heartbeat arrived.
     """
 
     phase: str
     step: int
     ticks: int
     waiting: bool
-    age: float
+
+    @classmethod
+    def of(cls, beat: Beat) -> Status:
+        """The status that a heartbeat tells."""
+        phase, step, ticks, waiting = beat
+        return cls(phase=phase, step=step, ticks=ticks, waiting=waiting)
 
 
 @dataclass(kw_only=True)
@@ -44,7 +51,8 @@ class Poll:
 
     Args:
         events: New events of the workers.
-        statuses: The status of every rank that has begun.
+        statuses: The status of each rank of which it is new.
+        silent: All ranks that have begun and do not answer.
         ended: What ended the attempt; None while it runs.
         placed: Whether every worker has its place in Ray, so that it must begin within
             fault.start_seconds.
@@ -52,6 +60,7 @@ class Poll:
 
     events: list[Event] = field(default_factory=list)
     statuses: dict[int, Status] = field(default_factory=dict)
+    silent: frozenset[int] = frozenset()
     ended: Failures | None = None
     placed: bool = False
 
@@ -77,6 +86,12 @@ def kill_process(pid: int) -> None:
     """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
+
+
+def kill_processes(pids: Sequence[int]) -> None:
+    """Ends several workers' processes on this machine at once; see `kill_process`."""
+    for pid in pids:
+        kill_process(pid)
 
 
 def start_system_sampler(channel: Channel, node: str, every: float) -> SystemSampler:
@@ -116,11 +131,12 @@ class Workers(Protocol):
             stop: Whether the workers are to save and stop.
         """
 
-    def ask(self, question: str) -> dict[int, str]:
-        """Asks every rank, and collects the answers of a few seconds.
+    def ask(self, question: str, ranks: Collection[int] = ()) -> dict[int, str]:
+        """Asks ranks, and collects the answers of a few seconds.
 
         Args:
-            question: "stack" or "flight_recorder".
+            question: See `heartbeats.Reply`.
+            ranks: Those who are to answer; none means all.
 
         Returns:
             The answers by rank.

@@ -22,6 +22,7 @@ from app.run.progress import ProgressFile
 from app.run.stopping import stop_signals
 from app.tracking.environment import environment_text
 from app.tracking.settings import Settings
+from app.tracking.system import SystemMetrics
 from app.tracking.tracker import Tracker
 from app.training.events import (
     CheckpointSaved,
@@ -94,6 +95,8 @@ class Driver:
         """Why the run cannot continue, as another thread has found; "" if it can."""
         self.stopping = False
         """Whether the run is to save and stop."""
+        self.system = SystemMetrics(config.tracking.system_metrics_every)
+        """Chooses what MLflow gets of the nodes' metrics."""
         self.metrics = RunMetrics(run.manifest.name)
         """Prometheus metrics for the cluster's operators."""
         self.tracker = tracker or Tracker(
@@ -238,7 +241,9 @@ class Driver:
             case MetricsLogged():
                 self.metrics_logged(event)
             case SystemSampled(time=unix_time, values=values):
-                self.tracker.system_metrics(values, unix_time)
+                logged = self.system.add(unix_time, values)
+                if logged:
+                    self.tracker.system_metrics(logged, unix_time)
             case CheckpointSaved():
                 self._checkpoint_saved(event)
             case FilesWritten(folder=folder):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from app import checkpoint
 from app.checkpoint import FROZEN, Checkpointer, CheckpointError, Commit
-from app.checkpoint.commit import Mode
+from app.checkpoint.commit import Mode, find_together
 from app.checkpoint.ranks import Ranks
 from app.errors import NonFiniteError, UserError
 from app.storage.lease import is_current, read_lease
@@ -105,9 +105,8 @@ class Persistence:
         self.frozen = {name for name, parameter in named if not parameter.requires_grad}
         self.frozen_saved = False
         self.frozen_checkpointer: Checkpointer | None = None
-        if any(
-            Ranks().all_gather(bool(self.frozen))
-        ):  # every stage of a pipeline makes one, or none does
+        (some_are_frozen,) = Ranks().any(bool(self.frozen))
+        if some_are_frozen:  # every stage of a pipeline makes one, or none does
             self.frozen_checkpointer = Checkpointer(
                 f"{job.checkpoints}/{FROZEN}",
                 keep_last=1,
@@ -384,17 +383,23 @@ class Persistence:
 
         What the other run has logged stays with it.
         """
-        self._load(checkpoint.find(self.job.fork), progress)
+        self._load(self._find(self.job.fork), progress)
         self.frozen_saved = False
         self.saved_step = -1
         progress.ended = False
         progress.events = []
 
+    def _find(self, path: str) -> Commit:
+        """The checkpoint that a path means, as rank 0 finds it."""
+        commit = find_together(lambda: checkpoint.find(path), Ranks())
+        assert commit is not None
+        return commit
+
     def _load_weights(self, path: str | None) -> None:
         if not path:
             return
         state = {"model": self.parallel.model_state()}
-        checkpoint.load(checkpoint.find(path), state)
+        checkpoint.load(self._find(path), state)
         self.parallel.load_model_state(state["model"])
 
 

@@ -16,6 +16,7 @@ BENCHMARKS = {
     "one-gpu": "trainings on one GPU beside what the plan says of their step and memory",
     "published": "what the plain plan command says of published runs, by kind, size and GPU",
     "laws": "laws of scaling beside published series, fitted to their two smallest numbers of GPUs",
+    "scale-out": "what the control plane costs up to 16,384 ranks, which are simulated",
     "chaos": "kills of anything at any moment: what is lost, and seconds to the next step",
 }
 """By name, what a benchmark measures; each is a module of this folder, or the folder gpu_first."""

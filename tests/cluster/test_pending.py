@@ -1,9 +1,11 @@
 """Why something is pending: which bundle, which node type, which limit, and who holds the rest."""
 
+from random import Random
+
 import pytest
 
 from cluster import ClusterError
-from cluster.pending import AutoscalerReport, Diagnosis, check_feasible, diagnose
+from cluster.pending import AutoscalerReport, Diagnosis, check_feasible, diagnose, place
 from cluster.shape import ClusterShape, NodeState, NodeType, node_type
 
 pytestmark = pytest.mark.pure
@@ -171,3 +173,39 @@ def test_a_worker_larger_than_any_node_is_refused() -> None:
     sentence = r"can ever hold a worker of GPU 9: the largest has 8 GPUs"
     with pytest.raises(ClusterError, match=sentence):
         check_feasible(SHAPE, "1", {"GPU": 9.0})
+
+
+def _place_slowly(demand: list[dict[str, float]], nodes: list[NodeState]) -> tuple[int, int | None]:
+    """Each bundle on the fullest node with room, by looking at every node."""
+    free = [dict(node.available) for node in nodes]
+    missing = []
+    for number, bundle in enumerate(demand):
+        fitting = [
+            room
+            for room in free
+            if all(room.get(name, 0.0) + 1e-9 >= amount for name, amount in bundle.items())
+        ]
+        if not fitting:
+            missing.append(number)
+            continue
+        room = min(fitting, key=lambda room: sum(room.get(name, 0.0) for name in bundle))
+        for name, amount in bundle.items():
+            room[name] = room.get(name, 0.0) - amount
+    return len(demand) - len(missing), missing[0] if missing else None
+
+
+def test_bundles_are_placed_as_if_every_node_were_looked_at() -> None:
+    random = Random(7)
+    outcomes = set()
+    for _ in range(300):
+        nodes = [
+            node("", "", {"CPU": random.randrange(5), "GPU": random.randrange(3), "memory": i})
+            for i in range(random.randrange(1, 8))
+        ]
+        demand = [
+            {name: random.choice((0.0, 0.5, 1.0, 2.0)) for name in names}
+            for names in random.choices((["CPU"], ["GPU"], ["CPU", "GPU"]), k=random.randrange(12))
+        ]
+        outcomes.add(place(demand, nodes))
+        assert place(demand, nodes) == _place_slowly(demand, nodes)
+    assert len(outcomes) > 20

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import DistBackendError
 
 from app.checkpoint import CheckpointError
-from app.launchers.blame import rank_behind
+from app.launchers.blame import rank_behind, summary
 from app.launchers.failure_policy import (
     Action,
     Capacity,
@@ -240,7 +240,7 @@ def test_a_failure_is_laid_to_its_true_cause_in_one_sentence(
     tmp_path: Path,
 ) -> None:
     nodes = Nodes(
-        is_alive=lambda name: alive or name != "n3",
+        lost=lambda nodes: set() if alive else set(nodes) & {"n3"},
         oom_kills=lambda name: kills,
         preempted={"n3": notice} if notice else {},
     )
@@ -256,7 +256,7 @@ def test_a_failure_is_laid_to_its_true_cause_in_one_sentence(
 
 # --- heartbeats -----------------------------------------------------------------------------------
 
-status = partial(Status, phase="training", step=9, ticks=0, waiting=False, age=0.5)
+status = partial(Status, phase="training", step=9, ticks=0, waiting=False)
 
 
 def trained(hang_seconds: float, gaps: list[float]) -> tuple[HangDetector, float]:
@@ -264,6 +264,8 @@ def trained(hang_seconds: float, gaps: list[float]) -> tuple[HangDetector, float
     detector = HangDetector(hang_seconds, 0.0)
     time = 0.0
     for step, gap in enumerate([100.0, *gaps]):  # loading may take long before the first step
+        for second in range(0, int(gap), 3):  # the driver is not stopped
+            assert detector.update({}, time + second) is None
         time += gap
         assert detector.update({0: status(step=step), 1: status(step=step)}, time) is None
     return detector, time
@@ -271,10 +273,10 @@ def trained(hang_seconds: float, gaps: list[float]) -> tuple[HangDetector, float
 
 WAITS = status(waiting=True)
 TRAINS = status()
-UNREACHABLE = status(age=4.0)
+SILENT = status(phase="training")
 EVALUATES = status(phase="evaluating")
 STARTS = status(phase="starting", step=0)
-MUTE = status(phase="starting", step=0, age=30.0)
+MUTE = status(phase="starting", step=0)
 STEADY = [1.0] * 8
 QUICK = [0.1] * 8
 
@@ -282,8 +284,8 @@ QUICK = [0.1] * 8
 @pytest.mark.parametrize(
     ("hang_seconds", "gaps", "first", "second", "expected_seconds", "rank", "reason"),
     [
-        (10.0, STEADY, WAITS, UNREACHABLE, 20, 1, "does not answer"),
-        (10.0, STEADY, UNREACHABLE, UNREACHABLE, 20, 0, "does not answer"),
+        (10.0, STEADY, WAITS, SILENT, 20, 1, "does not answer"),
+        (10.0, STEADY, SILENT, SILENT, 20, 0, "does not answer"),
         (10.0, STEADY, WAITS, TRAINS, 20, 1, "has been training after step 9"),
         (10.0, STEADY, WAITS, status(step=8, waiting=True), 20, 1, "after step 8"),
         (10.0, STEADY, WAITS, EVALUATES, 70, 1, "has been evaluating"),
@@ -311,19 +313,30 @@ def test_a_hang_is_noticed_in_time_and_laid_to_the_rank_that_causes_it(
     reason: str,
 ) -> None:
     statuses = {0: first, 1: second}
+    silent = {rank for rank, status in statuses.items() if status is SILENT or status is MUTE}
     detector, time = trained(hang_seconds, gaps)
-    detector.update(statuses, time)
+    detector.update(statuses, time, silent)
     hang = None
     seconds = None
     for tenth in range(18_200 if expected_seconds else 17_000):
-        hang = detector.update(statuses, time + tenth / 10)
+        hang = detector.update({}, time + tenth / 10, silent)
         if hang:
             seconds = tenth / 10
             break
     assert seconds == pytest.approx(expected_seconds, abs=0.2)
     if hang:
         assert hang.rank == rank and reason in hang.why
-        assert hang.silent == {rank for rank, status in statuses.items() if status.age > 3}
+        assert hang.silent == silent
+
+
+def test_a_driver_that_was_stopped_itself_starts_to_look_anew() -> None:
+    """As on a laptop that sleeps: nothing has moved, but nobody hangs."""
+    detector, time = trained(2.0, QUICK)
+    detector.update({1: TRAINS}, time)
+    assert detector.update({}, time + 65, {0, 1}) is None
+    assert detector.update({}, time + 66, {0, 1}) is None
+    hang = detector.update({}, time + 69.1, {1})
+    assert hang is not None and hang.rank == 1
 
 
 def test_any_sign_of_progress_ends_a_pause() -> None:
@@ -477,11 +490,17 @@ CASES: dict[str, tuple[dict[int, str], int | None, str]] = {
 }
 
 
+def summaries(records: dict[int, str]) -> dict[int, str]:
+    """What the ranks with a record tell the driver of it."""
+    by_rank = {rank: summary(rank, record) for rank, record in records.items()}
+    return {rank: text for rank, text in by_rank.items() if text}
+
+
 @pytest.mark.parametrize(("records", "rank", "reason"), CASES.values(), ids=CASES)
 def test_the_rank_that_the_others_wait_for(
     records: dict[int, str], rank: int | None, reason: str
 ) -> None:
-    blame = rank_behind(records)
+    blame = rank_behind(summaries(records))
     if rank is None:
         assert blame is None
     else:
@@ -500,7 +519,12 @@ def test_a_hang_is_laid_to_the_rank_behind_and_not_to_rank_0(
     silent_ranks: list[int], case: str, ended_rank: int, message: str
 ) -> None:
     """All ranks wait in `.cpu()`, so heartbeats alone would name the first."""
-    workers = mock.Mock(restartable=True, ask={"flight_recorder": CASES[case][0], "stack": {}}.get)
+    answers = {
+        "stack": {},
+        "collectives": summaries(CASES[case][0]),
+        "flight_recorder": CASES[case][0],
+    }
+    workers = mock.Mock(restartable=True, ask=answers.get)
     supervisor = Supervisor(workers, mock.Mock(step=9))
     supervisor.infos = {rank: WorkerInfo(rank=rank, pid=0, ip="", node="") for rank in range(4)}
     hang = Hang(0, "has been training for 20 s without progress", frozenset(silent_ranks))

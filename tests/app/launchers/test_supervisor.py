@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from app.launchers.elastic import Elastic, count_workers, limits_of
+from app.launchers.elastic import Elastic, limits_of, room_by_node
 from app.launchers.failure_policy import Limits
 from app.launchers.recovery import Nodes
 from app.launchers.supervisor import Supervisor
@@ -53,6 +53,8 @@ class Scene:
         self, cpus_by_node: Mapping[str, float] = dict.fromkeys("abcd", 1.0), **fault_options: float
     ) -> None:
         self.nodes = {name: {"CPU": cpu} for name, cpu in cpus_by_node.items()}
+        self.late_rank = -1
+        """A rank that does not begin; -1: all do."""
         overrides = [
             f"fault.{key}={value}"
             for key, value in ({"elastic_seconds": 0.0} | fault_options).items()
@@ -79,7 +81,7 @@ class Scene:
             run, first.config, mock.Mock(say=self.said.append), settings, tracker=tracker
         )
         self.driver.progress = mock.Mock()
-        nodes = Nodes(is_alive=lambda node: node in self.nodes, oom_kills=lambda node: 0)
+        nodes = Nodes(lost=lambda nodes: set(nodes) - self.nodes.keys(), oom_kills=lambda node: 0)
         self.supervisor = Supervisor(self, self.driver, self.elastic, nodes=nodes)  # type: ignore[arg-type]
 
     def go(self, *attempts: Any) -> list[int]:
@@ -120,16 +122,17 @@ class Scene:
             for rank, name in enumerate(places)
         ]
         self.attempt = next(self.left)
-        self.statuses: dict[int, Status] = {}
+        self.begun = False
 
     def poll(self, stop: bool) -> Poll:
-        if not self.statuses and self.attempt is not finds_no_place:
-            status = Status(phase="training", step=0, ticks=0, waiting=True, age=0.0)
-            self.statuses = {info.rank: status for info in self.infos}
-            events = [WorkerStarted(info=info) for info in self.infos]
-            return Poll(events=events, statuses=self.statuses, placed=True)
-        ended = self.attempt(self)
-        return Poll(statuses=self.statuses, ended=ended, placed=bool(self.statuses))
+        if not self.begun and self.attempt is not finds_no_place:
+            self.begun = True
+            status = Status(phase="training", step=0, ticks=0, waiting=True)
+            begun = [info for info in self.infos if info.rank != self.late_rank]
+            statuses = {info.rank: status for info in begun}
+            events = [WorkerStarted(info=info) for info in begun]
+            return Poll(events=events, statuses=statuses, placed=True)
+        return Poll(ended=self.attempt(self), placed=self.begun)
 
 
 Attempt = Callable[[Scene], Failures | None]
@@ -214,10 +217,10 @@ def test_an_excluded_node_is_used_again_when_the_other_node_goes() -> None:
 
 def test_a_worker_that_does_not_start_in_time_is_a_failure() -> None:
     def waits(scene: Scene) -> Failures | None:
-        scene.statuses.pop(2, None)
         return None
 
     scene = Scene(start_seconds=0.2)
+    scene.late_rank = 2
     scene.go(waits, finishes)
     assert "worker 2 did not start within 0.2 s" in scene.said[0]
 
@@ -279,8 +282,8 @@ def test_nodes_that_come_back_one_after_another_cost_one_pause(
 
 def test_room_is_counted_by_node() -> None:
     nodes = {"a": {"CPU": 1.5, "GPU": 2.0}, "b": {"CPU": 0.9}, "c": {"CPU": 8.0, "GPU": 1.0}}
-    assert count_workers({"CPU": 0.5}, nodes) == 3 + 1 + 16
-    assert count_workers({"CPU": 1.0, "GPU": 1.0}, nodes) == 1 + 0 + 1
+    assert sorted(room_by_node({"CPU": 0.5}, nodes).values()) == [1, 3, 16]
+    assert sorted(room_by_node({"CPU": 1.0, "GPU": 1.0}, nodes).values()) == [0, 1, 1]
 
 
 def test_a_run_waits_longer_where_an_autoscaler_may_add_nodes() -> None:

@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import ray
 import torch
+from torch.distributed import TCPStore
 
 from app.config.io import with_values
 from app.errors import UserError
 from app.launchers import ray_workers, threads, train
 from app.launchers.actors import Placement, placement, resources_of_stages
 from app.launchers.ray_launch import ray_is_gone, resources_to_ask_for, when_over
+from app.launchers.store import open_store
 from app.launchers.torchrun import Environment
 from app.launchers.workers import kill_process
 from app.run.prepare import Prepared, with_idle_gpus
@@ -338,3 +341,18 @@ def test_slurm_tells_how_many_processes_a_node_has(
     process = {"SLURM_PROCID": "7", "SLURM_NTASKS": "11", "SLURM_LOCALID": "1"}
     read = Environment.read(process | variables)
     assert read == Environment(rank=7, world_size=11, local_rank=1, local_world_size=expected)
+
+
+@pytest.mark.parametrize(
+    ("host", "address"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1")]
+)
+def test_a_store_for_one_machine_is_not_reachable_from_another(host: str, address: str) -> None:
+    store = open_store(host)
+    listening = [
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == store.port
+    ]
+    assert listening == [address]
+    TCPStore(host, store.port, is_master=False).set("key", "value")
+    assert store.get("key") == b"value"
