@@ -64,7 +64,7 @@ def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()
         )
     if train.batch_schedule and is_engine:
         raise UserError(
-            f"train.batch_schedule is not for {layout.name}, whose engine is started for one batch: "
+            f"train.batch_schedule is not for {layout.name}, whose engine starts with one batch: "
             "use fsdp"
         )
     is_evaluated = task.eval_data() is not None and train.eval_every is not None
