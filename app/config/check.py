@@ -6,6 +6,7 @@ from functools import reduce
 from typing import Any
 
 from app.config import Config
+from app.config.batch_schedule import schedule_mistake
 from app.config.words import meant_value
 from app.errors import UserError, nearest
 from strategies.dims import unknown_strategy
@@ -177,6 +178,12 @@ def _training(config: Config) -> Iterator[str]:
     ema_decay = config.train.ema_decay
     if ema_decay is not None and not 0 < ema_decay < 1:
         yield f"train.ema_decay is {ema_decay}, but it must be between 0 and 1, such as 0.999"
+    mistake = schedule_mistake(config.train.batch_schedule)
+    if mistake:
+        yield (
+            f"train.batch_schedule is {config.train.batch_schedule}, but {mistake}: "
+            "write for instance 'train.batch_schedule=[[0,32],[200000,64]]'"
+        )
     if config.optimizer.lr_scaling != "none" and config.optimizer.lr_batch_size is None:
         yield (
             f"optimizer.lr_scaling is {config.optimizer.lr_scaling}, but optimizer.lr_batch_size "

@@ -314,6 +314,11 @@ def _merge(tree: DictConfig, values: DictConfig, place: str) -> DictConfig:
             merged = OmegaConf.merge(merged, {"train": {"epochs": None}})
         if has_epochs and not has_steps:
             merged = OmegaConf.merge(merged, {"train": {"steps": None}})
+        # Likewise a batch that is read after a schedule of batches.
+        has_batch = _has_value(values, "train.global_batch_size")
+        has_schedule = _has_value(values, "train.batch_schedule")
+        if has_batch and not has_schedule:
+            merged = OmegaConf.merge(merged, {"train": {"batch_schedule": []}})
     except ConfigKeyError as error:
         key = error.full_key or ""
         raise UserError(f"there is no key {error.full_key!r} ({place}){_key_hint(key)}") from error
@@ -374,7 +379,7 @@ def _misfit(error: Exception, values: DictConfig, place: str) -> str:
             f"{key} ({place}) is {written!r}, "
             f"but it must be a list: write for instance '{key}={example}'"
         )
-    item = re.fullmatch(r"(.+)\[\d+\]", key)
+    item = re.fullmatch(r"(.+?)(?:\[\d+\])+", key)
     full_key = item[1] if item else key
     hint = _hint_of(full_key)
     if hint is None:
@@ -418,4 +423,8 @@ def _validated(tree: DictConfig, mistakes: list[str]) -> Config:
         raise UserError(f"the configuration cannot be resolved: {reason}") from error
     assert isinstance(config, Config)
     validate(config, mistakes)
+    if config.train.batch_schedule:
+        # What has to fit, in memory or among workers, is the largest batch.
+        largest = config.train.batches.largest
+        config = _with_value(config, "train.global_batch_size", largest)
     return config

@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from app.config.batch_schedule import BatchSchedule
 from strategies.options import Options
 
 
@@ -83,7 +84,13 @@ class TrainConfig:
     epochs: Optional[float] = None
     """Passes over the training data to train for in all. Give this or train.steps."""
     global_batch_size: int = 64
-    """Samples per optimizer step, over all workers together."""
+    """Samples per optimizer step, over all workers together. With train.batch_schedule: its
+    largest."""
+    batch_schedule: list[list[int]] = field(default_factory=list)
+    """Global batches that follow one another: [[0, 32], [200_000, 64]] is 32 until 200,000 samples
+    have been seen (those of a run that is forked count), and then 64. optimizer.lr_scaling lets the
+    rate follow, and schedule.name is then a curve over samples; whatever else counts steps counts
+    steps. Empty: always train.global_batch_size."""
     micro_batch_size: Optional[int] = None
     """Samples that one worker computes at once; gradients are accumulated over its share of the
     global batch. null: its whole share."""
@@ -121,6 +128,13 @@ class TrainConfig:
     """Processes per worker that load data, for data sets whose samples are costly to make. 0: a
     thread."""
 
+    @property
+    def batches(self) -> BatchSchedule:
+        """The global batch over the samples seen."""
+        if not self.batch_schedule:
+            return BatchSchedule.constant(self.global_batch_size)
+        return BatchSchedule(tuple((begin, batch) for begin, batch in self.batch_schedule))
+
     def steps_for(self, samples: int | None) -> int:
         """The number of optimizer steps in all; one epoch's if neither steps nor epochs is set.
 
@@ -130,6 +144,8 @@ class TrainConfig:
         if self.steps:
             return self.steps
         epochs = self.epochs or 1.0
+        if self.batch_schedule:
+            return max(1, self.batches.steps_until(math.ceil(epochs * (samples or 1))))
         return max(1, math.ceil(epochs * (samples or 1) / self.global_batch_size))
 
 

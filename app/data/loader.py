@@ -38,8 +38,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, default_convert
 
+from app.config.batch_schedule import BatchSchedule
 from app.data.mixture import order_of
-from app.data.order import HELD_OUT_SEED, shares
+from app.data.order import HELD_OUT_SEED, StepShare, shares
 from app.data.randomness import host_state, seed_sample
 from app.data.stream import examples, is_stream, stream_steps
 from app.errors import UserError
@@ -96,7 +97,7 @@ def train_batches(
     dataset: Dataset[Any],
     *,
     seed: int,
-    global_batch_size: int,
+    batches: BatchSchedule,
     micro_batch_size: int | None,
     dp_rank: int,
     dp_size: int,
@@ -110,17 +111,17 @@ def train_batches(
 ) -> Generator[list[Any]]:
     """This rank's micro-batches of each training step.
 
-    Every rank gets the same number of micro-batches, of which the last may be smaller (5 samples by
-    2: 2, 2, 1).
+    In a step every rank gets the same number of micro-batches, of which the last may be smaller (5
+    samples by 2: 2, 2, 1).
 
     Args:
         dataset: Map-style, a stream or a Mixture.
         seed: The run's seed.
-        global_batch_size: Samples of a step on all ranks; a multiple of `dp_size`.
+        batches: Samples of a step on all ranks; multiples of `dp_size`.
         micro_batch_size: Samples of a micro-batch; None means all of the rank's share.
         dp_rank: This rank's number among those that have different data.
         dp_size: The number of ranks that have different data.
-        samples_seen: The position in the run's stream at which a map-style data set continues.
+        samples_seen: The position in the run's stream at which it continues.
         steps: The number of steps.
         device: Where to move the batches.
         data_workers: Processes that fetch samples of a map-style data set; 0 means this process.
@@ -132,8 +133,20 @@ def train_batches(
     Yields:
         The step's micro-batches, on the device.
     """
-    share = global_batch_size // dp_size
-    slices = micro_batch_slices(share, micro_batch_size)
+
+    def step_shares() -> Iterator[StepShare]:
+        begin = samples_seen
+        for _ in range(steps):
+            global_batch_size = batches.batch_at(begin)
+            share = global_batch_size // dp_size
+            yield StepShare(
+                begin=begin + dp_rank * share,
+                before=dp_rank * share,
+                global_batch_size=global_batch_size,
+                micro_batches=micro_batch_slices(share, micro_batch_size),
+            )
+            begin += global_batch_size
+
     if is_stream(dataset):
 
         def make_from_stream() -> Iterator[tuple[str, list[Any]]]:
@@ -141,42 +154,38 @@ def train_batches(
                 dataset,
                 seed=seed,
                 mark=mark,
-                steps=steps,
-                global_batch_size=global_batch_size,
-                share=slice(dp_rank * share, (dp_rank + 1) * share),
-                micro_batches=slices,
+                steps=step_shares(),
             )
-            for mark_after, batches in steps_read:
-                yield mark_after, [counted(batch) for batch in batches]
+            for mark_after, micro_batches in steps_read:
+                yield mark_after, [counted(batch) for batch in micro_batches]
 
         in_thread = device.type != "cpu" and not draws(dataset, seed)
         ahead = _ahead(device, in_thread=in_thread)
-        for mark_after, batches in prefetched(make_from_stream, device, ahead=ahead):
+        for mark_after, micro_batches in prefetched(make_from_stream, device, ahead=ahead):
             note(mark_after)
-            yield batches
+            yield micro_batches
         return
     is_random = draws(dataset, seed)
     ahead = _ahead(device, in_thread=bool(data_workers) or not is_random)
 
     def picks() -> Iterator[Picks]:
         order = order_of(dataset, seed)
-        for step in range(steps):
-            start = samples_seen + step * global_batch_size + dp_rank * share
-            indices = order.indices(start, share).tolist()
-            for part in slices:
-                positions = range(start + part.start, start + part.stop)
+        for share in step_shares():
+            indices = order.indices(share.begin, share.size).tolist()
+            for part in share.micro_batches:
+                positions = range(share.begin + part.start, share.begin + part.stop)
                 yield list(zip(indices[part], positions, strict=True))
 
     def make_steps() -> Iterator[list[Any]]:
-        batches = _fetched(
+        fetched = _fetched(
             dataset,
             picks,
             seed=seed if is_random or not ahead else None,
             is_random=is_random,
             data_workers=data_workers,
         )
-        for first in batches:
-            micro_batches = [first, *(next(batches) for _ in slices[1:])]
+        for share in step_shares():
+            micro_batches = [next(fetched) for _ in share.micro_batches]
             yield [counted(batch) for batch in micro_batches]
 
     yield from prefetched(make_steps, device, ahead=ahead)

@@ -16,6 +16,8 @@ The size decides how the permutation is made:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -109,6 +111,28 @@ def mix64(values: Words) -> Words:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShare:
+    """The samples of one step that a worker computes.
+
+    Args:
+        begin: The position of the first in the run's stream.
+        before: Samples of the step that workers before this one compute.
+        global_batch_size: Samples of the step on all workers.
+        micro_batches: Slices of the share.
+    """
+
+    begin: int
+    before: int
+    global_batch_size: int
+    micro_batches: list[slice]
+
+    @property
+    def size(self) -> int:
+        """How many samples the share has."""
+        return int(self.micro_batches[-1].stop)
 
 
 def shares(count: int, parts: int) -> list[slice]:

@@ -21,13 +21,14 @@ import copy
 import json
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate
 
+from app.data.order import StepShare
 from app.data.randomness import seed_sample
 from app.data.sets import document, reason_of
 from app.errors import UserError
@@ -191,10 +192,7 @@ def stream_steps(
     *,
     seed: int,
     mark: str,
-    steps: int,
-    global_batch_size: int,
-    share: slice,
-    micro_batches: Sequence[slice],
+    steps: Iterable[StepShare],
 ) -> Iterator[tuple[str, list[Any]]]:
     """The micro-batches of a worker, step by step.
 
@@ -202,19 +200,17 @@ def stream_steps(
         data: The stream.
         seed: The run's seed.
         mark: Where to start; see `Reader`.
-        steps: The number of steps.
-        global_batch_size: Samples of a step on all workers.
-        share: The samples of a global batch that belong to this worker.
-        micro_batches: Slices of the share.
+        steps: This worker's share of each step.
 
     Yields:
         (the mark after the step, this worker's micro-batches)
     """
     with_state = continues_exactly(data)
     reader = Reader(data, seed, mark)
-    for _ in range(steps):
-        samples = [reader.next() for _ in range(global_batch_size)][share]
-        batches = [default_collate(samples[part]) for part in micro_batches]
+    for share in steps:
+        samples = [reader.next() for _ in range(share.global_batch_size)]
+        samples = samples[share.before : share.before + share.size]
+        batches = [default_collate(samples[part]) for part in share.micro_batches]
         yield reader.mark(with_state=with_state), batches
 
 

@@ -260,7 +260,7 @@ def when_over(config: Config, diagnosis: Diagnosis, workers: int) -> int:
     if config.cluster.when_pending == "shrink":
         least = config.cluster.min_workers
         most = min(diagnosis.placed, workers - 1)
-        largest = _largest_divisor(config.train.global_batch_size, most)
+        largest = _largest_divisor(config.train.batches.common_divisor, most)
         if largest >= least:
             return largest
         after += (

@@ -131,7 +131,7 @@ class Space:
     Args:
         world: The number of workers.
         per_node: Workers of a node.
-        global_batch: Samples of a step.
+        global_batch: Samples of a step; of the largest if they differ.
         blocks: The model's repeating blocks.
         heads: Its attention heads; None if it does not say.
         tp_sequence: The length of a sequence that tensor parallelism splits; None if it does not.
@@ -143,6 +143,8 @@ class Space:
         experts: A number that ep must divide.
         tp_experts: The experts that tensor parallelism splits too, which tp · ep must divide; 0 for
             none.
+        common_divisor: Of the batches of train.batch_schedule, of which `global_batch` is the
+            largest; None if all steps have one batch.
     """
 
     world: int
@@ -158,6 +160,12 @@ class Space:
     cp_sequence: int | None = None
     experts: int = 1
     tp_experts: int = 0
+    common_divisor: int | None = None
+
+    @property
+    def shared_batch(self) -> int:
+        """What the number of data-parallel workers must divide."""
+        return self.common_divisor or self.global_batch
 
 
 def fixed_by(config: Config, fixed_keys: frozenset[str]) -> Fixed:
@@ -204,8 +212,8 @@ def enumerate_layouts(space: Space, fixed: Fixed, family: str | None = None) -> 
     """
     candidates: list[Candidate] = []
     for dims in _possible_dims(space, fixed):
-        samples, remainder = divmod(space.global_batch, dims.dp)
-        if remainder or not samples:
+        samples = space.global_batch // dims.dp
+        if space.shared_batch % dims.dp:
             continue
         for strategy in _possible_strategies(dims, space, fixed):
             layout = Layout(_layout_name(strategy, dims), dims)
@@ -462,7 +470,7 @@ def refuse(config: Config, fixed: Fixed, space: Space) -> None:
             f"parallel.tp is {layout.dims.tp}, but the model has no layers that can be split"
         )
     raise LayoutError(
-        f"train.global_batch_size is {space.global_batch}, which {space.world} workers cannot "
+        f"train.global_batch_size is {space.shared_batch}, which {space.world} workers cannot "
         "share as their degrees are fixed: the number of data-parallel workers must divide it "
-        f"(the largest that do: {_divisors(space.global_batch)[-4:]})"
+        f"(the largest that do: {_divisors(space.shared_batch)[-4:]})"
     )

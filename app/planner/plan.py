@@ -88,6 +88,7 @@ class Plan:
             world=world,
             per_node=machine.per_node,
             global_batch=self.space.global_batch if global_batch is None else global_batch,
+            common_divisor=self.space.common_divisor if global_batch is None else None,
         )
         if not as_planned:
             precision = self.rows[0].candidate.precision
@@ -211,6 +212,7 @@ def _space_of(
         cp_sequence=reader.sequence_length if reader.splits_sequence else None,
         experts=math.gcd(*(mixture.count for mixture in reader.mixtures)) or 1,
         tp_experts=math.gcd(*tp_experts),
+        common_divisor=config.train.batches.common_divisor,
     )
 
 

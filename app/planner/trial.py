@@ -167,6 +167,7 @@ def _experiment(plan: Plan, row: Estimate, size: int) -> dict[str, Any]:
     tree = experiment(plan, _with_size(plan, row, size))
     if dims.pp == 1:
         tree["train"]["global_batch_size"] = min(plan.space.global_batch, 2 * size * dims.dp)
+    tree["train"]["batch_schedule"] = []
     tree["train"]["data_workers"] = 0
     tree["checkpoint"]["load"] = None
     return tree

@@ -27,6 +27,7 @@ from app.errors import UserError
 from app.results.history import history
 from app.results.trained import config_of
 from app.storage.storage import Storage
+from app.training.reporting import SAMPLES_SEEN
 
 Floats = npt.NDArray[np.float64]
 CONFIDENCE = 0.95
@@ -193,15 +194,24 @@ def curve_of(storage: Storage, metric: str) -> Curve:
     if metric not in table:
         known = ", ".join(sorted(table.columns)) or "none"
         raise UserError(f"{name} has not logged {metric}: its metrics are {known}")
+    values = table[metric].dropna()
+    if SAMPLES_SEEN in table:
+        # The batch changes: between two steps that have logged it, the samples are interpolated.
+        positions = table[SAMPLES_SEEN].dropna()
+        values = values.loc[positions.index[0] : positions.index[-1]]
+        return Curve(
+            name=name,
+            samples=np.interp(values.index, positions.index, positions),
+            values=values.to_numpy(dtype=np.float64),
+        )
     saved = commits(storage.join("checkpoints").url)
     if not saved:
         raise UserError(
             f"{name} has no checkpoint, which says how many samples it has seen: let it save one"
         )
     batch = config_of(storage).train.global_batch_size
-    # Every step of a run has the same batch, also in a fork of a run with another one.
+    # Every step of this run has the same batch, also in a fork of a run with another one.
     samples_before = saved[0].meta["samples_seen"] - saved[0].step * batch
-    values = table[metric].dropna()
     return Curve(
         name=name,
         samples=values.index.to_numpy(dtype=np.float64) * batch + samples_before,

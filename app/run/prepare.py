@@ -137,24 +137,35 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
     model = build_on_meta(task, layout)
     if dims.cp > 1:
         _check_sequences(config, task, layout, model)
-    slices = micro_batch_slices(samples_per_worker, train.micro_batch_size)
-    micro_batches = len(slices)
+    slices_of_steps = [
+        micro_batch_slices(batch // dims.dp, train.micro_batch_size)
+        for batch in train.batches.batches
+    ]
+    micro_batches = max(len(slices) for slices in slices_of_steps)
     blocks: int | None = None
     if model is not None and dims.pp > 1:
         blocks = len(find_blocks(model, task.blocks(model)))
-    check(
-        layout,
-        strategy_options(config),
-        global_batch_size=train.global_batch_size,
-        heads=task.heads(),
-        blocks=blocks,
-        sequence_length=_split_length(task, layout, model),
-        micro_batches=micro_batches,
-    )
+    sequence_length = _split_length(task, layout, model)
+    for batch, slices in zip(train.batches.batches, slices_of_steps, strict=True):
+        try:
+            check(
+                layout,
+                strategy_options(config),
+                global_batch_size=batch,
+                heads=task.heads(),
+                blocks=blocks,
+                sequence_length=sequence_length,
+                micro_batches=len(slices),
+            )
+        except LayoutError as error:
+            if train.batches.is_constant:
+                raise
+            place = f"with the batch of {batch} in train.batch_schedule"
+            raise LayoutError(f"{place}: {error}") from error
     first_step.require_kept(
         layout,
         hooks.options(config, task),
-        smallest=min(part.stop - part.start for part in slices),
+        smallest=min(part.stop - part.start for slices in slices_of_steps for part in slices),
         micro_batches=micro_batches,
     )
     check_model(config, task, layout, model)
@@ -163,6 +174,7 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         *hooks.check(config, task, layout, logged_names),
         *first_step.notes(layout, micro_batches, gathers=bool(gathered)),
         *gather_notes,
+        *_notes_on_batches(config, samples),
         *_notes_on_sizes(config, dims, samples),
         *_notes_on_data(config, task, dims),
     )
@@ -214,6 +226,26 @@ def _check_sequences(config: Config, task: Task, layout: Layout, model: nn.Modul
     sequence_lengths = [tensor.size(1) for tensor in tensors(sample) if tensor.dim() > 1]
     if sequence_lengths:
         check_length(sequence_lengths[0], layout.dims.cp, config.parallel.context)
+
+
+def _notes_on_batches(config: Config, samples: int | None) -> Iterator[str]:
+    """A sentence on when the batch changes, and one on rows that the run does not come to."""
+    train = config.train
+    if not train.batch_schedule:
+        return
+    batches = train.batches
+    changes = []
+    for begin, batch in batches.rows[1:]:
+        changes.append(f"{batch:,} from step {batches.steps_until(begin) + 1:,}")
+    yield f"the global batch is {batches.rows[0][1]:,}" + "".join(f", {each}" for each in changes)
+    steps = train.steps_for(samples)
+    seen = batches.samples_after(steps)
+    last_begin, last_batch = batches.rows[-1]
+    if last_begin >= seen:
+        yield (
+            f"train.batch_schedule comes to a batch of {last_batch:,} after {last_begin:,} "
+            f"samples, but {steps:,} steps see {seen:,}: raise train.steps, or write train.epochs"
+        )
 
 
 def _notes_on_sizes(config: Config, dims: ParallelDims, samples: int | None) -> Iterator[str]:

@@ -74,14 +74,16 @@ def resolve(
     notes = list(resolved.notes)
     values: dict[str, object] = {}
     if dims.pp > 1 and config.train.micro_batch_size is None:
-        samples_per_worker = config.train.global_batch_size // dims.dp
+        # A size that suits the smallest batch gives larger ones more micro-batches.
         micro_batch_size = default_micro_batch_size(
-            samples_per_worker, dims.pp, config.parallel.schedule
+            config.train.batches.smallest // dims.dp, dims.pp, config.parallel.schedule
         )
+        samples_per_worker = config.train.global_batch_size // dims.dp
         micro_batches = len(micro_batch_slices(samples_per_worker, micro_batch_size))
         values["train.micro_batch_size"] = micro_batch_size
+        at_most = "" if config.train.batches.is_constant else "at most "
         notes.append(
-            f"each step is {micro_batches} micro-batches of {micro_batch_size} through "
+            f"each step is {at_most}{micro_batches} micro-batches of {micro_batch_size} through "
             f"{dims.pp} stages ({config.parallel.schedule}): train.micro_batch_size decides"
         )
     if dims.cp > 1:
@@ -121,14 +123,17 @@ def _choose_layout(
 
 
 def _check_batch(config: Config, dp: int) -> None:
-    batch = config.train.global_batch_size
-    if batch % dp:
+    for batch in config.train.batches.batches:
+        if batch % dp == 0:
+            continue
         below = batch - batch % dp
         above = below + dp
         nearest = f"{below} or {above}" if below else f"{above}"
+        has = f"train.global_batch_size is {batch}"
+        if config.train.batch_schedule:
+            has = f"train.batch_schedule has a batch of {batch}"
         raise UserError(
-            f"train.global_batch_size is {batch}, which does not divide by the {dp} data-parallel "
-            f"workers: write {nearest}"
+            f"{has}, which does not divide by the {dp} data-parallel workers: write {nearest}"
         )
 
 

@@ -62,6 +62,11 @@ def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()
         raise UserError(
             f"train.ema_decay is not for {layout.name}, which keeps the weights itself: use fsdp"
         )
+    if train.batch_schedule and is_engine:
+        raise UserError(
+            f"train.batch_schedule is not for {layout.name}, whose engine starts with one batch: "
+            "use fsdp"
+        )
     is_evaluated = task.eval_data() is not None and train.eval_every is not None
     if train.patience is not None and not is_evaluated:
         raise UserError(
@@ -180,7 +185,13 @@ def choose_optimizer(
 
 
 def set_learning_rate(
-    optimizer: torch.optim.Optimizer, config: Config, task: Task, *, step: int, steps: int
+    optimizer: torch.optim.Optimizer,
+    config: Config,
+    task: Task,
+    *,
+    step: int,
+    steps: int,
+    samples: int,
 ) -> dict[str, float]:
     """Set the learning rate of a step.
 
@@ -190,6 +201,7 @@ def set_learning_rate(
         task: May have a schedule of its own, which takes precedence.
         step: Steps taken so far.
         steps: Steps of the whole run.
+        samples: Samples seen so far, which decide the batch.
 
     Returns:
         The rates by name: "lr" is that of the first parameter group, "lr_NAME" that of one of
@@ -198,9 +210,16 @@ def set_learning_rate(
     base_rate = config.optimizer.lr
     factor = task.schedule(step, steps)
     if factor is None:
-        batch_size = config.train.global_batch_size
+        batches = config.train.batches
+        step_on_curve = batches.step_on_curve(
+            step, samples=samples, first=config.schedule.warmup_steps, steps=steps
+        )
         rate = learning_rate(
-            config.optimizer, config.schedule, step, steps=steps, batch_size=batch_size
+            config.optimizer,
+            config.schedule,
+            step_on_curve,
+            steps=steps,
+            batch_size=batches.batch_at(samples),
         )
     else:
         rate = base_rate * factor

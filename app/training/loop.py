@@ -101,6 +101,7 @@ class Training:
         self.dims = job.layout.dims
         self.data_rank = self.dims.data_rank(place.rank)
         train = self.config.train
+        self.global_batches = train.batches
 
         configure_torch(train, place.device)
         seed_everything(train.seed)  # a task that makes random data makes the same on every rank
@@ -142,7 +143,7 @@ class Training:
             place=place,
             progress=self.progress,
             steps=job.steps,
-            global_batch_size=train.global_batch_size,
+            batches=self.global_batches,
             unit=self.task.unit,
             utilization=Utilization.of(self.task, job.layout, place, precision=train.precision),
         )
@@ -218,13 +219,22 @@ class Training:
         """
         train = self.config.train
         step = self.steps_done + 1
+        samples_seen = self.progress.samples_seen
+        global_batch_size = self.global_batches.batch_at(samples_seen)
         is_logged = step in (1, self.job.steps) or step % train.log_every == 0
         self._seed_step(step)
         learning_rates = hooks.set_learning_rate(
-            self.optimizer, self.config, self.task, step=self.steps_done, steps=self.job.steps
+            self.optimizer,
+            self.config,
+            self.task,
+            step=self.steps_done,
+            steps=self.job.steps,
+            samples=samples_seen,
         )
         batches = [micro_batch.batch for micro_batch in micro_batches]
-        weights = self._weights(micro_batches)
+        weights = self._weights(micro_batches, global_batch_size)
+        if self.noise_scale is not None:
+            self.noise_scale.batch_size = global_batch_size
         can_log_losses = self.dims.pp * self.dims.cp == 1
         self.task.recorded = {} if is_logged and can_log_losses else None  # filled by Task.log
 
@@ -238,7 +248,7 @@ class Training:
             self.average.update(step)
 
         self.progress.step = step
-        self.progress.samples_seen += train.global_batch_size
+        self.progress.samples_seen = samples_seen + global_batch_size
         self.heartbeat.step = step
         self.sync.add(updates.loss, sum(micro_batch.items for micro_batch in micro_batches))
         if is_logged:
@@ -291,14 +301,15 @@ class Training:
         seed_rank = self.dims.seed_rank(self.place.rank)
         seed_step(self.config.train.seed, step, data_rank=seed_rank, device=self.place.device)
 
-    def _weights(self, micro_batches: list[CountedBatch]) -> list[float | Tensor]:
+    def _weights(
+        self, micro_batches: list[CountedBatch], global_batch_size: int
+    ) -> list[float | Tensor]:
         """Each micro-batch's share of the items of the global batch.
 
         The shares of all micro-batches and data-parallel workers sum to 1. A micro-batch without
         items has the weight 0.0 as a number of the host, so that strategies can leave it out.
         """
         if not self.is_weighted_by_items:
-            global_batch_size = self.config.train.global_batch_size
             return [rows(batch) / global_batch_size for batch, _ in micro_batches]
         local_items = sum(items for _, items in micro_batches)
         if self.parallel.group is None:
@@ -318,7 +329,7 @@ class Training:
         return train_batches(
             self.data,
             seed=config.seed,
-            global_batch_size=config.global_batch_size,
+            batches=self.global_batches,
             micro_batch_size=config.micro_batch_size,
             dp_rank=self.data_rank,
             dp_size=self.dims.dp,
@@ -430,7 +441,9 @@ class Training:
 
     def _make_noise_scale(self) -> NoiseScale | None:
         train = self.config.train
-        noise_scale = NoiseScale.of(self.parallel, train.noise_scale_every, train.global_batch_size)
+        noise_scale = NoiseScale.of(
+            self.parallel, train.noise_scale_every, self.global_batches.smallest
+        )
         if noise_scale is not None and self.is_weighted_by_items:
             noise_scale.count_items = partial(count_items, self.task)
         return noise_scale

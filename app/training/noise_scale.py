@@ -99,7 +99,7 @@ class NoiseScale:
     Args:
         parallel: The model under its layout.
         every: k.
-        batch_size: The global batch size in samples.
+        batch_size: The global batch size in samples; whoever changes it does so before a step.
     """
 
     def __init__(self, parallel: Parallel, every: int, batch_size: int) -> None:
@@ -110,7 +110,7 @@ class NoiseScale:
         self.count_items: Callable[[Batch], float] | None = None
         """What a batch's loss is the mean of; None means its rows."""
         self._on_device: list[Tensor] = []
-        """(mean |g_small|², |g_B|², mean 1 / b_small) of steps that have not been copied yet."""
+        """(mean |g_small|², |g_B|², mean 1 / b_small, B) of steps that have not been copied yet."""
 
     @classmethod
     def of(cls, parallel: Parallel, every: int | None, batch_size: int) -> NoiseScale | None:
@@ -119,7 +119,7 @@ class NoiseScale:
         Args:
             parallel: The model under its layout.
             every: Steps from one measurement to the next; None means that none is wanted.
-            batch_size: The global batch size in samples.
+            batch_size: The smallest global batch size in samples.
 
         Returns:
             None if it is not wanted, if a worker has one sample per step, or if the layout has a
@@ -171,7 +171,8 @@ class NoiseScale:
         count = is_batch.sum().clamp(min=1)
         mean_small = torch.where(is_batch, torch.stack(small_norms), 0.0).sum() / count
         mean_inverse = torch.where(is_batch, inverse_small, 0.0).sum() / count
-        self._on_device.append(torch.stack([mean_small, large, mean_inverse]))
+        batch_size = number_on(large.device, self.batch_size)
+        self._on_device.append(torch.stack([mean_small, large, mean_inverse, batch_size]))
         return total_loss
 
     def _micro_batch(
@@ -220,12 +221,12 @@ class NoiseScale:
         """The metrics; {} until enough steps are measured. Waits for the device."""
         if not self._on_device:
             return {}
-        for small, large, inverse_small in torch.stack(self._on_device).tolist():
+        for small, large, inverse_small, batch_size in torch.stack(self._on_device).tolist():
             self.estimate.add(
                 small=small,
                 large=large,
                 inverse_small=inverse_small,
-                batch_size=self.batch_size,
+                batch_size=batch_size,
             )
         self._on_device = []
         estimate = self.estimate.value()

@@ -118,7 +118,7 @@ def _kernels(name: str, *, is_distributed: bool, is_complex: bool) -> dict[str, 
 def learning_rate(
     optimizer: OptimizerConfig,
     schedule: ScheduleConfig,
-    step: int,
+    step: float,
     *,
     steps: int,
     batch_size: int | None = None,
@@ -131,7 +131,7 @@ def learning_rate(
     Args:
         optimizer: Has the base rate, and how it scales with the batch.
         schedule: Has the warm-up and the curve.
-        step: The step, counted from 0.
+        step: The step, counted from 0; between two steps where batches differ.
         steps: Steps of the whole run.
         batch_size: The global batch size in samples; None means that the rate is not scaled.
     """

@@ -4,11 +4,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from app.config.batch_schedule import BatchSchedule
 from app.training.events import MetricsLogged, StepsDone
 from app.training.flops import Utilization
 from app.training.job import Channel, Place, memory_bytes
 from app.training.persistence import Progress
 from app.training.step_sync import Agreement, LoggedStep
+
+SAMPLES_SEEN = "train/samples_seen"
+"""The metric of a run whose batch changes that says where in the data a step is."""
 
 
 @dataclass
@@ -52,7 +56,7 @@ class Reporter:
         place: This rank's place.
         progress: Keeps the newest metrics.
         steps: Optimizer steps of the whole run.
-        global_batch_size: Samples of a step on all workers.
+        batches: Samples of a step on all workers.
         unit: What the task's items are, such as tokens.
         utilization: Of the GPUs; None if their peak is not known.
     """
@@ -64,7 +68,7 @@ class Reporter:
         place: Place,
         progress: Progress,
         steps: int,
-        global_batch_size: int,
+        batches: BatchSchedule,
         unit: str,
         utilization: Utilization | None,
     ) -> None:
@@ -73,7 +77,9 @@ class Reporter:
         self._place = place
         self._progress = progress
         self._steps = steps
-        self._global_batch_size = global_batch_size
+        self._batches = batches
+        self._samples_reported = progress.samples_seen
+        """The samples seen at the last agreement."""
         self._unit = unit
         self._utilization = utilization
         self._last_logged_step = 0
@@ -102,18 +108,32 @@ class Reporter:
             agreed: What the ranks agreed on.
             loss_scale: Of fp16; None in other precisions.
         """
-        samples = self._global_batch_size * agreed.steps
+        samples = self._progress.samples_seen - self._samples_reported
         items = samples if self._unit == "samples" else agreed.items
         self.speed.add(agreed.seconds, items, samples)
         for entry in agreed.logged:
             values = _metrics_of(entry)
+            if not self._batches.is_constant:
+                values |= self._batch_of(entry.step, steps_before=agreed.step - agreed.steps)
             if loss_scale is not None:
                 values["train/loss_scale"] = loss_scale
             if entry is agreed.logged[-1]:  # the steps since the last agreement have one throughput
                 values |= self._throughput(items / agreed.seconds, samples / agreed.seconds)
             self.log(entry.step, values, entry.time)
             self._last_logged_step = entry.step
-        self._channel.emit(self._steps_done(agreed))
+        self._samples_reported += samples
+        self._channel.emit(self._steps_done(agreed, samples))
+
+    def _batch_of(self, step: int, *, steps_before: int) -> dict[str, float]:
+        """The batch of a logged step, and the samples seen after it.
+
+        Args:
+            step: The step.
+            steps_before: The steps that had been taken at the last agreement.
+        """
+        samples = self._batches.samples_after(step - 1 - steps_before, start=self._samples_reported)
+        batch = self._batches.batch_at(samples)
+        return {"train/global_batch_size": float(batch), SAMPLES_SEEN: float(samples + batch)}
 
     def _throughput(self, items_per_second: float, samples_per_second: float) -> dict[str, float]:
         unit = self._unit
@@ -128,7 +148,7 @@ class Reporter:
             values[f"train/{unit}_per_second_per_gpu"] = items_per_second / gpus
         return values
 
-    def _steps_done(self, agreed: Agreement) -> StepsDone:
+    def _steps_done(self, agreed: Agreement, samples: int) -> StepsDone:
         utilization = self._utilization
         loss = None
         if self._last_logged_step:  # before that, the newest loss is that of an earlier start
@@ -136,6 +156,9 @@ class Reporter:
         mfu = None
         if utilization is not None:
             mfu = utilization.mfu(self.speed.samples_per_second)
+        samples_seen = self._progress.samples_seen
+        samples_at_end = self._batches.samples_after(self._steps - agreed.step, start=samples_seen)
+        samples_left = samples_at_end - samples_seen
         return StepsDone(
             step=agreed.step,
             steps=self._steps,
@@ -145,7 +168,7 @@ class Reporter:
             unit=self._unit,
             gpus=utilization.gpus if utilization is not None else 0,
             mfu=mfu,
-            seconds_left=(self._steps - agreed.step) * agreed.seconds_per_step,
+            seconds_left=samples_left * agreed.seconds / samples,
             seconds_per_step=agreed.seconds_per_step,
             memory_bytes=memory_bytes(self._place.device),
         )

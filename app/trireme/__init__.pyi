@@ -127,7 +127,13 @@ class TrainKeys(TypedDict, total=False):
     epochs: float | None
     """Passes over the training data to train for in all. Give this or train.steps."""
     global_batch_size: int
-    """Samples per optimizer step, over all workers together."""
+    """Samples per optimizer step, over all workers together. With train.batch_schedule: its
+    largest."""
+    batch_schedule: Sequence[Sequence[int]]
+    """Global batches that follow one another: [[0, 32], [200_000, 64]] is 32 until 200,000 samples
+    have been seen (those of a run that is forked count), and then 64. optimizer.lr_scaling lets the
+    rate follow, and schedule.name is then a curve over samples; whatever else counts steps counts
+    steps. Empty: always train.global_batch_size."""
     micro_batch_size: int | None
     """Samples that one worker computes at once; gradients are accumulated over its share of the
     global batch. null: its whole share."""

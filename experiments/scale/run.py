@@ -216,6 +216,7 @@ def _prepare_point(
         "workers": str(workers),
         "strategy": strategy,
         "train.global_batch_size": batch * workers if plan.weak else batch,
+        "train.batch_schedule": [],  # every step that is measured has the same batch
     }
     if workers == 1:
         values["strategy"] = "single"

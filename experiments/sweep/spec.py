@@ -8,7 +8,6 @@ the experiment's.
 
 import dataclasses
 import json
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -37,7 +36,7 @@ from experiments.sweep.search import (
     number,
     read_space,
 )
-from experiments.sweep.trials import Report
+from experiments.sweep.trials import BATCH, Report
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +59,8 @@ class Sweep(Search):
     """With `fork`: the samples that each trial sees from there on."""
     origin_step: int = 0
     """The step of the checkpoint that trials continue from; not in the file."""
+    origin_samples: int = 0
+    """The samples that the run had seen at that step; not in the file."""
 
     def is_reached(self, report: Report) -> bool:
         """Whether a trial has reached the target with this report."""
@@ -91,10 +92,14 @@ class Sweep(Search):
             tree["train"]["epochs"] = None
         elif "train.epochs" in values:
             tree["train"]["steps"] = None
+        if BATCH in values:
+            tree["train"]["batch_schedule"] = []
         if self.fork:
             tree["checkpoint"]["fork"] = self.fork
         if self.samples is not None:
-            branch_steps = math.ceil(self.samples / tree["train"]["global_batch_size"])
+            train = from_dict({"train": tree["train"]}, source="a trial").train
+            end = self.origin_samples + self.samples
+            branch_steps = train.batches.steps_until(end, start=self.origin_samples)
             tree["train"] |= {"steps": self.origin_step + branch_steps, "epochs": None}
         tree["tracking"]["log_model"] = False  # the run that follows the sweep logs its model
         tree["run"] |= {"name": name, "storage": storage}
@@ -137,9 +142,20 @@ class Sweep(Search):
             if key not in tasks:
                 tasks[key] = read_task(config)
             prepared = prepare(config, tasks[key], int(config.workers), devices_per_node=None)
-            per_step = config.train.global_batch_size if self.time == "samples" else 1
-            lengths.append((prepared.steps - self.origin_step) * per_step)
+            steps = prepared.steps - self.origin_step
+            samples = self.samples_of(config, steps)
+            lengths.append(samples if self.time == "samples" else steps)
         return max(lengths)
+
+    def samples_of(self, config: Config, steps: int) -> int:
+        """The samples that a trial has seen after some steps, from the checkpoint on if it forks.
+
+        Args:
+            config: The trial's configuration.
+            steps: Its steps.
+        """
+        start = self.origin_samples
+        return config.train.batches.samples_after(steps, start=start) - start
 
     def _different_configs(self) -> Collection[Config]:
         """Of `configs`, one of each that have the same length and layout."""
@@ -178,6 +194,7 @@ FILE_KEYS = {field.name for field in dataclasses.fields(Sweep)} - {
     "searcher_args",
     "scheduler_args",
     "origin_step",
+    "origin_samples",
 }
 """The keys of a sweep file, besides `set`."""
 EXPERIMENT_KEYS = {field.name for field in dataclasses.fields(Config)}
@@ -229,7 +246,11 @@ def read_sweep(file: str, overrides: list[str]) -> Sweep:
     name = str(keys.pop("name", None) or path.stem)
     if forked_run:
         checkpoint = _origin(forked_run, run_folder(experiment, name))
-        keys |= {"fork": checkpoint.path, "origin_step": checkpoint.step}
+        keys |= {
+            "fork": checkpoint.path,
+            "origin_step": checkpoint.step,
+            "origin_samples": checkpoint.meta["samples_seen"],
+        }
     sweep = Sweep(
         name=name,
         experiment=experiment,

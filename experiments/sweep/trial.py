@@ -305,7 +305,7 @@ class TrialRun:
             raise WrongMetric(f"{problem}; they report {', '.join(metrics)}")
         self.last = {
             "step": step,
-            "samples": step * self.config.train.global_batch_size,
+            "samples": self.sweep.samples_of(self.config, step),
             "seconds": self.seconds_before + seconds,
             "metrics": dict(metrics),
             "steps": self.steps,

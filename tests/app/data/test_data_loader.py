@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 
+from app.config.batch_schedule import BatchSchedule
 from app.data import loader
 from app.data.loader import (
     PROBED,
@@ -77,8 +78,11 @@ class Positioned(Plain):
         return torch.tensor(positions).float()[:, None], torch.tensor(indices)
 
 
-def batches_of(dataset: Dataset[Any], *, batch: int, steps: int, **options: Any) -> Generator[Any]:
+def batches_of(
+    dataset: Dataset[Any], *, batch: int | BatchSchedule, steps: int, **options: Any
+) -> Generator[Any]:
     """The steps of one rank, with `batch` samples in all; each step is a list of micro-batches."""
+    batches = BatchSchedule.constant(batch) if isinstance(batch, int) else batch
     arguments = {
         "seed": 7,
         "micro_batch_size": None,
@@ -87,7 +91,7 @@ def batches_of(dataset: Dataset[Any], *, batch: int, steps: int, **options: Any)
         "samples_seen": 0,
         "device": CPU,
     }
-    return train_batches(dataset, global_batch_size=batch, steps=steps, **(arguments | options))
+    return train_batches(dataset, batches=batches, steps=steps, **(arguments | options))
 
 
 def load(dataset: Dataset[Any], **arguments: Any) -> list[list[Any]]:

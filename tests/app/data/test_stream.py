@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
+from app.config.batch_schedule import BatchSchedule
 from app.data.loader import fetch, train_batches
 from app.data.mixture import BLOCK, Mixture, order_of
 from app.data.sets import column, files_key, is_dataset, open_dataset
@@ -84,7 +85,7 @@ def train_in_steps(
     marks = [state_mark]
     options: dict[str, Any] = {
         "seed": 3,
-        "global_batch_size": BATCH,
+        "batches": BatchSchedule.constant(BATCH),
         "micro_batch_size": 2,
         "dp_size": workers,
         "device": torch.device("cpu"),
