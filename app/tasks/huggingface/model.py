@@ -1,7 +1,8 @@
 """Finds models of the `transformers` library, resolves their configuration and builds them.
 
 Nothing is fetched from the hub that is on this machine already, and code that comes with a model is
-never run. Weights are float32, whatever the type they were stored in.
+never run. Weights are built in float32, whatever the type they were stored in; frozen matrices are
+then kept in the type of train.precision (strategies/frozen.py).
 """
 
 from __future__ import annotations

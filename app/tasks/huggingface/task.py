@@ -69,7 +69,7 @@ class HuggingFace(SplitDataTask):
     """A model of `transformers` by its configuration, on the data of its kind.
 
     What the data decides (the vocabulary's size, the number of classes, the padding token) is set
-    in the configuration unless written there. Weights are float32.
+    in the configuration unless written there. Trained weights are float32.
 
     Args:
         model: A model type (`llama`, `gpt2`, `qwen2`, `bert`, `vit`, …), a folder with a
