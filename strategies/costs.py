@@ -276,7 +276,9 @@ def unit_size(
         dim, ways = sharding(parameter)
         shard = parameter if dim is None else parameter.shard(ways, dim)
         sharded_parameters += shard.bytes
-        gathered += 0 if dim is None else shard.numel * ways
+        if dim is not None:
+            # Bytes of quantized weights are not cast: two are as much as a number of 16 bits.
+            gathered += shard.numel * ways // (2 if parameter.itemsize == 1 else 1)
         if parameter.trainable:
             sharded_gradients += shard.bytes
             whole_gradients += parameter.bytes if dim is None else 0
