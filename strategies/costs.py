@@ -7,7 +7,7 @@ keeps of forward, and the time that communication takes, are up to the planner (
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Literal
 
@@ -37,6 +37,7 @@ class ParameterSize:
         split_dim: The dimension that tensor parallelism splits; None: every tp rank has all of it.
         is_expert: Whether it has a row per expert of a mixture, which expert parallelism splits.
         is_uneven: Whether tensor parallelism has left some ranks fewer rows than others.
+        narrows: Whether it is kept in the type of products, if that has 16 bits (frozen.py).
     """
 
     name: str
@@ -48,6 +49,7 @@ class ParameterSize:
     split_dim: int | None = None
     is_expert: bool = False
     is_uneven: bool = False
+    narrows: bool = False
 
     @property
     def numel(self) -> int:
@@ -92,6 +94,8 @@ class UnitSize:
     """Numbers (not bytes) that an all-gather over dp_shard gives, padding included."""
     whole_gradients: Number = 0
     """Bytes of those of `sharded_gradients` that cannot be sharded: every worker has them."""
+    float32_numel: Number = 0
+    """Numbers (not bytes) in float32, if dp_shard were 1: autocast makes copies of these."""
     is_root: bool = False
     """Whether it is what is outside of the blocks."""
 
@@ -113,6 +117,7 @@ class RankSize:
     """`gathered` of the largest block."""
     two_largest_blocks: Number
     """`gathered` of the two largest blocks."""
+    float32_numel: Number = 0
     buffers: Number = 0
     """Bytes of buffers."""
 
@@ -184,7 +189,10 @@ def part_of(parameter: ParameterSize, tp: int, ep: int = 1) -> ParameterSize:
 
 
 def model_size(
-    module: nn.Module, blocks: list[str] | None = None, split: dict[str, int] | None = None
+    module: nn.Module,
+    blocks: list[str] | None = None,
+    split: dict[str, int] | None = None,
+    narrow: Collection[str] = (),
 ) -> ModelSize:
     """Reads the sizes of a module.
 
@@ -192,6 +200,7 @@ def model_size(
         module: The model, which may be on the meta device.
         blocks: Names of its repeating blocks, each a unit of sharding.
         split: Parameter name → the dimension that tensor parallelism splits.
+        narrow: Names of the parameters that are kept in the type of products.
     """
     split = split or {}
     expert_names = {name for mixture in find_mixtures(module) for name in mixture.parameter_names()}
@@ -208,6 +217,7 @@ def model_size(
             trainable=parameter.requires_grad,
             split_dim=split.get(name),
             is_expert=name in expert_names,
+            narrows=name in narrow,
         )
         for name, parameter in module.named_parameters()
     )
@@ -266,7 +276,9 @@ def unit_size(
         dim, ways = sharding(parameter)
         shard = parameter if dim is None else parameter.shard(ways, dim)
         sharded_parameters += shard.bytes
-        gathered += 0 if dim is None else shard.numel * ways
+        if dim is not None:
+            # Bytes of quantized weights are not cast: two are as much as a number of 16 bits.
+            gathered += shard.numel * ways // (2 if parameter.itemsize == 1 else 1)
         if parameter.trainable:
             sharded_gradients += shard.bytes
             whole_gradients += parameter.bytes if dim is None else 0
@@ -280,6 +292,9 @@ def unit_size(
         sharded_gradients=sharded_gradients,
         gathered=gathered,
         whole_gradients=whole_gradients,
+        float32_numel=sum(
+            parameter.numel for parameter in parameters if parameter.itemsize == FLOAT32_BYTES
+        ),
         is_root=is_root,
     )
 
@@ -302,6 +317,7 @@ def rank_size(units: Sequence[UnitSize], buffers: int = 0) -> RankSize:
         blocks=sum(blocks),
         largest_block=max(blocks, default=0),
         two_largest_blocks=sum(blocks[:2]),
+        float32_numel=sum(unit.float32_numel for unit in units),
         buffers=buffers,
     )
 
@@ -333,5 +349,5 @@ def replicated(size: RankSize, step: StepShape) -> Cost:
         gradients=size.gradients,
         optimizer=optimizer_bytes(size.gradients, size.tensors, step.optimizer),
         buffers=size.buffers,
-        transient=autocast_bytes(size.parameters // FLOAT32_BYTES, step),
+        transient=autocast_bytes(size.float32_numel, step),
     )

@@ -29,6 +29,7 @@ from strategies.channels_last import use_channels_last
 from strategies.context.apply import Context, ContextPlan, require_positions
 from strategies.dims import Layout, LayoutError, ParallelDims, submesh
 from strategies.expert import apply as expert_parallel
+from strategies.frozen import narrowed
 from strategies.layout import check, choose
 from strategies.options import Options
 from strategies.parallel import Parallel
@@ -91,6 +92,7 @@ def parallelize(
     """
     options = options or Options()
     check(layout, options)
+    build = narrowed(build, options.precision)
     strategy = registry.data_strategy(layout, offload=options.offload)
     dims = layout.dims.for_parameters(strategy.is_sharded)
 

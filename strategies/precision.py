@@ -1,9 +1,9 @@
 """Mixed precision: store numbers in float32, and multiply matrices in 16 or 8 bits.
 
-Parameters, gradients, optimizer state and loss stay float32. Matrix products run in bfloat16 (8
-bits of exponent, so that nothing overflows) or float16 (5 bits: small gradients underflow, so the
-training loop scales the loss). Micikevicius et al. 2018, https://arxiv.org/abs/1710.03740;
-https://docs.pytorch.org/docs/stable/amp.html.
+Trained parameters, gradients, optimizer state and loss stay float32 (the others: frozen.py). Matrix
+products run in bfloat16 (8 bits of exponent, so that nothing overflows) or float16 (5 bits: small
+gradients underflow, so the training loop scales the loss). Micikevicius et al. 2018,
+https://arxiv.org/abs/1710.03740; https://docs.pytorch.org/docs/stable/amp.html.
 
 How the cast happens depends on the layout:
 

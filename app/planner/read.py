@@ -19,6 +19,7 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ from strategies.context.apply import require_positions
 from strategies.costs import ParameterSize, model_size
 from strategies.dims import LayoutError
 from strategies.expert.exchange import exchanged_bytes
+from strategies.frozen import frozen_matrices, narrow
 from strategies.mixtures import find_mixtures
 from strategies.tensor.apply import one_part
 from strategies.tensor.plan import make_plan
@@ -138,7 +140,7 @@ class Reader:
             require_positions(structure, task.context_plan(structure))
             self.splits_sequence = True
         units = separable(structure, self._block_names)
-        self.size = model_size(structure, units, split_dims)
+        self.size = model_size(structure, units, split_dims, frozen_matrices(structure))
         self.parameters = sum(parameter.numel for parameter in self.size.parameters)
         if not self.parameters:
             raise UserError("the task's model has no parameters, so there is nothing to plan")
@@ -208,7 +210,7 @@ class Reader:
                 key: trace.parts[name] for key, trace in traces.items() if name in trace.parts
             }
             parts[name] = _fit_part(of_part)
-        return ModelCosts(parts, unsplit.order, self._parameters_by_part(unsplit))
+        return ModelCosts(parts, unsplit.order, self._parameters_by_part(unsplit, casting))
 
     def _traces(self, casting: str) -> dict[Key, Trace]:
         traces = {(batch, 1): self._trace_unsplit(batch, casting) for batch in BATCHES}
@@ -271,8 +273,11 @@ class Reader:
         """A new module for a trace: with real parameters, or with fake ones of the same shapes."""
         dtype = torch.bfloat16 if casting == CAST else None
         if fake is None:
-            return build_model(self.task).to(dtype=dtype)
+            module = build_model(self.task).to(dtype=dtype)
+            narrow(module, _precision(casting))
+            return module
         module = copy.deepcopy(self._skeleton)
+        narrow(module, _precision(casting))
         fakes: dict[Tensor, Tensor] = {}  # a tensor that is used in two places stays one
         for owner in module.modules():
             tensors_of_owner = [
@@ -285,11 +290,14 @@ class Reader:
                 setattr(owner, name, fakes[tensor])
         return module
 
-    def _parameters_by_part(self, trace: Trace) -> dict[str, tuple[ParameterSize, ...]]:
+    def _parameters_by_part(
+        self, trace: Trace, casting: str
+    ) -> dict[str, tuple[ParameterSize, ...]]:
         """The parameters of one part of each kind.
 
         A parameter outside of blocks belongs to the part before them if it is listed before the
-        first block's parameters, otherwise to the part after them.
+        first block's parameters, otherwise to the part after them. With a precision of 16 bits
+        frozen matrices are kept in it.
         """
         kinds: dict[str, str] = {}  # block → part
         if len(trace.order) == len(self._block_names):
@@ -298,6 +306,8 @@ class Reader:
         parameters: dict[str, list[ParameterSize]] = {name: [] for name in trace.parts}
         outside = _first_present(parameters, BEFORE)
         for parameter in self.size.parameters:
+            if parameter.narrows and casting != PLAIN:
+                parameter = replace(parameter, itemsize=2)
             blocks = (name for name in kinds if parameter.name.startswith(name + "."))
             block = next(blocks, None)
             if block is None:
@@ -322,6 +332,11 @@ def _fake_copy(tensor: Tensor, dtype: torch.dtype | None, fake: Any) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, tensor.requires_grad)
     return empty
+
+
+def _precision(casting: str) -> str:
+    """The precision in which a model is traced."""
+    return "fp32" if casting == PLAIN else "bf16"
 
 
 def _share_equal_blocks(module: nn.Module, blocks: list[str], styles: dict[str, str]) -> None:

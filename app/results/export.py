@@ -127,12 +127,15 @@ def _write_model_folder(task: HuggingFace, commit: Commit, folder: Path) -> None
 
 def _write_adapted(task: HuggingFace, commit: Commit, folder: Path, *, merge: bool) -> None:
     """Write the adapters in peft's format, or with `merge` the model with the adapters merged."""
+    from app.tasks.huggingface.quantized import restore_layers
+
     model = task.recipe.build_with_adapters()
     base_model = model.get_base_model()
     weights = Weights(commit)
     require_same(base_model, weights)
     base_model.load_state_dict({name: weights.read(name) for name in base_model.state_dict()})
     if merge:
+        restore_layers(model)
         model.merge_and_unload().save_pretrained(folder)
         task.write_folder(folder)
     else:

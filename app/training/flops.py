@@ -83,6 +83,13 @@ def multiplied_parameters(model: nn.Module) -> int:
         if not isinstance(owner, nn.Embedding):
             multiplied[id(parameter)] = parameter
     counts = {key: parameter.numel() for key, parameter in multiplied.items()}
+    for owner in model.modules():
+        if hasattr(owner, "multiplied_numel"):  # its parameter is not the numbers, but their bytes
+            counts |= {
+                id(p): owner.multiplied_numel
+                for p in owner.parameters(recurse=False)
+                if not p.is_floating_point() and not p.is_complex()
+            }
     for mixture in find_mixtures(model):
         for parameter in mixture.experts.parameters(recurse=False):
             counts[id(parameter)] = parameter.numel() * mixture.top_k // mixture.count

@@ -428,7 +428,8 @@ class NullPersistence(Persistence):
 
 def are_finite(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether every number in the parameters' parts on this rank is finite."""
-    local = [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in parameters]
+    floating = [p for p in parameters if p.is_floating_point() or p.is_complex()]
+    local = [(p.to_local() if isinstance(p, DTensor) else p).detach() for p in floating]
     largest = torch.nn.utils.get_total_norm((p for p in local if p.numel()), float("inf"))
     return bool(torch.isfinite(largest))
 

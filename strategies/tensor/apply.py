@@ -139,6 +139,8 @@ def _embedding_forward(self: SplitModule, tokens: Tensor) -> Tensor:
     else:
         # Adding the empty table's sum, which is 0, keeps the parameter in the graph.
         rows = table.new_zeros((*tokens.shape, self.embedding_dim)) + table.sum()
+    if torch.is_autocast_enabled(tokens.device.type):
+        rows = rows.float()  # a frozen table has 16 bits (frozen.py), what autocast leaves has 32
     return split.leave(rows, keeps_whole=split.plan.has_whole_embeddings)
 
 

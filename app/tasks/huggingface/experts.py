@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from app.models.grouped_linear import by_expert, grouped_linear
 from app.models.linear import product_dtype
+from strategies.frozen import CASTS_WEIGHTS
 from strategies.mixtures import find_mixtures
 
 GATE = "_apply_gate"
@@ -32,6 +33,7 @@ def group_experts(model: nn.Module) -> None:
         is_unsupported = any(getattr(experts, name, False) for name in UNSUPPORTED)
         if not is_unsupported and all(hasattr(experts, name) for name in NEEDED):
             experts.forward = functools.partial(_forward, experts)  # type: ignore[method-assign]
+            setattr(experts, CASTS_WEIGHTS, True)
 
 
 # Pickled models refer to this function by its name.

@@ -7,11 +7,16 @@ beside it,
 
 so gradients and optimizer state are those of r·(in + out) numbers instead of in·out. A classifier's
 new head is trained without an adapter.
+
+`use_rslora` scales by alpha / √r, so that large ranks learn as fast as small ones (Kalajdzievski
+2023, 2312.03732). `use_dora` trains the length of each of W's rows beside its direction (Liu et al.
+2024, 2402.09353). `quantize` keeps W in 4 or 8 bits (quantized.py).
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +26,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from app.errors import UserError
-from app.tasks.parts import require_known, whole_number
+from app.tasks.huggingface.quantized import METHODS
+from app.tasks.huggingface.quantized import library as quantization_library
+from app.tasks.parts import one_of, require_known, whole_number
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -34,7 +41,7 @@ TASK_TYPES = {
     "image_classification": "SEQ_CLS",
 }
 """What peft calls each kind of model."""
-OPTIONS = ("r", "alpha", "targets", "dropout")
+OPTIONS = ("r", "alpha", "targets", "dropout", "use_rslora", "use_dora", "quantize")
 
 
 def library() -> ModuleType:
@@ -43,6 +50,7 @@ def library() -> ModuleType:
     Raises:
         UserError: It is not installed.
     """
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # peft imports it if it is there
     try:
         import peft
     except ImportError as error:
@@ -88,14 +96,38 @@ def adapter_config(options: Any, kind: str, folder: Path | None) -> LoraConfig:
             f"task_args.lora.targets is {targets!r}; "
             "write auto, or a list of names such as [q_proj, v_proj]"
         )
+    for name in ("use_rslora", "use_dora"):
+        if not isinstance(options.get(name, False), bool):
+            raise UserError(f"task_args.lora.{name} is {options[name]!r}; it must be true or false")
+    if options.get("use_dora") and quantize_method(options) is not None:
+        raise UserError(
+            "task_args.lora.use_dora and quantize do not go together: DoRA starts from the lengths "
+            "of rows that are not rounded; leave one of the two out"
+        )
     return library().LoraConfig(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
         target_modules="all-linear" if targets == "auto" else list(targets),
+        use_rslora=options.get("use_rslora", False),
+        use_dora=options.get("use_dora", False),
         task_type=TASK_TYPES[kind],
         base_model_name_or_path=str(folder.resolve()),
     )
+
+
+def quantize_method(options: Mapping[str, Any] | None) -> str | None:
+    """`task_args.lora.quantize`; None if frozen layers are not quantized.
+
+    Raises:
+        UserError: There is no such method, or torchao is not installed.
+    """
+    method = (options or {}).get("quantize")
+    if method is None:
+        return None
+    one_of("lora.quantize", method, METHODS)
+    quantization_library()
+    return str(method)
 
 
 def _is_number(value: Any) -> bool:

@@ -1,7 +1,8 @@
 """Finds models of the `transformers` library, resolves their configuration and builds them.
 
 Nothing is fetched from the hub that is on this machine already, and code that comes with a model is
-never run. Weights are float32, whatever the type they were stored in.
+never run. Weights are built in float32, whatever the type they were stored in; frozen matrices are
+then kept in the type of train.precision (strategies/frozen.py).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import nn
 from app.errors import UserError, nearest
 from app.tasks.huggingface import lora
 from app.tasks.huggingface.experts import group_experts
+from app.tasks.huggingface.quantized import quantize_layers
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -353,6 +355,7 @@ class Recipe:
         folder: The folder of the weights to start from; None for new weights.
         attention: The library's name of the attention; None for its choice.
         adapters: The configuration of LoRA adapters; None for none.
+        quantize: How the layers with adapters are quantized; None: they are not.
     """
 
     kind: str
@@ -360,6 +363,7 @@ class Recipe:
     folder: Path | None
     attention: str | None = None
     adapters: LoraConfig | None = None
+    quantize: str | None = None
 
     def build(self) -> nn.Module:
         """The model in training mode, with its adapters.
@@ -375,7 +379,10 @@ class Recipe:
 
     def build_with_adapters(self) -> PeftModel:
         """peft's model around the model with its adapters; see `build`."""
-        return lora.with_adapters(self.build_base(), self.adapters)
+        model = lora.with_adapters(self.build_base(), self.adapters)
+        if self.quantize is not None:
+            quantize_layers(model, self.quantize)
+        return model
 
     def build_base(self) -> nn.Module:
         """The model in training mode, without adapters; see `build`."""

@@ -20,8 +20,9 @@ from app.data.loader import tensors
 from app.errors import UserError
 from app.models.prediction import Preprocessor
 from app.tasks.base import Batch, EvaluationLog
-from app.tasks.huggingface import balance, lora, plan
+from app.tasks.huggingface import balance, plan
 from app.tasks.huggingface import data as reading
+from app.tasks.huggingface import lora as lora_options
 from app.tasks.huggingface.answers import log_answer
 from app.tasks.huggingface.conversations import end_of_answer
 from app.tasks.huggingface.inputs import ChatInput, FittedImages, PairsInput, TextsInput, fitted
@@ -69,7 +70,7 @@ class HuggingFace(SplitDataTask):
     """A model of `transformers` by its configuration, on the data of its kind.
 
     What the data decides (the vocabulary's size, the number of classes, the padding token) is set
-    in the configuration unless written there. Weights are float32.
+    in the configuration unless written there. Trained weights are float32.
 
     Args:
         model: A model type (`llama`, `gpt2`, `qwen2`, `bert`, `vit`, …), a folder with a
@@ -80,8 +81,9 @@ class HuggingFace(SplitDataTask):
         pretrained: Begin from the weights in the folder (or on the hub) instead of new ones. A
             classifier gets a new head.
         lora: Leave those weights as they are and train adapters beside them (lora.py): a mapping of
-            r (default 16), alpha (default 2·r), dropout (default 0) and targets: `auto` for every
-            linear layer but the last, or names of layers.
+            r (default 16), alpha (default 2·r), dropout (default 0), targets (`auto`: every linear
+            layer but the last, or names of layers), use_rslora, use_dora, and quantize: `nf4` or
+            `int8` keeps the layers with adapters in 4 or 8 bits (quantized.py).
         attention: `sdpa`, `eager`, `flash_attention_2`, … (default: the library's choice).
         eval_samples: How many samples are held out.
         data, tokenizer, token_dtype, sequence_length, text, label, augment_shift: As the kind has
@@ -179,6 +181,7 @@ class HuggingFace(SplitDataTask):
             folder=weights_folder,
             attention=attention,
             adapters=adapters,
+            quantize=lora_options.quantize_method(lora),
         )
         self._prepare_model()
 
@@ -515,7 +518,7 @@ class LogitsModel:
 
 def _adapters(options: Any, kind: str, folder: Path | None) -> Any:
     """The configuration of LoRA adapters; None if `task_args.lora` is not written."""
-    return None if options is None else lora.adapter_config(options, kind, folder)
+    return None if options is None else lora_options.adapter_config(options, kind, folder)
 
 
 def _length(kind: str, written: int | None, base: PreTrainedConfig) -> int:

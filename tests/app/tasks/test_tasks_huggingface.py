@@ -128,6 +128,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "lora": ("base", {}, "text.txt"),
     "lora classifier": ("base", {}, "reviews.csv"),
     "lora instructions": ("base", {}, "talk.jsonl"),
+    "lora nf4": ("base", {"quantize": "nf4"}, "text.txt"),
+    "lora int8": ("base", {"quantize": "int8", "use_rslora": True}, "text.txt"),
+    "lora dora": ("base", {"use_dora": True}, "text.txt"),
 }
 """Model types, configurations and files of data by a name."""
 
@@ -137,7 +140,11 @@ def arguments(name: str, data: Path) -> dict[str, Any]:
     model, config, file = MODELS[name]
     args: dict[str, Any] = {"model": model, "config": config}
     if model == "base":
-        args = {"model": str(data / "base"), "pretrained": True, "lora": {"r": 2, "alpha": 4}}
+        args = {
+            "model": str(data / "base"),
+            "pretrained": True,
+            "lora": {"r": 2, "alpha": 4, **config},
+        }
     return args | READS[file] | {"data": file if file == "digits" else str(data / file)}
 
 
@@ -411,15 +418,18 @@ SINGLE_DEVICE: dict[str, Curve] = {}
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 PARITY = [
     slow("ddp", 2, {}, ("lora instructions", "bart"), 1e-5),
-    ("fsdp", 2, {}, ("llama tied", "mixtral", "lora classifier"), 1e-5),
-    slow("fsdp", 2, {}, ("vit", "gpt2 instructions", "t5"), 1e-5),
+    ("fsdp", 2, {}, ("llama tied", "mixtral", "lora classifier", "lora nf4"), 1e-5),
+    slow("fsdp", 2, {}, ("vit", "gpt2 instructions", "t5", "lora dora", "lora int8"), 1e-5),
     ("tensor", 2, {}, ("llama tied", "gpt2", "mixtral", "bert"), 2e-5),
     slow("tensor", 2, {}, ("qwen3", "gemma2", "phi3"), 2e-5),
     slow(
         "tensor",
         2,
         {},
-        ("lora", "instructions", "lora instructions", "t5", "qwen3 moe", "olmoe", "deepseek"),
+        (
+            *("lora", "lora nf4", "lora dora", "instructions", "lora instructions"),
+            *("t5", "qwen3 moe", "olmoe", "deepseek"),
+        ),
         2e-5,
     ),
     slow(
@@ -430,7 +440,7 @@ PARITY = [
     slow("tensor+pipeline", 4, {"tp": 2}, ("llama",), 2e-5),
     ("context", 2, {"cp": 2}, ("gpt2", "qwen3", "mistral"), 1e-5),
     ("pipeline", 2, {"pp": 2}, ("mixtral",), 1e-5),
-    slow("pipeline", 2, {"pp": 2}, ("lora", "instructions"), 1e-5),
+    slow("pipeline", 2, {"pp": 2}, ("lora", "lora nf4", "lora dora", "instructions"), 1e-5),
     ("ddp+context+expert", 2, {"cp": 2, "ep": 2}, ("mixtral",), 1e-5),
     slow("fsdp+tensor+context", 4, {"tp": 2, "cp": 2, "dp_shard": 1}, ("llama",), 2e-5),
 ]

@@ -1,0 +1,88 @@
+"""Frozen matrices in 16 bits: what is not trained is kept in the type that it is multiplied in.
+
+A trained weight needs float32, because a step is too small for 16 bits. A frozen one (beside LoRA's
+adapters) needs only the 16 bits that products read. In float32 it takes twice the memory, and a
+cast in every forward, since autocast remembers copies of trained weights only.
+
+Autocast rounds the float32 weight in each forward, and here it is rounded once, so the products are
+the same to the last bit. An embedding, which autocast does not touch, gives the rows of the rounded
+table as float32. Norms and everything else of one dimension stay float32. So do weights of classes
+that may compute in another way than torch's own layers. Sharded layouts cast all of them, these
+too, before they gather them: there only the shards take less.
+
+A checkpoint has the weights in the type that they are trained in, and is read into either.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from strategies.precision import DTYPES
+from strategies.tensor.plan import is_transposed_linear
+
+_CLASSES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+CASTS_WEIGHTS = "casts_weights"
+"""The attribute of a module of another class whose forward casts its weights to autocast's type."""
+
+
+def narrowed(build: Callable[[], nn.Module], precision: str) -> Callable[[], nn.Module]:
+    """A function that builds a model with its frozen matrices in the type of products.
+
+    Args:
+        build: Builds the model, in float32.
+        precision: A key of `DTYPES`; with fp32 nothing changes.
+    """
+
+    def build_narrowed() -> nn.Module:
+        module = build()
+        narrow(module, precision)
+        return module
+
+    return build if precision == "fp32" else build_narrowed
+
+
+def narrow(module: nn.Module, precision: str) -> None:
+    """Cast a model's frozen matrices to the type of products, in place.
+
+    Args:
+        module: The model, for real or on the meta device.
+        precision: A key of `DTYPES`; with fp32 nothing changes.
+    """
+    if precision == "fp32":
+        return
+    names = frozen_matrices(module)
+    for name, parameter in module.named_parameters():
+        if name in names:
+            parameter.data = parameter.data.to(DTYPES[precision])
+    for layer in module.modules():
+        if type(layer) is nn.Embedding and layer.weight.dtype != torch.float32:
+            layer.register_forward_hook(_widen)
+
+
+def frozen_matrices(module: nn.Module) -> set[str]:
+    """The names of the parameters that `narrow` casts.
+
+    One that several layers share is cast if all of them allow it.
+    """
+    allowed: dict[nn.Parameter, bool] = {}
+    for layer in module.modules():
+        casts = type(layer) in _CLASSES or is_transposed_linear(layer)
+        casts = casts or getattr(layer, CASTS_WEIGHTS, False)
+        for parameter in layer.parameters(recurse=False):
+            allowed[parameter] = allowed.get(parameter, True) and casts
+    return {
+        name
+        for name, parameter in module.named_parameters()
+        if allowed[parameter]
+        and not parameter.requires_grad
+        and parameter.dim() > 1
+        and parameter.dtype == torch.float32
+    }
+
+
+def _widen(_: nn.Module, __: object, rows: Tensor) -> Tensor | None:
+    """The rows of an embedding as float32, as autocast leaves them; else as they are."""
+    if rows.dtype == torch.float32 or not torch.is_autocast_enabled(rows.device.type):
+        return None
+    return rows.float()
