@@ -185,7 +185,7 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
         "call the model itself",
     ),
     Trait.CALLED_TWICE: (
-        "{where} is called twice in one forward, or the loss calls the model twice",
+        "{where} is called twice in one forward, or the task calls the model twice",
         "",
     ),
     Trait.CALLS_VARY: (

@@ -84,9 +84,10 @@ def multiplied_parameters(model: nn.Module) -> int:
             multiplied[id(parameter)] = parameter
     counts = {key: parameter.numel() for key, parameter in multiplied.items()}
     for owner in model.modules():
-        if hasattr(owner, "multiplied_numel"):  # its parameter is not the numbers, but their bytes
+        multiplied_numel = getattr(owner, "multiplied_numel", None)
+        if isinstance(multiplied_numel, int):  # its parameter is not the numbers, but their bytes
             counts |= {
-                id(p): owner.multiplied_numel
+                id(p): multiplied_numel
                 for p in owner.parameters(recurse=False)
                 if not p.is_floating_point() and not p.is_complex()
             }
