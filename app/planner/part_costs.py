@@ -36,7 +36,7 @@ backward. On one H100 the casts of a GPT of 1.3 B move 123 GB a step; this says 
 FP8_SAVED = 0.64
 """Share of what a compiled block saves in 16 bits that it saves with `train.precision=fp8`.
 
-Measured of a GPT of 1.3 B on one H100 (experiments/benchmarks/one_gpu.csv).
+Measured of a GPT of 1.3 B on one H100 (experiments/benchmarks/gpu_first/one_gpu.csv).
 """
 
 

@@ -19,7 +19,9 @@ BENCHMARKS = {
     "scale-out": "what the control plane costs up to 16,384 ranks, which are simulated",
     "chaos": "kills of anything at any moment: what is lost, and seconds to the next step",
 }
-"""By name, what a benchmark measures; each is a module of this folder, or the folder gpu_first."""
+"""By name, what a benchmark measures."""
+MODULES = {"gpu first": "gpu_first.program", "one-gpu": "gpu_first.one_gpu"}
+"""The modules of benchmarks that are not of this folder."""
 
 
 def main() -> None:
@@ -34,7 +36,7 @@ def main() -> None:
     if name not in BENCHMARKS:
         hint = f"{nearest(name, BENCHMARKS)}: write one of {', '.join(BENCHMARKS)}"
         sys.exit(f"{name!r} is not a benchmark{hint}")
-    module_name = "gpu_first.program" if name == "gpu first" else name.replace("-", "_")
+    module_name = MODULES.get(name, name.replace("-", "_"))
     module = importlib.import_module(f"experiments.benchmarks.{module_name}")
     module.main(sys.argv[1 + words :], prog_name=f"benchmarks {name}")
 

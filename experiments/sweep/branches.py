@@ -7,9 +7,9 @@ samples, at its best learning rate, is above the lowest by no more than this noi
 
 Intervals are those of draws: the means of all branches are drawn anew with the measured noise,
 which is drawn too, since it has few degrees of freedom. Each draw gives its own best rates, losses
-and critical batch. Between two batches that were tried the loss may rise early or late, and each draw
-takes another course. The central 90 % of the draws contain the truth in at least 80 % of synthetic
-cases, which is what the intervals claim.
+and critical batch. Between two batches that were tried the loss may rise early or late, and each
+draw takes another course. The central 90 % of the draws contain the truth in at least 80 % of
+synthetic cases, which is what the intervals claim.
 """
 
 from __future__ import annotations

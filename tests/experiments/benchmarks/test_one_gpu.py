@@ -1,10 +1,10 @@
-"""Plans beside what one GPU was measured to take; see experiments/benchmarks/one_gpu.py."""
+"""Plans beside what one GPU was measured to take; see experiments/benchmarks/gpu_first/one_gpu.py."""
 
 from pathlib import Path
 
 import pytest
 
-from experiments.benchmarks import one_gpu
+from experiments.benchmarks.gpu_first import one_gpu
 
 pytestmark = pytest.mark.pure
 NAMES = ("gpt-350m", "gpt-1.3b", "gpt-1.3b-fp8-4k")

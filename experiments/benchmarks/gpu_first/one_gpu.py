@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ from app.planner.machine import Machine, MachineOptions, find_machine
 from app.planner.plan import GIB
 from app.tasks import load_task
 from app.tasks.base import Task
+from experiments.benchmarks.gpu_first.check import CheckContext
+from experiments.benchmarks.gpu_first.training import make_training
 from experiments.benchmarks.harness import measure_in_turns, show
 from strategies.layout import choose
 
@@ -261,9 +263,6 @@ def _planned(line: Line, config: Config, task: Task, machine: Machine) -> Line:
 
 def _measured(line: Line, config: Config) -> Line:
     """The line with what a run's own loop takes."""
-    from experiments.benchmarks.gpu_first.check import CheckContext
-    from experiments.benchmarks.gpu_first.training import make_training
-
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     context = CheckContext(device_type, line.name, io.StringIO())
     training = make_training(context, config)
@@ -291,7 +290,7 @@ def _measured(line: Line, config: Config) -> Line:
     )
 
 
-def _seconds(context: Any, step: Any) -> float:
+def _seconds(context: CheckContext, step: Callable[[], None]) -> float:
     start = time.perf_counter()
     step()
     context.synchronize()
@@ -300,7 +299,7 @@ def _seconds(context: Any, step: Any) -> float:
 
 def _free_memory() -> None:
     gc.collect()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
