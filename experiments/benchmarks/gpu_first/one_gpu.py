@@ -394,7 +394,9 @@ def main(measures: bool, only: tuple[str, ...], seconds: float, folder: Path, ou
         return
     is_new = not out.exists()
     with out.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in dataclasses.fields(Line)])
+        writer = csv.DictWriter(
+            file, [field.name for field in dataclasses.fields(Line)], lineterminator="\n"
+        )
         if is_new:
             writer.writeheader()
         for line in measure(names, seconds=seconds, folder=folder):

@@ -1,4 +1,4 @@
-"""Plans beside what one GPU was measured to take; see experiments/benchmarks/gpu_first/one_gpu.py."""
+"""Plans beside what one GPU was measured to take (gpu_first/one_gpu.py)."""
 
 from pathlib import Path
 
