@@ -9,16 +9,12 @@ other, or else each rank by itself.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import queue
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -51,6 +47,8 @@ from strategies.layout import ParallelDims
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+CALLS_PER_SECOND = 10_000
+"""How many calls Ray is asked about in a second; less than every poll with more than 500 ranks."""
 PROCESS_GROUP_SECONDS = 1800.0
 """Timeout of collectives. The hang detector ends what hangs long before."""
 Resources = dict[str, float]
@@ -183,10 +181,10 @@ class ActorWorkers(RayWorkers):
         self.per_worker = per_worker
         self.cluster = cluster
         self.reserved = reserved
-        self.calls: dict[int, ray.ObjectRef[None]] = {}
-        """The calls of the ranks that have not ended."""
-        self.ended_ranks: queue.SimpleQueue[int] = queue.SimpleQueue()
-        """Ranks whose calls have ended since the last look."""
+        self.calls: dict[ray.ObjectRef[None], int] = {}
+        """The ranks of the calls that have not ended."""
+        self.call_clock = 0.0
+        """When it was last looked which calls have ended."""
         self.actors: list[Any] = []
         self.dead: dict[int | None, BaseException] = {}
         self._runs = False
@@ -202,7 +200,6 @@ class ActorWorkers(RayWorkers):
         per_stage = resources_of_stages(job.config, dims, self.per_worker)
         self.begin_attempt(job)
         self.dead = {}
-        self.ended_ranks = queue.SimpleQueue()
         group, bundle_of_rank = self._places(dims, per_stage, job.excluded_nodes)
         self._runs = True
         job_ref = ray.put(job)
@@ -225,9 +222,7 @@ class ActorWorkers(RayWorkers):
                 use_gpu=gpus > 0,
                 uplink=self.uplink,
             )
-            self.calls[rank] = call
-            # Asking Ray about all calls would take longer with every rank.
-            call.future().add_done_callback(partial(_note_end, self.ended_ranks, rank))
+            self.calls[call] = rank
 
     def _places(
         self, dims: ParallelDims, per_stage: list[Resources], excluded: Sequence[str]
@@ -281,26 +276,28 @@ class ActorWorkers(RayWorkers):
 
     def wait(self) -> None:
         """See `RayWorkers`."""
-        with contextlib.suppress(queue.Empty):
-            self._note_death(self.ended_ranks.get(timeout=POLL_SECONDS))
+        if self._look_is_due():
+            ray.wait(list(self.calls), timeout=POLL_SECONDS)
+        else:
+            time.sleep(POLL_SECONDS)
+
+    def _look_is_due(self) -> bool:
+        """Whether to look which calls have ended: the more there are, the more seldom."""
+        look_seconds = len(self.calls) / CALLS_PER_SECOND
+        return bool(self.calls) and time.monotonic() - self.call_clock >= look_seconds
 
     def lost(self) -> Failures:
         """See `RayWorkers`."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._note_death(self.ended_ranks.get_nowait())
+        if self._look_is_due():
+            self.call_clock = time.monotonic()
+            ended, _ = ray.wait(list(self.calls), num_returns=len(self.calls), timeout=0)
+            for call in ended:
+                rank = self.calls.pop(call)
+                # The rank has told its own exception, if it could.
+                error = error_of(call)
+                if error is not None:
+                    self.dead[rank] = error
         return self.dead
-
-    def _note_death(self, rank: int) -> None:
-        """Notes the error with which a rank's call has ended, if there is one."""
-        # The rank has told its own exception, if it could.
-        error = error_of(self.calls.pop(rank))
-        if error is not None:
-            self.dead[rank] = error
-
-
-def _note_end(ended_ranks: queue.SimpleQueue[int], rank: int, _: Future[None]) -> None:
-    ended_ranks.put(rank)
 
 
 def _is_intact(group: PlacementGroup, nodes: Sequence[NodeState]) -> bool:

@@ -232,12 +232,12 @@ class Aggregator:
 
     # --- aggregators ------------------------------------------------------------------------------
 
-    def adopt(self, attempt: int, child: Any) -> Orders:
-        """Takes the actor of an aggregator that will report here."""
+    def adopt(self, attempt: int, child: Any) -> None:
+        """Takes the actor of an aggregator that will report here, and tells it the orders."""
         with self._lock:
             if attempt == self.attempt:
                 self._below.append(child)
-            return self.orders
+                child.obey.remote(attempt, self.orders)
 
     def report(self, attempt: int, child: str, report: Report) -> None:
         """Takes the report of an aggregator below, which this name identifies."""

@@ -80,8 +80,6 @@ class NodeAggregator(Aggregator):
         self.begin(attempt, 0)  # only the queue has to know how many ranks there are
         self.name = name
         self.parent = parent
-        itself = ray.get_runtime_context().current_actor
-        self.obey(attempt, ray.get(parent.adopt.remote(attempt, itself)))
         threading.Thread(target=self._report_forever, daemon=True, name="report").start()
 
     def _report_forever(self) -> None:
@@ -113,7 +111,9 @@ def start_aggregators(
         options = NodeAggregator.options(  # type: ignore[attr-defined]
             name=f"{prefix}/{node}", scheduling_strategy=affinity
         )
-        actor = options.remote(attempt, node, queue if parent is None else actors[parent])
+        above = queue if parent is None else actors[parent]
+        actor = options.remote(attempt, node, above)
+        above.adopt.remote(attempt, actor)
         actors.append(actor)
         running[node] = actor
 
