@@ -7,6 +7,7 @@ from typing import Any
 
 from app.config import Config
 from app.config.batch_schedule import schedule_mistake
+from app.config.task_names import BUILT_IN, arguments_of, no_such_argument
 from app.config.words import meant_value
 from app.errors import UserError, nearest
 from strategies.dims import unknown_strategy
@@ -152,7 +153,7 @@ def _ranges(config: Config) -> Iterator[str]:
 
 
 def _names(config: Config) -> Iterator[str]:
-    """Unknown strategies and optimizers.
+    """Unknown strategies and optimizers, and arguments that a built-in task does not take.
 
     Without this check they would be noticed only after torch, and perhaps Ray, has started.
     """
@@ -163,6 +164,11 @@ def _names(config: Config) -> Iterator[str]:
     is_import_path = ":" in config.optimizer.name
     if not is_import_path and config.optimizer.name not in OPTIMIZERS:
         yield unknown_optimizer(config.optimizer.name)
+    known = arguments_of(config.task) if config.task in BUILT_IN else []
+    for name in config.task_args:
+        if known and name not in known:
+            owner = f"task {config.task!r}"
+            yield no_such_argument(name, known, key="task_args", owner=owner)
 
 
 def _choices(config: Config) -> Iterator[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from app.config.task_names import BUILT_IN
 from app.errors import (
     UserError,
     claim_package,
@@ -24,13 +25,6 @@ from app.tasks import by_value
 from app.tasks.arguments import check_arguments
 from app.tasks.base import Task
 from app.tasks.user_code import user_module
-
-BUILT_IN = {
-    "image_classification": "app.tasks.vision:ImageClassification",
-    "language_modelling": "app.tasks.language:LanguageModelling",
-    "tabular": "app.tasks.tabular:Tabular",
-    "huggingface": "app.tasks.huggingface.task:HuggingFace",
-}
 
 
 def load_task(name: str, task_args: Mapping[str, Any]) -> Task:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from app.config.task_names import no_such_argument
 from app.errors import UserError, nearest
 from app.models.prediction import Preprocessor
 from app.tasks.base import Task
@@ -137,9 +138,7 @@ def require_known(names: Iterable[str], known: Sequence[str], *, key: str, owner
     """
     for name in names:
         if name not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes no arguments"
-            hint = nearest(name, known)
-            raise UserError(f"{key}.{name}: {owner} has no such argument{hint}; {takes}")
+            raise UserError(no_such_argument(name, known, key=key, owner=owner))
 
 
 def checked_model(

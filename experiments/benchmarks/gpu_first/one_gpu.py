@@ -62,7 +62,7 @@ class Line:
         ms: Of a step, the median of blocks of steps.
         gib: The most that torch had allocated, without what it had before the model was made.
         first_s: Seconds of the first step, which compiles.
-        remark: Why there are no figures; "" if there are.
+        remark: Why there are no figures, or why they are not compared; "" if they are.
     """
 
     name: str
@@ -77,8 +77,8 @@ class Line:
     remark: str = ""
 
     @property
-    def is_measured(self) -> bool:
-        return math.isfinite(self.ms)
+    def is_compared(self) -> bool:
+        return math.isfinite(self.ms) and not self.remark
 
 
 def trainings() -> dict[str, dict[str, Any]]:
@@ -326,7 +326,7 @@ def compare(measured: Iterable[Line], folder: Path) -> Iterator[tuple[dict[str, 
     """
     rows = trainings()
     for line in measured:
-        if not line.is_measured:
+        if not line.is_compared:
             continue
         machine = find_machine(MachineOptions(gpu=line.gpu, gpus=1), "1")
         config = config_of(rows[line.name], folder, weights=False)
