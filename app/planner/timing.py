@@ -7,10 +7,12 @@ The parameters of a sharded block are gathered while the block before it compute
 are scattered while the backward of the next one runs. Communication is exposed where it takes
 longer than that computation, where it cannot start earlier (the root's parameters), and where the
 host has to launch it while a block waits for launches. An all-reduce over replicas hides behind the
-last backward, except for its last bucket. Tensor parallelism hides nothing, or with
-parallel.async_tp a share (`Device.async_tp`, less what products lose to it) if the products beside
-it take as long. Exchanging tokens with experts hides nothing. Experts are assumed to be used
-evenly, and to be gathered and averaged over as many workers as the other parameters.
+last backward, except for its last bucket. Tensor parallelism hides the sums of its backward behind
+the gradients of the weights that used them, and what it gathers again behind the gradients of
+inputs; with parallel.async_tp a share of everything (`Device.async_tp`, less what products lose to
+it) if the products beside it take as long. Exchanging tokens with experts hides nothing. Experts
+are assumed to be used evenly, and to be gathered and averaged over as many workers as the other
+parameters.
 
 All-gathers and reduce-scatters are rings over the links between the devices that take part (Thakur
 et al. 2005), all-reduces trees over their nodes, as NCCL has them. A ring of R devices on several
@@ -43,6 +45,8 @@ OVERLAPPABLE_SHARE = 2 / 3
 
 Of several layers with the same input only the first does: in a gated block q, out, gate and down.
 """
+FIRST_LAYERS_SHARE = 0.3
+"""Share of a block's products that belong to the first layers with an input: q and gate."""
 GPUS_WITHOUT_STRAGGLERS = 64
 """Up to so many GPUs a step does not wait for the slowest of them."""
 EQUAL_THIRDS = Times.equal(1 / 3)
@@ -162,7 +166,7 @@ def timing(
 
 
 def _add_tensor(case: Case, exposed: Exposed) -> None:
-    """The collectives of tensor parallelism, less what products hide with parallel.async_tp."""
+    """The collectives of tensor parallelism, less what products hide."""
     candidate = case.candidate
     tp = candidate.dims.tp
     links = case.machine.links
@@ -181,7 +185,20 @@ def _add_tensor(case: Case, exposed: Exposed) -> None:
             for part in case.parts
         ]
         hidden = case.sum_of_parts(hidden_by_part)
+    elif candidate.schedule not in SPLIT and sent:
+        hidden = case.sum_of_parts(
+            [_hidden_in_backward(case, p, seconds / sent) for p in case.parts]
+        )
+        exposed.hidden += hidden * candidate.micro_batches
     exposed.tensor += (seconds - hidden) * candidate.micro_batches
+
+
+def _hidden_in_backward(case: Case, part: PartCost, seconds_per_byte: float) -> float:
+    """Seconds of a part's tensor-parallel collectives that its backward hides."""
+    hiding_seconds = case.machine.device.hidden * FIRST_LAYERS_SHARE * part.weight_gradient_seconds
+    beside_weights = min(seconds_per_byte * part.tp_bytes_beside_weights, hiding_seconds)
+    beside_inputs = min(seconds_per_byte * part.tp_bytes_beside_inputs, hiding_seconds)
+    return beside_weights + beside_inputs
 
 
 def _add_context(case: Case, exposed: Exposed) -> None:
