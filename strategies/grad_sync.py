@@ -10,23 +10,24 @@ every parameter twice.)
 
 **Pipelines.** A chunk's gradients are complete after the last micro-batch that passes it, while
 other chunks and stages still compute. That is when they are sent, from a set of buckets per chunk
-(those of replicas while that backward still runs, unless a schedule splits it). The end of the step
+(while that backward still runs, unless a schedule splits it). The end of the step
 waits for them. Then the gradients of parameters that several stages use (a tied embedding) are
 added up, in one all-reduce per set of stages.
 
-**Shards of a pipeline.** Parameters are sharded by `fully_shard`, gathered once at the beginning of
-a step, and their gradients are reduce-scattered once at its end. They are gathered in the type of
-the arithmetic, so that no forward keeps a cast copy until its backward; gradients add up in
-float32, or in the type that they are sent in. (Gathering parameters for every micro-batch, as fsdp
-does without a pipeline, would send m times as much: Grattafiori et al. 2024, arXiv 2407.21783,
-§3.3.2.) `fully_shard` only keeps the shards. Its hooks never run, and gradients are reduced here,
-from the unsharded parameters, so the sums are right in whatever order a schedule computes, W long
-after B.
+**Shards of a pipeline.** Parameters are sharded by `fully_shard` and gathered once in a step, those
+of a block while the blocks before it compute. Their gradients are reduce-scattered once, those of a
+bucket while the layers below go backward for the last time. They are gathered in the type of the
+arithmetic, so that no forward keeps a cast copy until its backward; gradients add up in float32, or
+in the type that they are sent in. (Gathering parameters for every micro-batch, as fsdp does without
+a pipeline, would send m times as much: Grattafiori et al. 2024, arXiv 2407.21783, §3.3.2.)
+`fully_shard` only keeps the shards. Its hooks never run, and gradients are reduced here, from the
+unsharded parameters, so the sums are right in whatever order a schedule computes, W long after B.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +36,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    UnshardHandle,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from strategies.collectives import reduce_scatter
@@ -332,9 +338,22 @@ class ShardedGradients:
     ) -> None:
         self.module = module
         self.units = units
+        self._gathering: dict[FSDPModule, UnshardHandle] = {}
+        """The units that are being gathered, and what to wait for."""
+        for unit in units:
+            (owner,) = unit.children()
+            if owner is not module:
+                owner.register_forward_pre_hook(functools.partial(self._before_forward, unit))
         self._wire_dtype = wire_dtype(options)
+        self._names_of_owners = {owner: name for name, owner in module.named_modules()}
         self._sharded = dict(module.named_parameters())
         self._unsharded: dict[str, nn.Parameter] = {}
+        self._hooked: dict[nn.Parameter, str] = {}
+        """Unsharded parameters that say when their gradient is there, and their names."""
+        self._unsent: list[list[str]] = []
+        """The buckets of the chunk whose last backward runs that have not been sent."""
+        self._pending: set[str] = set()
+        """Parameters of these whose gradients are not complete."""
         names = {p: name for name, p in self._sharded.items()}
         limit = options.bucket_mb * 2**20
         self._buckets = {
@@ -354,41 +373,93 @@ class ShardedGradients:
         self._sent: list[_SentGradients] = []
 
     def gather(self) -> None:
-        """Gathers the parameters, before a step or an evaluation."""
-        for handle in [unit.unshard(async_op=True) for unit in self.units]:
+        """Starts to gather the parameters, before a step or an evaluation.
+
+        A block waits for its own when it is called first, while those of later blocks are still
+        coming; what is outside of blocks may be read at any time.
+        """
+        for unit in self.units:
+            handle = unit.unshard(async_op=True)
             if handle is not None:
-                handle.wait()
-        self._unsharded = dict(self.module.named_parameters())
-        for parameter in self._unsharded.values():
+                self._gathering[unit] = handle
+        for unit in self.units:
+            (owner,) = unit.children()
+            if owner is self.module:
+                self._wait_for(unit)
+        self._note_unsharded()
+
+    def _before_forward(self, unit: FSDPModule, owner: nn.Module, args: Any) -> None:
+        if unit in self._gathering:
+            self._wait_for(unit)
+            self._note_unsharded(owner)
+
+    def _wait_for(self, unit: FSDPModule) -> None:
+        handle = self._gathering.pop(unit, None)
+        if handle is not None:
+            handle.wait()
+
+    def _note_unsharded(self, owner: nn.Module | None = None) -> None:
+        """Note the parameters that have been gathered."""
+        prefix = "" if owner is None else self._names_of_owners[owner]
+        for name, parameter in (owner or self.module).named_parameters(prefix):
+            if isinstance(parameter, DTensor) and parameter is self._sharded[name]:
+                continue  # is still being gathered
+            self._unsharded[name] = parameter
             if parameter.is_floating_point():
                 # The sum over many micro-batches would lose small numbers in 16 bits.
                 sum_dtype = self._wire_dtype or torch.promote_types(parameter.dtype, torch.float32)
                 parameter.grad_dtype = sum_dtype  # type: ignore[attr-defined]
+            if parameter.requires_grad and parameter not in self._hooked:
+                self._hooked[parameter] = name
+                parameter.register_post_accumulate_grad_hook(self._gradient_added)
 
     def free(self) -> None:
         """Frees the gathered parameters."""
+        for unit in list(self._gathering):
+            self._wait_for(unit)  # nothing has called the block
         for unit in self.units:
             unit.reshard()
 
     def last_backward(self, chunk: int) -> None:
-        """Does nothing: gradients are sent when the chunk is done."""
+        """The chunk's last backward of a step begins.
+
+        In it a bucket is sent as soon as its gradients are there, in the order of buckets, which is
+        the same on all workers. What is left is sent when the chunk is done.
+        """
+        self._unsent = list(self._buckets.get(chunk, []))
+        self._pending = {name for bucket in self._unsent for name in bucket}
+
+    def _gradient_added(self, parameter: Tensor) -> None:
+        if not self._unsent:
+            return
+        self._pending.discard(self._hooked[parameter])
+        while self._unsent and self._pending.isdisjoint(self._unsent[0]):
+            self._send(self._unsent.pop(0))
+
+    def chunk_done(self, chunk: int) -> None:
+        """Sends what is left of the chunk's gradients, which are complete."""
+        self._unsent = []
+        for bucket in self._buckets.get(chunk, []):
+            self._send(bucket)
 
     @torch.no_grad()
-    def chunk_done(self, chunk: int) -> None:
-        """Sends the chunk's gradients, which are complete."""
-        for bucket in self._buckets.get(chunk, []):
-            names = [name for name in bucket if self._unsharded[name].grad is not None]
-            if not names:
-                continue
-            by_rank = [self._take_gradient_by_rank(name) for name in names]
-            flat = torch.cat(by_rank, 1).reshape(-1)
-            if self._wire_dtype is not None:
-                flat = flat.to(self._wire_dtype)
-            flat.div_(self._workers)
-            shard = flat.new_empty(flat.numel() // self._shard_group.size())
-            work = reduce_scatter(shard, flat, self._shard_group)
-            sizes = [part.size(1) for part in by_rank]
-            self._sent.append(_SentGradients(names=names, sizes=sizes, shard=shard, work=work))
+    def _send(self, bucket: list[str]) -> None:
+        names = [
+            name
+            for name in bucket
+            if name in self._unsharded and self._unsharded[name].grad is not None
+        ]
+        if not names:
+            return
+        by_rank = [self._take_gradient_by_rank(name) for name in names]
+        flat = torch.cat(by_rank, 1).reshape(-1)
+        if self._wire_dtype is not None:
+            flat = flat.to(self._wire_dtype)
+        flat.div_(self._workers)
+        shard = flat.new_empty(flat.numel() // self._shard_group.size())
+        work = reduce_scatter(shard, flat, self._shard_group)
+        sizes = [part.size(1) for part in by_rank]
+        self._sent.append(_SentGradients(names=names, sizes=sizes, shard=shard, work=work))
 
     def _take_gradient_by_rank(self, name: str) -> Tensor:
         """Takes a gradient from its unsharded parameter, as (ranks, numbers).

@@ -136,6 +136,10 @@ def parallelize(
     # pipeline's stage may, nor of one that attends across workers: the compiler would drop that.
     # Such blocks are compiled first, and then recomputed as a whole.
     compiles_first = split is not None or division is not None or layout.dims.cp > 1
+    if options.compile and split is not None:
+        for name in names or [""]:
+            block = module.get_submodule(name)
+            block.forward = split.forget_traced(block.forward)
     if options.compile and compiles_first:
         compile_blocks(module, names, options.compile_backend)
     if split is not None:

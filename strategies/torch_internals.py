@@ -65,12 +65,16 @@ class _FunctionalCollectives(NamedTuple):
         all_reduce: (x, "sum" or "max", group).
         all_gather: (x, group), along dimension 0.
         reduce_scatter: (x, group), the sum, along dimension 0.
+        start_all_reduce: (x, group), the sum; returns a function that waits for it.
+        start_reduce_scatter: Likewise.
         summing_operators: The operators of torch.ops behind those that sum.
     """
 
     all_reduce: Callable[[Tensor, str, dist.ProcessGroup], Tensor]
     all_gather: Callable[[Tensor, dist.ProcessGroup], Tensor]
     reduce_scatter: Callable[[Tensor, dist.ProcessGroup], Tensor]
+    start_all_reduce: Callable[[Tensor, dist.ProcessGroup], Callable[[], Tensor]]
+    start_reduce_scatter: Callable[[Tensor, dist.ProcessGroup], Callable[[], Tensor]]
     summing_operators: tuple[Any, ...]
 
 
@@ -85,10 +89,25 @@ def functional_collectives() -> _FunctionalCollectives:
     ops = getattr(torch.ops, "_c10d_functional", None)
     names = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor")
     if ops is None or not all(hasattr(ops, name) for name in names):
-        return _FunctionalCollectives(_all_reduce, _all_gather, _reduce_scatter, ())
+        return _FunctionalCollectives(
+            all_reduce=_all_reduce,
+            all_gather=_all_gather,
+            reduce_scatter=_reduce_scatter,
+            start_all_reduce=_start_all_reduce,
+            start_reduce_scatter=_start_reduce_scatter,
+            summing_operators=(),
+        )
 
     def all_reduce(x: Tensor, operation: str, group: dist.ProcessGroup) -> Tensor:
         return ops.wait_tensor(ops.all_reduce(x, operation, group.group_name))
+
+    def start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+        started = ops.all_reduce(x, "sum", group.group_name)
+        return lambda: ops.wait_tensor(started)
+
+    def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+        started = ops.reduce_scatter_tensor(x, "sum", group.size(), group.group_name)
+        return lambda: ops.wait_tensor(started)
 
     def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         gather = _all_gather_operator if torch.compiler.is_compiling() else _gather_and_wait
@@ -101,6 +120,8 @@ def functional_collectives() -> _FunctionalCollectives:
         all_reduce=all_reduce,
         all_gather=all_gather,
         reduce_scatter=reduce_scatter,
+        start_all_reduce=start_all_reduce,
+        start_reduce_scatter=start_reduce_scatter,
         summing_operators=(ops.all_reduce.default, ops.reduce_scatter_tensor.default),
     )
 
@@ -141,6 +162,28 @@ def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     shard = x.new_empty((x.size(0) // group.size(), *x.shape[1:]))
     reduce_scatter_into(shard, x, group=group)
     return shard
+
+
+def _start_all_reduce(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    result = x.clone()
+    work = dist.all_reduce(result, group=group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return result
+
+    return finish
+
+
+def _start_reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Callable[[], Tensor]:
+    shard = x.new_empty((x.size(0) // group.size(), *x.shape[1:]))
+    work = reduce_scatter_into(shard, x, group=group, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return shard
+
+    return finish
 
 
 # --- collectives that hang or fail ----------------------------------------------------------------

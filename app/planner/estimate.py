@@ -270,6 +270,7 @@ class Estimator:
         dims = candidate.dims
         return Work(
             batch=candidate.micro_batch / dims.cp,
+            samples=candidate.micro_batch,
             tp=dims.tp,
             precision=candidate.precision,
             variant=variant_of(

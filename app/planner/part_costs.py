@@ -5,7 +5,8 @@ the sequence and the width of the heads let it (fused.py), and any other operati
 bytes take. Each kernel's start and end cost `Device.kernel` seconds besides. The host launches the
 kernels ahead of a GPU, which waits only if all launches of a step take longer than its work
 (timing.py); a CPU waits for the launches of each part. A compiled block moves the bytes and
-launches the kernels of fused operations (fusion.py).
+launches the kernels of fused operations (fusion.py), with which it also orders the rows of several
+samples for the collectives of tensor parallelism.
 
 Batched products whose rows do not begin at multiples of 16 bytes (such as heads of width 150) run
 without tensor cores, and others of 16 bits (such as the last layer for 50,257 words) slowly.
@@ -53,6 +54,7 @@ class Work(NamedTuple):
 
     Args:
         batch: Samples; a fraction of one if context parallelism splits the sequence.
+        samples: Those of which the worker has all or a part.
         tp: The degree of tensor parallelism.
         precision: fp32, bf16, fp16 or fp8.
         variant: Which computation of the model a worker runs.
@@ -60,6 +62,7 @@ class Work(NamedTuple):
     """
 
     batch: float
+    samples: int
     tp: int
     precision: str
     variant: Variant
@@ -110,12 +113,17 @@ class PartCost:
         stage_input_bytes: What a pipeline sends to the stage that begins with this part.
         tp_bytes: What tensor parallelism sends.
         tp_collectives: In how many collectives.
+        tp_bytes_beside_weights: Of `tp_bytes`, what is sent beside the products for the gradients
+            of weights.
+        tp_bytes_beside_inputs: The same of inputs.
         query_numel: Numbers in the queries of attention.
         key_value_numel: Numbers in its keys and values.
         attention_forwards: How often the forward of attention runs, with recomputation.
         attention_seconds: Of attention, (in one forward, in backward).
         overlappable_seconds: Of the products that can run beside the collectives of tensor
             parallelism: in forward, in recomputation, and for the gradients of inputs.
+        weight_gradient_seconds: Of the products for the gradients of weights; those of inputs take
+            as long.
     """
 
     name: str
@@ -136,6 +144,9 @@ class PartCost:
     attention_forwards: float = 1.0
     attention_seconds: tuple[float, float] = (0.0, 0.0)
     overlappable_seconds: float = 0.0
+    tp_bytes_beside_weights: float = 0.0
+    tp_bytes_beside_inputs: float = 0.0
+    weight_gradient_seconds: float = 0.0
 
     @property
     def is_block(self) -> bool:
@@ -204,6 +215,9 @@ def _part_cost(
     if is_fused:
         for kind in FUSED_VALUES:
             values[kind] = min(values[kind], values[f"fused_{kind}"])
+    elif work.samples > 1:
+        for phase in ("forward", "backward"):
+            values[f"moved_{phase}"] += values[f"rearranged_{phase}"]
     if work.precision == "fp8" and not is_block:  # fp8 is for the linear layers of blocks only
         work = work._replace(precision="bf16")
     forward = _phase_cost(part, values, phase="forward", work=work, device=device)
@@ -240,6 +254,12 @@ def _part_cost(
         overlappable_seconds=(
             forward.product_seconds * (1 + shares.fully) + backward.product_seconds / 2
         ),
+        # Compiled code gathers in one operation, and multiplies in float8 by autograd's order.
+        tp_bytes_beside_weights=(
+            0.0 if is_fused and work.precision == "fp8" else values["sent_beside"]
+        ),
+        tp_bytes_beside_inputs=0.0 if is_fused else values["regathered"] * (1 - shares.recomputed),
+        weight_gradient_seconds=backward.product_seconds / 2,
     )
 
 

@@ -8,10 +8,12 @@ are scattered while the backward of the next one runs. Communication is exposed 
 longer than that computation, and where it cannot start earlier (the root's parameters). An
 all-reduce over replicas hides behind the last backward, except for its last bucket. A GPU waits for
 its host where launching all kernels and collectives of a step takes longer than running them, and
-for samples where copying them does. Tensor parallelism hides nothing, or with
-parallel.async_tp a share (`Device.async_tp`, less what products lose to it) if the products beside
-it take as long. Exchanging tokens with experts hides nothing. Experts are assumed to be used
-evenly, and to be gathered and averaged over as many workers as the other parameters.
+for samples where copying them does. Tensor parallelism hides the sums of its backward behind the
+gradients of the weights that used them, and what it gathers again behind the gradients of inputs;
+with parallel.async_tp a share of everything (`Device.async_tp`, less what products lose to it) if
+the products beside it take as long. Exchanging tokens with experts hides nothing. Experts are
+assumed to be used evenly, and to be gathered and averaged over as many workers as the other
+parameters.
 
 All-gathers and reduce-scatters are rings over the links between the devices that take part (Thakur
 et al. 2005), all-reduces trees over their nodes, as NCCL has them. A ring of R devices on several
@@ -44,6 +46,8 @@ OVERLAPPABLE_SHARE = 2 / 3
 
 Of several layers with the same input only the first does: in a gated block q, out, gate and down.
 """
+FIRST_LAYERS_SHARE = 0.3
+"""Share of a block's products that belong to the first layers with an input: q and gate."""
 EQUAL_THIRDS = Times.equal(1 / 3)
 """Forward and the gradients of inputs and of weights take about a third of a micro-batch each."""
 
@@ -184,7 +188,7 @@ def _launching_seconds(case: Case) -> float:
 
 
 def _add_tensor(case: Case, exposed: Exposed) -> None:
-    """The collectives of tensor parallelism, less what products hide with parallel.async_tp."""
+    """The collectives of tensor parallelism, less what products hide."""
     candidate = case.candidate
     tp = candidate.dims.tp
     links = case.machine.links
@@ -203,7 +207,20 @@ def _add_tensor(case: Case, exposed: Exposed) -> None:
             for part in case.parts
         ]
         hidden = case.sum_of_parts(hidden_by_part)
+    elif candidate.schedule not in SPLIT and sent:
+        hidden = case.sum_of_parts(
+            [_hidden_in_backward(case, p, seconds / sent) for p in case.parts]
+        )
+        exposed.hidden += hidden * candidate.micro_batches
     exposed.tensor += (seconds - hidden) * candidate.micro_batches
+
+
+def _hidden_in_backward(case: Case, part: PartCost, seconds_per_byte: float) -> float:
+    """Seconds of a part's tensor-parallel collectives that its backward hides."""
+    hiding_seconds = case.machine.device.hidden * FIRST_LAYERS_SHARE * part.weight_gradient_seconds
+    beside_weights = min(seconds_per_byte * part.tp_bytes_beside_weights, hiding_seconds)
+    beside_inputs = min(seconds_per_byte * part.tp_bytes_beside_inputs, hiding_seconds)
+    return beside_weights + beside_inputs
 
 
 def _add_context(case: Case, exposed: Exposed) -> None:

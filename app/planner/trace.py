@@ -89,6 +89,10 @@ class PartTrace:
             sent, collectives                    by one tensor-parallel worker: bytes, and how many
                                                  collectives send them
             sent_forward, collectives_forward    of these, in forward
+            sent_beside                          of `sent`, while backward multiplies for the
+                                                 gradient of a weight
+            rearranged_forward, …_backward       read and written to order the rows of several
+                                                 samples for collectives
             regathered                           what a recomputed block has besides `saved`, as it
                                                  does not gather its input again
         products: The matrix products of forward and of backward.
@@ -362,6 +366,7 @@ def watch(
             value = loss(module)
         sent_forward = dict(peers.sent_bytes) if peers is not None else {}
         collectives_forward = dict(peers.calls) if peers is not None else {}
+        rearranged_forward = dict(peers.rearranged_bytes) if peers is not None else {}
         recorder.phase = "backward"
         recorder.part = AFTER if order else BEFORE
         # Called with a tensor, `backward` would be dispatched to Fused and run outside of it.
@@ -371,6 +376,11 @@ def watch(
             part.values["sent"] = peers.sent_bytes.get(name, 0.0)
             part.values["collectives"] = peers.calls.get(name, 0.0)
             part.values["regathered"] = peers.regathered_bytes.get(name, 0.0)
+            part.values["sent_beside"] = peers.sent_beside_bytes.get(name, 0.0)
+            rearranged = rearranged_forward.get(name, 0.0)
+            part.values["rearranged_forward"] = rearranged
+            rearranged_backward = peers.rearranged_bytes.get(name, 0.0) - rearranged
+            part.values["rearranged_backward"] = rearranged_backward
             part.values["sent_forward"] = sent_forward.get(name, 0.0)
             part.values["collectives_forward"] = collectives_forward.get(name, 0.0)
     return Trace(_without_saved(recorder.parts, order), order)

@@ -30,7 +30,7 @@ from strategies.context.attention import (
 from strategies.costs import Number
 from strategies.torch_internals import functional_collectives
 
-_all_gather, _reduce_scatter = functional_collectives()[1:3]
+_collectives = functional_collectives()
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ def _visible(
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """(B, G, T/C, K) of every worker → (B, G, T, K), in the sequence's order."""
-    by_rank = _all_gather(x.contiguous(), group).view(group.size(), *x.shape)
+    by_rank = _collectives.all_gather(x.contiguous(), group).view(group.size(), *x.shape)
     early, late = by_rank.chunk(2, 3)
     return torch.cat([*early.unbind(0), *late.flip(0).unbind(0)], 2)
 
@@ -126,7 +126,7 @@ def _reduce_scattered(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
     size = group.size()
     pieces = whole.chunk(2 * size, 2)
     by_rank = [torch.cat([pieces[rank], pieces[-1 - rank]], 2) for rank in range(size)]
-    return _reduce_scatter(torch.cat(by_rank), group)
+    return _collectives.reduce_scatter(torch.cat(by_rank), group)
 
 
 def _sent_bytes(

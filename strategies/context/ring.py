@@ -7,9 +7,9 @@ This is the softmax over all T keys, exactly.
     for step in 0 … C-1:   attend to (k, v) of worker (r - step) mod C,
                            while sending it to r+1 and receiving the next from r-1
 
-In backward keys and values pass round once more, and their gradients follow them: each worker adds
-its queries' part, and after C steps the gradients are back with their owner. Liu et al. 2023, arXiv
-2310.01889.
+In backward keys and values pass round once more, and their gradients follow them in the same type:
+each worker adds its queries' part, and after C steps the gradients are back with their owner. Liu
+et al. 2023, arXiv 2310.01889.
 
 *Causal work is even in zig-zag order.* The sequence is cut into 2C pieces, of which worker r holds
 pieces r and 2C-1-r, an early one and a late one. Of the keys of another worker s,
@@ -109,9 +109,10 @@ def _backward(
         )
         dq[:, :, rows] += step_dq
         if passing_gradients is None:
-            gradients = [step_dk.float().contiguous(), step_dv.float().contiguous()]
+            gradients = [step_dk.to(k.dtype).contiguous(), step_dv.to(v.dtype).contiguous()]
         else:
             gradients = passing_gradients.arrived()
+            # torch adds 16-bit numbers in float32, and rounds the sum.
             gradients[0][:, :, columns] += step_dk
             gradients[1][:, :, columns] += step_dv
         if size > 1:
@@ -121,7 +122,7 @@ def _backward(
     if passing_gradients is not None:
         gradients = passing_gradients.arrived()
     dk, dv = gradients
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return dq.to(q.dtype), dk, dv
 
 
 def _visible(rank: int, source: int, *, tokens: int, is_causal: bool) -> tuple[slice, slice, bool]:
@@ -147,9 +148,9 @@ def _visible(rank: int, source: int, *, tokens: int, is_causal: bool) -> tuple[s
 def _sent_bytes(
     *, queries: Number, keys: Number, cp: Number, itemsize: Number
 ) -> tuple[Number, Number]:
-    # Gradients travel in float32, and once more than the keys: back to their owner.
+    # Gradients travel once more than the keys: back to their owner.
     forward = (cp - 1) * keys * itemsize
-    return forward, forward + (cp > 1) * cp * keys * 4
+    return forward, forward + (cp > 1) * cp * keys * itemsize
 
 
 METHOD = ContextMethod(

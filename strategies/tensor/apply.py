@@ -13,8 +13,9 @@ sends the same and divides the activations. The last layer is split by vocabular
 loss (loss.py). Shoeybi et al. 2019, arXiv 1909.08053; Korthikanti et al. 2022, arXiv 2205.05198.
 
 Choose it for layers that are too large for one device, or if there are more workers than samples in
-a batch. Use it within a node only: it communicates several times in each block, and hides that
-behind products only if `parallel.async_tp` says so (overlap.py). Combine it with fsdp across nodes.
+a batch. Use it within a node only: it communicates several times in each block. Backward hides a
+part of that behind products (layers.py), and `parallel.async_tp` more (overlap.py). Combine it with
+fsdp across nodes.
 
 Every parameter becomes a DTensor, split or replicated, so that optimizers, clipping and checkpoints
 see one kind. What a module *reads* is plain, however: split layers compute with their own part and

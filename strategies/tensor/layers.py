@@ -6,6 +6,11 @@ in a block that is not divided by the number of workers. So only the worker's ow
 the other parts are gathered again in backward, while the gradient of the input is computed
 (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). Compiled code is told to recompute the
 gathering.
+
+Layers that are called with one input (queries, keys and values; gate and up) share its gathering in
+forward, and one sum of their gradients in backward. The backward of the first one comes last: it
+adds the others' gradients to its own, starts to sum over workers, and multiplies for its weight's
+gradient meanwhile.
 """
 
 import functools
@@ -21,6 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from strategies.precision import Product
 from strategies.tensor import ops, overlap
 from strategies.tensor.plan import Plan
+
+StartSum = Callable[[Tensor], Callable[[], Tensor]]
+"""Starts a sum over workers of what each has; returns a function that waits for it."""
 
 
 class _ColumnsOfGathered(torch.autograd.Function):
@@ -53,12 +61,116 @@ class _ColumnsOfGathered(torch.autograd.Function):
         return of_x, None, None, of_weight, of_bias, None
 
 
+class _FirstColumns(torch.autograd.Function):
+    """(entered, entered·Wᵀ + b) of the first layer that is called with an input.
+
+    `entered` is the input x of all workers, without a gradient of its own: that of the result is
+    what other layers add. Backward gathers it again from x, or keeps it without `start_gather`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        entered: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        product: type[Product],
+        start_sum: StartSum,
+        start_gather: ops.StartGather | None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(entered if start_gather is None else x, weight)
+        ctx.product = product
+        ctx.start_sum = start_sum
+        ctx.start_gather = start_gather
+        ctx.set_materialize_grads(False)
+        return entered.view_as(entered), product.forward(entered, weight, bias)
+
+    @staticmethod
+    def backward(
+        ctx: Any, of_entered: Tensor | None, of_y: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        wait_for_x: Callable[[], Tensor] | None = None
+        if ctx.start_gather is not None and of_y is not None and needs_weight:
+            wait_for_x = ctx.start_gather(x)
+        total = of_entered
+        if of_y is not None and needs_x:
+            total = ctx.product.input_gradient(of_y, weight)
+            if of_entered is not None:
+                total = total + of_entered
+        wait_for_sum: Callable[[], Tensor] | None = None
+        if needs_x and total is not None:
+            wait_for_sum = ctx.start_sum(total)
+        of_weight = None
+        of_bias = None
+        if of_y is not None and needs_weight:
+            entered = x if wait_for_x is None else wait_for_x()
+            of_weight = ctx.product.weight_gradient(of_y, entered)
+        if of_y is not None and needs_bias:
+            of_bias = of_y.flatten(0, -2).sum(0)
+        of_x = None if wait_for_sum is None else wait_for_sum()
+        return of_x, None, of_weight, of_bias, None, None, None
+
+
+class _SharedInput:
+    """The input that a split layer was called with last, and what became of it.
+
+    Attributes:
+        entered: The whole input as it has entered layers, by whether it is stacked (ops.py).
+    """
+
+    def __init__(self) -> None:
+        self._input: Any = None
+        self.entered: dict[bool, Tensor] = {}
+
+    def is_of(self, x: Tensor) -> bool:
+        """Whether `x` is that input."""
+        if torch.compiler.is_compiling():
+            return self._input is x
+        return self._input is not None and self._input() is x
+
+    def begin(self, x: Tensor) -> None:
+        """Note another input."""
+        # A graph ends before anything is kept for long, and cannot have weak references.
+        self._input = x if torch.compiler.is_compiling() else weakref.ref(x)
+        self.entered = {}
+
+    def forget(self) -> None:
+        """Let go of it."""
+        self._input = None
+        self.entered = {}
+
+
 def _as_computed(x: Tensor) -> Tensor:
     """The tensor in the type in which autocast computes, if it does."""
     device_type = x.device.type
     if torch.is_autocast_enabled(device_type) and x.is_floating_point():
         return x.to(torch.get_autocast_dtype(device_type))
     return x
+
+
+def _as_types_of(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The parameters of a layer in the type of its input, if autocast would cast them.
+
+    Backward multiplies in this type too, which autocast does not see to.
+    """
+    if not torch.is_autocast_enabled(x.device.type):
+        return weight, bias
+    return weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+
+
+def _rearranged(
+    start_gather: ops.StartGather, change: Callable[[Tensor], Tensor]
+) -> ops.StartGather:
+    """Gathers as `start_gather` does, and changes the order of rows."""
+
+    def start(own_part: Tensor) -> Callable[[], Tensor]:
+        wait = start_gather(own_part)
+        return lambda: change(wait())
+
+    return start
 
 
 class SplitLayers:
@@ -100,10 +212,9 @@ class SplitLayers:
         self._shares_narrow_weights = shares_narrow_weights
         self._narrow_weights: dict[nn.Module, Tensor] = {}
         """The matrices of layers in the type of autocast, until the end of the step."""
-        self._last_input: weakref.ref[Tensor] | None = None
-        """The input that was gathered last."""
-        self._last_gathered: Tensor | None = None
-        """What became of it."""
+        self._shared = _SharedInput()
+        self._traced = _SharedInput()
+        """The same while a block is compiled; nothing is left of it behind a block."""
         self._regathering: tuple[object, Callable[[], Tensor]] | None = None
         """The gathering that backward started last: its key, and what waits for its result."""
 
@@ -134,7 +245,30 @@ class SplitLayers:
             return self._columns_of_gathered(x, weight, bias, product=product)
         if self.overlaps:
             return self._columns_while_gathering(x, weight, bias, product=product)
-        return self._columns_of_gathered(self.enter(x), weight, bias, product=product)
+        # Behind the product rows change their order at less cost if it makes them shorter.
+        stacks = self._stacks(x) and weight.size(0) <= weight.size(1)
+        shared = self._current_input()
+        if shared.is_of(x):
+            entered = self._entered(x, is_stacked=stacks)
+            y = self._columns_of_gathered(entered, weight, bias, product=product)
+        elif self._is_plain(product):
+            entered = self.enter(x, is_stacked=stacks)
+            y = self._columns_of_gathered(entered, weight, bias, product=product)
+        else:
+            y = self._first_columns(x, weight, bias, product=product, stacks=stacks)
+        return self.peers.unstack(y) if stacks else y
+
+    def _stacks(self, x: Tensor) -> bool:
+        return self.plan.splits_sequence and x.dim() > 2
+
+    def _is_plain(self, product: type[Product]) -> bool:
+        """Whether autograd, or what defers gradients, is to see the product itself."""
+        # The backward of float8 products uses what they have multiplied, if it is compiled.
+        is_traced_float8 = product is not Product and torch.compiler.is_compiling()
+        return self._splits_backward or not torch.is_grad_enabled() or is_traced_float8
+
+    def _current_input(self) -> _SharedInput:
+        return self._traced if torch.compiler.is_compiling() else self._shared
 
     def _columns_of_gathered(
         self, gathered: Tensor, weight: Tensor, bias: Tensor | None, *, product: type[Product]
@@ -142,25 +276,80 @@ class SplitLayers:
         source = None if self._splits_backward else ops.gather_source(gathered, weight)
         if source is None:
             return product.forward(gathered, weight, bias)
-        if torch.is_autocast_enabled(gathered.device.type):
-            # Backward multiplies in this type too, which autocast does not see to.
-            weight = weight.to(gathered.dtype)
-            bias = None if bias is None else bias.to(gathered.dtype)
+        weight, bias = _as_types_of(gathered, weight, bias)
         return _ColumnsOfGathered.apply(
             gathered, source.own_part, source.start_gather, weight, bias, product
         )
+
+    def _first_columns(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *,
+        product: type[Product],
+        stacks: bool,
+    ) -> Tensor:
+        """As `columns`, of the first layer that is called with `x`; others may follow."""
+        own_part = _as_computed(x)
+        weight, bias = _as_types_of(own_part, weight, bias)
+        start_gather: ops.StartGather | None = None
+        with torch.no_grad():
+            if self.plan.splits_sequence:
+                entered, start_gather = self._gathered_once(own_part.detach(), is_stacked=stacks)
+            else:
+                entered = own_part.detach()
+        entered, y = _FirstColumns.apply(
+            own_part,
+            entered,
+            weight,
+            bias,
+            product,
+            functools.partial(self._start_sum, stacks),
+            start_gather,
+        )
+        ops.mark_alike(entered)
+        if start_gather is not None:
+            ops.set_gather_source(entered, own_part.detach(), start_gather)
+        shared = self._current_input()
+        shared.begin(x)
+        shared.entered[stacks] = entered
+        return y
+
+    def _gathered_once(
+        self, own_part: Tensor, *, is_stacked: bool
+    ) -> tuple[Tensor, ops.StartGather | None]:
+        """The whole input, and what gathers it again if it is not to be kept until backward."""
+        if torch.compiler.is_compiling() and not self._keeps_gathered:
+            gather = functools.partial(self._gather_in, is_stacked=is_stacked)
+            return checkpoint(gather, own_part, use_reentrant=False), None
+        entered = self._gather_in(own_part, is_stacked=is_stacked)
+        if torch.compiler.is_compiling() or self._keeps_gathered:
+            return entered, None
+        return entered, functools.partial(self._gather_again, object(), is_stacked)
+
+    def _gather_in(self, own_part: Tensor, *, is_stacked: bool) -> Tensor:
+        stacked = ops.gather_stacked(own_part, self.peers)
+        return stacked if is_stacked else ops.mark_alike(self.peers.unstack(stacked))
+
+    def _start_sum(self, is_stacked: bool, total: Tensor) -> Callable[[], Tensor]:
+        """Start to sum the gradient of an input that has entered over workers."""
+        if not self.plan.splits_sequence:
+            return self.peers.start_all_reduce(total)
+        return self.peers.start_reduce_scatter(total if is_stacked else self.peers.stack(total))
 
     @torch.compiler.disable
     def _columns_while_gathering(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, *, product: type[Product]
     ) -> Tensor:
         """As `columns`; the first layer that is called with `x` gathers it while it multiplies."""
-        if self._last_gathered is not None and self._is_last_input(x):
-            return self._columns_of_gathered(self._last_gathered, weight, bias, product=product)
+        if self._shared.is_of(x):
+            entered = self._entered(x, is_stacked=False)
+            return self._columns_of_gathered(entered, weight, bias, product=product)
         own_part = _as_computed(x)
         start_gather = None
         if not self._keeps_gathered:
-            start_gather = functools.partial(self._gather_again, object())
+            start_gather = functools.partial(self._gather_again, object(), False)
         gathered, y = overlap.columns(
             own_part,
             _as_computed(weight),
@@ -172,26 +361,42 @@ class SplitLayers:
         ops.mark_alike(gathered)
         if start_gather is not None:
             ops.set_gather_source(gathered, own_part.detach(), start_gather)
-        self._last_input = weakref.ref(x)
-        self._last_gathered = gathered
+        self._shared.begin(x)
+        self._shared.entered[False] = gathered
         return y
 
-    def enter(self, x: Tensor) -> Tensor:
+    def enter(self, x: Tensor, *, is_stacked: bool = False) -> Tensor:
         """The whole input of a layer that is split by columns.
 
         Layers that are called with the same input one after another share one gathering.
+
+        Args:
+            x: The input, or this worker's part of it along the sequence.
+            is_stacked: Whether the parts are to lie one after another (ops.py).
         """
-        if torch.compiler.is_compiling():
-            return self.gather(x)
-        if self._last_gathered is None or not self._is_last_input(x):
-            self._last_input = weakref.ref(x)
-            self._last_gathered = self.gather(x)
-        return self._last_gathered
+        shared = self._current_input()
+        if not shared.is_of(x):
+            entered = self.gather(x, is_stacked=is_stacked)
+            shared.begin(x)
+            shared.entered[is_stacked] = entered
+        return self._entered(x, is_stacked=is_stacked)
 
-    def _is_last_input(self, x: Tensor) -> bool:
-        return self._last_input is not None and self._last_input() is x
+    def _entered(self, x: Tensor, *, is_stacked: bool) -> Tensor:
+        """The shared input in one of the two orders of rows."""
+        entered = self._current_input().entered
+        if is_stacked not in entered:
+            other = entered[not is_stacked]
+            change = self.peers.stack if is_stacked else self.peers.unstack
+            changed = ops.mark_alike(change(other))
+            source = getattr(other, "gather_source", None)
+            if source is not None:
+                ops.set_gather_source(
+                    changed, source.own_part, _rearranged(source.start_gather, change)
+                )
+            entered[is_stacked] = changed
+        return entered[is_stacked]
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor, *, is_stacked: bool = False) -> Tensor:
         """An activation as split layers take it: gathered along the sequence if that is split.
 
         It is cast to the type in which they compute before it is sent, so that 16 bits are sent.
@@ -200,17 +405,19 @@ class SplitLayers:
         if not self.plan.splits_sequence:
             return ops.enter(x, self.peers)
         if self._keeps_gathered or not torch.is_grad_enabled():
-            return ops.gather_sequence(x, self.peers)
+            return self._gather_in(x, is_stacked=is_stacked)
         if torch.compiler.is_compiling():
             # A second gathering in backward the compiler would merge with that of forward.
-            gather = functools.partial(ops.gather_sequence, peers=self.peers)
+            gather = functools.partial(self._gather_in, is_stacked=is_stacked)
             return checkpoint(gather, x, use_reentrant=False)
-        gathered = ops.gather_sequence(x, self.peers)
-        start_gather = functools.partial(self._gather_again, object())
+        gathered = self._gather_in(x, is_stacked=is_stacked)
+        start_gather = functools.partial(self._gather_again, object(), is_stacked)
         ops.set_gather_source(gathered, x.detach(), start_gather)
         return gathered
 
-    def _gather_again(self, key: object, own_part: Tensor) -> Callable[[], Tensor]:
+    def _gather_again(
+        self, key: object, is_stacked: bool, own_part: Tensor
+    ) -> Callable[[], Tensor]:
         """Start gathering in backward, once for all layers that have shared the gathering `key`.
 
         Returns:
@@ -218,8 +425,9 @@ class SplitLayers:
         """
         if self._regathering is None or self._regathering[0] is not key:
             self._regathering = None  # frees the one before, which is no longer needed
-            self._regathering = (key, self.peers.start_gather(own_part, -2))
-        return self._regathering[1]
+            self._regathering = (key, self.peers.start_gather(own_part, 0))
+        wait = self._regathering[1]
+        return wait if is_stacked else lambda: self.peers.unstack(wait())
 
     # --- layers split by rows ---------------------------------------------------------------------
 
@@ -236,7 +444,11 @@ class SplitLayers:
         """
         if self.overlaps:
             return self._rows_while_scattering(x, weight, product=product)
-        return self.leave(product.forward(x, weight, None))
+        if not self._stacks(x) or weight.size(1) > weight.size(0):
+            return self.leave(product.forward(x, weight, None))
+        # Before the product rows change their order at less cost if it makes them longer.
+        y = product.forward(self.peers.stack(x), weight, None)
+        return ops.scatter_stacked(y, self.peers)
 
     @torch.compiler.disable
     def _rows_while_scattering(
@@ -282,9 +494,19 @@ class SplitLayers:
 
     def forget_inputs(self) -> None:
         """Let go of gathered inputs; to be called after forward and after backward."""
-        self._last_input = None
-        self._last_gathered = None
+        self._shared.forget()
         self._regathering = None
+
+    def forget_traced(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A block's forward that is to be compiled, which leaves nothing behind."""
+
+        @functools.wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            self._traced.forget()
+            return output
+
+        return call
 
     def forget_narrow_weights(self) -> None:
         """Let go of copies of matrices, which the optimizer is about to change."""

@@ -17,6 +17,16 @@ and the other way round:
 Activations are (…, sequence, features). The parts of a dimension are those of torch.chunk: equal,
 rounded up, and the last ones smaller.
 
+Collectives join and cut tensors along their first dimension, and the sequence is another one if
+there are several samples. Between the two orders of rows,
+
+    stacked     (R · samples, sequence / R, features): the parts of the workers one after another
+    in order    (samples, sequence, features)
+
+is a copy, and for one sample none. A product does not care for the order of its rows, so a layer
+that makes its rows shorter changes their order behind the product, and one that makes them longer
+before it (layers.py).
+
 A tensor of which workers have different parts is *marked* as split, and one that all workers have
 alike is not; randomness.py reads the marks.
 """
@@ -32,7 +42,7 @@ from torch import Tensor
 from strategies.dims import LayoutError
 from strategies.torch_internals import all_gather_into, functional_collectives
 
-_all_reduce, _all_gather, _reduce_scatter, _ = functional_collectives()
+_collectives = functional_collectives()
 
 MARK = "is_split_over_peers"
 """The attribute that marks a tensor as split."""
@@ -103,7 +113,7 @@ class Peers:
 
     def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
         """The sum or the maximum ("max") over all workers."""
-        return _all_reduce(x.contiguous(), operation, self.group)
+        return _collectives.all_reduce(x.contiguous(), operation, self.group)
 
     def all_gather(self, x: Tensor, dim: int, length: int) -> Tensor:
         """The parts of all workers along `dim`, which is `length` long in all."""
@@ -113,7 +123,7 @@ class Peers:
             padding = list(x.shape)
             padding[dim] = part - x.size(dim)
             x = torch.cat([x, x.new_zeros(padding)], dim)
-        return self._joined(_all_gather(x.contiguous(), self.group), dim, length)
+        return self._joined(_collectives.all_gather(x.contiguous(), self.group), dim, length)
 
     def start_gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
         """Start `all_gather` of equal parts.
@@ -135,19 +145,43 @@ class Peers:
         """Parts that were gathered along dimension 0, joined along `dim` without their padding."""
         if dim % stacked.dim() == 0 and stacked.size(0) == length:
             return stacked
+        if stacked.dim() == 3 and stacked.size(0) == self.size and dim == -2:
+            return stacked.view(1, -1, stacked.size(2))[:, :length]
         joined = torch.cat(stacked.chunk(self.size, 0), dim)
         if joined.size(dim) == length:
             return joined
         # A copy, because the model may write into it, which autograd refuses for a view.
         return joined.narrow(dim, 0, length).clone()
 
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
-        """This worker's part along `dim` of the sum over all workers."""
-        self.require_divides(x.size(dim))
-        stacked = x
-        if dim % x.dim() != 0:
-            stacked = torch.cat(x.chunk(self.size, dim), 0)
-        return _reduce_scatter(stacked.contiguous(), self.group)
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """This worker's part along the first dimension of the sum over all workers."""
+        self.require_divides(x.size(0))
+        return _collectives.reduce_scatter(x.contiguous(), self.group)
+
+    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
+        """Start `all_reduce`; returns a function that waits for the sum."""
+        return _collectives.start_all_reduce(x.contiguous(), self.group)
+
+    def start_reduce_scatter(self, x: Tensor) -> Callable[[], Tensor]:
+        """Start `reduce_scatter`; returns a function that waits for this worker's part."""
+        return _collectives.start_reduce_scatter(x.contiguous(), self.group)
+
+    # --- the order of rows ------------------------------------------------------------------------
+
+    def stack(self, x: Tensor) -> Tensor:
+        """(samples, …, S, D) → (R · samples, …, S/R, D): the parts one after another."""
+        if x.dim() < 3:
+            return x
+        self.require_divides(x.size(-2))
+        parts = torch.unflatten(x, -2, (self.size, x.size(-2) // self.size))
+        return parts.movedim(-3, 0).flatten(0, 1)
+
+    def unstack(self, x: Tensor) -> Tensor:
+        """The reverse of `stack`."""
+        if x.dim() < 3:
+            return x
+        parts = torch.unflatten(x, 0, (self.size, x.size(0) // self.size))
+        return parts.movedim(0, -3).flatten(-3, -2)
 
 
 class ShapePeers(Peers):
@@ -167,6 +201,10 @@ class ShapePeers(Peers):
         """Number of collectives, by part of the model."""
         self.regathered_bytes: dict[str, float] = defaultdict(float)
         """Bytes that need not be kept because backward gathers again, by part of the model."""
+        self.sent_beside_bytes: dict[str, float] = defaultdict(float)
+        """Of `sent_bytes`, what backward sends while it multiplies for a weight's gradient."""
+        self.rearranged_bytes: dict[str, float] = defaultdict(float)
+        """Read and written to change the order of rows of several samples, by part of the model."""
 
     def _count(self, whole: Tensor, rounds: int) -> None:
         """Count a collective.
@@ -176,9 +214,11 @@ class ShapePeers(Peers):
             rounds: 2 for an all-reduce, which is a reduce-scatter and an all-gather.
         """
         part = self.current_part()
-        share = (self.size - 1) / self.size
-        self.sent_bytes[part] += rounds * whole.numel() * whole.element_size() * share
+        self.sent_bytes[part] += self._ring_bytes(whole, rounds)
         self.calls[part] += 1
+
+    def _ring_bytes(self, whole: Tensor, rounds: int) -> float:
+        return rounds * whole.numel() * whole.element_size() * (self.size - 1) / self.size
 
     def own_choices(self, chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         # Each worker's experts are assumed to be chosen equally often.
@@ -201,11 +241,48 @@ class ShapePeers(Peers):
         self.regathered_bytes[self.current_part()] += whole.nbytes - x.nbytes
         return lambda: whole
 
-    def reduce_scatter(self, x: Tensor, dim: int) -> Tensor:
+    def reduce_scatter(self, x: Tensor) -> Tensor:
         self._count(x, rounds=1)
-        shape = list(x.shape)
-        shape[dim] //= self.size
+        return x.new_empty((x.size(0) // self.size, *x.shape[1:]))
+
+    def start_all_reduce(self, x: Tensor) -> Callable[[], Tensor]:
+        total = self.all_reduce(x)
+        self.sent_beside_bytes[self.current_part()] += self._ring_bytes(x, rounds=2)
+        return lambda: total
+
+    def start_reduce_scatter(self, x: Tensor) -> Callable[[], Tensor]:
+        part = self.reduce_scatter(x)
+        self.sent_beside_bytes[self.current_part()] += self._ring_bytes(x, rounds=1)
+        return lambda: part
+
+    def stack(self, x: Tensor) -> Tensor:
+        if x.dim() < 3:
+            return x
+        self.require_divides(x.size(-2))
+        shape = (self.size * x.size(0), *x.shape[1:-2], x.size(-2) // self.size, x.size(-1))
+        return _Rearranged.apply(x, shape, self)
+
+    def unstack(self, x: Tensor) -> Tensor:
+        if x.dim() < 3:
+            return x
+        shape = (x.size(0) // self.size, *x.shape[1:-2], self.size * x.size(-2), x.size(-1))
+        return _Rearranged.apply(x, shape, self)
+
+
+class _Rearranged(torch.autograd.Function):
+    """A tensor without storage of another shape; counts the copy, and that of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, ...], peers: ShapePeers) -> Tensor:
+        ctx.shape = x.shape
+        ctx.peers = peers
+        peers.rearranged_bytes[peers.current_part()] += 2 * x.nbytes
         return x.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        ctx.peers.rearranged_bytes[ctx.peers.current_part()] += 2 * gradient.nbytes
+        return gradient.new_empty(ctx.shape), None, None
 
 
 # --- operators ------------------------------------------------------------------------------------
@@ -239,7 +316,8 @@ class Leave(torch.autograd.Function):
 class Gather(torch.autograd.Function):
     """All-gather; backward keeps this worker's part of the gradient.
 
-    With `sums_gradients` the workers' gradients differ, and backward takes the part of their sum.
+    With `sums_gradients` the workers' gradients differ, and backward takes the part of their sum;
+    along the first dimension only.
     """
 
     @staticmethod
@@ -254,7 +332,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         if ctx.sums_gradients:
-            part = ctx.peers.reduce_scatter(gradient, ctx.dim)
+            part = ctx.peers.reduce_scatter(gradient)
         else:
             part = ctx.peers.part(gradient, ctx.dim).contiguous()
         return part, None, None, None, None
@@ -263,7 +341,8 @@ class Gather(torch.autograd.Function):
 class Split(torch.autograd.Function):
     """This worker's part; backward gathers the gradient.
 
-    With `sums` the workers' tensors differ, and forward takes the part of their sum.
+    With `sums` the workers' tensors differ, and forward takes the part of their sum; along the
+    first dimension only.
     """
 
     @staticmethod
@@ -271,7 +350,7 @@ class Split(torch.autograd.Function):
         ctx.peers = peers
         ctx.dim = dim
         ctx.length = x.size(dim)
-        return peers.reduce_scatter(x, dim) if sums else peers.part(x, dim).contiguous()
+        return peers.reduce_scatter(x) if sums else peers.part(x, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -290,12 +369,22 @@ def leave(x: Tensor, peers: Peers) -> Tensor:
 
 def gather_sequence(x: Tensor, peers: Peers) -> Tensor:
     """This worker's part of the sequence → (…, sequence, features), for a split layer."""
-    return Gather.apply(x, peers, -2, x.size(-2) * peers.size, True)
+    return mark_alike(peers.unstack(gather_stacked(x, peers)))
+
+
+def gather_stacked(x: Tensor, peers: Peers) -> Tensor:
+    """As `gather_sequence`, but stacked."""
+    return Gather.apply(x, peers, 0, x.size(0) * peers.size, True)
 
 
 def scatter_sequence(x: Tensor, peers: Peers) -> Tensor:
     """(…, sequence, features), a term of each worker → this worker's part of the sum."""
-    return mark_split(Split.apply(x, peers, -2, True))
+    return scatter_stacked(peers.stack(x), peers)
+
+
+def scatter_stacked(x: Tensor, peers: Peers) -> Tensor:
+    """As `scatter_sequence`, of a stacked tensor."""
+    return mark_split(Split.apply(x, peers, 0, True))
 
 
 def gather_features(x: Tensor, peers: Peers, length: int) -> Tensor:

@@ -4,6 +4,7 @@ Along a split sequence, backward gathers inputs again instead of keeping them wh
 while others are multiplied.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,7 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 from strategies import torch_internals
 from strategies.context.apply import Context
@@ -23,8 +26,10 @@ from strategies.options import Options
 from strategies.parallelize import parallelize
 from strategies.passing import Passing
 from strategies.precision import Product
+from strategies.tensor import apply as tensor_apply
 from strategies.tensor import loss, ops, overlap
 from strategies.tensor.apply import one_part
+from strategies.tensor.layers import SplitLayers
 from strategies.tensor.loss import VocabularyLogits
 from tests.pool import run_distributed
 from tests.strategies.models import (
@@ -89,10 +94,15 @@ def _train_and_measure(rank: int, changes: dict[str, Any]) -> tuple[int, int, di
 def _measure_with_split_and_whole_inputs(rank: int, changes: dict[str, Any]) -> tuple[Any, Any]:
     """`_train_and_measure`, and the same if inputs are kept whole, uncompiled."""
     split = _train_and_measure(rank, changes)
-    reference_changes = {} if changes in (COMPILED, ASYNC_TP) else changes
-    with mock.patch.object(ops, "gather_source", lambda x, weight: None):
+    reference_changes = {} if changes == COMPILED else changes
+    keeping = functools.partial(_keeping_layers, SplitLayers)
+    with mock.patch.object(tensor_apply, "SplitLayers", keeping):
         whole = _train_and_measure(rank, reference_changes)
     return split, whole
+
+
+def _keeping_layers(kind: type[SplitLayers], *args: Any, **options: Any) -> SplitLayers:
+    return kind(*args, **options | {"keeps_gathered": True})
 
 
 @pytest.mark.alone
@@ -132,6 +142,92 @@ def test_a_worker_without_processes_sends_what_a_real_one_does() -> None:
     head_outputs = 1  # backward does not send them
     gathered_again = 2 * LAYERS + 1
     assert sum(peers.calls.values()) == 2 * sent_in_both_directions + head_outputs + gathered_again
+
+
+# --- copies, and sums beside products -------------------------------------------------------------
+
+
+class Operations(torch_internals.OperationMode):  # type: ignore[misc]
+    """Records the names of operations, and the bytes of activations that are copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.copied_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        name = func.overloadpacket.__name__
+        self.names.append(name)
+        if name in ("cat", "clone"):
+            is_activation = result.dim() > 2 and result.size(-1) in (WIDTH, WIDTH // 2)
+            self.copied_bytes += result.nbytes if is_activation else 0
+        return result
+
+
+def _record_step(rank: int, samples: int) -> tuple[list[str], float]:
+    """Forward and backward of a GPT on two workers.
+
+    Returns:
+        What backward does, and how many inputs of a block are copied.
+    """
+    trial = gpt_trial(layers=1)
+    parallel = parallelize(
+        trial.build, choose("tensor", 2), Options(), device=CPU, tensor_plan=trial.tensor_plan
+    )
+    tokens = torch.randint(0, 8, (samples, SEQUENCE))
+    with Operations() as operations:
+        value = parallel.call(lambda model, batch: model(batch).square().mean(), tokens)
+        forward = len(operations.names)
+        value.backward()
+    input_bytes = samples * SEQUENCE * WIDTH * 4
+    return operations.names[forward:], operations.copied_bytes / input_bytes
+
+
+def _sums_of_compiled_block(rank: int) -> list[int]:
+    """How many sums each compiled backward has."""
+    counts: list[int] = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        return make_boxed_func(graph.forward)
+
+    def count(graph: Any, _: Any) -> Any:
+        counts.append(sum("reduce_scatter" in str(node.target) for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=count)
+    torch._dynamo.register_backend(backend, name="counting")
+    trial = gpt_trial(layers=2)
+    parallel = parallelize(
+        trial.build,
+        choose("tensor", 2),
+        Options(compile=True, compile_backend="counting"),
+        device=CPU,
+        tensor_plan=trial.tensor_plan,
+    )
+    tokens = torch.randint(0, 8, (BATCH, SEQUENCE))
+    parallel.forward_backward([tokens], [1.0], lambda model, batch: model(batch).square().mean())
+    return counts
+
+
+@pytest.mark.alone
+def test_backward_sums_beside_products_and_one_sample_is_not_copied() -> None:
+    backward, copied_of_one = run_distributed(_record_step, 2, 1)[0]
+    _, copied_of_two = run_distributed(_record_step, 2, 2)[0]
+    starts = [i for i, name in enumerate(backward) if name == "reduce_scatter_tensor"]
+    assert len(starts) == 3, "one for the head, the MLP, and queries, keys and values together"
+    for start in starts:
+        until_wait = backward[start : backward.index("wait_tensor", start)]
+        assert "mm" in until_wait, "the product for the gradient of a weight"
+    assert copied_of_one == 1, "logits, which are gathered"
+    # Around every collective they would be: 3 gatherings and 3 sums, the same in backward, and for
+    # queries, keys, values, the MLP and the head another gathering.
+    assert copied_of_one < copied_of_two < copied_of_one + 17
+
+
+@pytest.mark.alone
+def test_compiled_layers_with_one_input_sum_its_gradient_once() -> None:
+    assert run_distributed(_sums_of_compiled_block, 2)[0] == [2], "one for attention, one for MLP"
 
 
 # --- pieces that travel ---------------------------------------------------------------------------

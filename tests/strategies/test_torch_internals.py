@@ -68,6 +68,8 @@ def _collective_results(rank: int, has_operators: bool) -> list[list[float]]:
         collectives.all_reduce(x, "max", group),
         collectives.all_gather(x, group),
         collectives.reduce_scatter(x, group),
+        collectives.start_all_reduce(x, group)(),
+        collectives.start_reduce_scatter(x, group)(),
     ]
     assert torch.equal(x, torch.arange(4.0) + rank), "the argument has changed"
     return [result.tolist() for result in results]

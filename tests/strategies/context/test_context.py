@@ -5,6 +5,7 @@ test_parity.py compares training.
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,11 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from strategies import torch_internals
-from strategies.context import attention
+from strategies.context import attention, ring
 from strategies.context.apply import METHODS, ContextPlan, check_length, choose_method
 from strategies.context.attention import kept_bytes, register_group
 from strategies.layout import choose
 from strategies.parallelize import Options, ParallelDims, parallelize
+from strategies.passing import Passing
 from tests.pool import run_distributed
 from tests.strategies import models
 from tests.strategies.models import (
@@ -103,6 +105,63 @@ def _attention_error(rank: int, method_name: str, *, is_causal: bool, has_kernel
 @pytest.mark.parametrize("method_name", METHODS)
 def test_attention_across_workers_is_that_of_one_device(method_name: str) -> None:
     assert max(run_distributed(_largest_attention_error, 4, method_name)) < 5e-6
+
+
+def _ring_in_bfloat16(rank: int) -> tuple[int, int, list[float], list[float]]:
+    """A ring's forward and backward in 16 bits, with heads of queries that share one of keys.
+
+    Returns:
+        The bytes that are sent, and that the planner counts; by gradient, how far that of the ring
+        and that of one device are from float32's, relative to its norm.
+    """
+    workers = dist.get_world_size()
+    sent_bytes = 0
+
+    class CountedPassing(Passing):
+        def __init__(self, tensors: list[Tensor], *args: Any) -> None:
+            nonlocal sent_bytes
+            sent_bytes += sum(tensor.nbytes for tensor in tensors)
+            super().__init__(tensors, *args)
+
+    def part_of(x: Tensor) -> Tensor:
+        pieces = x.chunk(2 * workers, 2)
+        return torch.cat([pieces[rank], pieces[-1 - rank]], 2)
+
+    exact = [random(2, heads, 16 * workers, 16, seed=heads) for heads in (8, 2, 2)]
+    narrow = [x.bfloat16().requires_grad_() for x in exact]
+    exact = [x.detach().float().requires_grad_() for x in narrow]
+    inputs = [part_of(x.detach()).clone().requires_grad_() for x in narrow]
+    output_gradient = random(2, 8, 16 * workers, 16, seed=9)
+    for tensors in (exact, narrow):
+        output = scaled_dot_product_attention(*tensors, is_causal=True, enable_gqa=True)
+        output.backward(output_gradient.to(output.dtype))
+    group = register_group(dist.group.WORLD)
+    with mock.patch.object(ring, "Passing", CountedPassing):
+        output = METHODS["ring"].attention(*inputs, is_causal=True, scale=0.25, group=group)
+        output.backward(part_of(output_gradient).bfloat16())
+
+    def error(gradient: Tensor | None, exact_gradient: Tensor | None) -> float:
+        assert gradient is not None
+        assert exact_gradient is not None
+        truth = part_of(exact_gradient)
+        return float((gradient.float() - truth).norm() / truth.norm())
+
+    of_ring = [error(x.grad, whole.grad) for x, whole in zip(inputs, exact)]
+    of_one = [error(part_of(torch.as_tensor(x.grad)), y.grad) for x, y in zip(narrow, exact)]
+    planned = METHODS["ring"].sent_bytes(
+        queries=inputs[0].numel(), keys=2 * inputs[1].numel(), cp=workers, itemsize=2
+    )
+    return sent_bytes, int(sum(planned)), of_ring, of_one
+
+
+@pytest.mark.alone
+def test_a_ring_sends_16_bits_of_shared_keys_and_of_their_gradients() -> None:
+    workers = 4
+    part_bytes = 2 * (2 * 2 * 16 * 16) * 2  # of keys and values, which 4 heads of queries share
+    for sent, planned, of_ring, of_one in run_distributed(_ring_in_bfloat16, workers):
+        assert sent == planned == part_bytes * (2 * (workers - 1) + workers)
+        for ring_error, one_error in zip(of_ring, of_one):
+            assert ring_error < max(3 * one_error, 2**-7), "sums of 4 workers are rounded 3 times"
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

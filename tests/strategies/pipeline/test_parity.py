@@ -8,17 +8,20 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from experiments.parity import curves
 from experiments.parity.curves import Curve, Trial
 from strategies import activation_checkpointing
-from strategies.grad_sync import local
+from strategies.dims import named_mesh
+from strategies.grad_sync import ShardedGradients, local, shard_without_hooks
 from strategies.layout import Layout
 from strategies.parallelize import Options, choose
 from strategies.pipeline.schedules import SCHEDULES
@@ -431,3 +434,63 @@ def test_gradients_of_matrices_wait_for_the_second_half_of_backward(recompute: s
     finish(work)
     for parameter in block.parameters():
         assert parameter.grad is not None
+
+
+def _record_sharded_stage(rank: int) -> tuple[list[list[bool]], list[int], float]:
+    """A step of a stage of three sharded blocks, each of which is a bucket.
+
+    Returns:
+        Which blocks are gathered when each is called; how many buckets have been sent when backward
+        leaves each block; and the largest error of gradients.
+    """
+    blocks = [nn.Linear(4, 4, bias=False) for _ in range(3)]
+    stage = nn.Sequential(*blocks)
+    weights = [block.weight.detach().clone() for block in blocks]
+    for weight in weights:
+        dist.broadcast(weight, 0)
+    with torch.no_grad():
+        for block, weight in zip(blocks, weights):
+            block.weight.copy_(weight)
+    mesh = named_mesh("cpu", {"dp_shard": 2})
+    units = shard_without_hooks([*blocks, stage], mesh, placement=lambda _: Shard(0))
+    by_chunk = {0: list(stage.named_parameters())}
+    sync = ShardedGradients(stage, units, by_chunk, mesh=mesh, options=Options(bucket_mb=0))
+    gathered: list[list[bool]] = []
+    sent: list[int] = []
+
+    def note_backward(_: Tensor) -> None:
+        sent.append(len(sync._sent))
+
+    def note_forward(_: nn.Module, args: tuple[Tensor]) -> None:
+        gathered.append([not isinstance(block.weight, DTensor) for block in blocks])
+        args[0].register_hook(note_backward)
+
+    for block in blocks:
+        block.register_forward_pre_hook(note_forward)
+    x = torch.randn(2, 4, requires_grad=True)
+    sync.gather()
+    y = stage(x)
+    sync.last_backward(0)
+    y.square().sum().backward()
+    sync.chunk_done(0)
+    sync.finish()
+
+    expected = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    errors = []
+    for layer, weight in zip(expected, weights):
+        layer.weight = nn.Parameter(weight)  # type: ignore[assignment]
+    expected(x.detach()).square().sum().backward()
+    for layer, block in zip(expected, blocks):
+        mean = torch.as_tensor(layer.weight.grad)
+        dist.all_reduce(mean)
+        difference = cast(DTensor, block.weight.grad).full_tensor() - mean / 2
+        errors.append(float(difference.abs().max()))
+    return gathered, sent, max(errors)
+
+
+@pytest.mark.alone
+def test_a_sharded_stage_gathers_and_scatters_block_by_block() -> None:
+    for gathered, sent, error in run_distributed(_record_sharded_stage, 2):
+        assert gathered == [[True, False, False], [True, True, False], [True, True, True]]
+        assert sent[:2] == [1, 2], "backward leaves the last block first"
+        assert error < 1e-6
