@@ -20,8 +20,16 @@ Number = int | float
 
 FLOAT32_BYTES = 4
 
-STATES = {"adamw": 2, "adam": 2, "sgd": 1}
-"""Tensors of the parameter's size that an optimizer keeps (sgd: its momentum)."""
+STATES = {
+    **dict.fromkeys(("adamw", "adam", "adamax", "nadam", "radam", "adadelta", "rprop"), 2),
+    **dict.fromkeys(("sgd", "adagrad", "rmsprop", "asgd"), 1),
+    "adafactor": 0,
+    "muon": 1,
+}
+"""Tensors of the parameter's size that an optimizer keeps (sgd: its momentum).
+
+Adafactor keeps a row and a column of each matrix.
+"""
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,8 @@ class RankSize:
     two_largest_blocks: Number
     """`gathered` of the two largest blocks."""
     float32_numel: Number = 0
+    outside: float = 0.0
+    """The share of gradients of what is outside of the blocks."""
     buffers: Number = 0
     """Bytes of buffers."""
 
@@ -307,9 +317,11 @@ def rank_size(units: Sequence[UnitSize], buffers: int = 0) -> RankSize:
         buffers: Bytes of the model's buffers.
     """
     blocks = sorted((unit.gathered for unit in units if not unit.is_root), reverse=True)
+    gradients = sum(unit.gradients for unit in units)
+    outside = sum(unit.gradients for unit in units if unit.is_root)
     return RankSize(
         parameters=sum(unit.parameters for unit in units),
-        gradients=sum(unit.gradients for unit in units),
+        gradients=gradients,
         tensors=sum(unit.tensors for unit in units),
         sharded_parameters=sum(unit.sharded_parameters for unit in units),
         sharded_gradients=sum(unit.sharded_gradients for unit in units),
@@ -318,11 +330,14 @@ def rank_size(units: Sequence[UnitSize], buffers: int = 0) -> RankSize:
         largest_block=max(blocks, default=0),
         two_largest_blocks=sum(blocks[:2]),
         float32_numel=sum(unit.float32_numel for unit in units),
+        outside=outside / gradients if gradients else 0.0,
         buffers=buffers,
     )
 
 
-def optimizer_bytes(gradients: Number, tensors: Number, optimizer: str) -> Number:
+def optimizer_bytes(
+    gradients: Number, tensors: Number, optimizer: str, outside: Number = 0
+) -> Number:
     """Bytes of optimizer state.
 
     An unknown optimizer is assumed to keep as much as Adam, which also counts steps, 4 bytes per
@@ -332,7 +347,11 @@ def optimizer_bytes(gradients: Number, tensors: Number, optimizer: str) -> Numbe
         gradients: Bytes of the gradients.
         tensors: Number of trained parameters.
         optimizer: Its name in the configuration.
+        outside: The share of the gradients that is of what is outside of the blocks, which Muon
+            leaves to AdamW.
     """
+    if optimizer == "muon":
+        return gradients + int(gradients * outside)
     step_counts = 0 if optimizer == "sgd" else 4 * tensors
     return STATES.get(optimizer, 2) * gradients + step_counts
 
@@ -347,7 +366,7 @@ def replicated(size: RankSize, step: StepShape) -> Cost:
     return Cost(
         parameters=size.parameters,
         gradients=size.gradients,
-        optimizer=optimizer_bytes(size.gradients, size.tensors, step.optimizer),
+        optimizer=optimizer_bytes(size.gradients, size.tensors, step.optimizer, size.outside),
         buffers=size.buffers,
         transient=autocast_bytes(size.float32_numel, step),
     )

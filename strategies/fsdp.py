@@ -443,7 +443,9 @@ def cost(size: RankSize, step: StepShape) -> Cost:
     return Cost(
         parameters=size.sharded_parameters,
         gradients=size.sharded_gradients,
-        optimizer=optimizer_bytes(size.sharded_gradients, size.tensors, step.optimizer),
+        optimizer=optimizer_bytes(
+            size.sharded_gradients, size.tensors, step.optimizer, size.outside
+        ),
         buffers=size.buffers,
         transient=unsharded * step.compute_itemsize + in_flight + waiting,
     )

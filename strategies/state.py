@@ -39,7 +39,7 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _HYPERPARAMETERS = """
 lr initial_lr betas eps weight_decay momentum dampening nesterov foreach fused maximize capturable
 differentiable amsgrad decoupled_weight_decay alpha centered rho lambd t0 etas step_sizes lr_decay
-initial_accumulator_value momentum_decay
+initial_accumulator_value momentum_decay ns_coefficients ns_steps adjust_lr_fn beta2_decay d
 """
 CONFIGURED = frozenset(_HYPERPARAMETERS.split())
 """Entries of an optimizer's parameter groups that the configuration decides."""
@@ -476,8 +476,9 @@ def initialise_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
     """
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     missing = [p for p in trained if not optimizer.state.get(p)]
-    has_no_momentum = all("momentum" in g and not g["momentum"] for g in optimizer.param_groups)
-    if not missing or has_no_momentum:
+    # Only SGD has a dampening. Without momentum it has no state; RMSprop without one has.
+    is_plain_sgd = all("dampening" in g and not g["momentum"] for g in optimizer.param_groups)
+    if not missing or is_plain_sgd:
         return
     gradients = [(p, p.grad) for p in trained]
     group_entries = [

@@ -34,6 +34,8 @@ POSITIVE = (
     "train.log_every",
     "train.noise_scale_every",
     "optimizer.lr_batch_size",
+    "schedule.decay_steps",
+    "schedule.decay_factor",
     "checkpoint.every_steps",
     "checkpoint.every_seconds",
     "checkpoint.keep_last",
@@ -66,7 +68,10 @@ NOT_NEGATIVE = (
     "fault.elastic_seconds",
 )
 """Keys whose value, unless it is null, must be 0 or greater."""
-OPTIMIZERS = ("adamw", "adam", "sgd")
+OPTIMIZERS = (
+    *("adamw", "adam", "sgd", "muon", "adafactor", "adadelta", "adagrad", "adamax", "asgd"),
+    *("nadam", "radam", "rmsprop", "rprop"),
+)
 """The optimizers of torch that have a short name (app/training/optimizer.py)."""
 CHOICES = {
     "run.log_format": ("text", "json"),
@@ -77,7 +82,7 @@ CHOICES = {
     "parallel.context": ("auto", *CONTEXT_METHODS),
     "parallel.schedule": PIPELINE_SCHEDULES,
     "optimizer.lr_scaling": ("none", "linear", "sqrt"),
-    "schedule.name": ("constant", "linear", "cosine"),
+    "schedule.name": ("constant", "linear", "cosine", "wsd", "inverse_sqrt", "one_cycle", "step"),
     "checkpoint.mode": ("min", "max"),
     "cluster.when_pending": ("end", "shrink"),
 }
@@ -114,6 +119,11 @@ def missing_for_training(config: Config) -> list[str]:
 
 def unknown_optimizer(name: str) -> str:
     """The sentence about an optimizer that is neither a short name nor an import path."""
+    if name.lower().replace("_", "") in ("lbfgs", "sparseadam"):
+        return (
+            f"optimizer.name is {name!r}, which is not for this loop: lbfgs computes the loss "
+            "several times in a step, and sparseadam needs sparse gradients; write adamw"
+        )
     module, dot, class_name = name.rpartition(".")
     hint = nearest(name.lower(), OPTIMIZERS)
     if dot and module and class_name:
@@ -225,6 +235,14 @@ def _optimizer(config: Config) -> Iterator[str]:
             f"optimizer.betas is {betas}, "
             "but it must be two numbers from 0 to below 1: [0.9, 0.999]"
         )
+    if config.optimizer.name == "rprop" and config.optimizer.weight_decay:
+        yield "optimizer.weight_decay is set, but rprop has none: leave it out"
+    for pattern, values in config.optimizer.groups.items():
+        if not isinstance(values, Mapping) or not values or "params" in values:
+            yield (
+                f"optimizer.groups[{pattern!r}] is {values!r}, but it must be a mapping of the "
+                "optimizer's arguments, such as {weight_decay: 0}"
+            )
 
 
 def _resources(key: str, resources: Mapping[str, float]) -> Iterator[str]:

@@ -154,7 +154,9 @@ class OptimizerConfig:
     """The keys of `optimizer`."""
 
     name: str = "adamw"
-    """adamw, adam, sgd, or the import path of a class (my_package.my_module:MyOptimizer)."""
+    """adamw, adam, sgd, muon (matrices of hidden layers, adamw for the others), adafactor,
+    adadelta, adagrad, adamax, asgd, nadam, radam, rmsprop, rprop (torch.optim's), or the import
+    path of a class (my_package.my_module:MyOptimizer)."""
     lr: float = 1e-3
     """Learning rate at the top of the schedule."""
     lr_scaling: str = "none"
@@ -172,7 +174,11 @@ class OptimizerConfig:
     momentum: float = 0.9
     """SGD's momentum."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Further arguments for an optimizer given by import path."""
+    """Further arguments of the optimizer's class, such as {amsgrad: true}; muon's are Muon's."""
+    groups: dict[str, Any] = field(default_factory=dict)
+    """Arguments for parameters whose names match a pattern, such as {"*.bias": {weight_decay: 0}};
+    of several patterns that match the later one counts. Its lr is that at the top of the
+    schedule."""
 
 
 @dataclass(frozen=True)
@@ -180,11 +186,17 @@ class ScheduleConfig:
     """The keys of `schedule`."""
 
     name: str = "constant"
-    """What the learning rate does after warm-up: constant, linear or cosine."""
+    """What the learning rate does after warm-up: constant, linear, cosine, wsd (constant, then
+    linear over the last decay_steps), inverse_sqrt, step (times decay_factor once every
+    decay_steps) or one_cycle (up from a 25th over warmup_steps or 30 % of the steps, then down)."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises from 0 to optimizer.lr."""
     final_fraction: float = 0.0
-    """linear and cosine end at this fraction of optimizer.lr."""
+    """linear, cosine, wsd and one_cycle end at this fraction of optimizer.lr."""
+    decay_steps: Optional[int] = None
+    """Steps of wsd's decay (null: a fifth of the run) or between two of step (null: a third)."""
+    decay_factor: float = 0.1
+    """What step multiplies the rate by."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,9 @@ OTHER_NAMES = {
     "optimizer.weight_decay": "weight_decay wd",
     "optimizer.betas": "betas adam_beta1 adam_beta2 beta1 beta2",
     "optimizer.eps": "eps adam_epsilon",
+    "optimizer.groups": "param_groups parameter_groups no_decay",
     "schedule.name": "scheduler lr_scheduler lr_scheduler_type",
+    "schedule.decay_steps": "lr_decay_iters cooldown_steps num_decay_steps step_size",
     "schedule.warmup_steps": "warmup warmup_steps num_warmup_steps warmup_iters",
     "checkpoint.every_steps": (
         "save_steps save_every checkpoint_every save_interval every_n_train_steps"

@@ -302,7 +302,22 @@ class Estimator:
                 workers_per_node=self.machine.per_node,
             ),
             expert_bytes=self._expert_bytes(candidate, work),
+            orthogonalised=self._orthogonalised(work.variant, stages.slowest),
         )
+
+    def _orthogonalised(
+        self, variant: Variant, counts: tuple[int, ...]
+    ) -> tuple[tuple[int, int, int], ...]:
+        """(rows, columns, how many) of the matrices that Muon makes orthogonal."""
+        if self.optimizer != "muon":
+            return ()
+        model = self._model_costs(variant)
+        matrices: Counter[tuple[int, ...]] = Counter()
+        for name, count in zip(model.parts, counts):
+            for size in model.parameters[name] if name.startswith("block") else ():
+                if size.trainable and len(size.shape) == 2:
+                    matrices[size.shape] += count
+        return tuple((*shape, count) for shape, count in matrices.items())
 
     def _step_shape(self, candidate: Candidate, work: Work, shards: ParameterShards) -> StepShape:
         options = self.options

@@ -28,6 +28,8 @@ groups of their own and share the node's link.
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine
 from app.planner.part_costs import PartCost, Work
@@ -39,6 +41,7 @@ from strategies.pipeline.simulate import Times, bubble_by_formula
 
 HOST_LINK = 25e9
 """Bytes/s between a GPU and its host that PCIe 4 x16 reaches of its 31.5e9."""
+MUON_ITERATIONS = 5
 HOST_MEMORY = 20e9
 """Bytes/s of host memory that the optimizer of one GPU's shard reaches if 8 GPUs share a host."""
 OVERLAPPABLE_SHARE = 2 / 3
@@ -68,6 +71,8 @@ class Case:
         context_method: How workers that share a sequence attend.
         expert_bytes: Of a micro-batch's rows, sent to experts and back by the mixtures of a stage,
             if experts are split.
+        orthogonalised: (rows, columns, how many) of the slowest stage's matrices that Muon makes
+            orthogonal; empty for other optimizers.
     """
 
     candidate: Candidate
@@ -80,6 +85,7 @@ class Case:
     options: Options
     context_method: str
     expert_bytes: float = 0.0
+    orthogonalised: tuple[tuple[int, int, int], ...] = ()
 
     def sum_of_parts(self, values: list[float]) -> float:
         """A sum over the slowest stage of values with an entry per part."""
@@ -155,7 +161,7 @@ def timing(
         "pipeline_send": exposed.pipeline_send,
         "contention": exposed.hidden * device.contention,
         "bubble": _bubble_micro_batches(candidate) * micro_batch_seconds,
-        "optimizer": _optimizer_seconds(case, clips),
+        "optimizer": _optimizer_seconds(case, clips) + _orthogonal_seconds(case),
         "rest": device.loop,
     }
     if device.is_cpu:
@@ -342,6 +348,27 @@ def _bubble_micro_batches(candidate: Candidate) -> float:
         times=EQUAL_THIRDS,
     )
     return share * micro_batches / (1 - share)
+
+
+def _orthogonal_seconds(case: Case) -> float:
+    """Muon's products, which every worker computes on whole matrices, and gathering those.
+
+    With the shorter side s and the longer l, each of five iterations multiplies (s, l) by its
+    transpose, the result (s, s) by itself, and that by the matrix.
+    """
+    dims = case.candidate.dims
+    ways = dims.tp
+    if case.candidate.strategy.is_sharded:
+        ways *= case.candidate.parameter_dims.dp_shard
+    seconds = 0.0
+    for rows, columns, count in case.orthogonalised:
+        short, long = sorted((rows, columns))
+        products = [(short, short, long), (short, short, short), (short, long, short)]
+        sizes = np.array([(*product, 1, MUON_ITERATIONS * count) for product in products], float)
+        seconds += case.machine.device.product_seconds(sizes, "bf16", 2)
+        if ways > 1:
+            seconds += case.machine.links.gather(4.0 * rows * columns, ways, 1) * count
+    return seconds
 
 
 def _optimizer_seconds(case: Case, clips: bool) -> float:

@@ -38,7 +38,7 @@ from app.tasks.build import build_model
 from app.tasks.sources import task_sources
 from app.training import batch_gather, hooks
 from app.training.job import strategy_options
-from app.training.optimizer import optimizer_class
+from app.training.optimizer import check_optimizer, require_matches
 from strategies import precision, registry, state
 from strategies.blocks import find_blocks
 from strategies.context.apply import check_length, require_positions
@@ -85,7 +85,7 @@ def read_task(config: Config) -> Task:
     Raises:
         UserError: See `app.tasks.load_task` and the task itself, also for what its code raises.
     """
-    optimizer_class(config.optimizer.name)
+    check_optimizer(config.optimizer)
     if config.checkpoint.load:
         find(config.checkpoint.load)
     seed_everything(config.train.seed)  # as workers do
@@ -413,6 +413,9 @@ def check_model(config: Config, task: Task, layout: Layout, model: nn.Module | N
     """
     if model is None:
         return
+    if not hooks.overrides(task, "optimizer"):
+        trained = (name for name, p in model.named_parameters() if p.requires_grad)
+        require_matches(config.optimizer, trained)
     options = strategy_options(config)
     dims = layout.dims
     if dims.tp > 1:

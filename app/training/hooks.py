@@ -20,12 +20,21 @@ from app.config import Config
 from app.errors import UserError
 from app.storage.storage import Storage
 from app.tasks.base import Task
+from app.tasks.build import build_model
 from app.training.job import Heartbeat, strategy_options
-from app.training.optimizer import build_optimizer, learning_rate
+from app.training.optimizer import (
+    Optimizers,
+    build_optimizer,
+    hidden_matrices,
+    learning_rate,
+    require_matches,
+)
 from strategies import registry
+from strategies.blocks import find_blocks
 from strategies.layout import Layout
 from strategies.parallel import Loss
 from strategies.parallelize import Options, Parallel
+from strategies.state import build_on_meta
 from strategies.zero_weight import has_no_weight
 
 
@@ -66,6 +75,11 @@ def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()
         raise UserError(
             f"train.batch_schedule is not for {layout.name}, whose engine starts with one batch: "
             "use fsdp"
+        )
+    if is_engine and config.optimizer.name in ("muon", "adafactor"):
+        raise UserError(
+            f"optimizer.name is {config.optimizer.name}, which needs whole matrices, but "
+            f"{layout.name} gives optimizers flat parts of them: use fsdp"
         )
     is_evaluated = task.eval_data() is not None and train.eval_every is not None
     if train.patience is not None and not is_evaluated:
@@ -116,41 +130,23 @@ def build_optimizers(config: Config, task: Task, parallel: Parallel) -> torch.op
     if trained:  # a stage of a pipeline may have nothing to train
         of_task = task.optimizer(trained)
     if of_task is None:
-        return build_optimizer(config.optimizer, parallel.parameters())
+        if parallel.layout.dims.pp == 1:  # a stage has only some of the names
+            require_matches(config.optimizer, (name for name, _ in trained))
+        hidden = None
+        if config.optimizer.name == "muon":
+            whole_model, _ = build_on_meta(lambda: build_model(task))
+            blocks = find_blocks(whole_model, task.blocks(whole_model))
+            hidden = hidden_matrices(whole_model, blocks)
+        return build_optimizer(
+            config.optimizer,
+            parallel.parameters(),
+            names={parameter: name for name, parameter in trained},
+            hidden=hidden,
+        )
     optimizer = Optimizers(of_task) if isinstance(of_task, Mapping) else of_task
     for group in optimizer.param_groups:  # the schedule multiplies this rate
         group["initial_lr"] = group["lr"]
     return optimizer
-
-
-class Optimizers(torch.optim.Optimizer):
-    """Several optimizers, each of its own parameters, as one.
-
-    Args:
-        named: The optimizers by name.
-    """
-
-    def __init__(self, named: Mapping[str, torch.optim.Optimizer]) -> None:
-        groups = [group for optimizer in named.values() for group in optimizer.param_groups]
-        super().__init__(groups, {})
-        self.named = dict(named)
-        # The optimizers' groups themselves, not copies: a rate that is set here is set there.
-        self.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        merged: dict[Tensor, Any] = {}
-        for optimizer in self.named.values():
-            merged |= optimizer.state
-        return merged
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        """Ignores the empty state that torch's constructor sets."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for optimizer in self.named.values():
-            optimizer.step()
 
 
 def choose_optimizer(

@@ -1,23 +1,47 @@
 """The optimizer, its learning rate at each step, and the loss scale of fp16."""
 
+import fnmatch
 import inspect
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from app.config import OptimizerConfig, ScheduleConfig
 from app.config.check import unknown_optimizer
-from app.errors import NonFiniteError, UserError
+from app.errors import NonFiniteError, UserError, nearest
 from app.tasks.user_code import user_module
+from app.training.whole_matrix import Adafactor, Muon
 
-BUILT_IN = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {
+    "adadelta": torch.optim.Adadelta,
+    "adafactor": Adafactor,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.Adam,
+    "adamax": torch.optim.Adamax,
+    "adamw": torch.optim.AdamW,
+    "asgd": torch.optim.ASGD,
+    "muon": Muon,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "rmsprop": torch.optim.RMSprop,
+    "rprop": torch.optim.Rprop,
+    "sgd": torch.optim.SGD,
+}
+"""Every optimizer of torch that needs neither sparse gradients nor the loss again."""
+TAKES_BETAS = ("adam", "adamw", "nadam", "radam", "adamax")
+FUSED = ("adam", "adamw", "sgd")
+Named = Mapping[Tensor, str]
 SMALLEST_SCALE = 2.0**-10  # of the loss
 LARGEST_SCALE = 2.0**24
+ONE_CYCLE_RISE = 0.3
+"""Share of the steps in which one_cycle rises, if schedule.warmup_steps is 0."""
+ONE_CYCLE_START = 1 / 25
+"""Share of the peak rate at which one_cycle begins."""
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
@@ -43,55 +67,209 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return chosen
 
 
+def check_optimizer(config: OptimizerConfig) -> None:
+    """Check the optimizer's arguments, also those of optimizer.groups, without a model.
+
+    Raises:
+        UserError: There is no such optimizer, or it does not take the arguments.
+    """
+    optimizer_class(config.name)
+    if config.name not in BUILT_IN:
+        return
+    shapes = ((2, 2), (2,))
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    optimizer = build_optimizer(config, parameters)
+    known = {key for group in optimizer.param_groups for key in group} - {"params"}
+    for pattern, arguments in config.groups.items():
+        for key in arguments:
+            if key not in known:
+                raise UserError(
+                    f"optimizer.groups[{pattern!r}].{key}: {config.name} has no such argument"
+                    f"{nearest(key, known)}; it has {', '.join(sorted(known))}"
+                )
+
+
 def build_optimizer(
-    config: OptimizerConfig, parameters: Iterable[nn.Parameter]
+    config: OptimizerConfig,
+    parameters: Iterable[nn.Parameter],
+    *,
+    names: Named | None = None,
+    hidden: Collection[str] | None = None,
 ) -> torch.optim.Optimizer:
     """The configured optimizer over the parameters that are trained.
 
-    Biases and norms, which have fewer than two dimensions, get no weight decay. A built-in
-    optimizer updates all parameters in one fused kernel, on GPUs and CPUs alike.
+    Biases and norms, which have fewer than two dimensions, get no weight decay. adam, adamw and
+    sgd update all parameters in one fused kernel, on GPUs and CPUs alike. Muon updates the matrices
+    of hidden layers, and AdamW everything else.
 
     Args:
         config: The optimizer's name and arguments.
         parameters: Those of the model.
+        names: Their names, for optimizer.groups; None: there are no such groups.
+        hidden: The names of the matrices that Muon is for; None: all that have two dimensions.
 
     Raises:
         UserError: The optimizer does not take the arguments.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    options: dict[str, Any] = {"lr": config.lr, **config.args}
-    if config.name in ("adam", "adamw"):
-        options["betas"] = (config.betas[0], config.betas[1])
-        options["eps"] = config.eps
-        options["fused"] = True
-    elif config.name == "sgd":
-        options["momentum"] = config.momentum
-        options["fused"] = True
     try:
-        return optimizer_class(config.name)(_parameter_groups(config, trainable), **options)
+        if config.name != "muon":
+            return _optimizer(config, trainable, names)
+        name_of = names or {}
+        matrices = []
+        others = []
+        for parameter in trainable:
+            is_hidden = hidden is None or name_of.get(parameter) in hidden
+            (matrices if is_hidden and parameter.dim() == 2 else others).append(parameter)
+        return Optimizers(
+            {
+                "muon": _optimizer(config, matrices, names),
+                "adamw": _optimizer(config, others, names, adamw_for_the_rest=True),
+            }
+        )
     except (TypeError, ValueError) as error:
         raise UserError(
             f"optimizer {config.name} does not take these arguments: {error}"
         ) from error
 
 
+def _optimizer(
+    config: OptimizerConfig,
+    trainable: list[nn.Parameter],
+    names: Named | None,
+    *,
+    adamw_for_the_rest: bool = False,
+) -> torch.optim.Optimizer:
+    """One optimizer; the arguments in optimizer.args are not for the AdamW beside Muon."""
+    name = "adamw" if adamw_for_the_rest else config.name
+    options: dict[str, Any] = {"lr": config.lr}
+    if name == "muon":
+        options["adjust_lr_fn"] = "match_rms_adamw"  # so that one rate fits AdamW too
+    if not adamw_for_the_rest:
+        options |= config.args
+    if name in TAKES_BETAS:
+        options["betas"] = (config.betas[0], config.betas[1])
+        options["eps"] = config.eps
+    elif name == "sgd":
+        options["momentum"] = config.momentum
+    if name in FUSED:
+        options["fused"] = True
+    groups = _parameter_groups(config, name, trainable, names)
+    return optimizer_class(name)(groups, **options)
+
+
 def _parameter_groups(
-    config: OptimizerConfig, trainable: list[nn.Parameter]
+    config: OptimizerConfig, name: str, trainable: list[nn.Parameter], names: Named | None
 ) -> list[dict[str, Any]]:
-    """The parameters in groups of one kind, since a kernel takes only one kind."""
+    """The parameters in groups of one kind and one set of optimizer.groups.
+
+    A kernel takes only one kind.
+
+    Args:
+        config: The configuration of the optimizer.
+        name: The optimizer that the groups are for.
+        trainable: The parameters.
+        names: Their names; None: there are no optimizer.groups.
+    """
     # Scalars are never sharded, so they have groups of their own; under ddp a mixture of experts
     # has both distributed and plain parameters.
     kinds = itertools.product((2, 1, 0), (False, True), (False, True))
+    matched_by = {p: matching_patterns(config, (names or {}).get(p)) for p in trainable}
+    # In an order that no layout changes.
+    patterns = sorted(set(matched_by.values()))
     groups: list[dict[str, Any]] = []
-    for dim, is_distributed, is_complex in kinds:
+    for (dim, is_distributed, is_complex), matched in itertools.product(kinds, patterns):
         kind = (dim, is_distributed, is_complex)
-        members = [parameter for parameter in trainable if _kind(parameter) == kind]
+        members = [
+            parameter
+            for parameter in trainable
+            if _kind(parameter) == kind and matched_by[parameter] == matched
+        ]
         if not members:
             continue
-        weight_decay = config.weight_decay if dim == 2 else 0.0
-        kernels = _kernels(config.name, is_distributed=is_distributed, is_complex=is_complex)
-        groups.append({"params": members, "weight_decay": weight_decay, **kernels})
+        group: dict[str, Any] = {"params": members}
+        group["weight_decay"] = config.weight_decay if dim == 2 else 0.0
+        group |= _kernels(name, is_distributed=is_distributed, is_complex=is_complex)
+        for pattern in matched:
+            group |= config.groups[pattern]
+        if "lr" in group:
+            group["initial_lr"] = group["lr"]  # the schedule multiplies this rate
+        groups.append(group)
     return groups or [{"params": []}]  # a stage of a pipeline may have nothing to train
+
+
+def matching_patterns(config: OptimizerConfig, name: str | None) -> tuple[str, ...]:
+    """The patterns of optimizer.groups that a parameter's name matches, as they are written."""
+    if name is None:
+        return ()
+    return tuple(pattern for pattern in config.groups if fnmatch.fnmatchcase(name, pattern))
+
+
+def require_matches(config: OptimizerConfig, names: Iterable[str]) -> None:
+    """Check that every pattern of optimizer.groups matches a trained parameter.
+
+    Raises:
+        UserError: One matches none.
+    """
+    names = list(names)
+    for pattern in config.groups:
+        if not fnmatch.filter(names, pattern):
+            raise UserError(
+                f"optimizer.groups has the pattern {pattern!r}, which matches no trained "
+                f"parameter; the first one's name is {next(iter(names), '(none)')}"
+            )
+
+
+def hidden_matrices(model: nn.Module, blocks: Collection[str]) -> set[str]:
+    """The names of the matrices that Muon is for: those of layers inside the repeating blocks.
+
+    Without blocks they are all but those of embeddings and of the last linear layer.
+    """
+    tables = {
+        layer.weight
+        for layer in model.modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))
+    }
+    linear = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    if not blocks and len(linear) > 1:
+        tables.add(linear[-1].weight)
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 2
+        and parameter not in tables
+        and (not blocks or any(name.startswith(f"{block}.") for block in blocks))
+    }
+
+
+class Optimizers(torch.optim.Optimizer):
+    """Several optimizers, each of its own parameters, as one.
+
+    Args:
+        named: The optimizers by name.
+    """
+
+    def __init__(self, named: Mapping[str, torch.optim.Optimizer]) -> None:
+        groups = [group for optimizer in named.values() for group in optimizer.param_groups]
+        super().__init__(groups, {})
+        self.named = dict(named)
+        # The optimizers' groups themselves, not copies: a rate that is set here is set there.
+        self.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        merged: dict[Tensor, Any] = {}
+        for optimizer in self.named.values():
+            merged |= optimizer.state
+        return merged
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Ignores the empty state that torch's constructor sets."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for optimizer in self.named.values():
+            optimizer.step()
 
 
 def _kind(parameter: nn.Parameter) -> tuple[int, bool, bool]:
@@ -105,7 +283,7 @@ def _kernels(name: str, *, is_distributed: bool, is_complex: bool) -> dict[str, 
     No fused kernel takes complex parameters, and torch 2.13 has no rule for SGD's with distributed
     ones.
     """
-    if name in BUILT_IN and is_complex:
+    if name in FUSED and is_complex:
         return {"fused": False}
     if name == "sgd" and is_distributed:
         return {"fused": False, "foreach": True}
@@ -137,16 +315,54 @@ def learning_rate(
     """
     peak = peak_rate(optimizer, batch_size)
     warmup = schedule.warmup_steps
+    if schedule.name == "one_cycle":
+        return peak * _one_cycle(schedule, step, steps)
     if step < warmup:
         start = optimizer.lr if peak > optimizer.lr else 0.0
         return start + (peak - start) * (step + 1) / warmup
-    if schedule.name == "constant":
-        return peak
-    done = min(1.0, (step - warmup) / max(1, steps - 1 - warmup))
-    remaining = 1 - done
+    return peak * _curve(schedule, step, steps)
+
+
+def _curve(schedule: ScheduleConfig, step: int, steps: int) -> float:
+    """What the schedule multiplies the peak rate by after warm-up."""
+    warmup = schedule.warmup_steps
+    match schedule.name:
+        case "constant":
+            return 1.0
+        case "inverse_sqrt":
+            return math.sqrt(max(1, warmup) / max(1, warmup, step + 1))
+        case "step":
+            every = schedule.decay_steps or max(1, -(-(steps - warmup) // 3))
+            return schedule.decay_factor ** ((step - warmup) // every)
+        case "wsd":
+            decay = schedule.decay_steps or max(1, (steps - warmup) // 5)
+            done = (step - (steps - 1 - decay)) / decay
+            return _between(1.0, schedule.final_fraction, done)
+    done = (step - warmup) / max(1, steps - 1 - warmup)
     if schedule.name == "cosine":
-        remaining = (1 + math.cos(math.pi * done)) / 2
-    return peak * (schedule.final_fraction + (1 - schedule.final_fraction) * remaining)
+        done = _along_cosine(done)
+    return _between(1.0, schedule.final_fraction, done)
+
+
+def _one_cycle(schedule: ScheduleConfig, step: int, steps: int) -> float:
+    """Up from a 25th of the peak and down again, each along half a cosine (Smith and Topin 2018).
+
+    1708.07120, with the phases of torch.optim.lr_scheduler.OneCycleLR.
+    """
+    top = schedule.warmup_steps or max(1, round(ONE_CYCLE_RISE * steps))
+    if step < top:
+        return _between(ONE_CYCLE_START, 1.0, _along_cosine(step / top))
+    done = _along_cosine((step - top) / max(1, steps - 1 - top))
+    return _between(1.0, schedule.final_fraction, done)
+
+
+def _along_cosine(done: float) -> float:
+    """A share of the way, with a slow start and a slow end."""
+    return (1 - math.cos(math.pi * min(1.0, max(0.0, done)))) / 2
+
+
+def _between(start: float, end: float, done: float) -> float:
+    return start + (end - start) * min(1.0, max(0.0, done))
 
 
 def peak_rate(optimizer: OptimizerConfig, batch_size: int | None) -> float:

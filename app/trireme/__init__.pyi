@@ -183,7 +183,9 @@ class OptimizerKeys(TypedDict, total=False):
     """The optimizer."""
 
     name: str
-    """adamw, adam, sgd, or the import path of a class (my_package.my_module:MyOptimizer)."""
+    """adamw, adam, sgd, muon (matrices of hidden layers, adamw for the others), adafactor,
+    adadelta, adagrad, adamax, asgd, nadam, radam, rmsprop, rprop (torch.optim's), or the import
+    path of a class (my_package.my_module:MyOptimizer)."""
     lr: float
     """Learning rate at the top of the schedule."""
     lr_scaling: str
@@ -201,17 +203,27 @@ class OptimizerKeys(TypedDict, total=False):
     momentum: float
     """SGD's momentum."""
     args: Mapping[str, Any]
-    """Further arguments for an optimizer given by import path."""
+    """Further arguments of the optimizer's class, such as {amsgrad: true}; muon's are Muon's."""
+    groups: Mapping[str, Any]
+    """Arguments for parameters whose names match a pattern, such as {"*.bias": {weight_decay: 0}};
+    of several patterns that match the later one counts. Its lr is that at the top of the
+    schedule."""
 
 class ScheduleKeys(TypedDict, total=False):
     """The learning rate over time."""
 
     name: str
-    """What the learning rate does after warm-up: constant, linear or cosine."""
+    """What the learning rate does after warm-up: constant, linear, cosine, wsd (constant, then
+    linear over the last decay_steps), inverse_sqrt, step (times decay_factor once every
+    decay_steps) or one_cycle (up from a 25th over warmup_steps or 30 % of the steps, then down)."""
     warmup_steps: int
     """Steps over which the learning rate rises from 0 to optimizer.lr."""
     final_fraction: float
-    """linear and cosine end at this fraction of optimizer.lr."""
+    """linear, cosine, wsd and one_cycle end at this fraction of optimizer.lr."""
+    decay_steps: int | None
+    """Steps of wsd's decay (null: a fifth of the run) or between two of step (null: a third)."""
+    decay_factor: float
+    """What step multiplies the rate by."""
 
 class CheckpointKeys(TypedDict, total=False):
     """What is saved, when, and what is kept."""

@@ -180,6 +180,18 @@ def test_recomputing_trades_time_for_memory(large: Reader) -> None:
     )
 
 
+def test_muon_is_planned_with_its_products_and_its_one_momentum(large: Reader) -> None:
+    adamw, muon, adafactor = (
+        _predicted(large, "fsdp", f"optimizer.name={name}")
+        for name in ("adamw", "muon", "adafactor")
+    )
+    assert 0.5 < muon.memory["optimizer"] / adamw.memory["optimizer"] < 0.7
+    assert adafactor.memory["optimizer"] < 0.01 * adamw.memory["optimizer"]
+    # Five iterations of 2·(2·4096²·n + 4096³) FLOPs for each matrix of 16 blocks, n = 4096 or more.
+    least = 16 * 4 * 5 * 6 * 4096**3 / 989e12
+    assert least < muon.seconds["optimizer"] - adamw.seconds["optimizer"] < 20 * least
+
+
 def test_async_tensor_parallelism_hides_no_more_than_products_take(large: Reader) -> None:
     def tensor(*overrides: str, gpu: str = "h100-80gb") -> float:
         overrides = ("train.micro_batch_size=1", *overrides)

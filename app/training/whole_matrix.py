@@ -1,0 +1,94 @@
+"""Optimizers that need whole matrices, right where layouts split them.
+
+Most optimizers update each number by itself, so a shard is updated like the whole. These do not:
+
+    Muon        turns a matrix's momentum into the nearest orthogonal matrix (Jordan et al. 2024,
+                https://kellerjordan.github.io/posts/muon/)
+    Adafactor   keeps means over rows and columns in place of second moments, and limits the
+                update of a whole tensor (Shazeer and Stern 2018, 1804.04235)
+
+torch has both. Here a matrix that is split over workers (zero*, fsdp, hsdp, tensor) is gathered,
+one at a time, every worker computes the update of the whole, and keeps its part. So numbers are
+those of one device. Muon keeps its momentum split and gathers once per matrix and step; Adafactor
+gathers the matrix and its gradient, and every worker has the means.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from strategies.state import copy_whole_or_shard, shard_of, whole_tensor
+
+_MUON = ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+_ADAFACTOR = ("lr", "beta2_decay", "eps", "d", "weight_decay", "maximize")
+
+
+class Muon(torch.optim.Muon):
+    """torch's Muon, over matrices that may be split over workers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step; collective over the workers that share a matrix."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        if group["nesterov"]:
+            momentum = gradient.lerp(momentum, group["momentum"])
+        change = _orthogonal_change(_whole(momentum), group)
+        own_part = parameter
+        if isinstance(parameter, DTensor):
+            own_part = parameter.to_local()
+            change = shard_of(change, parameter)
+        own_part.mul_(1 - group["lr"] * group["weight_decay"])
+        own_part.add_(change.to(own_part.device))
+
+
+def _orthogonal_change(momentum: Tensor, group: dict[str, Any]) -> Tensor:
+    """What torch's Muon adds to a whole matrix with this momentum, without weight decay."""
+    change = nn.Parameter(torch.zeros_like(momentum))
+    change.grad = momentum
+    arguments = {name: group[name] for name in _MUON}
+    torch.optim.Muon([change], weight_decay=0.0, momentum=0.0, nesterov=False, **arguments).step()
+    return change.detach()
+
+
+class Adafactor(torch.optim.Adafactor):
+    """torch's Adafactor, over tensors that may be split over workers."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step; collective over the workers that share a tensor."""
+        for group in self.param_groups:
+            arguments = {name: group[name] for name in _ADAFACTOR}
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                whole = parameter
+                if isinstance(parameter, DTensor):
+                    whole = nn.Parameter(_whole(parameter.detach()))
+                    whole.grad = _whole(parameter.grad)
+                optimizer = torch.optim.Adafactor([whole], foreach=False, **arguments)
+                optimizer.state[whole] = self.state[parameter]  # the same dictionary
+                optimizer.step()
+                if whole is not parameter:
+                    copy_whole_or_shard(parameter, whole.detach())
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The whole of a tensor, on the device of the workers' mesh; collective if it is split."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    device_type = tensor.device_mesh.device_type
+    index = torch.cuda.current_device() if device_type == "cuda" else None
+    return whole_tensor(tensor, torch.device(device_type, index))
