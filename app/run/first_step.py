@@ -361,8 +361,9 @@ def _samples_of(batch: Batch) -> int:
     return next((len(tensor) for tensor in tensors(batch) if tensor.dim()), 0)
 
 
-def _first_samples(batch: Batch, count: int) -> Batch:
-    return map_tensors(lambda tensor: tensor[:count].clone() if tensor.dim() else tensor, batch)
+def _samples(batch: Batch, start: int, stop: int) -> Batch:
+    """A copy of some of a batch's samples."""
+    return map_tensors(lambda tensor: tensor[start:stop].clone() if tensor.dim() else tensor, batch)
 
 
 def _refused_sizes(config: Config, task: Task, batch: Batch) -> dict[int, str]:
@@ -374,7 +375,7 @@ def _refused_sizes(config: Config, task: Task, batch: Batch) -> dict[int, str]:
     refused: dict[int, str] = {}
     for size in range(1, SAMPLES):
         try:
-            task.loss(_build(config, task, CPU).train(), _first_samples(batch, size))
+            task.loss(_build(config, task, CPU).train(), _samples(batch, 0, size))
         except Exception as error:
             refused[size] = _first_line(error)
         else:
@@ -540,35 +541,45 @@ def _find_coupling(
         return _evaluate(task, model, batch, with_gradient=with_gradients)
 
     whole, first_half, second_half = [evaluate(batch) for batch in batches[:3]]
-    clause = _differs_from_halves(whole, first_half, second_half)
+    clause = _differs_from_parts(whole, first_half, second_half, parts="halves")
+    clause = clause or _differs_when_doubled(first_half, evaluate(_doubled(batches[1])))
     if clause:
         return clause
-    return _differs_when_doubled(first_half, evaluate(_doubled(batches[1])))
+    # Two halves may agree by chance: in both the same token may have the largest output.
+    with contextlib.suppress(Exception):  # a loss that cannot be computed of one sample
+        samples = [evaluate(_samples(batches[0], number, number + 1)) for number in range(SAMPLES)]
+        return _differs_from_parts(whole, *samples, parts="samples")
+    return ""
 
 
-def _differs_from_halves(whole: _Evaluation, *halves: _Evaluation) -> str:
-    """Compares the loss and the gradient of a batch with the mean of its halves', by their items.
+def _differs_from_parts(whole: _Evaluation, *evaluations: _Evaluation, parts: str) -> str:
+    """Compares the loss and the gradient of a batch with the mean of its parts', by their items.
+
+    Args:
+        whole: Of the batch.
+        evaluations: Of its parts.
+        parts: What they are, for the clause.
 
     Returns:
         A clause that says what differs; "" if nothing does, or if that cannot be told.
     """
-    with_items = [half for half in halves if half.items]
-    total = sum(half.items for half in with_items)
+    with_items = [part for part in evaluations if part.items]
+    total = sum(part.items for part in with_items)
     if not with_items:
         return ""
-    weighted_losses = [half.loss * (half.items / total) for half in with_items]
+    weighted_losses = [part.loss * (part.items / total) for part in with_items]
     mean_loss = torch.stack(weighted_losses).sum()
     if not _are_alike(whole.loss, mean_loss, whole.tolerance):
         return (
-            f"the loss of {SAMPLES} samples is {whole.loss:.6g}, and the mean of its halves' "
+            f"the loss of {SAMPLES} samples is {whole.loss:.6g}, and the mean of its {parts}' "
             f"{mean_loss:.6g}"
         )
-    if any(half.gradient.shape != whole.gradient.shape for half in with_items):
+    if any(part.gradient.shape != whole.gradient.shape for part in with_items):
         return ""
-    weighted_gradients = [half.gradient * (half.items / total) for half in with_items]
+    weighted_gradients = [part.gradient * (part.items / total) for part in with_items]
     mean_gradient = torch.stack(weighted_gradients).sum(0)
     if not _are_alike(whole.gradient, mean_gradient, whole.gradient_tolerance):
-        return f"the gradient of {SAMPLES} samples is not the mean of its halves'"
+        return f"the gradient of {SAMPLES} samples is not the mean of its {parts}'"
     return ""
 
 

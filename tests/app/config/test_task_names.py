@@ -9,8 +9,6 @@ import pytest
 from app.config.task_names import BUILT_IN, arguments_of
 from app.tasks import find_task
 
-pytestmark = pytest.mark.pure
-
 
 @pytest.mark.parametrize("task", BUILT_IN)
 def test_the_arguments_of_a_built_in_task_are_those_of_its_class(task: str) -> None:

@@ -86,6 +86,14 @@ class LargestAnswer(Chain):
         return super().loss(model, batch) + weight * model(batch[0]).max()
 
 
+class LargestOfFew(Chain):
+    """The largest of few different answers, which two halves of a batch are likely to share."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        kinds = torch.eye(2)[batch[1] % 2]
+        return super().loss(model, batch) + 0.1 * model(kinds).max()
+
+
 class OfTheMean(Chain):
     """A function of the mean that is not linear."""
 
@@ -317,6 +325,7 @@ def test_auto_takes_a_layout_that_keeps_what_the_model_does() -> None:
 
 
 COUPLED = ("InBatchNegatives", "PairwiseRanking", "BatchVariance", "OfTheMean", "ByFrequency")
+COUPLED += ("LargestOfFew",)
 COUPLED += ("ByFrequencyOfRareWords", "MostlyMasked", "LargestAnswer", "MeanOverSamples")
 
 
