@@ -30,7 +30,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -340,15 +340,15 @@ class ShardedGradients:
         self.units = units
         self._gathering: dict[FSDPModule, UnshardHandle] = {}
         """The units that are being gathered, and what to wait for."""
-        for unit in units:
-            (owner,) = unit.children()
+        self._owners = {unit: next(cast(nn.Module, unit).children()) for unit in units}
+        for unit, owner in self._owners.items():
             if owner is not module:
                 owner.register_forward_pre_hook(functools.partial(self._before_forward, unit))
         self._wire_dtype = wire_dtype(options)
         self._names_of_owners = {owner: name for name, owner in module.named_modules()}
         self._sharded = dict(module.named_parameters())
         self._unsharded: dict[str, nn.Parameter] = {}
-        self._hooked: dict[nn.Parameter, str] = {}
+        self._hooked: dict[Tensor, str] = {}
         """Unsharded parameters that say when their gradient is there, and their names."""
         self._unsent: list[list[str]] = []
         """The buckets of the chunk whose last backward runs that have not been sent."""
@@ -382,8 +382,7 @@ class ShardedGradients:
             handle = unit.unshard(async_op=True)
             if handle is not None:
                 self._gathering[unit] = handle
-        for unit in self.units:
-            (owner,) = unit.children()
+        for unit, owner in self._owners.items():
             if owner is self.module:
                 self._wait_for(unit)
         self._note_unsharded()
