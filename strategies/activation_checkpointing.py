@@ -21,12 +21,12 @@ around the block (those of sharding) run only once, outside the recomputed part.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -121,7 +121,7 @@ def _recomputed_forward(
             first, recomputation = selective_contexts()
         else:
             first = recomputation = contextlib.nullcontext()
-        return first, _with_copied_statistics(norms, recomputation)
+        return first, _CopiedStatistics(norms, recomputation)
 
     @functools.wraps(forward)
     def recomputed_forward(*args: Any, **kwargs: Any) -> Any:
@@ -141,28 +141,37 @@ def _recomputed_forward(
     return recomputed_forward
 
 
-@contextlib.contextmanager
-def _with_copied_statistics(
-    norms: Sequence[nn.Module], inner: AbstractContextManager[Any]
-) -> Iterator[None]:
-    """Give batch normalisations copies of their running statistics to write into.
+class _CopiedStatistics(AbstractContextManager[None]):
+    """Gives batch normalisations copies of their running statistics to write into.
+
+    It can be entered again, as a loss that takes a gradient itself recomputes a block twice.
 
     Args:
         norms: The batch normalisations.
         inner: A context to enter as well.
     """
-    statistics = []
-    for norm in norms:
-        for name, buffer in norm.named_buffers(recurse=False):
-            statistics.append((norm, name, buffer))
-    try:
-        for norm, name, buffer in statistics:
+
+    def __init__(self, norms: Sequence[nn.Module], inner: AbstractContextManager[Any]) -> None:
+        self._norms = norms
+        self._inner = inner
+        self._statistics: list[tuple[nn.Module, str, Tensor]] = []
+
+    def __enter__(self) -> None:
+        self._statistics = [
+            (norm, name, buffer)
+            for norm in self._norms
+            for name, buffer in norm.named_buffers(recurse=False)
+        ]
+        for norm, name, buffer in self._statistics:
             setattr(norm, name, buffer.clone())
-        with inner:
-            yield
-    finally:
-        for norm, name, buffer in statistics:
-            setattr(norm, name, buffer)
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        try:
+            return self._inner.__exit__(*error)
+        finally:
+            for norm, name, buffer in self._statistics:
+                setattr(norm, name, buffer)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -48,11 +48,12 @@ class Trait(enum.Enum):
     CHANGES_OUTPUT = "the code after a block changes the block's output in place"
     GRADIENT_PAST_OUTPUT = "a block gets a gradient, but not through its output"
     RUNS_WITHOUT_GRADIENT = "a block runs without gradients and once more in backward"
-    USED_BY_REENTRANT_CHECKPOINTS = "several reentrant checkpoints use the same parameter"
+    USED_BY_REENTRANT_CHECKPOINTS = "a reentrant checkpoint and other code use the same parameter"
     RECURRENT = "a block has a recurrent layer"
     NORMALISES_OVER_BATCH = "a layer normalises over the samples of a batch"
     GRADIENT_IN_LOSS = "the loss takes a gradient itself"
     FUNCTIONAL_CALL = "the loss calls the model with parameters that it gives it"
+    CALLED_TWICE = "a block is called twice in one step"
     CALLS_VARY = (
         "another sample, or another random number, takes another way through the model's blocks"
     )
@@ -164,8 +165,8 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
         "checkpoint",
     ),
     Trait.USED_BY_REENTRANT_CHECKPOINTS: (
-        "{where} is used in several reentrant checkpoints, each of which says that its gradient is "
-        "complete",
+        "{where} is used in a reentrant checkpoint, which says that its gradient is complete, and "
+        "outside of it or in another one too",
         "write checkpoint(…, use_reentrant=False), or train.activation_checkpointing=full and no "
         "checkpoint",
     ),
@@ -182,6 +183,10 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
     Trait.FUNCTIONAL_CALL: (
         "the loss calls the model by torch.func.functional_call, with parameters that it gives it",
         "call the model itself",
+    ),
+    Trait.CALLED_TWICE: (
+        "{where} is called twice in one forward, or the loss calls the model twice",
+        "",
     ),
     Trait.CALLS_VARY: (
         "{where} is called for some samples or random numbers and not for others",

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from app.models.linear import add_product, product_dtype
@@ -60,8 +60,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     Returns:
         The loss, 0-dimensional, float32.
     """
-    has_own_loss = torch.overrides.has_torch_function((logits,))
-    if has_own_loss or logits.size(-1) < LARGE_VOCABULARY:
+    if _has_own_functions(logits) or logits.size(-1) < LARGE_VOCABULARY:
         return F.cross_entropy(logits.float(), targets)
     needs_gradient = torch.is_grad_enabled() and logits.requires_grad
     return _CrossEntropy.apply(logits, targets, _can_overwrite(logits), needs_gradient)
@@ -92,6 +91,15 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         return _LinearCrossEntropy.apply(
             rows.to(dtype), weight.to(dtype), row_targets, needs_gradient
         )
+
+
+def _has_own_functions(tensor: Tensor) -> bool:
+    """Whether the type of a tensor decides what functions do with it.
+
+    torch.overrides.has_torch_function is also true inside any mode, such as `with device:`.
+    """
+    functions_of_type = type(tensor).__torch_function__
+    return functions_of_type not in (Tensor.__torch_function__, nn.Parameter.__torch_function__)
 
 
 def _can_overwrite(logits: Tensor) -> bool:

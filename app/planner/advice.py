@@ -35,6 +35,7 @@ PARTS = {
     "bubble": "stages waiting for the pipeline to fill and drain",
     "optimizer": "the optimizer, whose state is not sharded",
     "data": "copying samples to the GPU",
+    "launch": "waiting for the host, which launches kernels more slowly than the GPU runs them",
     "rest": "the fixed cost of a step",
     "scale": "waiting for the slowest of many GPUs, and crowded links",
 }

@@ -50,11 +50,11 @@ class Device:
         stream: Share of the memory bandwidth that element-wise operations reach.
         k_half: Inner dimension with which a product runs at half of its speed.
         mn_half: Size of a result with which it does: half of what all processors compute at once.
-        operation: Seconds of the host to launch an operation, for which a device waits if its work
-            is shorter.
+        operation: Seconds of the host for an operation of PyTorch, for which a device waits if its
+            work is shorter.
         kernel: Seconds of a device to start and to end a kernel.
         step: Seconds of the host in an optimizer step, for each parameter of the model.
-        loop: Seconds of an optimizer step that nothing hides: the loop, and waiting for the norm.
+        loop: Seconds of an optimizer step that nothing hides.
         within: Share of the link inside a node that collectives reach.
         across: Share of the link between nodes that collectives reach.
         latency_within: Seconds per hop of a ring inside a node.
@@ -65,7 +65,7 @@ class Device:
         again: Share of products that `selective` checkpointing recomputes: none in Trireme, every
             second in torchtitan.
         async_tp: Share of tensor parallelism's communication that parallel.async_tp hides.
-        scale: Share of a step lost with each doubling of GPUs beyond 64: stragglers, congestion.
+        scale: Share of a step lost with each doubling of GPUs: stragglers, congestion.
         stage: Share of computation that a pipeline loses beside its bubble: stops, starts, sends.
         split: Share that schedules lose which compute the gradients of weights apart.
         context: Bytes of a device that the process and the libraries take.
@@ -81,7 +81,7 @@ class Device:
     stream: float = 0.8
     k_half: float = 100.0
     mn_half: float = 2.0e5
-    operation: float = 5e-6
+    operation: float = 3.7e-5
     kernel: float = 0.0
     step: float = 2e-5
     loop: float = 0.0
@@ -91,7 +91,7 @@ class Device:
     latency_across: float = 8e-6
     contention: float = 0.15
     hidden: float = 0.9
-    unit_operations: float = 40.0
+    unit_operations: float = 25.0
     again: float = 0.0
     async_tp: float = 0.0
     scale: float = 0.0
@@ -199,7 +199,7 @@ ASSUMED = {
     "within": "of the links inside a node",
     "across": "of those between nodes",
     "async_tp": "of tensor parallelism's communication that parallel.async_tp hides",
-    "scale": "of a step lost each time that the GPUs double beyond 64",
+    "scale": "of a step lost each time that the GPUs double",
     "step": "seconds of a step that nothing hides",
 }
 """What --assume changes, and what it is: a share, except for the last."""

@@ -79,6 +79,11 @@ class Estimate:
         self.fits = self.memory_bytes <= self.capacity and not self.exceeds_host
 
     @property
+    def allocated_bytes(self) -> float:
+        """Bytes of tensors at the worst moment, without what fragmentation wastes."""
+        return self.memory_bytes - self.memory.get("margin", 0.0)
+
+    @property
     def host_memory_share(self) -> float | None:
         """Share of a host's memory that offloaded state takes; None if its size is not known."""
         if not self.host_memory_bytes:
@@ -123,7 +128,7 @@ class Estimate:
         }
         if memory > 0:
             metrics["plan/memory_bytes_measured"] = memory
-            metrics["plan/memory_error"] = self.memory_bytes / memory - 1
+            metrics["plan/memory_error"] = self.allocated_bytes / memory - 1
         return metrics
 
 

@@ -12,10 +12,11 @@ behind a product, another part of the model, or backward. Therefore
     a value is written                 once, if a product, a later level or another part reads it,
                                        or backward needs it
 
-and the operations of a level are one kernel. What is saved for backward only because an operation
-is not fused (the input of a norm or an activation, beside its output) is computed again by the
-compiler's partitioner. Backward then reads what it is computed from, which is assumed to be of the
-same size.
+and the operations of a level are one kernel, but for those of parameters alone (casts to 16
+bits), each of which is one, because their sizes differ. What is saved for backward only because an
+operation is not fused (the input of a norm or an activation, beside its output) is computed again
+by the compiler's partitioner. Backward then reads what it is computed from, which is assumed to be
+of the same size.
 """
 
 from collections.abc import Callable, Iterable
@@ -91,7 +92,9 @@ class Fusion:
         for tensor in inputs:
             if tensor.numel() != skipped_numel:
                 self._read(place, level, tensor)
-        if (place, level) not in self._kernels:
+        if self._is_of_parameters(inputs):
+            self._count(f"fused_operations_{place[1]}", 1)
+        elif (place, level) not in self._kernels:
             self._kernels.add((place, level))
             self._count(f"fused_operations_{place[1]}", 1)
         for tensor in _largest_of_storages(outputs):
@@ -123,6 +126,9 @@ class Fusion:
             storage.level for storage in storages if storage is not None and storage.place == place
         )
         return max(levels, default=0)
+
+    def _is_of_parameters(self, inputs: list[Tensor]) -> bool:
+        return bool(inputs) and all(_storage_id(tensor) in self._parameters for tensor in inputs)
 
     def _add(self, tensor: Tensor, *, place: Place, level: int, is_written: bool) -> None:
         key = _storage_id(tensor)

@@ -2,16 +2,20 @@
 
 A matrix product takes as long as its size lets it (device.py), attention as long as the length of
 the sequence and the width of the heads let it (fused.py), and any other operation as long as its
-bytes take. Each kernel's start and end cost `Device.kernel` seconds besides. Where the host takes
-longer to launch the kernels than the device to run them, the device waits for the host. A compiled
-block moves the bytes and launches the kernels of fused operations (fusion.py).
+bytes take. Each kernel's start and end cost `Device.kernel` seconds besides. The host launches the
+kernels ahead of a GPU, which waits only if all launches of a step take longer than its work
+(timing.py); a CPU waits for the launches of each part. A compiled block moves the bytes and
+launches the kernels of fused operations (fusion.py).
 
 Batched products whose rows do not begin at multiples of 16 bytes (such as heads of width 150) run
-without tensor cores.
+without tensor cores, and others of 16 bits (such as the last layer for 50,257 words) slowly.
 """
 
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from app.planner.device import Device
 from app.planner.model_costs import ModelCosts, PartCosts
@@ -21,6 +25,27 @@ from strategies.activation_checkpointing import checkpoint_every, kept_bytes, re
 
 FUSED_VALUES = ("moved_forward", "moved_backward", "operations_forward", "operations_backward")
 """The values of a trace that a compiler makes smaller."""
+
+
+FP8_CAST_BYTES = 2.0
+"""Bytes moved to cast a number of a product's operands to 8 bits.
+
+An operand is read in 16 bits and written in 8, and used in a product of forward and one or two of
+backward. On one H100 the casts of a GPT of 1.3 B move 123 GB a step; this says 133.
+"""
+FP8_SAVED = 0.64
+"""Share of what a compiled block saves in 16 bits that it saves with `train.precision=fp8`.
+
+Measured of a GPT of 1.3 B on one H100 (experiments/benchmarks/one_gpu.csv).
+"""
+
+
+SLOW_SHARES = {2: 0.13, 4: 0.27, 8: 0.27}
+"""Share of the peak that products of 16 bits reach if rows begin at multiples of so few bytes.
+
+A vocabulary of 50,257 makes such products: on one H100 they reach 97 to 156 TFLOP/s, with 50,258 or
+50,260 words 250 to 282, with 50,264 or 50,304 579 to 759.
+"""
 
 
 class Work(NamedTuple):
@@ -73,7 +98,7 @@ class PartCost:
     Args:
         name: The part's name (trace.py).
         count: How many such parts the model has.
-        forward_seconds: At least what the host needs to launch the operations.
+        forward_seconds: Of the device; on a CPU at least what launching the operations takes.
         backward_seconds: The same of backward, with what is recomputed.
         launch_forward_seconds: What the host needs to launch the operations of forward.
         launch_backward_seconds: The same of backward, with what is recomputed.
@@ -252,6 +277,8 @@ def _saved_bytes(
     saved = values["saved"]
     if has_fused_backward:  # torch.compile's partitioner saves as little as it can
         saved -= values["fusible"]
+        if work.precision == "fp8":
+            saved *= FP8_SAVED
     checkpointed = saved
     needed_in_backward = values["saved"]
     if shares.recomputed:
@@ -275,6 +302,12 @@ def _saved_bytes(
     )
 
 
+def _operand_numbers(products: npt.NDArray[np.float64]) -> float:
+    """How many numbers both operands of all products have."""
+    m, n, k, batch, repeats = products.T
+    return float(((m * k + k * n) * batch * repeats).sum())
+
+
 def _phase_cost(
     part: PartCosts, values: dict[str, float], *, phase: str, work: Work, device: Device
 ) -> _PhaseCost:
@@ -283,16 +316,23 @@ def _phase_cost(
     product_seconds = device.product_seconds(products, work.precision, work.itemsize)
     if not device.is_cpu and work.itemsize < 4:
         product_seconds += values[f"misaligned_{phase}"] / device.peak("fp32")
+        for alignment, share in SLOW_SHARES.items():
+            flops = values[f"aligned_{alignment}_{phase}"]
+            slow_peak = device.gpu.rate(work.precision) * device.gpu.clock * share
+            product_seconds += flops * max(0.0, 1 / slow_peak - 1 / device.peak(work.precision))
     attention_rate = device.gpu.rate("bf16" if work.precision == "fp8" else work.precision)
     attention_seconds = values[f"weighted_attention_{phase}"] / (attention_rate * device.attention)
-    moving_seconds = values[f"moved_{phase}"] / device.bandwidth
+    moved_bytes = values[f"moved_{phase}"]
+    if work.precision == "fp8":
+        moved_bytes += FP8_CAST_BYTES * _operand_numbers(products)
+    moving_seconds = moved_bytes / device.bandwidth
     operations = values[f"operations_{phase}"]
     kernel_seconds = operations * device.kernel
     launch_seconds = operations * device.operation
     device_seconds = product_seconds + (attention_seconds + moving_seconds + kernel_seconds)
     product_flops = float(2 * products.prod(axis=1).sum())
     return _PhaseCost(
-        seconds=max(device_seconds, launch_seconds),
+        seconds=max(device_seconds, launch_seconds) if device.is_cpu else device_seconds,
         launch_seconds=launch_seconds,
         flops=values[f"attention_{phase}"] + product_flops,
         attention_seconds=attention_seconds,

@@ -5,9 +5,10 @@
 
 The parameters of a sharded block are gathered while the block before it computes, and its gradients
 are scattered while the backward of the next one runs. Communication is exposed where it takes
-longer than that computation, where it cannot start earlier (the root's parameters), and where the
-host has to launch it while a block waits for launches. An all-reduce over replicas hides behind the
-last backward, except for its last bucket. Tensor parallelism hides nothing, or with
+longer than that computation, and where it cannot start earlier (the root's parameters). An
+all-reduce over replicas hides behind the last backward, except for its last bucket. A GPU waits for
+its host where launching all kernels and collectives of a step takes longer than running them, and
+for samples where copying them does. Tensor parallelism hides nothing, or with
 parallel.async_tp a share (`Device.async_tp`, less what products lose to it) if the products beside
 it take as long. Exchanging tokens with experts hides nothing. Experts are assumed to be used
 evenly, and to be gathered and averaged over as many workers as the other parameters.
@@ -43,8 +44,6 @@ OVERLAPPABLE_SHARE = 2 / 3
 
 Of several layers with the same input only the first does: in a gated block q, out, gate and down.
 """
-GPUS_WITHOUT_STRAGGLERS = 64
-"""Up to so many GPUs a step does not wait for the slowest of them."""
 EQUAL_THIRDS = Times.equal(1 / 3)
 """Forward and the gradients of inputs and of weights take about a third of a micro-batch each."""
 
@@ -133,14 +132,15 @@ def timing(
             _add_sharded_unit(case, part, unit=unit, count=count, exposed=exposed)
     elif dims.dp_cp > 1:
         _add_gradient_average(case, exposed)
+    launching_seconds = _launching_seconds(case)  # of a micro-batch
+    micro_batch_seconds = compute
+    if dims.pp > 1 and not device.is_cpu:  # the next stage waits for what is launched late
+        micro_batch_seconds = max(compute, launching_seconds)
     waits = exposed.tensor + exposed.context + exposed.expert + exposed.shard
-    micro_batch_seconds = compute * (1 + pipeline_loss) + waits / micro_batches
+    micro_batch_seconds = micro_batch_seconds * (1 + pipeline_loss) + waits / micro_batches
     _add_stage_sends(case, micro_batch_seconds, exposed)
     exposed.pipeline_send += pipeline_loss * compute * micro_batches
 
-    data_seconds = 0.0
-    if not device.is_cpu:
-        data_seconds = candidate.micro_batch * micro_batches * sample_bytes / HOST_LINK
     seconds = {
         "compute": compute * micro_batches,
         "tensor": exposed.tensor,
@@ -152,13 +152,35 @@ def timing(
         "contention": exposed.hidden * device.contention,
         "bubble": _bubble_micro_batches(candidate) * micro_batch_seconds,
         "optimizer": _optimizer_seconds(case, clips),
-        "data": data_seconds,
-        "rest": device.step * parameter_tensors + device.loop,
+        "rest": device.loop,
     }
-    doublings = max(0.0, math.log2(machine.world / GPUS_WITHOUT_STRAGGLERS))
+    if device.is_cpu:
+        seconds["rest"] += device.step * parameter_tensors
+    else:
+        busy_seconds = sum(seconds.values())
+        copying_seconds = candidate.micro_batch * micro_batches * sample_bytes / HOST_LINK
+        seconds["data"] = max(0.0, copying_seconds - busy_seconds)
+        host_seconds = launching_seconds * micro_batches + device.step * parameter_tensors
+        meanwhile_seconds = busy_seconds + seconds["data"]
+        if dims.pp > 1:  # while a stage waits for another one, its host waits too
+            meanwhile_seconds = compute * micro_batches
+        seconds["launch"] = max(0.0, host_seconds - meanwhile_seconds)
+    doublings = 0.0 if device.is_cpu else math.log2(machine.world)
     seconds["scale"] = sum(seconds.values()) * device.scale * doublings
     model_flops = sum(part.flops * part.count for part in case.parts)
     return seconds, model_flops * dims.tp * micro_batches * dims.dp_cp
+
+
+def _launching_seconds(case: Case) -> float:
+    """What the host needs to launch a micro-batch's kernels and collectives of sharded units."""
+    device = case.machine.device
+    is_sharded = case.candidate.dims.dp_cp > 1 and case.candidate.strategy.is_sharded
+    unit_seconds = device.unit_operations * device.operation if is_sharded else 0.0
+    seconds_of_parts = []
+    for part in case.parts:
+        launches = part.launch_forward_seconds + part.launch_backward_seconds
+        seconds_of_parts.append(launches + 2 * unit_seconds * part.is_block)
+    return case.sum_of_parts(seconds_of_parts)
 
 
 def _add_tensor(case: Case, exposed: Exposed) -> None:
@@ -211,12 +233,10 @@ def _add_sharded_unit(
 ) -> None:
     """The collectives of a sharded part, as far as they take longer than its computation."""
     device = case.machine.device
-    micro_batches = case.candidate.micro_batches
-    host_seconds = device.unit_operations * device.operation
     collectives = case.candidate.strategy.collectives(unit, case.step)
-    for phase, compute_seconds, launch_seconds in (
-        ("forward", part.forward_seconds, part.launch_forward_seconds),
-        ("backward", part.backward_seconds, part.launch_backward_seconds),
+    for phase, compute_seconds in (
+        ("forward", part.forward_seconds),
+        ("backward", part.backward_seconds),
     ):
         of_phase = [
             collective
@@ -224,9 +244,6 @@ def _add_sharded_unit(
             if collective.phase == phase and collective.times
         ]
         hiding_seconds = compute_seconds * device.hidden if part.is_block else 0.0
-        if of_phase and part.is_block:  # the host's work for it, while the block waits for launches
-            late_seconds = max(launch_seconds + host_seconds - compute_seconds, 0.0)
-            exposed.shard += min(late_seconds, host_seconds) * micro_batches * count
         # With some micro-batches all of the collectives run, with others a few of them only.
         previous_times = 0
         for times in sorted({collective.times for collective in of_phase}):

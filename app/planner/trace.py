@@ -13,6 +13,7 @@ Fused operations are recorded as GPUs have them (fused.py).
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable
@@ -70,6 +71,8 @@ class PartTrace:
             moved_forward, moved_backward        read and written by what is not a product
             operations_forward, …_backward       how many operations are launched
             misaligned_forward, …_backward       FLOPs of batched products of misaligned rows
+            aligned_2_forward, …_8_backward      FLOPs of other products whose rows begin at
+                                                 multiples of 2, 4 or 8 bytes
             attention_forward, …_backward        FLOPs of fused attention
             weighted_attention_forward, …        the same, times how far the kernels are from their
                                                  best (fused.py)
@@ -189,8 +192,10 @@ class CostRecorder(OperationMode):
         self.parts[self.part].products[self.phase].append(_product(like, name, flops))
         self.record_reads(inputs)
         self._fusion.product(self._place, inputs, outputs)
-        if name in BATCHED and not all(_is_aligned(matrix) for matrix in [*inputs, *outputs]):
-            self.count(f"misaligned_{self.phase}", flops)
+        alignment = min(_alignment(matrix) for matrix in [*inputs, *outputs])
+        if alignment < 16 and "convolution" not in name:
+            kind = "misaligned" if name in BATCHED else f"aligned_{max(alignment, 2)}"
+            self.count(f"{kind}_{self.phase}", flops)
         self.count(f"operations_{self.phase}", 1)
 
     def _record_elementwise(
@@ -519,12 +524,12 @@ def _is_sum(name: str, inputs: list[Tensor]) -> bool:
     return name == "add" and len(inputs) > 1 and len({tensor.shape for tensor in inputs}) == 1
 
 
-def _is_aligned(matrix: Tensor) -> bool:
-    """Whether all rows begin at multiples of 16 bytes, as fast kernels need."""
+def _alignment(matrix: Tensor) -> int:
+    """The bytes of a power of two, at most 16, at multiples of which all rows begin."""
     if matrix.dim() < 2:
-        return True
-    row_stride = max(matrix.stride()[-2:])
-    return row_stride * matrix.element_size() % 16 == 0
+        return 16
+    row_bytes = max(matrix.stride()[-2:]) * matrix.element_size()
+    return math.gcd(row_bytes, 16)
 
 
 def _product(like: Tensor, name: str, flops: float) -> Product:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from app.config import Config
-from app.data.loader import Batch, Picks, fetch, length, map_tensors
+from app.data.loader import Batch, Picks, fetch, length, map_tensors, tensors
 from app.data.randomness import seed_everything, seed_step
 from app.run.items_remark import items_remark
 from app.tasks.base import Task
@@ -85,8 +86,8 @@ class FirstStep:
         coupling: A clause that shows that samples of a batch depend on one another; "" if they do
             not.
         is_stateful: Whether the loss of the same samples changes when it is computed again.
-        single_sample_error: How the model refuses a batch of one sample, if it takes larger ones;
-            "" if it takes one.
+        refused_sizes: How the model refuses batches of so many samples, by their number, if it
+            takes larger ones.
         recomputing_error: How the model fails in backward if it is recomputed as the configuration
             says, but not without that; "" if it does not fail.
     """
@@ -96,7 +97,7 @@ class FirstStep:
     items_remark: str = ""
     coupling: str = ""
     is_stateful: bool = False
-    single_sample_error: str = ""
+    refused_sizes: Mapping[int, str] = field(default_factory=dict)
     recomputing_error: str = ""
 
     def is_kept_by(self, layout: Layout, options: Options) -> bool:
@@ -119,10 +120,11 @@ class FirstStep:
         Raises:
             LayoutError: It would train another model; one sentence.
         """
-        if smallest == 1 and self.single_sample_error:
+        if smallest in self.refused_sizes:
+            samples = "one sample" if smallest == 1 else f"{smallest} samples"
             raise LayoutError(
-                "a micro-batch has one sample here, which the model does not take "
-                f"({self.single_sample_error}): raise train.global_batch_size or "
+                f"a micro-batch has {samples} here, which the model does not take "
+                f"({self.refused_sizes[smallest]}): raise train.global_batch_size or "
                 "train.micro_batch_size"
             )
         require_kept(
@@ -257,8 +259,16 @@ def _count_operations(config: Config, task: Task, batch: Batch) -> float:
 
 
 def _operations_of_loss(task: Task, model: nn.Module, batch: Batch) -> float:
-    # With gradients, because a loss may take some itself.
-    with FlopCounterMode(display=False) as counter:
+    """Floating-point operations of a forward.
+
+    It runs with gradients, because a loss may take some itself, and otherwise without, because
+    torch's counter fails where a reentrant checkpoint runs views without gradients.
+    """
+    with contextlib.suppress(Exception), FlopCounterMode(display=False) as counter:
+        task.loss(model, clone_tensors(batch))
+        return float(counter.get_total_flops())
+    with warnings.catch_warnings(), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        warnings.simplefilter("ignore")  # checkpoints warn that they have no gradients
         task.loss(model, batch)
     return float(counter.get_total_flops())
 
@@ -278,10 +288,12 @@ def _step_with_numbers(
         batches: See `_batches`.
         thorough: Compare gradients too, and all batches.
     """
+    refused_sizes = _refused_sizes(config, task, batches[0])
+    taken_batches = [batch for batch in batches if _samples_of(batch) not in refused_sizes]
     observations = _observe(
         config,
         task,
-        batches if thorough else batches[:3],
+        taken_batches if thorough else taken_batches[:3],
         device=CPU,
         other_answers=OTHER_ANSWERS if thorough else FEW_OTHER_ANSWERS,
     )
@@ -300,7 +312,7 @@ def _step_with_numbers(
         with_numbers=True,
         items_remark=remark or "",
         coupling=clause,
-        single_sample_error=_single_sample_error(config, task, batches[0]),
+        refused_sizes=refused_sizes,
         recomputing_error=_recomputing_error(config, task, batches[0]),
     )
 
@@ -344,14 +356,30 @@ def _is_stateful(config: Config, task: Task, batch: Batch) -> bool:
     return False
 
 
-def _single_sample_error(config: Config, task: Task, batch: Batch) -> str:
-    """How the model refuses one sample of a batch that it takes; "" if it takes one."""
-    one_sample = map_tensors(lambda tensor: tensor[:1].clone() if tensor.dim() else tensor, batch)
-    try:
-        task.loss(_build(config, task, CPU).train(), one_sample)
-    except Exception as error:
-        return _first_line(error)
-    return ""
+def _samples_of(batch: Batch) -> int:
+    """The samples of a batch, by the first of its tensors that has a dimension for them."""
+    return next((len(tensor) for tensor in tensors(batch) if tensor.dim()), 0)
+
+
+def _first_samples(batch: Batch, count: int) -> Batch:
+    return map_tensors(lambda tensor: tensor[:count].clone() if tensor.dim() else tensor, batch)
+
+
+def _refused_sizes(config: Config, task: Task, batch: Batch) -> dict[int, str]:
+    """How the model refuses small parts of a batch that it takes, by their number of samples.
+
+    A model that normalises over the samples does not take one, and one that divides its batch
+    before does not take two. The larger sizes are not tried if the model takes the smaller ones.
+    """
+    refused: dict[int, str] = {}
+    for size in range(1, SAMPLES):
+        try:
+            task.loss(_build(config, task, CPU).train(), _first_samples(batch, size))
+        except Exception as error:
+            refused[size] = _first_line(error)
+        else:
+            break
+    return refused
 
 
 def _recomputing_error(config: Config, task: Task, batch: Batch) -> str:

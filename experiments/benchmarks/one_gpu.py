@@ -56,7 +56,7 @@ class Line:
         torch: The version of torch.
         commit: Of the repository, when it was measured.
         planned_ms: What the plan at that commit said of a step, milliseconds.
-        planned_gib: The same of the memory, GiB.
+        planned_gib: The same of the tensors' memory, GiB.
         ms: Of a step, the median of blocks of steps.
         gib: The most that torch had allocated, without what it had before the model was made.
         first_s: Seconds of the first step, which compiles.
@@ -118,7 +118,7 @@ def config_of(training: Mapping[str, Any], folder: Path, *, weights: bool) -> Co
                 "steps": 10_000,
                 "clip_norm": 1.0,
                 "micro_batch_size": training["batch"],
-                "global_batch_size": training["batch"],
+                "global_batch_size": training["batch"] * training.get("micro_batches", 1),
                 **train,
             },
             "optimizer": {"lr": 1e-5, "weight_decay": 0.1},
@@ -255,7 +255,7 @@ def _planned(line: Line, config: Config, task: Task, machine: Machine) -> Line:
     return dataclasses.replace(
         line,
         planned_ms=round(1e3 * estimate.step_seconds, 2),
-        planned_gib=round(estimate.memory_bytes / GIB, 3),
+        planned_gib=round(estimate.allocated_bytes / GIB, 3),
     )
 
 

@@ -446,6 +446,7 @@ STRATEGY = Strategy(
         Trait.RUNS_WITHOUT_GRADIENT,
         Trait.GRADIENT_IN_LOSS,
         Trait.FUNCTIONAL_CALL,
+        Trait.CALLED_TWICE,
         Trait.CALLS_VARY,
         Trait.PARAMETERS_VARY,
         Trait.VARIES_BY_CALL,

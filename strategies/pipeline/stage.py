@@ -391,13 +391,26 @@ class Stage(PipelineStage):
                 return current.received[name]
             is_in_part = self._assignment.part_of.get(name) == current.part
             if has_parameters and not is_in_part:
-                return current.placeholders[name]
+                return self._placeholder(current, name)
             output = forward(*args, **kwargs)
             if is_in_part:
                 self._finish_call(current, name, output)
             return output
 
         return forward_in_part
+
+    def _placeholder(self, current: _Forward, name: str) -> Any:
+        """What another part's call returns, without numbers.
+
+        Raises:
+            LayoutError: The call was not traced, because a call before it needed numbers.
+        """
+        if name not in current.placeholders:
+            raise LayoutError(
+                f"the model calls {name} after it has looked at numbers, which stages before the "
+                "last have none of: write strategy=fsdp"
+            )
+        return current.placeholders[name]
 
     def _finish_call(self, current: _Forward, name: str, output: Any) -> None:
         if name in self._assumed:

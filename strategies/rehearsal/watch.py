@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +36,7 @@ from strategies.tree import clone_tensors, tree_leaves
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
-_DEPENDS_ON_ROUTE = frozenset({Trait.UNUSED_PARAMETERS, Trait.CUTS_GRAPH})
+_DEPENDS_ON_ROUTE = frozenset({Trait.UNUSED_PARAMETERS, Trait.CUTS_GRAPH, Trait.CALLED_TWICE})
 """Traits that may hold only for the route that a made-up answer leads to."""
 
 
@@ -125,6 +126,8 @@ class Watch(TorchFunctionMode):
         """Blocks that have run without gradients, once for each time."""
         self._read_without_graph: dict[str, set[int]] = {}
         """By parameter, in which of these calls it was used."""
+        self._read_with_graph: set[str] = set()
+        """Parameters that were used with gradients."""
         self._run_in_backward: set[str] = set()
         """Blocks that have run in backward, as checkpoints do."""
 
@@ -261,6 +264,7 @@ class Watch(TorchFunctionMode):
             (Trait.RECURRENT, self._recurrent_layers()),
             (Trait.GRADIENT_IN_LOSS, self._gradients_taken),
             (Trait.FUNCTIONAL_CALL, self._functional_calls),
+            (Trait.CALLED_TWICE, self._blocks_called_twice()),
             *self._hooked_parameters().items(),
         ]
         unknown = _DEPENDS_ON_ROUTE if self.answers.is_made_up else frozenset[Trait]()
@@ -282,6 +286,9 @@ class Watch(TorchFunctionMode):
             name = self._parameter_names.get(id(tensor), "a parameter")
             by_trait.setdefault(Trait.GRADIENT_HOOK, []).append(name)
         return by_trait
+
+    def _blocks_called_twice(self) -> list[str]:
+        return [name for name, calls in Counter(self.route.calls).items() if calls > 1]
 
     def _modules_with_backward_hooks(self) -> list[str]:
         return [self._module_names.get(id(part), "a module") for part, _ in self.module_hooks]
@@ -314,7 +321,7 @@ class Watch(TorchFunctionMode):
         return [name for name in self._calls_without_graph if name in self._run_in_backward]
 
     def _used_by_reentrant_checkpoints(self) -> list[str]:
-        """Parameters that several reentrant checkpoints use."""
+        """Parameters that a reentrant checkpoint uses, and another one or other code too."""
         checkpoint_calls = [
             number
             for number, name in enumerate(self._calls_without_graph)
@@ -323,7 +330,8 @@ class Watch(TorchFunctionMode):
         return [
             name
             for name, calls in self._read_without_graph.items()
-            if len(calls.intersection(checkpoint_calls)) > 1
+            if len(calls.intersection(checkpoint_calls)) + (name in self._read_with_graph) > 1
+            and calls.intersection(checkpoint_calls)
         ]
 
     # --- calls of modules -------------------------------------------------------------------------
@@ -485,6 +493,8 @@ class Watch(TorchFunctionMode):
         name = self._parameter_names[id(parameter)]
         self.route.parameters.add(name)
         reader = self._running[-1] if self._running else None
+        if torch.is_grad_enabled():
+            self._read_with_graph.add(name)
         calls = self._calls_without_graph
         if calls and calls[-1] in self._running and not torch.is_grad_enabled():
             self._read_without_graph.setdefault(name, set()).add(len(calls) - 1)

@@ -20,6 +20,7 @@ from app.models.gpt import GPT
 from experiments.parity import curves
 from experiments.parity.curves import Curve, Trial
 from experiments.parity.rows import SINGLE, Row
+from strategies import activation_checkpointing
 from strategies.blocks import find_blocks
 from strategies.parallelize import LayoutError, Options, choose, parallelize
 from strategies.tensor.plan import make_plan
@@ -226,6 +227,24 @@ def test_a_note_says_that_batch_norm_counts_the_batches_of_rank_0(row: Row) -> N
     name = "1.running_mean"
     torch.testing.assert_close(curve.weights[name], single_model.state_dict()[name])
     assert curve.weights["1.num_batches_tracked"] == 3
+
+
+def _gradient_of_penalty(mode: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Gradients, and buffers afterwards, of a loss that differentiates a block with batch norm."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Tanh())
+    model = nn.Sequential(block, nn.Linear(7, 1))
+    activation_checkpointing.apply(model, ["0"], mode)
+    x = torch.randn(8, 7, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return gradients, dict(model.named_buffers())
+
+
+@pytest.mark.pure
+def test_a_block_with_batch_norm_is_recomputed_for_both_gradients_of_a_penalty() -> None:
+    torch.testing.assert_close(_gradient_of_penalty("full"), _gradient_of_penalty("none"))
 
 
 # --- what does not fit ----------------------------------------------------------------------------

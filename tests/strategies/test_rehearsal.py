@@ -487,6 +487,23 @@ def test_a_model_that_is_called_with_given_parameters_is_not_copied_or_cut() -> 
     assert refusing_strategies([Trait.FUNCTIONAL_CALL]) == {"pipeline"}
 
 
+def model_twice(model: Any, batch: Any) -> Tensor:
+    return mean_square(model, batch) + 0.1 * model(batch).square().mean()
+
+
+class CallsABlockTwice(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.blocks[0](x))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_block_that_a_step_calls_twice_is_no_part_of_a_pipeline(device: str) -> None:
+    traits = observed_traits(Net, model_twice, device=device)
+    assert traits == {Trait.CALLED_TWICE: tuple(f"blocks.{number}" for number in range(4))}
+    assert observed_traits(CallsABlockTwice, device=device)[Trait.CALLED_TWICE] == ("blocks.0",)
+    assert refusing_strategies(traits) == {"pipeline"}
+
+
 # --- blocks that change their input, or are not called every time ---------------------------------
 
 
@@ -706,11 +723,17 @@ def test_a_pipeline_refuses_reentrant_checkpoints_and_ddp_those_of_tied_weights(
     traits = observed_traits(TiedReentrantCheckpoints)
     assert traits[Trait.USED_BY_REENTRANT_CHECKPOINTS] == ("blocks.0.up.weight",)
     assert refusing_strategies(traits) == {"pipeline", "ddp"}
+    traits = observed_traits(ReentrantCheckpoint, penalty_on_all)
+    names = traits[Trait.USED_BY_REENTRANT_CHECKPOINTS]
+    assert "blocks.0.up.weight" in names and "out.weight" not in names
 
 
-@pytest.mark.parametrize("net", [FrozenStart, LooksBackWithoutGradients])
-def test_blocks_may_run_without_gradients_that_nobody_needs(net: Any) -> None:
-    assert observed_traits(net) == {}
+@pytest.mark.parametrize(
+    ("net", "traits"),
+    [(FrozenStart, set()), (LooksBackWithoutGradients, {Trait.CALLED_TWICE})],
+)
+def test_blocks_may_run_without_gradients_that_nobody_needs(net: Any, traits: set[Trait]) -> None:
+    assert observed_traits(net).keys() == traits
 
 
 def _loss_with_attribute_of_block(model: Any, batch: Any) -> Tensor:

@@ -13,6 +13,7 @@ import pytest
 
 from app.config import Config
 from app.config.io import load_config, with_values
+from app.models.cross_entropy import CHUNK_NUMBERS
 from app.planner import auto
 from app.planner.advice import advice, predict, settings_text
 from app.planner.auto import NoLayoutFits, choose_layout
@@ -133,8 +134,10 @@ def test_stages_are_balanced_by_cost_and_context_divides_activations(large: Read
     assert pipeline.stages[-1] == 3, "the head weighs on the last stage"
     unsplit = _predicted(large, "fsdp", "train.micro_batch_size=1", machine=gpus(4))
     context = _predicted(large, "fsdp+context", "train.micro_batch_size=1", machine=gpus(4), cp=4)
-    expected = unsplit.memory["activations"] / 4
-    assert context.memory["activations"] == pytest.approx(expected, rel=0.05)
+    # All but the loss, which computes with one chunk of logits, is a quarter.
+    quarter = unsplit.memory["activations"] / 4
+    chunk_bytes = 4 * CHUNK_NUMBERS
+    assert quarter <= context.memory["activations"] <= quarter + 8 * chunk_bytes
     assert context.seconds["context"] > 0 == unsplit.seconds["context"]
 
 

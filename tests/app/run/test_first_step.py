@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from app.run import first_step
 from app.run.first_step import take_first_step
@@ -123,6 +124,15 @@ class WithBatchNorm(Chain):
 
     def build_model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4))
+
+
+class NormalisesHalves(WithBatchNorm):
+    """Takes three samples at least, because each half of a batch needs two for its statistics."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, targets = batch
+        outputs = torch.cat([model(half) for half in inputs.chunk(2)])
+        return F.cross_entropy(outputs, targets)
 
 
 class CountsOnce(Chain):
@@ -321,6 +331,35 @@ def test_a_loss_that_couples_samples_is_noted_where_a_batch_is_split(
     assert "splits each batch into" in note and "self.gather(x)" in note
 
 
+class RecomputesViews(nn.Module):
+    """A block that counts its calls and computes with views, in a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(2, 4)
+        self.steps: Tensor
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, self.inp(x), use_reentrant=True)
+
+    def block(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.out(x.t().t())
+
+
+class WithReentrantCheckpoint(Chain):
+    def build_model(self) -> nn.Module:
+        return RecomputesViews()
+
+
+def test_a_reentrant_checkpoint_is_tried_with_numbers() -> None:
+    first = take_first_step(config(), WithReentrantCheckpoint())
+    assert first.with_numbers
+    assert Trait.CHANGES_BUFFERS in {observation.trait for observation in first.observations}
+
+
 def test_a_loss_that_takes_gradients_is_tried_with_numbers() -> None:
     run = prepared("GradientPenalty", "strategy=ddp")
     (note,) = notes_with("depend on one another", run)
@@ -385,10 +424,14 @@ def test_on_one_device_a_note_says_what_micro_batches_change(task: str, sentence
     assert prepare(full_batch, read_task(full_batch), 1, devices_per_node=None).notes == ()
 
 
-def test_a_micro_batch_of_one_sample_is_refused_where_the_model_does_not_take_it() -> None:
+def test_a_micro_batch_that_is_too_small_for_the_model_is_refused() -> None:
     message = r"one sample here, which the model does not take \(Expected more than 1"
     with pytest.raises(LayoutError, match=message):
         prepared("WithBatchNorm", "strategy=ddp", "train.micro_batch_size=1")
+    for size, samples in ((1, "one sample"), (2, "2 samples")):
+        with pytest.raises(LayoutError, match=f"{samples} here, which the model does not take"):
+            prepared("NormalisesHalves", "strategy=ddp", f"train.micro_batch_size={size}")
+    prepared("NormalisesHalves", "strategy=ddp", "train.micro_batch_size=4")
 
 
 def test_a_checkpointing_mode_that_fails_is_refused_and_another_named() -> None:

@@ -1,0 +1,46 @@
+"""Plans beside what one GPU was measured to take; see experiments/benchmarks/one_gpu.py."""
+
+from pathlib import Path
+
+import pytest
+
+from experiments.benchmarks import one_gpu
+
+pytestmark = pytest.mark.pure
+NAMES = ("gpt-350m", "gpt-1.3b", "gpt-1.3b-fp8-4k")
+"""Trainings that keep the GPU busy, two of them in the set that the planner was mended with."""
+
+
+def test_a_plan_is_within_a_tenth_of_what_one_gpu_took(tmp_path: Path) -> None:
+    lines = [line for line in one_gpu.lines() if line.name in NAMES]
+    compared = list(one_gpu.compare(lines, tmp_path))
+    assert {line.name for _, line, _ in compared} == set(NAMES)
+    for row, line, now in compared:
+        assert now.planned_ms == pytest.approx(line.ms, rel=0.1), row
+        assert now.planned_gib == pytest.approx(line.gib, rel=0.1), row
+
+
+@pytest.mark.parametrize(("words", "times_as_long"), [(50257, 4.0), (50260, 2.0), (50264, 1.0)])
+def test_the_last_layer_of_an_odd_vocabulary_is_planned_as_slow_as_it_is(
+    words: int, times_as_long: float, tmp_path: Path
+) -> None:
+    tokens = tmp_path / "tokens.bin"
+    tokens.write_bytes(bytes(1 << 16))
+
+    def seconds(vocabulary: int) -> float:
+        training = {"gpt": [256, 1, 4], "length": 1024, "batch": 16, "precision": "bf16"}
+        config = one_gpu.config_of(training, tmp_path, weights=False)
+        args = config.task_args | {"vocab_size": vocabulary, "data": str(tokens)}
+        task = one_gpu.load_task(config.task, args)
+        machine = one_gpu.find_machine(one_gpu.MachineOptions(gpu="h100-80gb", gpus=1), "1")
+        estimate = one_gpu.predict(config, task, one_gpu.choose("single", 1), machine)
+        return estimate.seconds["compute"]
+
+    ratio = seconds(words) / seconds(50304)
+    assert 0.6 * times_as_long < ratio < 1.4 * times_as_long
+
+
+def test_every_measured_training_can_be_planned_again() -> None:
+    names = one_gpu.trainings()
+    assert all(line.name in names for line in one_gpu.lines())
+    assert {values["set"] for values in names.values()} == {"first", "fresh"}
