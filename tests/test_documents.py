@@ -334,7 +334,7 @@ def mistakes_of_benchmark(words: list[str]) -> list[str]:
     name = " ".join(words[:length])
     if name not in benchmarks.BENCHMARKS:
         return [] if name.isupper() else [f"there is no benchmark {name}"]
-    module = "gpu_first/program" if name == "gpu first" else name
+    module = "gpu_first/program" if name == "gpu first" else name.replace("-", "_")
     program = (ROOT / f"experiments/benchmarks/{module}.py").read_text()
     known = re.findall(r'"(--[a-z-]+)"', program)
     options = [word.partition("=")[0] for word in words[length:] if word.startswith("--")]
