@@ -6,10 +6,10 @@ difference between two branches. The critical batch is the largest whose loss af
 samples, at its best learning rate, is above the lowest by no more than this noise.
 
 Intervals are those of draws: the means of all branches are drawn anew with the measured noise,
-which is drawn too, since it has few degrees of freedom. Each draw gives its own best rates, losses and
-critical batch. Between two batches that were tried the loss may rise early or late, and each draw
-takes another course. The central 90 % of the draws contain the truth in at least 80 % of synthetic
-cases, which is what the intervals claim.
+which is drawn too, since it has few degrees of freedom. Each draw gives its own best rates, losses
+and critical batch. Between two batches that were tried the loss may rise early or late, and each
+draw takes another course. The central 90 % of the draws contain the truth in at least 80 % of
+synthetic cases, which is what the intervals claim.
 """
 
 from __future__ import annotations
