@@ -201,7 +201,11 @@ def curve_of(storage: Storage, metric: str) -> Curve:
         values = values.loc[positions.index[0] : positions.index[-1]]
         return Curve(
             name=name,
-            samples=np.interp(values.index, positions.index, positions),
+            samples=np.interp(
+                values.index.to_numpy(dtype=np.float64),
+                positions.index.to_numpy(dtype=np.float64),
+                positions.to_numpy(dtype=np.float64),
+            ),
             values=values.to_numpy(dtype=np.float64),
         )
     saved = commits(storage.join("checkpoints").url)

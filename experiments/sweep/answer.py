@@ -10,8 +10,11 @@ from typing import Any, TypedDict
 
 from experiments.sweep import analysis
 from experiments.sweep.analysis import BestRate, CriticalBatch, ScalingRule, StepTime
+from experiments.sweep.branches import Branches, Gain, Interval, answer_of, gains, losses_of
+from experiments.sweep.planned import plan_steps
 from experiments.sweep.spec import Sweep
 from experiments.sweep.trials import (
+    BATCH,
     ENDED,
     FAILURES,
     RATE,
@@ -90,6 +93,8 @@ class Answer:
         spent: "worker_seconds" of training, and "dollars" if prices are known.
         soonest: The trial that reached the target first.
         by_workers: What to use on numbers of workers.
+        branches: What the branches of a sweep of forks say; None for other sweeps.
+        gains: The quickest batch of branches on numbers of workers.
         sentences: The answer in words.
     """
 
@@ -104,6 +109,8 @@ class Answer:
     spent: dict[str, float]
     soonest: SoonestTrial | None
     by_workers: list[WorkersRow] = field(default_factory=list)
+    branches: Branches | None = None
+    gains: list[Gain] = field(default_factory=list)
     sentences: list[str] = field(default_factory=list)
 
     @property
@@ -117,6 +124,16 @@ class Answer:
             "cost/worker_hours": self.spent["worker_seconds"] / 3600,
             "cost/dollars": self.spent.get("dollars"),
         }
+        branches = self.branches
+        if branches is not None and branches.critical is not None:
+            figures |= {
+                "answer/critical_batch": branches.critical.value,
+                "answer/critical_batch_low": branches.critical.low,
+                "answer/critical_batch_high": branches.critical.high,
+                "answer/noise": branches.noise,
+            }
+        if branches is not None and branches.exponent is not None:
+            figures["answer/lr_exponent"] = branches.exponent.value
         return {name: value for name, value in figures.items() if value is not None}
 
 
@@ -144,7 +161,10 @@ def work_out(sweep: Sweep, store: TrialStore) -> Answer:
         spent=_spent(store),
         soonest=_soonest(sound_trials, sweep, target),
     )
-    answer.by_workers = _by_workers(answer, sound_trials)
+    if sweep.fork:
+        _add_branches(answer, sweep, trials)
+    if answer.branches is None:
+        answer.by_workers = _by_workers(answer, sound_trials)
     answer.sentences = _sentences(sweep, store, answer)
     return answer
 
@@ -161,6 +181,30 @@ def _best_trial(trial: Trial, value: float, sweep: Sweep) -> BestTrial:
         "evaluations": len(curve),
         "last": curve[-1][1],
     }
+
+
+def _add_branches(answer: Answer, sweep: Sweep, trials: Sequence[Trial]) -> None:
+    """Adds what branches say about the batch, and what that would bring."""
+    varied = (BATCH, RATE, SEED)
+    others = {key: value for key, value in answer.best["values"].items() if key not in varied}
+    branches = answer_of(losses_of(trials, sweep, others))
+    if branches is None:
+        return
+    answer.branches = branches
+    present_batch = sweep.experiment.train.global_batch_size
+    planned = plan_steps(
+        sweep,
+        trials,
+        batches=sorted({present_batch, *(each.batch for each in branches.batches)}),
+        counts=sorted({*COUNTS, *(trial.last["workers"] for trial in trials)}),
+    )
+    answer.gains = gains(
+        branches.usable(),
+        planned.seconds,
+        samples=planned.samples,
+        present_batch=present_batch,
+        price=planned.price,
+    )
 
 
 def _by_workers(answer: Answer, trials: Iterable[Trial]) -> list[WorkersRow]:
@@ -285,10 +329,12 @@ def _sentences(sweep: Sweep, store: TrialStore, answer: Answer) -> list[str]:
             f"{gap:.3g}: train for longer, or look around the best point, at other keys, or at a "
             "larger model"
         )
-    if answer.rule:
+    if answer.branches is not None:
+        lines += _branches_in_words(answer.branches, sweep, answer)
+    elif answer.rule:
         lines.append(f"rule      {_rule_in_words(answer.rule, answer.rates)}")
     estimates = []
-    if answer.critical:
+    if answer.critical and answer.branches is None:
         critical = f"{answer.critical.batch:.0f} ({answer.critical.interval})"
         estimates.append(f"critical batch size {critical}, from steps to {target}")
     if answer.noise:
@@ -345,6 +391,63 @@ def _workers_in_words(rows: Sequence[WorkersRow], target: str) -> list[str]:
             gain = f", {row['times faster']:.2f} times as fast as {rows[0]['workers']}"
         lines.append(f"on {row['workers']:<7}{settings}: {seconds}{gain}")
     return lines
+
+
+def _branches_in_words(branches: Branches, sweep: Sweep, answer: Answer) -> list[str]:
+    lines = []
+    if branches.noise is not None:
+        lines.append(
+            f"noise     {branches.noise:.3g} between two branches (standard deviation over "
+            f"{branches.seeds} seeds of their difference in {sweep.metric})"
+        )
+    lines.append(f"critical  {_critical_in_words(branches)}")
+    rates = [
+        f"{_interval_in_words(each.rate, '.3g')} at {each.batch}"
+        for each in branches.batches
+        if each.rate is not None
+    ]
+    if rates:
+        lines.append(f"rates     best {'; '.join(rates)}")
+    if branches.exponent is not None:
+        exponent = _interval_in_words(branches.exponent, ".2f")
+        lines.append(f"rule      best learning rate ∝ batch^γ, γ = {exponent}")
+    present_batch = sweep.experiment.train.global_batch_size
+    for gain in answer.gains:
+        rate = f", learning rate {gain.rate:.3g}" if RATE in sweep.space else ""
+        cost = "" if gain.dollars is None else f", {gain.dollars:.3g} dollars"
+        faster = ""
+        if gain.times_faster is not None and gain.batch != present_batch:
+            faster = f", {gain.times_faster:.2f} times as fast as a batch of {present_batch}"
+        lines.append(
+            f"on {gain.workers:<7}batch size {gain.batch}{rate}: {gain.steps:,} steps, "
+            f"{gain.hours:.3g} h{cost}, predicted{faster}"
+        )
+    return lines
+
+
+def _critical_in_words(branches: Branches) -> str:
+    if branches.seeds == 1:
+        return (
+            "undecided: one seed shows no noise; write train.seed: [0, 1, 2] in the space "
+            f"({branches.more_seeds} more seeds)"
+        )
+    if branches.critical is None:
+        return "undecided: one batch size was tried; write two or more in the space"
+    interval = _interval_in_words(branches.critical, ".0f")
+    beyond = ", or more than was tried" if branches.is_open else ""
+    if branches.is_decided:
+        return f"batch size {interval}{beyond}"
+    if branches.more_seeds is None:
+        return f"undecided: batch size {interval}{beyond}; train each branch for more samples"
+    return (
+        f"undecided: batch size {interval}{beyond}; about {branches.more_seeds} more seeds would "
+        "decide"
+    )
+
+
+def _interval_in_words(interval: Interval, form: str) -> str:
+    low, high = format(interval.low, form), format(interval.high, form)
+    return f"{format(interval.value, form)} (80 %: {low} to {high})"
 
 
 def _in_words(values: Mapping[str, Any]) -> str:

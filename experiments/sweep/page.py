@@ -6,11 +6,12 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from app.console.terminal import duration
 from experiments.report import figures
-from experiments.report.page import MISSING, PageContent, Table
+from experiments.report.page import MISSING, PageContent, Section, Table
 from experiments.sweep import analysis
 from experiments.sweep.analysis import CriticalBatch, ScalingRule
 from experiments.sweep.answer import Answer
@@ -26,6 +27,15 @@ BY_WORKERS_NOTE = (
     "critical batch size (else by the gradient noise scale), times seconds per step, by the "
     "trials' speed; the learning rate by the rule. Communication among more workers than trials "
     "had is not in it: `trireme scale` measures that."
+)
+BRANCHES_NOTE = (
+    "Losses after the same samples, at the best learning rate that was tried, means over seeds. "
+    "Worse: by more than chance would make of batches that do not differ (one mistake in 20). "
+    "Within noise: by no more than what another seed changes between two branches."
+)
+GAINS_NOTE = (
+    "For the samples that the run has left, the quickest of the batches up to the critical one; "
+    "seconds per step are the planner's, scaled to what branches have taken."
 )
 HEAT_MAP_CAPTION = (
     "The best value of each trial over batch size and learning rate; the best of all is framed. A "
@@ -77,12 +87,44 @@ def content(sweep: Sweep, store: TrialStore, answer: Answer) -> PageContent:
                 "tables": [{"rows": answer.by_workers}],
                 "note": BY_WORKERS_NOTE,
             },
+            *_branch_sections(answer),
             {"title": "Plots", "plots": _plots(sweep, store, answer)},
             {"title": "Trials", "tables": [_trials_table(sweep, trials, answer)]},
             {"title": "Failures", "sentences": failures},
             {"title": "The sweep", "folded": {"search and experiment": about}},
         ],
     }
+
+
+def _branch_sections(answer: Answer) -> list[Section]:
+    """What branches of one training say; [] for other sweeps."""
+    branches = answer.branches
+    if branches is None:
+        return []
+    rows = []
+    for each in branches.batches:
+        interval = MISSING
+        if each.rate is not None:
+            interval = f"{each.rate.low:.3g} to {each.rate.high:.3g}"
+        rows.append(
+            {
+                "batch size": each.batch,
+                "best learning rate": each.rate.value if each.rate else each.best_rate,
+                "80 % interval": interval,
+                "loss": each.loss,
+                "above the lowest": each.excess,
+                "verdict": each.verdict,
+            }
+        )
+    by_workers = [asdict(gain) for gain in answer.gains]
+    return [
+        {"title": "The batch now", "tables": [{"rows": rows}], "note": BRANCHES_NOTE},
+        {
+            "title": "What the quickest batch would bring",
+            "tables": [{"rows": by_workers}],
+            "note": GAINS_NOTE,
+        },
+    ]
 
 
 def _facts(sweep: Sweep, answer: Answer, *, trials: int) -> list[tuple[str, str, str]]:
@@ -95,7 +137,11 @@ def _facts(sweep: Sweep, answer: Answer, *, trials: int) -> list[tuple[str, str,
     ]
     if answer.rule:
         facts.append(("learning rate ∝", f"batch^{answer.rule.exponent:.2f}", answer.rule.name))
-    if answer.critical:
+    if answer.branches is not None and answer.branches.critical is not None:
+        now = answer.branches.critical
+        remark = f"80 %: {now.low:.0f} to {now.high:.0f}"
+        facts.append(("critical batch size", f"{now.value:.0f}", remark))
+    elif answer.critical:
         critical = answer.critical
         facts.append(("critical batch size", f"{critical.batch:.0f}", critical.interval))
     if answer.noise:

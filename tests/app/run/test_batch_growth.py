@@ -24,7 +24,7 @@ GROWING = [
 
 def test_a_run_goes_on_to_the_bit_before_and_after_a_step_up(tmp_path: Path) -> None:
     storage = f"run.storage={tmp_path}"
-    words = ["train.steps=9", "checkpoint.every_steps=4"]
+    words = ["train.steps=9", "checkpoint.every_steps=4", "checkpoint.keep_last=3"]
     invoke("train", *GROWING, storage, "run.name=whole", *words)
     batches = curve(tmp_path, "whole", "train/global_batch_size")
     assert list(batches.values()) == [8, 8, 8, 16, 16, 16, 32, 32, 32]

@@ -5,7 +5,9 @@ import math
 import os
 import queue
 import random
+import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -232,6 +234,65 @@ def test_batch_size_and_learning_rate_are_recommended_by_workers(tmp_path: Path)
     assert all(map(ElementTree.fromstring, drawings)), "they are valid XML"
     for words in ("best learning rate", "critical batch", "Samples per second"):
         assert any(words in caption for caption in captions)
+
+
+def branch_trials(seeds: int) -> list[Trial]:
+    """Branches of which those with a batch of 32 are worse; the best rate is 0.02."""
+    noise = random.Random(3)
+    trials = []
+    for batch in (8, 16, 32):
+        for rate in (0.01, 0.02, 0.04):
+            for seed in range(seeds):
+                loss = 1 + 0.05 * (batch == 32) + 0.1 * math.log(rate / 0.02) ** 2
+                loss += 0.002 * noise.gauss(0, 1)
+                values = {BATCH: batch, RATE: rate, "train.seed": seed}
+                last = {
+                    "step": 640 // batch,
+                    "samples": 640,
+                    "seconds": 2.0,
+                    "metrics": {"eval/loss": loss},
+                    "workers": 1,
+                    "steps": 640 // batch,
+                }
+                name = f"t{len(trials):03d}"
+                trials.append(Trial(len(trials), name, values, "finished", reports=[last]))
+    return trials
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_a_sweep_of_forks_answers_which_batch_is_best_now(tmp_path: Path, seeds: int) -> None:
+    sweep = replace(
+        sweep_of(tmp_path, BASE.replace("[8]", "[8, 16, 32]")),
+        fork=f"{tmp_path}/base/checkpoints/step-00000004-abc",
+        samples=640,
+        origin_step=4,
+        origin_samples=64,
+    )
+    store = TrialStore(tmp_path / "s", sweep.name, sweep.identity())
+    store.trials = {trial.name: trial for trial in branch_trials(seeds)}
+    answer = work_out(sweep, store)
+    words = "\n".join(answer.sentences)
+    sections = {section["title"]: section for section in content(sweep, store, answer)["sections"]}
+    assert [row["batch size"] for row in sections["The batch now"]["tables"][0]["rows"]] == [
+        8,
+        16,
+        32,
+    ]
+    assert [gain.workers for gain in answer.gains] == [1, 2, 4, 8]
+    assert "on 1      batch size" in words and "h, predicted" in words
+    if seeds == 1:
+        assert "critical  undecided: one seed shows no noise; write train.seed: [0, 1, 2]" in words
+        return
+    assert answer.branches is not None and answer.branches.critical is not None
+    assert answer.branches.is_decided
+    assert 16 <= answer.branches.critical.value < 20
+    assert re.search(r"^critical  batch size \d+ \(80 %: \d+ to \d+\)$", words, re.MULTILINE)
+    assert "rates     best 0.0" in words and "best learning rate ∝ batch^γ" in words
+    assert answer.figures["answer/critical_batch"] == answer.branches.critical.value
+    on_one = answer.gains[0]
+    # The run has 40 steps of 16, of which 4 are taken.
+    assert on_one.steps == (40 * 16 - 64) // on_one.batch
+    assert on_one.batch in (8, 16)
 
 
 def test_terminal_and_page_show_the_best_and_the_last_value(tmp_path: Path) -> None:
