@@ -86,7 +86,7 @@ def multiplied_parameters(model: nn.Module) -> int:
     for owner in model.modules():
         if hasattr(owner, "multiplied_numel"):  # its parameter is not the numbers, but their bytes
             counts |= {
-                id(p): owner.multiplied_numel
+                id(p): int(owner.multiplied_numel)  # type: ignore[arg-type]
                 for p in owner.parameters(recurse=False)
                 if not p.is_floating_point() and not p.is_complex()
             }
