@@ -312,12 +312,12 @@ class Estimator:
         if self.optimizer != "muon":
             return ()
         model = self._model_costs(variant)
-        matrices: Counter[tuple[int, ...]] = Counter()
+        matrices: Counter[tuple[int, int]] = Counter()
         for name, count in zip(model.parts, counts):
             for size in model.parameters[name] if name.startswith("block") else ():
                 if size.trainable and len(size.shape) == 2:
-                    matrices[size.shape] += count
-        return tuple((*shape, count) for shape, count in matrices.items())
+                    matrices[size.shape[0], size.shape[1]] += count
+        return tuple((rows, columns, count) for (rows, columns), count in matrices.items())
 
     def _step_shape(self, candidate: Candidate, work: Work, shards: ParameterShards) -> StepShape:
         options = self.options

@@ -15,7 +15,7 @@ from app.config import OptimizerConfig, ScheduleConfig
 from app.config.check import unknown_optimizer
 from app.errors import NonFiniteError, UserError, nearest
 from app.tasks.user_code import user_module
-from app.training.whole_matrix import Adafactor, Muon
+from app.training.whole_matrix import Adafactor, Muon, Rprop
 
 BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {
     "adadelta": torch.optim.Adadelta,
@@ -29,7 +29,7 @@ BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {
     "nadam": torch.optim.NAdam,
     "radam": torch.optim.RAdam,
     "rmsprop": torch.optim.RMSprop,
-    "rprop": torch.optim.Rprop,
+    "rprop": Rprop,
     "sgd": torch.optim.SGD,
 }
 """Every optimizer of torch that needs neither sparse gradients nor the loss again."""
@@ -116,8 +116,8 @@ def build_optimizer(
         if config.name != "muon":
             return _optimizer(config, trainable, names)
         name_of = names or {}
-        matrices = []
-        others = []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for parameter in trainable:
             is_hidden = hidden is None or name_of.get(parameter) in hidden
             (matrices if is_hidden and parameter.dim() == 2 else others).append(parameter)

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from strategies.grad_sync import local
 from strategies.state import copy_whole_or_shard, shard_of, whole_tensor
 
 _MUON = ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+_RPROP = ("lr", "etas", "step_sizes", "maximize")
 _ADAFACTOR = ("lr", "beta2_decay", "eps", "d", "weight_decay", "maximize")
 
 
@@ -85,10 +87,34 @@ class Adafactor(torch.optim.Adafactor):
                     copy_whole_or_shard(parameter, whole.detach())
 
 
+class Rprop(torch.optim.Rprop):
+    """torch's Rprop, on each worker's own parts: it indexes tensors as split ones cannot be."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take a step."""
+        for group in self.param_groups:
+            arguments = {name: group[name] for name in _RPROP}
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state["prev"] = torch.zeros_like(parameter.grad)
+                    state["step_size"] = torch.full_like(parameter.grad, group["lr"])
+                own_part = nn.Parameter(local(parameter.detach()))
+                own_part.grad = local(parameter.grad)
+                optimizer = torch.optim.Rprop([own_part], foreach=False, **arguments)
+                optimizer.state[own_part] = {name: local(value) for name, value in state.items()}
+                optimizer.step()
+
+
 def _whole(tensor: Tensor) -> Tensor:
     """The whole of a tensor, on the device of the workers' mesh; collective if it is split."""
     if not isinstance(tensor, DTensor):
         return tensor
-    device_type = tensor.device_mesh.device_type
-    index = torch.cuda.current_device() if device_type == "cuda" else None
-    return whole_tensor(tensor, torch.device(device_type, index))
+    device = torch.device(tensor.device_mesh.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    return whole_tensor(tensor, device)

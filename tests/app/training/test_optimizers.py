@@ -59,13 +59,15 @@ def _curves(rank: int, names: list[str]) -> list[list[Curve]]:
 @pytest.mark.alone
 def test_optimizers_train_the_same_model_under_every_layout() -> None:
     """Those that need whole matrices, and those that no other test trains split."""
-    names = ["muon", "adafactor", "adadelta", "asgd", "radam"]
+    names = ["muon", "adafactor", "adadelta", "asgd", "radam", "rprop"]
     for name, curves in zip(names, run_distributed(_curves, 2, names)[0], strict=True):
         single = _curve(name, "single", 1)
         for layout, curve in zip(LAYOUTS, curves, strict=True):
-            tolerance = 5e-5 if name == "muon" else 2e-5  # Muon computes in bfloat16
             distance = difference(single, curve)
-            assert distance.within(tolerance), f"{name}, {layout}: {distance}"
+            if name == "rprop":  # it steps by the sign of a gradient that is zero but for rounding
+                assert distance.loss < 2e-5 and distance.norm < 2e-4, f"{layout}: {distance}"
+            else:
+                assert distance.within(2e-5), f"{name}, {layout}: {distance}"
 
 
 @pytest.mark.pure
