@@ -323,7 +323,7 @@ def learning_rate(
     return peak * _curve(schedule, step, steps)
 
 
-def _curve(schedule: ScheduleConfig, step: int, steps: int) -> float:
+def _curve(schedule: ScheduleConfig, step: float, steps: int) -> float:
     """What the schedule multiplies the peak rate by after warm-up."""
     warmup = schedule.warmup_steps
     match schedule.name:
@@ -344,7 +344,7 @@ def _curve(schedule: ScheduleConfig, step: int, steps: int) -> float:
     return _between(1.0, schedule.final_fraction, done)
 
 
-def _one_cycle(schedule: ScheduleConfig, step: int, steps: int) -> float:
+def _one_cycle(schedule: ScheduleConfig, step: float, steps: int) -> float:
     """Up from a 25th of the peak and down again, each along half a cosine (Smith and Topin 2018).
 
     1708.07120, with the phases of torch.optim.lr_scheduler.OneCycleLR.

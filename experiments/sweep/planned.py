@@ -58,6 +58,7 @@ def _by_planner(sweep: Sweep, trials: Sequence[Trial], pairs: Sequence[tuple[int
     from app.planner.machine import machine_of_run
     from app.planner.plan import reader_of
     from app.run.prepare import read_task
+    from strategies import registry
     from strategies.layout import choose
 
     task = read_task(sweep.experiment)
@@ -66,9 +67,11 @@ def _by_planner(sweep: Sweep, trials: Sequence[Trial], pairs: Sequence[tuple[int
 
     def planned(batch: int, workers: int) -> float:
         config = sweep.config({BATCH: batch}, name="plan", storage=sweep.experiment.run.storage)
-        strategy = "single"
+        one_device = registry.by_degrees().name
+        strategy = one_device
         if workers > 1:
-            strategy = "ddp" if config.strategy in ("auto", "single") else config.strategy
+            is_chosen = config.strategy not in ("auto", one_device)
+            strategy = config.strategy if is_chosen else registry.by_degrees("dp_replicate").name
         machine_of_count = machine_of_run(workers)
         layout = choose(strategy, workers, devices_per_node=machine_of_count.per_node)
         return predict(config, task, layout, machine_of_count, reader).step_seconds

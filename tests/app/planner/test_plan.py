@@ -152,7 +152,7 @@ def test_float8_is_planned_only_where_it_runs(tiny: Reader, large: Reader) -> No
     fp8 = _predicted(large, "fsdp", "train.precision=fp8")
     assert 0.5 < fp8.seconds["compute"] / bf16.seconds["compute"] < 0.9
     with pytest.raises(LayoutError, match="cpu has no float8"):
-        plan_of(tiny, cpus(2), *TINY, "train.precision=fp8")
+        plan_of(tiny, cpus(2), "train.precision=fp8")
 
 
 def test_recomputing_trades_time_for_memory(large: Reader) -> None:
