@@ -11,14 +11,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from app.config import Config
 from app.data.loader import Batch, Picks, fetch, length, map_tensors, tensors
@@ -33,6 +32,7 @@ from strategies.blocks import find_blocks
 from strategies.dims import Layout, LayoutError
 from strategies.options import Options
 from strategies.rehearsal.observe import observe
+from strategies.torch_internals import OperationMode
 from strategies.traits import Observation, Trait, broken_by, require_kept
 from strategies.tree import clone_tensors
 
@@ -259,18 +259,29 @@ def _count_operations(config: Config, task: Task, batch: Batch) -> float:
 
 
 def _operations_of_loss(task: Task, model: nn.Module, batch: Batch) -> float:
-    """Floating-point operations of a forward.
+    """Floating-point operations of a forward, and of gradients that the loss takes itself.
 
-    It runs with gradients, because a loss may take some itself, and otherwise without, because
-    torch's counter fails where a reentrant checkpoint runs views without gradients.
+    torch's own FlopCounterMode hooks modules to tell their operations apart, which fails in
+    reentrant checkpoints and in gradients of leaves. So only its formulas are used.
     """
-    with contextlib.suppress(Exception), FlopCounterMode(display=False) as counter:
-        task.loss(model, clone_tensors(batch))
-        return float(counter.get_total_flops())
-    with warnings.catch_warnings(), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        warnings.simplefilter("ignore")  # checkpoints warn that they have no gradients
+    counter = _OperationCounter()
+    with counter:
         task.loss(model, batch)
-    return float(counter.get_total_flops())
+    return counter.operations
+
+
+class _OperationCounter(OperationMode):  # type: ignore[misc]
+    """Adds up the floating-point operations of products and convolutions."""
+
+    operations = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None:
+            self.operations += formula(*args, **kwargs, out_val=output)
+        return output
 
 
 def _count_parameters(model: nn.Module) -> int:

@@ -363,6 +363,28 @@ class WithReentrantCheckpoint(Chain):
         return RecomputesViews()
 
 
+class HookedGradientPenalty(Chain):
+    """The loss takes the gradient of its inputs, and a hook masks one of a parameter's."""
+
+    def build_model(self) -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+        weight: Any = model[2].weight
+        weight.register_hook(lambda gradient: gradient * torch.ones(8).cumsum(0).lt(4))
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        outputs = model(inputs)
+        (gradient,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+        return F.cross_entropy(outputs, batch[1]) + gradient.square().sum(1).mean()
+
+
+def test_a_gradient_of_a_hooked_model_is_tried_with_numbers() -> None:
+    first = take_first_step(config(), HookedGradientPenalty())
+    assert first.with_numbers
+    assert Trait.GRADIENT_IN_LOSS in {observation.trait for observation in first.observations}
+
+
 def test_a_reentrant_checkpoint_is_tried_with_numbers() -> None:
     first = take_first_step(config(), WithReentrantCheckpoint())
     assert first.with_numbers
