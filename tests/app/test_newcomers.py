@@ -106,7 +106,7 @@ TRAIN = [
     ),
     (
         "schedule.name=cos",
-        "schedule.name is 'cos', but it must be one of … cosine (did you mean 'cosine'?)",
+        "schedule.name is 'cos', but it must be one of … step (did you mean 'cosine'?)",
     ),
     (
         "scheduler=cosine",

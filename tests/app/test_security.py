@@ -90,14 +90,18 @@ def test_torchs_files_are_read_as_data_only() -> None:
             texts[str(file.relative_to(root))] = file.read_text()
     unsafe = {name for name, text in texts.items() if "weights_only=False" in text}
     assert unsafe == {"app/models/prediction.py", "experiments/parity/matrix.py"}
-    # Between the ranks of a run, which torch connects, and for a run whose config.yaml says that
-    # its task is a pickle.
+    # Between the ranks of a run, which torch connects, for a run whose config.yaml says that its
+    # task is a pickle, and of what a simulation has pickled itself.
     unpickling = {
         name
         for name, text in texts.items()
         if "pickle.load" in text.replace("cloudpickle.load", "")
     }
-    assert unpickling == {"strategies/pipeline/p2p.py", "app/tasks/by_value.py"}
+    assert unpickling == {
+        "strategies/pipeline/p2p.py",
+        "app/tasks/by_value.py",
+        "experiments/benchmarks/scale_out.py",
+    }
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,7 @@ def test_backward_keeps_bytes_and_not_the_weight() -> None:
     assert [tensor.dtype for tensor in kept] == [torch.uint8]
 
 
+@pytest.mark.pure
 def test_the_layers_with_adapters_are_quantized_alike_in_every_build(base: Path) -> None:
     for method in METHODS:
         args: dict[str, Any] = arguments("lora", base)
@@ -104,6 +105,7 @@ def test_the_layers_with_adapters_are_quantized_alike_in_every_build(base: Path)
             assert (parameter.grad is not None) == ("lora_" in name), name
 
 
+@pytest.mark.pure
 def test_merged_layers_have_the_rounded_weights_and_the_adapters(base: Path) -> None:
     args: dict[str, Any] = arguments("lora nf4", base)
     task = HuggingFace(**args)
@@ -119,6 +121,7 @@ def test_merged_layers_have_the_rounded_weights_and_the_adapters(base: Path) -> 
     assert torch.allclose(merged(input_ids=tokens).logits, expected, atol=1e-5)
 
 
+@pytest.mark.pure
 def test_dora_trains_the_lengths_of_rows(base: Path) -> None:
     args: dict[str, Any] = arguments("lora", base)
     task = HuggingFace(**args | {"lora": {"r": 2, "use_dora": True}})
@@ -133,6 +136,7 @@ def test_dora_trains_the_lengths_of_rows(base: Path) -> None:
     assert all(p.grad is not None for p in lengths)
 
 
+@pytest.mark.pure
 def test_mistakes_are_one_sentence(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args: dict[str, Any] = arguments("lora", base)
     for options, message in (
