@@ -368,18 +368,25 @@ def _record_sent_types(comm: Any) -> set[tuple[str, torch.dtype]]:
 
 
 def _record_gathered_types(sync: Any, types: Types) -> None:
-    """Record the types of gathered matrices and their gradients when a chunk is done."""
+    """Record the types of gathered matrices when a chunk is done, and of gradients when sent."""
     chunk_done = sync.chunk_done
+    send = sync._send
 
     def recorded_chunk_done(chunk: int) -> None:
         for parameter in sync._unsharded.values():
             if parameter.dim() > 1:
                 types.gathered.add(parameter.dtype)
-                if parameter.grad is not None:
-                    types.gradients.add(parameter.grad.dtype)
         chunk_done(chunk)
 
+    def recorded_send(bucket: list[str]) -> None:
+        for name in bucket:
+            gradient = sync._unsharded[name].grad
+            if gradient is not None and gradient.dim() > 1:
+                types.gradients.add(gradient.dtype)
+        send(bucket)
+
     sync.chunk_done = recorded_chunk_done
+    sync._send = recorded_send
 
 
 @pytest.mark.alone
