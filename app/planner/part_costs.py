@@ -254,10 +254,8 @@ def _part_cost(
         overlappable_seconds=(
             forward.product_seconds * (1 + shares.fully) + backward.product_seconds / 2
         ),
-        # Compiled code gathers in one operation, and multiplies in float8 by autograd's order.
-        tp_bytes_beside_weights=(
-            0.0 if is_fused and work.precision == "fp8" else values["sent_beside"]
-        ),
+        # Compiled code gathers in one operation, and multiplies in autograd's order.
+        tp_bytes_beside_weights=(0.0 if is_fused else values["sent_beside"]),
         tp_bytes_beside_inputs=0.0 if is_fused else values["regathered"] * (1 - shares.recomputed),
         weight_gradient_seconds=backward.product_seconds / 2,
     )

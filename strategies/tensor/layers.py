@@ -251,7 +251,7 @@ class SplitLayers:
         if shared.is_of(x):
             entered = self._entered(x, is_stacked=stacks)
             y = self._columns_of_gathered(entered, weight, bias, product=product)
-        elif self._is_plain(product):
+        elif self._is_plain():
             entered = self.enter(x, is_stacked=stacks)
             y = self._columns_of_gathered(entered, weight, bias, product=product)
         else:
@@ -261,11 +261,11 @@ class SplitLayers:
     def _stacks(self, x: Tensor) -> bool:
         return self.plan.splits_sequence and x.dim() > 2
 
-    def _is_plain(self, product: type[Product]) -> bool:
+    def _is_plain(self) -> bool:
         """Whether autograd, or what defers gradients, is to see the product itself."""
-        # The backward of float8 products uses what they have multiplied, if it is compiled.
-        is_traced_float8 = product is not Product and torch.compiler.is_compiling()
-        return self._splits_backward or not torch.is_grad_enabled() or is_traced_float8
+        # A compiler keeps what a function of its own in autograd has gathered until backward.
+        is_traced = torch.compiler.is_compiling()
+        return self._splits_backward or not torch.is_grad_enabled() or is_traced
 
     def _current_input(self) -> _SharedInput:
         return self._traced if torch.compiler.is_compiling() else self._shared
@@ -320,11 +320,8 @@ class SplitLayers:
         self, own_part: Tensor, *, is_stacked: bool
     ) -> tuple[Tensor, ops.StartGather | None]:
         """The whole input, and what gathers it again if it is not to be kept until backward."""
-        if torch.compiler.is_compiling() and not self._keeps_gathered:
-            gather = functools.partial(self._gather_in, is_stacked=is_stacked)
-            return checkpoint(gather, own_part, use_reentrant=False), None
         entered = self._gather_in(own_part, is_stacked=is_stacked)
-        if torch.compiler.is_compiling() or self._keeps_gathered:
+        if self._keeps_gathered:
             return entered, None
         return entered, functools.partial(self._gather_again, object(), is_stacked)
 
