@@ -76,15 +76,15 @@ class Adafactor(torch.optim.Adafactor):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                whole = parameter
+                matrix = parameter
                 if isinstance(parameter, DTensor):
-                    whole = nn.Parameter(_whole(parameter.detach()))
-                    whole.grad = _whole(parameter.grad)
-                optimizer = torch.optim.Adafactor([whole], foreach=False, **arguments)
-                optimizer.state[whole] = self.state[parameter]  # the same dictionary
+                    matrix = nn.Parameter(_whole(parameter.detach()))
+                    matrix.grad = _whole(parameter.grad)
+                optimizer = torch.optim.Adafactor([matrix], foreach=False, **arguments)
+                optimizer.state[matrix] = self.state[parameter]  # the same dictionary
                 optimizer.step()
-                if whole is not parameter:
-                    copy_whole_or_shard(parameter, whole.detach())
+                if matrix is not parameter:
+                    copy_whole_or_shard(parameter, matrix.detach())
 
 
 class Rprop(torch.optim.Rprop):

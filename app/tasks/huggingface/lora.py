@@ -16,7 +16,6 @@ new head is trained without an adapter.
 from __future__ import annotations
 
 import copy
-import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from app.errors import UserError
-from app.tasks.huggingface.quantized import METHODS
+from app.tasks.huggingface.quantized import METHODS, without_warnings_of_torchao
 from app.tasks.huggingface.quantized import library as quantization_library
 from app.tasks.parts import one_of, require_known, whole_number
 
@@ -50,9 +49,9 @@ def library() -> ModuleType:
     Raises:
         UserError: It is not installed.
     """
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # peft imports it if it is there
     try:
-        import peft
+        with without_warnings_of_torchao():  # peft imports it if it is there
+            import peft
     except ImportError as error:
         raise UserError(
             "task_args.lora needs the package peft, which is not installed: "

@@ -15,8 +15,9 @@ and computes the layer on all of its input.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,16 +37,33 @@ LEVELS = 16
 FLOAT_BYTES = 4
 
 
+@contextlib.contextmanager
+def without_warnings_of_torchao() -> Iterator[None]:
+    """Import torchao, or what imports it, without warnings that a user can do nothing about.
+
+    It warns of kernels that it was not built for and that are not used here, and torch warns of how
+    torchao registers its enums.
+    """
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
+
+
 def library() -> Any:
     """torchao's quantization.
 
     Raises:
         UserError: It is not installed.
     """
-    # Without this it would warn of kernels that it was not built for, and that are not used here.
-    logging.getLogger("torchao").setLevel(logging.ERROR)
     try:
-        import torchao.quantization
+        with without_warnings_of_torchao():
+            import torchao.quantization
     except ImportError as error:
         raise UserError(
             "task_args.lora.quantize needs the package torchao, which is not installed: "

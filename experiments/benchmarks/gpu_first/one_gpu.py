@@ -91,12 +91,12 @@ def lines() -> list[Line]:
     if not MEASURED.exists():
         return []
     texts = {"name", "gpu", "torch", "commit", "remark"}
-    found = []
+    measured = []
     with MEASURED.open(newline="") as file:
         for values in csv.DictReader(file):
             typed = {key: value if key in texts else float(value) for key, value in values.items()}
-            found.append(Line(**typed))  # type: ignore[arg-type]
-    return found
+            measured.append(Line(**typed))  # type: ignore[arg-type]
+    return measured
 
 
 # --- the configuration of a training --------------------------------------------------------------
@@ -307,8 +307,8 @@ def _free_memory() -> None:
 
 def _commit() -> str:
     words = ["git", "-C", str(FOLDER), "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(words, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "?"
+    git = subprocess.run(words, capture_output=True, text=True, check=False)
+    return git.stdout.strip() or "?"
 
 
 # --- comparing ------------------------------------------------------------------------------------

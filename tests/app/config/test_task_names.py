@@ -22,6 +22,6 @@ def test_a_misspelt_argument_of_a_task_is_told_before_torch_is_imported() -> Non
         "except UserError as error: print(error, 'torch' in sys.modules)"
     )
     words = [sys.executable, "-c", program]
-    told = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-    assert told.startswith("task_args.targt: task 'tabular' has no such argument")
-    assert "did you mean 'target'?" in told and told.endswith("False\n")
+    output = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    assert output.startswith("task_args.targt: task 'tabular' has no such argument")
+    assert "did you mean 'target'?" in output and output.endswith("False\n")

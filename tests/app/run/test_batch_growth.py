@@ -25,21 +25,23 @@ GROWING = [
 def test_a_run_goes_on_to_the_bit_before_and_after_a_step_up(tmp_path: Path) -> None:
     storage = f"run.storage={tmp_path}"
     words = ["train.steps=9", "checkpoint.every_steps=4", "checkpoint.keep_last=3"]
-    invoke("train", *GROWING, storage, "run.name=whole", *words)
-    batches = curve(tmp_path, "whole", "train/global_batch_size")
+    invoke("train", *GROWING, storage, "run.name=uninterrupted", *words)
+    batches = curve(tmp_path, "uninterrupted", "train/global_batch_size")
     assert list(batches.values()) == [8, 8, 8, 16, 16, 16, 32, 32, 32]
-    assert mlflow_run(tmp_path, "whole").data.params["train.batch_schedule"]
+    assert mlflow_run(tmp_path, "uninterrupted").data.params["train.batch_schedule"]
     for steps in (3, 5, 9):  # the last step before a step up, one after it, and the last
         invoke("train", *GROWING, storage, "run.name=parts", f"train.steps={steps}")
-    assert same_bits(weights(tmp_path / "parts"), weights(tmp_path / "whole"))
+    assert same_bits(weights(tmp_path / "parts"), weights(tmp_path / "uninterrupted"))
     for metric in ("train/loss", "train/lr", "train/samples_seen"):
-        assert curve(tmp_path, "parts", metric) == curve(tmp_path, "whole", metric)
+        assert curve(tmp_path, "parts", metric) == curve(tmp_path, "uninterrupted", metric)
 
-    whole = tmp_path / "whole"
-    invoke("fork", whole, "--at", "4", "train.global_batch_size=24", "run.name=flat")
+    uninterrupted = tmp_path / "uninterrupted"
+    invoke("fork", uninterrupted, "--at", "4", "train.global_batch_size=24", "run.name=flat")
     rates = curve(tmp_path, "flat", "train/lr")
     assert rates[9] == pytest.approx(3e-3), "a batch that is given ends the schedule"
-    curves = [curve_of(Storage(tmp_path / name), "train/loss") for name in ("whole", "flat")]
+    curves = [
+        curve_of(Storage(tmp_path / name), "train/loss") for name in ("uninterrupted", "flat")
+    ]
     assert [list(each.samples[-5:]) for each in curves] == [
         [56.0, 72.0, 104.0, 136.0, 168.0],
         [64.0, 88.0, 112.0, 136.0, 160.0],

@@ -142,12 +142,12 @@ def test_groups_by_pattern() -> None:
     model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
     names = {parameter: name for name, parameter in model.named_parameters()}
     optimizer = build_optimizer(config, model.parameters(), names=names)
-    found = {
+    values = {
         names[p]: (group["lr"], group["weight_decay"], group.get("initial_lr"))
         for group in optimizer.param_groups
         for p in group["params"]
     }
-    assert found == {
+    assert values == {
         "body.weight": (0.1, 0.1, None),
         "body.bias": (0.1, 0.5, None),
         "head.weight": (0.3, 0, 0.3),

@@ -57,9 +57,9 @@ def test_a_save_is_due_by_the_measured_cost(monkeypatch: pytest.MonkeyPatch) -> 
 
 def resident(name: str) -> int:
     """Bytes of this process: VmRSS now, VmHWM at most since the peak was reset."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1]) * 1024
+    line = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert line
+    return int(line[1]) * 1024
 
 
 def test_trained_weights_are_in_host_memory_once_while_they_are_written(tmp_path: Path) -> None:
