@@ -207,6 +207,12 @@ class SplitLayers:
         self.peers = peers
         self.loss_parallel = loss_parallel
         self.overlaps = overlaps and plan.splits_sequence
+        self._overlapped_columns = self._columns_while_gathering
+        self._overlapped_rows = self._rows_while_scattering
+        if self.overlaps:
+            # `disable` imports torch's compiler, 0.7 s, which a run without these can do without.
+            self._overlapped_columns = torch.compiler.disable(self._columns_while_gathering)
+            self._overlapped_rows = torch.compiler.disable(self._rows_while_scattering)
         self._keeps_gathered = keeps_gathered
         self._splits_backward = splits_backward
         self._shares_narrow_weights = shares_narrow_weights
@@ -244,7 +250,7 @@ class SplitLayers:
         if is_gathered:
             return self._columns_of_gathered(x, weight, bias, product=product)
         if self.overlaps:
-            return self._columns_while_gathering(x, weight, bias, product=product)
+            return self._overlapped_columns(x, weight, bias, product=product)
         # Behind the product rows change their order at less cost if it makes them shorter.
         stacks = self._stacks(x) and weight.size(0) <= weight.size(1)
         shared = self._current_input()
@@ -335,7 +341,6 @@ class SplitLayers:
             return self.peers.start_all_reduce(total)
         return self.peers.start_reduce_scatter(total if is_stacked else self.peers.stack(total))
 
-    @torch.compiler.disable
     def _columns_while_gathering(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, *, product: type[Product]
     ) -> Tensor:
@@ -440,14 +445,13 @@ class SplitLayers:
             (…, S, N), or this worker's part of it along the sequence.
         """
         if self.overlaps:
-            return self._rows_while_scattering(x, weight, product=product)
+            return self._overlapped_rows(x, weight, product=product)
         if not self._stacks(x) or weight.size(1) > weight.size(0):
             return self.leave(product.forward(x, weight, None))
         # Before the product rows change their order at less cost if it makes them longer.
         y = product.forward(self.peers.stack(x), weight, None)
         return ops.scatter_stacked(y, self.peers)
 
-    @torch.compiler.disable
     def _rows_while_scattering(
         self, x: Tensor, weight: Tensor, *, product: type[Product]
     ) -> Tensor:

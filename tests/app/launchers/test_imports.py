@@ -1,0 +1,53 @@
+"""What the start of a training may import: nothing that it does not need."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+HEAVY = (
+    "fastapi",
+    "matplotlib",
+    "mlflow",
+    "numpy",
+    "optuna",
+    "pandas",
+    "pyarrow",
+    "ray",
+    "ray.data",
+    "ray.train",
+    "ray.tune",
+    "scipy",
+    "torch",
+    "torch._dynamo",
+    "torch._inductor",
+    "transformers",
+)
+"""Packages that take from a tenth of a second to some seconds to import."""
+ALLOWED = {
+    "app.cli": [],
+    "app.launchers.train": [],
+    "app.tracking.writer": [],
+    "app.run.prepare": ["numpy", "torch"],
+    "app.training.loop": ["numpy", "torch"],
+    "app.launchers.actors": ["numpy", "ray", "torch"],
+    "app.launchers.ray_launch": ["numpy", "ray", "torch"],
+}
+"""Of HEAVY, what may be imported after a module and those above it: the command itself, a checked
+configuration, MLflow's writer, the data and the first step, a worker, and the workers' driver."""
+
+
+def test_a_start_imports_only_what_it_needs() -> None:
+    program = f"""
+import importlib, json, sys
+heavy = {{}}
+for module in {list(ALLOWED)}:
+    importlib.import_module(module)
+    heavy[module] = [name for name in {HEAVY} if name in sys.modules]
+print(json.dumps(heavy))
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240
+    )
+    assert json.loads(process.stdout) == ALLOWED
