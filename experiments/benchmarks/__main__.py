@@ -12,6 +12,7 @@ from app.errors import nearest
 
 BENCHMARKS = {
     "step": "a step under each strategy or schedule, beside the same written by hand",
+    "peers": "whole commands: the same training by hand, with other libraries, with Trireme",
     "gpu first": "the first minutes on a GPU: checks with predictions, as many as fit --budget",
     "one-gpu": "trainings on one GPU beside what the plan says of their step and memory",
     "published": "what the plain plan command says of published runs, by kind, size and GPU",
@@ -20,7 +21,11 @@ BENCHMARKS = {
     "chaos": "kills of anything at any moment: what is lost, and seconds to the next step",
 }
 """By name, what a benchmark measures."""
-MODULES = {"gpu first": "gpu_first.program", "one-gpu": "gpu_first.one_gpu"}
+MODULES = {
+    "gpu first": "gpu_first.program",
+    "one-gpu": "gpu_first.one_gpu",
+    "peers": "peers.program",
+}
 """The modules of benchmarks that are not of this folder."""
 
 

@@ -1,0 +1,342 @@
+"""`peers`: the same training by hand, with other libraries and with Trireme, as whole commands.
+
+All of them train the models of workload.py on two CPU workers, clip, log a loss every ten steps to
+one MLflow database that exists already, and store the weights. They take turns, in the order
+A B … B A. The steps' times are those that the models write down, the same for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import tokenize
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+
+from experiments.benchmarks.harness import interval, show
+from experiments.benchmarks.peers.workload import (
+    CLIP_NORM,
+    FOLDER,
+    LOG_EVERY,
+    LR,
+    RECORD,
+    WEIGHT_DECAY,
+    WORKERS,
+    WORKLOADS,
+    workload,
+)
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+BY_HAND = "by hand"
+FIRST_STEPS = 10
+"""Steps that warm up and are not in the median."""
+TIMEOUT = 600.0
+Measurements = dict[str, list["Measurement"]]
+"""The measurements of each peer, in the order of the turns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A way to write and start the training.
+
+    Attributes:
+        name: For a person.
+        file: In this folder.
+        strategies: Those that it can apply to CPUs.
+        package: What it needs to be installed.
+        uses_torchrun: Whether torchrun starts its workers.
+    """
+
+    name: str
+    file: str
+    strategies: tuple[str, ...]
+    package: str
+    uses_torchrun: bool = True
+
+    def command(self, *, model: str, strategy: str, folder: Path) -> list[str]:
+        """The command of a training in a folder."""
+        if self.file == "with_trireme.py":
+            return _trireme_command(model, strategy, folder)
+        launcher = [sys.executable, "-m"]
+        if self.uses_torchrun:
+            launcher += ["torch.distributed.run", "--nproc-per-node", str(WORKERS), "-m"]
+        module = f"experiments.benchmarks.peers.{self.file.removesuffix('.py')}"
+        return [*launcher, module, model, strategy]
+
+    @property
+    def lines(self) -> int:
+        """The lines of its file that are code."""
+        return lines_of_code((HERE / self.file).read_text())
+
+
+PEERS = (
+    Peer(name=BY_HAND, file="by_hand.py", strategies=("ddp", "fsdp"), package="torch"),
+    Peer(
+        name="Accelerate",
+        file="with_accelerate.py",
+        strategies=("ddp",),
+        package="accelerate",
+    ),
+    Peer(
+        name="Lightning Fabric",
+        file="with_fabric.py",
+        strategies=("ddp",),
+        package="lightning",
+    ),
+    Peer(
+        name="Lightning Trainer",
+        file="with_lightning.py",
+        strategies=("ddp",),
+        package="lightning",
+    ),
+    Peer(
+        name="Hugging Face Trainer",
+        file="with_transformers.py",
+        strategies=("ddp",),
+        package="transformers",
+    ),
+    Peer(
+        name="Ray Train",
+        file="with_ray_train.py",
+        strategies=("ddp",),
+        package="ray",
+        uses_torchrun=False,
+    ),
+    Peer(
+        name="Trireme",
+        file="with_trireme.py",
+        strategies=("ddp", "fsdp"),
+        package="ray",
+        uses_torchrun=False,
+    ),
+)
+
+
+def _trireme_command(model: str, strategy: str, folder: Path) -> list[str]:
+    work = workload(model)
+    return [
+        sys.executable,
+        "-m",
+        "app",
+        "train",
+        "task=experiments.benchmarks.peers.with_trireme:Peer",
+        f"task_args.name={model}",
+        f"strategy={strategy}",
+        f"workers={WORKERS}",
+        f"run.storage={folder}",
+        "run.name=peer",
+        f"train.steps={work.steps}",
+        f"train.global_batch_size={work.batch}",
+        f"train.log_every={LOG_EVERY}",
+        f"train.clip_norm={CLIP_NORM}",
+        f"optimizer.lr={LR}",
+        f"optimizer.weight_decay={WEIGHT_DECAY}",
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """One training, from its command to its end.
+
+    Attributes:
+        whole: Seconds from the command to its end.
+        start: Seconds from the command to the first step.
+        end: Seconds from the beginning of the last step to the end.
+        step: The median seconds of a step.
+        memory: The most memory of a worker, bytes.
+    """
+
+    whole: float
+    start: float
+    end: float
+    step: float
+    memory: float
+
+
+def lines_of_code(source: str) -> int:
+    """The lines that have a token which is neither a comment nor a text of its own."""
+    ignored = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+    lines: set[int] = set()
+    previous = tokenize.NEWLINE
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        is_docstring = token.type == tokenize.STRING and previous in ignored
+        if token.type not in (*ignored, tokenize.ENDMARKER) and not is_docstring:
+            lines.update(range(token.start[0], token.end[0] + 1))
+        previous = token.type
+    return len(lines)
+
+
+def measure(command: Sequence[str], *, steps: int, folder: Path, uri: str) -> Measurement:
+    """Runs a command to its end.
+
+    Args:
+        command: Of a peer.
+        steps: How many steps it trains.
+        folder: Where it runs, empty.
+        uri: MLflow's.
+
+    Raises:
+        click.ClickException: The command failed, or its steps are not those that were asked for.
+    """
+    records = folder / "steps"
+    records.mkdir()
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MLFLOW_TRACKING_URI": uri,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "RAY_TRAIN_V2_ENABLED": "1",
+        FOLDER: str(records),
+    }
+    began = time.time()
+    try:
+        process = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT,
+        )
+    except subprocess.TimeoutExpired:
+        raise click.ClickException(f"{' '.join(command)} took longer than {TIMEOUT:g} s") from None
+    ended = time.time()
+    if process.returncode:
+        raise click.ClickException(f"{' '.join(command)} failed:\n{process.stdout[-3000:]}")
+    workers = [steps_of(file.read_bytes()) for file in sorted(records.iterdir())]
+    # Trireme's driver tries one step before its workers train, and is not among these.
+    workers = [worker for worker in workers if len(worker) >= steps]
+    if len(workers) != WORKERS or any(len(worker) != steps for worker in workers):
+        counts = [len(worker) for worker in workers]
+        raise click.ClickException(f"{' '.join(command)}: {steps} steps were asked for: {counts}")
+    starts = [worker[0][0] for worker in workers]
+    last_steps = [worker[-1][0] for worker in workers]
+    return Measurement(
+        whole=ended - began,
+        start=max(starts) - began,
+        end=ended - max(last_steps),
+        step=statistics.median(step_seconds(workers[0])),
+        memory=max(worker[-1][1] for worker in workers),
+    )
+
+
+def steps_of(record: bytes) -> list[tuple[float, float]]:
+    """The steps of one process: when each began, in seconds, and its memory, in bytes."""
+    return [(began, memory) for began, memory in RECORD.iter_unpack(record)]
+
+
+def step_seconds(steps: Sequence[tuple[float, float]]) -> list[float]:
+    """How long the steps took that do not warm up."""
+    times = [began for began, _ in steps[FIRST_STEPS:]]
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
+def take_turns(
+    peers: Sequence[Peer],
+    *,
+    model: str,
+    strategy: str,
+    turns: int,
+    uri: str,
+) -> Iterator[tuple[str, Measurement]]:
+    """Measures all peers, and as often as there are turns; every second turn backwards."""
+    for turn in range(turns):
+        for peer in peers if turn % 2 == 0 else reversed(peers):
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                command = peer.command(model=model, strategy=strategy, folder=Path(folder))
+                steps = workload(model).steps
+                yield peer.name, measure(command, steps=steps, folder=Path(folder), uri=uri)
+
+
+def rows_of(measurements: Measurements, lines: Mapping[str, int]) -> list[dict[str, str]]:
+    """The table: a row for each peer, medians over the turns.
+
+    Args:
+        measurements: Of each peer.
+        lines: The lines of code of each peer.
+    """
+    base = [measurement.step for measurement in measurements[BY_HAND]]
+    rows = []
+    for name, peer in measurements.items():
+        steps = [measurement.step for measurement in peer]
+        low, high = interval(base, steps)
+        rows.append(
+            {
+                "": name,
+                "whole, s": _median_and_range([m.whole for m in peer]),
+                "to the first step, s": f"{statistics.median(m.start for m in peer):.1f}",
+                "after the last, s": f"{statistics.median(m.end for m in peer):.1f}",
+                "step, ms": f"{1e3 * statistics.median(steps):.1f}",
+                "beside by hand": f"{statistics.median(steps) / statistics.median(base):.3f} "
+                f"({low:.3f} to {high:.3f})",
+                "memory of a worker, MB": f"{max(m.memory for m in peer) / 1e6:.0f}",
+                "lines of code": str(lines[name]),
+            }
+        )
+    return rows
+
+
+def _median_and_range(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.1f} ({min(values):.1f} to {max(values):.1f})"
+
+
+@contextlib.contextmanager
+def _mlflow_database() -> Iterator[str]:
+    """An MLflow database that exists already, as a user's does after the first run."""
+    with tempfile.TemporaryDirectory() as folder:
+        uri = f"sqlite:///{folder}/mlflow.db"
+        create = f"import mlflow; mlflow.MlflowClient({uri!r}).search_experiments()"
+        subprocess.run([sys.executable, "-c", create], check=True, capture_output=True)
+        yield uri
+
+
+@click.command()
+@click.option("--model", type=click.Choice(list(WORKLOADS)), default="gpt", show_default=True)
+@click.option("--strategy", type=click.Choice(["ddp", "fsdp"]), default="ddp", show_default=True)
+@click.option("--turns", default=5, show_default=True, help="Trainings of each peer.")
+@click.option("--only", help="Names of peers, with commas between; by hand is always among them.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, every measurement.")
+def main(model: str, strategy: str, turns: int, only: str | None, as_json: bool) -> None:
+    """Measures whole commands: the same training by hand, with other libraries, with Trireme.
+
+    The extra `benchmarks` installs the others. A turn takes four minutes on two cores.
+    """
+    names = {name.strip().lower() for name in only.split(",")} if only else None
+    peers = []
+    for peer in PEERS:
+        is_chosen = names is None or peer.name == BY_HAND or peer.name.lower() in names
+        if not is_chosen or strategy not in peer.strategies:
+            continue
+        if find_spec(peer.package) is None:
+            raise click.ClickException(
+                f"{peer.name} is not installed: pip install '.[benchmarks]', or leave it out "
+                "with --only"
+            )
+        peers.append(peer)
+    measurements: Measurements = defaultdict(list)
+    with _mlflow_database() as uri:
+        for name, measurement in take_turns(
+            peers, model=model, strategy=strategy, turns=turns, uri=uri
+        ):
+            measurements[name].append(measurement)
+            print(f"{name}: {measurement.whole:.1f} s", file=sys.stderr)
+    in_order = {peer.name: measurements[peer.name] for peer in peers}
+    results = {name: [asdict(m) for m in peer] for name, peer in in_order.items()}
+    lines = {peer.name: peer.lines for peer in peers}
+    show("peers", json.loads(json.dumps(results)), rows_of(in_order, lines), as_json=as_json)

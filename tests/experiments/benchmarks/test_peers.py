@@ -1,0 +1,70 @@
+"""Whole commands beside other libraries (experiments/benchmarks/peers)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from app.config.io import load_config
+from experiments.benchmarks.peers import program
+from experiments.benchmarks.peers.workload import RECORD, WORKLOADS, workload
+from tests.running import ROOT, environment
+
+
+def test_lines_of_code_are_neither_comments_nor_docstrings() -> None:
+    source = '"""What it is.\n\nMore."""\n\nimport os\n\n\ndef f() -> None:\n'
+    source += '    """A docstring."""\n    # A comment.\n    print(\n        os.sep,\n    )\n'
+    assert program.lines_of_code(source) == 5
+    assert all(10 < peer.lines < 80 for peer in program.PEERS)
+
+
+def test_a_step_lasts_until_the_next_one_begins() -> None:
+    records = b"".join(RECORD.pack(0.5 * step, 1e6 + step) for step in range(14))
+    steps = program.steps_of(records)
+    assert steps[-1] == (6.5, 1e6 + 13)
+    assert program.step_seconds(steps) == [0.5] * 3, "the first ten warm up"
+
+
+def test_the_table_has_medians_over_the_turns_and_ratios_to_by_hand() -> None:
+    def measured(whole: float, step: float) -> program.Measurement:
+        return program.Measurement(whole=whole, start=5.0, end=2.0, step=step, memory=3e8)
+
+    measurements = {
+        program.BY_HAND: [measured(20.0, 0.1), measured(24.0, 0.1), measured(22.0, 0.1)],
+        "Trireme": [measured(30.0, 0.11), measured(33.0, 0.11), measured(27.0, 0.11)],
+    }
+    _, row = program.rows_of(measurements, {program.BY_HAND: 60, "Trireme": 20})
+    assert row["whole, s"] == "30.0 (27.0 to 33.0)"
+    assert row["beside by hand"] == "1.100 (1.100 to 1.100)"
+    assert row["step, ms"] == "110.0"
+
+
+@pytest.mark.parametrize("model", list(WORKLOADS))
+def test_trireme_trains_as_the_others_do(model: str, tmp_path: Path) -> None:
+    peer = next(peer for peer in program.PEERS if peer.name == "Trireme")
+    command = peer.command(model=model, strategy="fsdp", folder=tmp_path)
+    keys = command[command.index("train") + 1 :]
+    config = load_config([], keys)
+    work = workload(model)
+    assert config.train.steps == work.steps
+    assert config.train.global_batch_size == work.batch == 2 * work.batch_of_worker
+    assert config.train.clip_norm and config.optimizer.weight_decay
+
+
+@pytest.mark.slow
+def test_whole_commands_are_measured() -> None:
+    command = [sys.executable, "-m", "experiments.benchmarks", "peers", "--json"]
+    command += ["--model", "mnist", "--turns", "1", "--only", "Trireme"]
+    answer = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900
+    )
+    assert answer.returncode == 0, answer.stderr
+    results = json.loads(answer.stdout)["found"]
+    assert set(results) == {program.BY_HAND, "Trireme"}
+    for measurement in (peer[0] for peer in results.values()):
+        assert 0 < measurement["start"] < measurement["whole"]
+        assert 0 < measurement["step"] < measurement["end"] < measurement["whole"]
