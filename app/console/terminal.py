@@ -46,6 +46,8 @@ class Console:
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet = quiet
+        self.start_clock = time.monotonic()
+        """The monotonic clock when the command began, or the call from Python."""
         self._out: IO[str] = sys.stdout
         self._err: IO[str] = sys.stderr
         self.output_closed = False

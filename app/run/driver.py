@@ -69,11 +69,12 @@ class Driver:
         self.settings = settings
         self.meter = meter
         self.restart = restart
-        self.start_time = time.time()
         self.start_clock = time.monotonic()
         """Seconds of the monotonic clock when this start of the run began."""
-        self.first_step_time: float | None = None
-        """Unix time in seconds."""
+        self.first_step_clock: float | None = None
+        """The monotonic clock after the first step of this start."""
+        self.last_step_clock: float | None = None
+        """The monotonic clock after the newest step."""
         self.step = 0
         """The newest optimizer step."""
         self.fault_step = 0
@@ -145,7 +146,7 @@ class Driver:
         if self.failed:
             raise RunFailed(self.failed)
         if self.starting and self.stop_requested():
-            again = "" if self.first_step_time is None else " again"
+            again = "" if self.first_step_clock is None else " again"
             raise Interrupted(f"stopped before training began{again}")
 
     def signals(self) -> AbstractContextManager[None]:
@@ -283,8 +284,9 @@ class Driver:
             self.fault("rewind_steps", rewind_steps)
 
     def _steps_done(self, event: StepsDone) -> None:
-        if self.first_step_time is None:
-            self.first_step_time = time.time()
+        self.last_step_clock = time.monotonic()
+        if self.first_step_clock is None:
+            self.first_step_clock = self.last_step_clock
         if not self.progressed:
             self.console.waits_for("")
         self.step = event.step

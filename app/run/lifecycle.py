@@ -178,11 +178,10 @@ def _end(driver: Driver, status: str, mlflow_status: str, message: str) -> Deliv
 
 def _finished(driver: Driver) -> Outcome:
     """Logs the model, ends the run as finished, and prints its summary."""
-    first_step_time = driver.first_step_time or driver.start_time
+    now = time.monotonic()
     driver.add_to_summary(
-        first_step_at=driver.first_step_time,
-        first_step_seconds=first_step_time - driver.start_time,
-        total_seconds=time.monotonic() - driver.start_clock,
+        first_step_seconds=(driver.first_step_clock or now) - driver.console.start_clock,
+        total_seconds=now - driver.console.start_clock,
     )
     run = driver.run
     config = driver.config
@@ -222,10 +221,13 @@ def _print_summary(driver: Driver, outcome: Outcome) -> None:
     trained += f", {summary['step']:,} steps"
     if summary["resumed_from"]:
         trained += f", continued after step {summary['resumed_from']:,}"
+    now = time.monotonic()
+    ending_seconds = now - (driver.last_step_clock or now)
     speed = (
         f"mean {quantity(summary['rate'])} {summary['unit']}/s; "
-        f"{duration(summary['seconds'])} of training in {duration(summary['total_seconds'])} "
-        f"(first step after {summary['first_step_seconds']:.1f} s)"
+        f"{duration(summary['seconds'])} of training in {duration(now - console.start_clock)} "
+        f"(first step after {duration(summary['first_step_seconds'])}, "
+        f"{duration(ending_seconds)} after the last)"
     )
     manifest = driver.run.manifest
     if manifest.starts > 1:
