@@ -26,6 +26,8 @@ STEADY_SECONDS = 3.0
 There must be the same room for more workers before training is interrupted to use it, and too
 little room before excluded nodes are used again.
 """
+SMALLER = 0.95
+"""The share of a layout's planned memory that the next one may take when a GPU was full."""
 FreeByNode = Mapping[str, Mapping[str, float]]
 """Resources of each living node, by its id, that are free or held by the run itself."""
 
@@ -51,17 +53,22 @@ class Elastic:
         config: As it was written, before a layout was chosen.
         first: What the run started with.
         per_worker: Ray resources of one worker.
-        prepare: Prepares a configuration for a number of workers.
+        prepare: Prepares a configuration for a number of workers, with a layout whose planned
+            memory of a worker is below a number of bytes, if there is one.
         free: The resources by node, without nodes of these ids.
         autoscaling: Whether nodes may be added.
+        has_stages: Whether the workers can be stages of a pipeline.
     """
 
     config: Config
     first: Prepared
     per_worker: Mapping[str, float]
-    prepare: Callable[[Config, int], Prepared]
+    prepare: Callable[[Config, int, float | None], Prepared]
     free: Callable[[Sequence[str]], FreeByNode]
     autoscaling: bool = False
+    has_stages: bool = True
+    memory_below: float | None = field(default=None, init=False)
+    """The bytes of a worker's memory that layouts have to stay below; None for no such bound."""
     excluded: tuple[str, ...] = field(default=(), init=False)
     """Ids of nodes that failed too often."""
     _prepared: dict[int, Prepared | None] = field(default_factory=dict, init=False)
@@ -96,7 +103,8 @@ class Elastic:
             return self.first
         if workers not in self._prepared:
             try:
-                self._prepared[workers] = self.prepare(self._config_for(workers), workers)
+                config = self._config_for(workers)
+                self._prepared[workers] = self.prepare(config, workers, self.memory_below)
             except (UserError, LayoutError):
                 self._prepared[workers] = None
         return self._prepared[workers]
@@ -140,6 +148,34 @@ class Elastic:
             layout=prepared.layout,
             failed_nodes=self.excluded,
         )
+
+    def take_smaller_layout(self, workers: int) -> Prepared | None:
+        """What auto chooses if the layout that these workers train with takes too much memory.
+
+        Further attempts, also with other numbers of workers, take less memory too.
+
+        Returns:
+            What the run continues with; None if the layout was written, or none is smaller.
+        """
+        failed = self.prepared(workers)
+        if self.config.strategy != "auto" or failed is None or failed.prediction is None:
+            return None
+        memory_below = SMALLER * failed.prediction.memory_bytes
+        config = self.config if workers == self.wanted else self._config_for(workers)
+        try:
+            smaller = self.prepare(config, workers, memory_below)
+        except (UserError, LayoutError):
+            return None
+        needs_stages = smaller.layout.dims.pp > 1 and not self.has_stages
+        if smaller.prediction is None or needs_stages:
+            return None
+        self.memory_below = memory_below
+        self._prepared = {}
+        if workers == self.wanted:
+            self.first = smaller
+        else:
+            self._prepared[workers] = smaller
+        return smaller
 
     # --- capacity ---------------------------------------------------------------------------------
 

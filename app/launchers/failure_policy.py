@@ -1,6 +1,7 @@
 """What to do after a failure: pure functions, whose decisions the supervisor carries out.
 
-decide   all failures so far, capacity, limits → retry, resize, wait, exclude a node, or give up
+decide   all failures so far, capacity, limits → retry, resize, take a smaller layout, wait,
+         exclude a node, or give up
 growth   capacity → how many workers to continue with when there is room again
 """
 
@@ -12,6 +13,12 @@ from enum import Enum
 WINDOW_SECONDS = 3600.0
 """Older failures do not count: a run of weeks loses more nodes than any limit would allow."""
 MAX_PAUSE_SECONDS = 60.0
+SMALLER_LAYOUTS = 4
+"""How many layouts are tried after one that was too large; each is a start of all workers."""
+USE_LESS_MEMORY = (
+    "write a smaller train.micro_batch_size or train.activation_checkpointing=selective; "
+    "`trireme plan` lists what fits"
+)
 EXCLUDE_AFTER = 2
 """How many of the counted failures must begin at a node to exclude it, if others have room."""
 
@@ -29,6 +36,8 @@ class Kind(Enum):
     """A process died by a signal of its own making, such as SIGSEGV; it may do so again."""
     OUT_OF_MEMORY = "out of memory"
     """A process was ended because its node ran out of memory."""
+    DEVICE_FULL = "device full"
+    """A worker's GPU has less memory than its part of the training takes."""
     DEVICE_FAILED = "device failed"
     """A GPU's hardware failed, according to CUDA."""
     HUNG = "hung"
@@ -62,6 +71,11 @@ class Failure:
     clock: float = 0.0
     signal: str = ""
 
+    @property
+    def too_large_to_start(self) -> bool:
+        """Whether a GPU's memory was full before the attempt had taken a step."""
+        return self.kind is Kind.DEVICE_FULL and not self.progressed
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -89,6 +103,7 @@ class Capacity:
         valid: Numbers of workers that make a layout.
         available_without: What would be available without a node, by the node's id.
         missing_seconds: How long less has been available than there are workers.
+        smaller_layout: Whether `strategy: auto` has a layout that takes less memory of a GPU.
     """
 
     workers: int
@@ -97,6 +112,7 @@ class Capacity:
     valid: tuple[int, ...] = ()
     available_without: Mapping[str, int] = field(default_factory=dict)
     missing_seconds: float = 0.0
+    smaller_layout: bool = False
 
 
 class Action(Enum):
@@ -104,6 +120,7 @@ class Action(Enum):
 
     RETRY = "retry"
     RESIZE = "retry with fewer workers"
+    SMALLER_LAYOUT = "retry with a layout that takes less memory"
     WAIT = "wait"
     EXCLUDE_NODE = "exclude a node"
     GIVE_UP = "give up"
@@ -137,6 +154,10 @@ def decide(history: list[Failure], limits: Limits, capacity: Capacity | None = N
         capacity: What there is to continue with; None if the number of workers cannot change.
     """
     newest = history[-1]
+    too_large = sum(failure.too_large_to_start for failure in history)
+    has_smaller = capacity is not None and capacity.smaller_layout
+    if newest.too_large_to_start and has_smaller and too_large <= SMALLER_LAYOUTS:
+        return Decision(action=Action.SMALLER_LAYOUT, reason=newest.sentence)
     give_up_reason = _why_give_up(history, limits.max_restarts)
     if give_up_reason:
         return Decision(action=Action.GIVE_UP, reason=give_up_reason)
@@ -198,11 +219,13 @@ def _why_give_up(history: list[Failure], max_restarts: int) -> str:
     earlier = history[:-1]
     if newest.kind is Kind.NON_RETRYABLE:
         return newest.sentence
-    if newest.kind is Kind.EXCEPTION:
+    if newest.too_large_to_start:
+        return f"{newest.sentence}: {USE_LESS_MEMORY}"
+    if newest.kind in (Kind.EXCEPTION, Kind.DEVICE_FULL):
         if not newest.progressed:
             return newest.sentence
         for failure in earlier:
-            is_same = failure.kind is Kind.EXCEPTION and failure.sentence == newest.sentence
+            is_same = failure.kind is newest.kind and failure.sentence == newest.sentence
             if is_same and failure.step == newest.step:
                 return f"{newest.sentence}, twice at the same step: trying again would not help"
     if newest.kind is Kind.CRASHED:
@@ -222,13 +245,15 @@ def _why_give_up(history: list[Failure], max_restarts: int) -> str:
 
 
 def _counted(history: list[Failure]) -> list[Failure]:
-    """The failures that count for the limit: recent, and not announced."""
+    """The failures that count for the limit: recent, not announced, and not of a layout."""
     window_start = history[-1].clock - WINDOW_SECONDS
     not_counted = (Kind.PREEMPTED, Kind.NO_CAPACITY)
     return [
         failure
         for failure in history
-        if failure.clock >= window_start and failure.kind not in not_counted
+        if failure.clock >= window_start
+        and failure.kind not in not_counted
+        and not failure.too_large_to_start
     ]
 
 

@@ -147,19 +147,32 @@ class RayLaunch:
                 break
         return self.workers
 
-    def prepare(self, task: Task, workers: int, config: Config | None = None) -> Prepared:
+    def prepare(
+        self,
+        task: Task,
+        workers: int,
+        config: Config | None = None,
+        memory_below: float | None = None,
+    ) -> Prepared:
         """Prepares the run for a number of workers; see `app.run.prepare.prepare`.
 
         Args:
             task: What is trained.
             workers: How many there are.
             config: Another configuration than the one as it was written.
+            memory_below: See `app.planner.auto.choose_layout`.
         """
         config = config or self.config
         gpus = self.per_worker.get("GPU", 0)
         check_devices(config, "cuda" if gpus else "cpu")
         workers_per_node = int(self.cluster.gpus_of_largest / gpus) if gpus else None
-        prepared = prepare(config, task, workers, devices_per_node=workers_per_node)
+        prepared = prepare(
+            config,
+            task,
+            workers,
+            devices_per_node=workers_per_node,
+            memory_below=memory_below,
+        )
         return with_idle_gpus(
             prepared,
             workers=workers,
@@ -186,9 +199,12 @@ class RayLaunch:
                 config=self.config,
                 first=prepared,
                 per_worker=self.per_worker,
-                prepare=lambda config, workers: self.prepare(task, workers, config),
+                prepare=lambda config, workers, memory_below: self.prepare(
+                    task, workers, config, memory_below
+                ),
                 free=free_by_node,
                 autoscaling=bool(self.cluster.max_resources),
+                has_stages=self.only_actors or prepared.layout.dims.pp > 1,
             )
         self.give_back()
         private = self.cluster.private

@@ -14,6 +14,7 @@ from enum import Enum
 from pathlib import Path
 
 import psutil
+import torch
 from torch.distributed import DistError
 
 from app.errors import NonFiniteError, RunFailed, UserError, described, own_line, with_line
@@ -179,6 +180,11 @@ def _cause(rank: int | None, error: BaseException, state: State) -> tuple[Kind, 
         return Kind.DEVICE_FAILED, f"the GPU of {who} failed {state.when}: {_first_line(error)}"
     if lost_peer:
         return _death_of_peer(rank, state)
+    if isinstance(error, torch.OutOfMemoryError):
+        # torch's text goes on with sizes and settings of its allocator, which are in the log.
+        who = _name_worker(rank, state)
+        sentence = f"{who} ran out of its GPU's memory {state.when}{_see_log(rank, state)}"
+        return Kind.DEVICE_FULL, sentence
     kind, colon, message = described(error).partition(":")
     where = f" on worker {rank}" if rank is not None else ""
     return Kind.EXCEPTION, f"{kind}{where}{colon}{message}{_see_log(rank, state)}"
@@ -290,7 +296,7 @@ def error_to_raise(failures: Failures, reason: str, *, here: bool) -> BaseExcept
     if isinstance(error, NON_RETRYABLE):
         return error
     was_ended = isinstance(error, WorkerLost | Hung | NotStarted) or _has_lost_peer(error)
-    if here and not was_ended:
+    if here and not was_ended and not isinstance(error, torch.OutOfMemoryError):
         return error
     return RunFailed(with_line(reason, own_line(error)))
 

@@ -283,7 +283,11 @@ class Supervisor:
         if elastic is None:
             decision = decide(self.history, limits_of(job.config))
         else:
-            capacity = elastic.capacity(job.layout.dims.world_size)
+            workers = job.layout.dims.world_size
+            capacity = elastic.capacity(workers)
+            if self.history[-1].too_large_to_start:
+                smaller = elastic.take_smaller_layout(workers)
+                capacity = replace(capacity, smaller_layout=smaller is not None)
             decision = decide(self.history, elastic.limits, capacity)
         restartable = self.workers.restartable
         if decision.action is Action.GIVE_UP or not restartable:
@@ -298,6 +302,8 @@ class Supervisor:
         elastic = self.elastic
         driver.count_restarts(self._count_failures(), self.history[-1].sentence)
         if elastic is not None:
+            if decision.action is Action.SMALLER_LAYOUT:
+                return self._with_smaller_layout(job, decision.reason)
             if decision.action is Action.EXCLUDE_NODE:
                 elastic.excluded = (*elastic.excluded, decision.node)
             if decision.workers or elastic.excludes_others(job):
@@ -311,6 +317,18 @@ class Supervisor:
             consequence = "starting again from the last checkpoint"
         driver.console.say(f"{decision.reason}; {consequence}")
         return job
+
+    def _with_smaller_layout(self, job: Job, reason: str) -> Job:
+        """The job with the layout that takes less memory."""
+        assert self.elastic is not None
+        prepared = self.elastic.prepared(job.layout.dims.world_size)
+        assert prepared is not None
+        console = self.driver.console
+        console.say(f"{reason}; trying the next layout, which takes less memory")
+        self.driver.lay_out_again(prepared.config, prepared.prediction)
+        for note in prepared.notes:
+            self.driver.note(note)
+        return replace(job, config=prepared.config, layout=prepared.layout)
 
     def _resize(self, job: Job, workers: int, reason: str) -> Job:
         """The job with another number of workers, or on other nodes."""

@@ -276,7 +276,7 @@ def _without_ray(
         gpus=gpus,
         pool="this machine",
     )
-    driver = Driver(run, prepared.config, console, settings)
+    driver = Driver(run, prepared.config, console, settings, prediction=prepared.prediction)
     supervisor = Supervisor(processes.workers, driver)
     return train_run(driver, prepared, processes.description, supervisor.run)
 
@@ -405,7 +405,15 @@ def _in_ray(
             device_kind = "GPU" if launch.per_worker.get("GPU", 0) else "CPU"
             prepared = launch.prepare(task, workers)
             meter = launch.meter(run.storage)
-            driver = Driver(run, prepared.config, console, settings, meter=meter, restart=restart)
+            driver = Driver(
+                run,
+                prepared.config,
+                console,
+                settings,
+                meter=meter,
+                restart=restart,
+                prediction=prepared.prediction,
+            )
             plural = "s" if workers > 1 else ""
             description = f"{workers} {device_kind} worker{plural} in Ray"
             supervisor = launch.supervisor(driver, prepared, task)

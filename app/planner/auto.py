@@ -55,6 +55,7 @@ def choose_layout(
     machine: Machine | None = None,
     per_node: int | None = None,
     is_kept: Callable[[Layout, Options], bool] = lambda layout, options: True,
+    memory_below: float | None = None,
 ) -> Choice:
     """The layout that `strategy: auto` means.
 
@@ -69,6 +70,8 @@ def choose_layout(
         machine: The machine; None for that of the run's workers.
         per_node: Workers of a node, if known.
         is_kept: Whether a layout trains the model as one device would.
+        memory_below: The planned memory of a worker, in bytes, that the layout has to stay below,
+            since one that takes as much has run out of memory; None for no such bound.
 
     Raises:
         NoLayoutFits: The message says what is needed, what is there, and what would do.
@@ -79,7 +82,11 @@ def choose_layout(
         return Choice(layout=choose("auto", workers, **degrees))
     try:
         return _planned_choice(
-            config, task, machine or machine_of_run(workers, per_node), is_kept=is_kept
+            config,
+            task,
+            machine or machine_of_run(workers, per_node),
+            is_kept=is_kept,
+            memory_below=memory_below,
         )
     except NoLayoutFits:
         raise
@@ -97,6 +104,7 @@ def _planned_choice(
     machine: Machine,
     *,
     is_kept: Callable[[Layout, Options], bool],
+    memory_below: float | None,
 ) -> Choice:
     has_pipeline = config.parallel.pp is not None
     plan = make_plan(config, task, machine, fixed_keys=_fixed_keys(config, machine))
@@ -107,6 +115,8 @@ def _planned_choice(
         return is_kept(row.candidate.layout, replace(options, activation_checkpointing=mode))
 
     plan.rows = [row for row in plan.rows if keeps_training(row)] or plan.rows
+    if memory_below is not None:
+        plan.rows = [row for row in plan.rows if row.memory_bytes < memory_below]
     row, remark = _choose(plan, has_pipeline=has_pipeline)
     if row is None:
         reasons = " ".join(infeasible(plan))

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 from app.config import Config
 from app.config.io import flatten, to_dict, to_yaml
@@ -38,6 +38,9 @@ from app.training.events import (
     WarningIssued,
 )
 
+if TYPE_CHECKING:
+    from app.planner.estimate import Estimate
+
 
 class Driver:
     """One start of a run. Others read its attributes, and change them through its methods only.
@@ -50,6 +53,7 @@ class Driver:
         meter: Counts what the run costs; None if prices are not known.
         restart: Executes this command anew in place of this process; None if that is not possible.
         tracker: Where metrics and artifacts go; None makes the run's own tracker.
+        prediction: What the planner expects, if it has chosen the layout.
     """
 
     def __init__(
@@ -62,9 +66,11 @@ class Driver:
         meter: Meter | None = None,
         restart: Callable[[], object] | None = None,
         tracker: Tracker | None = None,
+        prediction: Estimate | None = None,
     ) -> None:
         self.run = run
         self.config = config
+        self.prediction = prediction
         self.console = console
         self.settings = settings
         self.meter = meter
@@ -183,6 +189,19 @@ class Driver:
     def count_hangs(self, count: int) -> None:
         """Shows how many workers were ended because they held up the others."""
         self.metrics.set(hang_suspicions=count)
+
+    def lay_out_again(self, config: Config, prediction: Estimate | None) -> None:
+        """Notes that the run goes on with another layout, as the first took too much memory.
+
+        Args:
+            config: The configuration, resolved again.
+            prediction: What the planner expects of the new layout.
+        """
+        self.config = config
+        self.prediction = prediction
+        self.run.save_config(config)
+        self.fault("layout_too_large", 1.0)
+        self._log_config()
 
     def resize(self, workers: int, excluded_nodes: str) -> None:
         """Notes that the run continues with another number of workers, or on other nodes.
@@ -365,12 +384,15 @@ class Driver:
 
     def begin_tracking(self) -> None:
         """Starts the MLflow run, and logs the configuration and the installed packages."""
-        values = to_dict(self.config)
         self.tracker.start()
         self.tracker.tags(tags_of(self.run.manifest.fork, is_child=self.tracker.is_child))
+        self._log_config()
+        self.tracker.text(environment_text(), "packages.txt")
+
+    def _log_config(self) -> None:
+        values = to_dict(self.config)
         self.tracker.params(flatten(values))
         self.tracker.text(to_yaml(mask_tree(values)), "config.yaml")
-        self.tracker.text(environment_text(), "packages.txt")
 
     def weights(self) -> Path | None:
         """The trained weights as a file on this machine; None if the run keeps none."""

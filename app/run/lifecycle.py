@@ -62,7 +62,7 @@ def train_run(
         with _end_recorded(driver):
             console.waits_for("the workers to start")
             train(_job_of(driver, prepared))
-        _compare_with_plan(driver, prepared)
+        _compare_with_plan(driver)
         return _finished(driver)
 
 
@@ -96,15 +96,15 @@ def _job_of(driver: Driver, prepared: Prepared) -> Job:
     )
 
 
-def _compare_with_plan(driver: Driver, prepared: Prepared) -> None:
+def _compare_with_plan(driver: Driver) -> None:
     """Logs what the planner predicted of the layout that it chose, beside what was measured."""
     seconds_per_step = driver.seconds_per_step
     # After a resize no single layout was measured.
-    if prepared.prediction is None or not seconds_per_step or driver.resized:
+    if driver.prediction is None or not seconds_per_step or driver.resized:
         return
     summary = driver.summary
     memory = summary.get("memory_bytes", 0.0) - summary.get("memory_bytes_before", 0.0)
-    plan = prepared.prediction.compare(seconds_per_step, memory)
+    plan = driver.prediction.compare(seconds_per_step, memory)
     driver.add_to_summary(plan=plan)
     driver.tracker.metrics(summary["step"], plan)
 

@@ -226,10 +226,16 @@ class Run:
         self.manifest.status = "running"
         self.manifest.steps = steps
         self.save()
-        # Without secrets: to continue, a run reads the configuration of the new start, not this.
+        self.save_config(config)
+        self.lease.check()
+
+    def save_config(self, config: Config) -> None:
+        """Writes the resolved configuration, without secrets.
+
+        To continue, a run reads the configuration of the new start, not this.
+        """
         masked_config = mask_tree(to_dict(config))
         self.storage.write_bytes("config.yaml", to_yaml(masked_config).encode())
-        self.lease.check()
 
     def take_over(self, say: Callable[[str], None]) -> None:
         """Takes the lease from another start, alive or not, and reads what it has written by then.

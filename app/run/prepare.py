@@ -97,7 +97,14 @@ def read_task(config: Config) -> Task:
 
 
 @own_code("the task does not work")
-def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int | None) -> Prepared:
+def prepare(
+    config: Config,
+    task: Task,
+    workers: int,
+    *,
+    devices_per_node: int | None,
+    memory_below: float | None = None,
+) -> Prepared:
     """Decides the layout and the number of steps, and checks them.
 
     They are checked against the model, the data and the batch.
@@ -107,6 +114,7 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         task: As `read_task` returns it.
         workers: How many there are.
         devices_per_node: How many workers a node may have; None if that is not known.
+        memory_below: See `app.planner.auto.choose_layout`.
 
     Raises:
         UserError: What is written cannot be run so; one sentence.
@@ -120,6 +128,7 @@ def prepare(config: Config, task: Task, workers: int, *, devices_per_node: int |
         workers,
         devices_per_node=devices_per_node,
         is_kept=first_step.is_kept_by,
+        memory_below=memory_below,
     )
     config = resolved.config
     layout = resolved.layout

@@ -49,6 +49,7 @@ def resolve(
     *,
     devices_per_node: int | None,
     is_kept: Callable[[Layout, Options], bool],
+    memory_below: float | None = None,
 ) -> Resolved:
     """Gives a configuration the values that nobody has written; no other place does.
 
@@ -61,12 +62,20 @@ def resolve(
         workers: How many there are.
         devices_per_node: How many workers a node may have; None if that is not known.
         is_kept: Whether a layout trains the task as one device would.
+        memory_below: See `app.planner.auto.choose_layout`.
 
     Raises:
         UserError: What is written cannot be run so; one sentence.
         LayoutError: See UserError.
     """
-    resolved = _choose_layout(config, task, workers, devices_per_node, is_kept)
+    resolved = _choose_layout(
+        config,
+        task,
+        workers,
+        devices_per_node=devices_per_node,
+        is_kept=is_kept,
+        memory_below=memory_below,
+    )
     config = resolved.config
     dims = resolved.layout.dims
     registry.require_installed(resolved.layout)
@@ -100,8 +109,10 @@ def _choose_layout(
     config: Config,
     task: Task,
     workers: int,
+    *,
     devices_per_node: int | None,
     is_kept: Callable[[Layout, Options], bool],
+    memory_below: float | None,
 ) -> Resolved:
     """Decides the layout; `auto` asks the planner.
 
@@ -110,7 +121,14 @@ def _choose_layout(
     if config.strategy == "auto":
         from app.planner.auto import choose_layout
 
-        choice = choose_layout(config, task, workers, per_node=devices_per_node, is_kept=is_kept)
+        choice = choose_layout(
+            config,
+            task,
+            workers,
+            per_node=devices_per_node,
+            is_kept=is_kept,
+            memory_below=memory_below,
+        )
         return Resolved(
             config=with_values(config, choice.values),
             layout=choice.layout,

@@ -26,11 +26,11 @@ def main(name: str, strategy: str) -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     work = workload(name)
-    model = work.build()
+    model: nn.Module = work.build()
     if strategy == "ddp":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
     else:
-        for block in model.blocks.values():
+        for block in model.get_submodule("blocks").children():
             fully_shard(block)
         fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)

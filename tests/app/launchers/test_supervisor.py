@@ -7,7 +7,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
+from app.errors import RunFailed
 from app.launchers.elastic import Elastic, limits_of, room_by_node
 from app.launchers.failure_policy import Limits
 from app.launchers.recovery import Nodes
@@ -35,7 +37,9 @@ def elastic(*overrides: str, free: Free = lambda excluded: {}) -> Elastic:
         config=run_config,
         first=prepare_for(run_config, workers=4),
         per_worker={"CPU": 1.0},
-        prepare=lambda config, workers: prepare_for(config, workers=workers),
+        prepare=lambda config, workers, memory_below: prepare_for(
+            config, workers=workers, memory_below=memory_below
+        ),
         free=free,
     )
 
@@ -50,7 +54,10 @@ class Scene:
     kill = stop = mock.Mock()
 
     def __init__(
-        self, cpus_by_node: Mapping[str, float] = dict.fromkeys("abcd", 1.0), **fault_options: float
+        self,
+        cpus_by_node: Mapping[str, float] = dict.fromkeys("abcd", 1.0),
+        strategy: str = "ddp",
+        **fault_options: float,
     ) -> None:
         self.nodes = {name: {"CPU": cpu} for name, cpu in cpus_by_node.items()}
         self.late_rank = -1
@@ -59,7 +66,7 @@ class Scene:
             f"fault.{key}={value}"
             for key, value in ({"elastic_seconds": 0.0} | fault_options).items()
         ]
-        self.elastic = elastic("strategy=ddp", *overrides, free=self.free)
+        self.elastic = elastic(f"strategy={strategy}", *overrides, free=self.free)
         first = self.elastic.first
         self.job = Job(
             config=first.config,
@@ -155,6 +162,12 @@ def dies(step: int, *, on: str, goes: bool = False) -> Attempt:
     return attempt
 
 
+def fills_the_gpu(scene: Scene) -> Failures:
+    """An attempt in which a GPU's memory is full before the first step."""
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return {0: RuntimeError("Connection closed by peer"), 1: full}
+
+
 def finds_no_place(scene: Scene) -> Failures | None:
     return None
 
@@ -193,6 +206,42 @@ def test_a_run_shrinks_when_nodes_go_and_grows_when_they_return() -> None:
     assert scene.tags["trireme.restarts"] == "2", "growing is no failure"
     assert scene.driver.metrics._values["restarts"] == 2
     assert scene.now.layout == scene.job.layout
+
+
+def test_auto_takes_a_smaller_layout_when_the_first_step_finds_a_gpu_full() -> None:
+    scene = Scene(strategy="auto")
+    first = scene.elastic.first.prediction
+    assert first is not None
+    assert scene.go(fills_the_gpu, dies(2, on="b"), finishes) == [4, 4, 4]
+    second = scene.driver.prediction
+    assert second is not None and second.memory_bytes < 0.95 * first.memory_bytes
+    assert second.candidate.layout == scene.now.layout
+    assert scene.now.config.train.micro_batch_size == second.candidate.micro_batch
+    sentence, why, _ = scene.said
+    assert sentence == (
+        "worker 1, process 101 on 10.0.0.1, ran out of its GPU's memory before the first step; "
+        "trying the next layout, which takes less memory"
+    )
+    assert why.startswith("note: strategy auto is ")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "auto"])
+def test_a_full_gpu_ends_a_run_where_no_smaller_layout_may_be_taken(strategy: str) -> None:
+    scene = Scene(strategy=strategy)
+    with pytest.raises(RunFailed, match=r"ran out of its GPU's memory .*: write a smaller"):
+        scene.go(*[fills_the_gpu] * 9)
+    assert len(scene.sizes) == (1 if strategy == "ddp" else 5)
+
+
+def test_a_gpu_that_is_full_later_is_tried_again_once() -> None:
+    def fills_it_later(scene: Scene) -> Failures:
+        scene.steps(7)
+        return fills_the_gpu(scene)
+
+    scene = Scene(strategy="auto")
+    with pytest.raises(RunFailed, match="memory after step 7, twice at the same step"):
+        scene.go(fills_it_later, fills_it_later, finishes)
+    assert scene.now.layout == scene.elastic.first.layout
 
 
 def test_a_run_continues_smaller_when_a_node_does_not_return_in_time() -> None:
