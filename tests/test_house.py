@@ -284,7 +284,9 @@ def test_reports_and_results_stay_small() -> None:
     # commands print.
     guide = [sizes.pop(name) for name in list(sizes) if name.startswith("experiments/guide/")]
     assert sum(guide) <= 65_000
-    assert sum(sizes.values()) <= 330_000, sorted(sizes.items(), key=lambda item: -item[1])[:9]
+    # The changelog grows with every change that users notice.
+    sizes.pop("CHANGELOG.md")
+    assert sum(sizes.values()) <= 322_000, sorted(sizes.items(), key=lambda item: -item[1])[:9]
 
 
 # --- circles --------------------------------------------------------------------------------------
