@@ -13,6 +13,8 @@ from app.run.look import RunState, table
 from tests.running import POINTS, committed, curve, invoke, mlflow_run, same_bits, weights
 
 pytestmark = pytest.mark.usefixtures("own_cache")
+UNTRACKED = "tracking.enabled=false"
+"""For what is not about MLflow: its writer takes seconds to start."""
 STEPS = ["train.steps=6", "train.log_every=1", "checkpoint.every_steps=2", "checkpoint.keep_last=3"]
 
 
@@ -38,7 +40,7 @@ def test_a_fork_without_other_keys_repeats_the_rest_of_its_run_to_the_bit(tmp_pa
 
 
 def test_a_fork_with_another_batch_goes_on_at_the_same_sample(tmp_path: Path) -> None:
-    base = train_base(tmp_path)
+    base = train_base(tmp_path, UNTRACKED)
     invoke(
         "fork", base, "--at", "4", "train.global_batch_size=32", "run.name=wide", "train.steps=5"
     )
@@ -68,10 +70,10 @@ def test_the_same_command_continues_a_fork_from_its_first_choice(tmp_path: Path)
 
 
 def test_a_checkpoint_stays_until_its_fork_has_one_of_its_own(tmp_path: Path) -> None:
-    base = train_base(tmp_path, "train.steps=2")
+    base = train_base(tmp_path, "train.steps=2", UNTRACKED)
     (origin,) = commits(str(base / "checkpoints"))
     hold(origin, str(tmp_path / "unborn"))
-    one = ["checkpoint.keep_last=1", "checkpoint.keep_best=false"]
+    one = ["checkpoint.keep_last=1", "checkpoint.keep_best=false", UNTRACKED]
     train_base(tmp_path, *one)
     assert committed(base) == [2, 6]
     assert held(str(base / "checkpoints")) == {Path(origin.path).name}
@@ -91,7 +93,7 @@ REFUSED = [
 
 
 def test_what_cannot_be_forked_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
-    base = train_base(tmp_path)
+    base = train_base(tmp_path, UNTRACKED)
     before = sorted(tmp_path.rglob("*"))
     for words, sentence in REFUSED:
         assert sentence in invoke("fork", base, *words, code=2).stderr

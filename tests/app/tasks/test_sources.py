@@ -195,6 +195,7 @@ def train(folder: Path, *overrides: str) -> str:
         "launcher=local",
         "run.name=changing",
         "train.global_batch_size=8",
+        "tracking.log_model=false",
         f"tracking.uri=sqlite:///{folder}/mlflow.db",
         *overrides,
     ]
