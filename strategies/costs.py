@@ -1,6 +1,7 @@
 """What a layout costs, in bytes: the sizes that cost functions read, and what they return.
 
-Parameters, gradients and optimizer state are exact to the byte, padding included. What backward
+Parameters, gradients and optimizer state are exact to the byte, padding included; only Adafactor's
+rows and columns are not counted. What backward
 keeps of forward, and the time that communication takes, are up to the planner (app/planner).
 """
 
@@ -28,8 +29,10 @@ STATES = {
 }
 """Tensors of the parameter's size that an optimizer keeps (sgd: its momentum).
 
-Adafactor keeps a row and a column of each matrix.
+Adafactor keeps a row and a column of each matrix. Those of app/training/optimizer.py stand here.
 """
+STEP_NUMBERS = {"sgd": 0, "muon": 0, "nadam": 2, "asgd": 3}
+"""Single numbers that an optimizer keeps of each tensor; the others keep one, a count of steps."""
 
 
 @dataclass(frozen=True)
@@ -352,8 +355,8 @@ def optimizer_bytes(
     """
     if optimizer == "muon":
         return gradients + int(gradients * outside)
-    step_counts = 0 if optimizer == "sgd" else 4 * tensors
-    return STATES.get(optimizer, 2) * gradients + step_counts
+    step_bytes = STEP_NUMBERS.get(optimizer, 1) * FLOAT32_BYTES * tensors
+    return STATES.get(optimizer, 2) * gradients + step_bytes
 
 
 def autocast_bytes(numbers: Number, step: StepShape) -> Number:

@@ -18,7 +18,7 @@ parts. https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 **Optimizers.** Their state is keyed by parameter name instead of by position in a list: `{"state":
 {name: {"exp_avg": …}}, "groups": {…}}`. Hyperparameters belong to the configuration and are not
 saved. Numbers in a parameter group that the optimizer itself updates (a step count, an estimate of
-the learning rate) are.
+the learning rate) are: those that the optimizer was not made with.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _HYPERPARAMETERS = """
 lr initial_lr betas eps weight_decay momentum dampening nesterov foreach fused maximize capturable
 differentiable amsgrad decoupled_weight_decay alpha centered rho lambd t0 etas step_sizes lr_decay
-initial_accumulator_value momentum_decay ns_coefficients ns_steps adjust_lr_fn beta2_decay d
+initial_accumulator_value momentum_decay ns_coefficients ns_steps adjust_lr_fn beta2_decay
 """
 CONFIGURED = frozenset(_HYPERPARAMETERS.split())
-"""Entries of an optimizer's parameter groups that the configuration decides."""
+"""Entries of parameter groups that the configuration decides, whatever the optimizer."""
 
 
 # --- building -------------------------------------------------------------------------------------
@@ -419,10 +419,23 @@ def optimizer_state(
         for parameter in group["params"]:
             if optimizer.state.get(parameter):
                 state[names[parameter]] = dict(optimizer.state[parameter])
-        own_entries = {k: v for k, v in group.items() if k != "params" and k not in CONFIGURED}
-        if own_entries:
-            groups[str(number)] = own_entries
+        updated = {
+            key: value
+            for key, value in group.items()
+            if key != "params" and not _is_hyperparameter(optimizer, key, value)
+        }
+        if updated:
+            groups[str(number)] = updated
     return {"state": state, "groups": groups}
+
+
+def _is_hyperparameter(optimizer: torch.optim.Optimizer, key: str, value: object) -> bool:
+    """Whether an entry of a parameter group is as the optimizer was made."""
+    if key in CONFIGURED:
+        return True
+    if key not in optimizer.defaults or isinstance(value, torch.Tensor):
+        return False
+    return bool(value == optimizer.defaults[key])
 
 
 def load_optimizer_state(

@@ -168,11 +168,12 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     """Weight decay; parameters with fewer than two dimensions (biases, norms) are not decayed."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """Adam's decay rates of the first and second moment."""
+    """Decay rates of the first and second moment of adam, adamw, adamax, nadam, radam and muon's
+    adamw; those of others are in optimizer.args."""
     eps: float = 1e-8
-    """Adam's epsilon."""
+    """Epsilon of the same ones."""
     momentum: float = 0.9
-    """SGD's momentum."""
+    """sgd's momentum."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the optimizer's class, such as {amsgrad: true}; muon's are Muon's."""
     groups: dict[str, Any] = field(default_factory=dict)
@@ -190,9 +191,9 @@ class ScheduleConfig:
     linear over the last decay_steps), inverse_sqrt, step (times decay_factor once every
     decay_steps) or one_cycle (up from a 25th over warmup_steps or 30 % of the steps, then down)."""
     warmup_steps: int = 0
-    """Steps over which the learning rate rises from 0 to optimizer.lr."""
+    """Steps over which the learning rate rises to its top, from 0; see lr_scaling and one_cycle."""
     final_fraction: float = 0.0
-    """linear, cosine, wsd and one_cycle end at this fraction of optimizer.lr."""
+    """linear, cosine, wsd and one_cycle end at this fraction of the rate at the top."""
     decay_steps: Optional[int] = None
     """Steps of wsd's decay (null: a fifth of the run) or between two of step (null: a third)."""
     decay_factor: float = 0.1

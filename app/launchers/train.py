@@ -124,6 +124,7 @@ def chosen_launcher(config: Config) -> str:
     is_rank_of_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     step_tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     is_one_of_several_tasks = "SLURM_PROCID" in os.environ and step_tasks != "1"
+    # Whether Ray's workers are plain actors or Ray Train's is decided by RayLaunch.
     return "torchrun" if is_rank_of_torchrun or is_one_of_several_tasks else "ray"
 
 

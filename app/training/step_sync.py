@@ -26,7 +26,11 @@ NEVER = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedStep:
-    """The metrics of one logged step, the same on every rank."""
+    """The metrics of one logged step, the same on every rank.
+
+    Ranks agree on `loss`, `items` and `losses`; the others they have alike. All wait on the device
+    until it has computed them.
+    """
 
     step: int
     time: float

@@ -197,11 +197,12 @@ class OptimizerKeys(TypedDict, total=False):
     weight_decay: float
     """Weight decay; parameters with fewer than two dimensions (biases, norms) are not decayed."""
     betas: Sequence[float]
-    """Adam's decay rates of the first and second moment."""
+    """Decay rates of the first and second moment of adam, adamw, adamax, nadam, radam and muon's
+    adamw; those of others are in optimizer.args."""
     eps: float
-    """Adam's epsilon."""
+    """Epsilon of the same ones."""
     momentum: float
-    """SGD's momentum."""
+    """sgd's momentum."""
     args: Mapping[str, Any]
     """Further arguments of the optimizer's class, such as {amsgrad: true}; muon's are Muon's."""
     groups: Mapping[str, Any]
@@ -217,9 +218,9 @@ class ScheduleKeys(TypedDict, total=False):
     linear over the last decay_steps), inverse_sqrt, step (times decay_factor once every
     decay_steps) or one_cycle (up from a 25th over warmup_steps or 30 % of the steps, then down)."""
     warmup_steps: int
-    """Steps over which the learning rate rises from 0 to optimizer.lr."""
+    """Steps over which the learning rate rises to its top, from 0; see lr_scaling and one_cycle."""
     final_fraction: float
-    """linear, cosine, wsd and one_cycle end at this fraction of optimizer.lr."""
+    """linear, cosine, wsd and one_cycle end at this fraction of the rate at the top."""
     decay_steps: int | None
     """Steps of wsd's decay (null: a fifth of the run) or between two of step (null: a third)."""
     decay_factor: float

@@ -1,8 +1,12 @@
 """Costs, computed by hand. test_parity.py compares them with what ranks really hold."""
 
 import pytest
+import torch
 from torch import nn
 
+from app.config.check import OPTIMIZERS
+from app.config.schema import OptimizerConfig
+from app.training.optimizer import build_optimizer
 from strategies import costs, fsdp, registry
 from strategies.costs import (
     Collective,
@@ -214,6 +218,21 @@ def test_the_largest_blocks_are_counted_in_numbers() -> None:
     size = rank_size(units)
     assert size.two_largest_blocks == 6 + 4
     assert size.largest_block == 6
+
+
+@pytest.mark.parametrize("name", sorted(costs.STATES.keys() - {"adafactor", "muon"}))
+def test_the_state_of_an_optimizer_is_counted_to_the_byte(name: str) -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(3)])
+    optimizer = build_optimizer(OptimizerConfig(name=name), model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    state = [value for entries in optimizer.state.values() for value in entries.values()]
+    size = sum(value.numel() * value.itemsize for value in state)
+    assert size == costs.optimizer_bytes(3 * 8 * 8 * 4, 3, name)
+
+
+def test_every_optimizer_with_a_name_has_its_state_counted() -> None:
+    assert costs.STATES.keys() == set(OPTIMIZERS)
 
 
 def test_an_unknown_optimizer_keeps_two_tensors_and_a_step_per_parameter() -> None:

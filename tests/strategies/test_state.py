@@ -287,3 +287,22 @@ def test_the_optimizer_state_has_its_own_counters_but_no_hyperparameters() -> No
     assert state["groups"] == {"0": {"k": 7}}
     assert loaded.param_groups[0]["k"] == 7
     assert loaded.param_groups[0]["lr"] == 0.2
+
+
+def test_the_options_of_an_optimizer_of_ones_own_are_those_of_the_new_start() -> None:
+    class Estimating(torch.optim.Optimizer):
+        """Has an option, and estimates a distance d, as Prodigy does."""
+
+        def __init__(self, params: Any, k: float) -> None:
+            super().__init__(params, {"lr": 0.1, "k": k, "d": 1e-6})
+
+        def step(self, closure: Any = None) -> None:
+            self.param_groups[0]["d"] *= 10
+
+    parallel = parallelize(seeded(mlp), SINGLE, device=CPU)
+    saved = Estimating(parallel.parameters(), k=0.5)
+    saved.step()
+    loaded = Estimating(parallel.parameters(), k=0.9)
+    parallel.load_optimizer_state(loaded, parallel.optimizer_state(saved))
+    assert loaded.param_groups[0]["k"] == 0.9
+    assert loaded.param_groups[0]["d"] == saved.param_groups[0]["d"] == pytest.approx(1e-5)
