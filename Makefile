@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, as in many images, each process would compile torch, Ray and the rest again: four seconds of each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test alone test-busy coverage test-versions test-slow test-faults test-deepspeed mutants lint wheels setup clean
+.PHONY: demo check test alone test-busy coverage test-versions test-slow test-faults test-deepspeed figures mutants lint wheels setup clean
 
 demo: setup
 	@$(BIN)/trireme train experiments/mnist.yaml --again
@@ -52,6 +52,11 @@ test-faults: setup
 test-deepspeed: setup
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[deepspeed]'
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/strategies/test_deepspeed.py --timeout 600
+
+# The tables of experiments/benchmarks/RESULTS.md that need no GPU, measured anew: an hour by itself.
+figures: setup
+	$(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[benchmarks]'
+	$(BIN)/python -m experiments.benchmarks figures --measure
 
 # Changes pure functions one place at a time (order, commits, failure policy, degrees, schedules, costs, the planner's
 # memory): `mutmut results` lists what no test noticed. An hour.

@@ -11,6 +11,7 @@ import sys
 from app.errors import nearest
 
 BENCHMARKS = {
+    "figures": "the tables of RESULTS.md: how old each is, and --measure measures them anew",
     "step": "a step under each strategy or schedule, beside the same written by hand",
     "peers": "whole commands: the same training by hand, with other libraries, with Trireme",
     "gpu first": "the first minutes on a GPU: checks with predictions, as many as fit --budget",
