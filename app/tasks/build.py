@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -16,7 +19,7 @@ def build_model(task: Task) -> nn.Module:
 
     If the model has lazy layers (such as torch.nn.LazyLinear), they get their sizes from the loss
     of one sample, computed in evaluation mode. Under `torch.device("meta")` that takes no
-    arithmetic.
+    arithmetic. What else that leaves in the model is undone, so that it is as a new one.
 
     Raises:
         UserError: The loss of one sample cannot be computed, or leaves layers without a size.
@@ -28,6 +31,7 @@ def build_model(task: Task) -> nn.Module:
     with torch.device("cpu"):
         batch = fetch(task.train_data(), [(0, 0)])
     device = torch.get_default_device()
+    restore_attributes = _remember_attributes(model)
     model.eval()
     try:
         with torch.no_grad():
@@ -43,6 +47,7 @@ def build_model(task: Task) -> nn.Module:
         ) from error
     finally:
         model.train()
+        restore_attributes()
     still_unsized = _unsized_tensors(model)
     if still_unsized:
         raise UserError(
@@ -52,8 +57,45 @@ def build_model(task: Task) -> nn.Module:
     return model
 
 
-def _unsized_tensors(model: nn.Module) -> list[str]:
+def _remember_attributes(model: nn.Module) -> Callable[[], None]:
+    """Remember what modules keep beside their tensors, such as a count or a block's last output.
+
+    Lazy layers are left out, because they become other layers.
+
+    Returns:
+        What gives all modules their attributes again.
+    """
+    of_any_module = vars(nn.Module()).keys()
+    remembered: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+    for module in model.modules():
+        if _unsized_tensors(module, recurse=False):
+            continue
+        values = {key: value for key, value in vars(module).items() if key not in of_any_module}
+        contents = {
+            key: value.copy()
+            for key, value in values.items()
+            if isinstance(value, (dict, list, set))
+        }
+        remembered.append((vars(module), values, contents))
+
+    def restore() -> None:
+        for attributes, values, contents in remembered:
+            for key in attributes.keys() - of_any_module - values.keys():
+                del attributes[key]
+            attributes.update(values)
+            for key, content in contents.items():
+                container = values[key]
+                container.clear()
+                if isinstance(container, list):
+                    container.extend(content)
+                else:
+                    container.update(content)
+
+    return restore
+
+
+def _unsized_tensors(model: nn.Module, *, recurse: bool = True) -> list[str]:
     """Names of the parameters and buffers that have no size yet."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+    tensors = [*model.named_parameters(recurse=recurse), *model.named_buffers(recurse=recurse)]
     unsized_types = (UninitializedParameter, UninitializedBuffer)
     return [name for name, tensor in tensors if isinstance(tensor, unsized_types)]

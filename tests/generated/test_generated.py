@@ -195,6 +195,7 @@ SURVEYED = {
     ("masked recording_hook", "ddp"): Kind.NOTED,
     ("attributes conv in_place", "single selective"): Kind.REFUSED,
     ("functional_call weight_norm_head", "pipeline 1f1b"): Kind.REFUSED,
+    ("lazy recording_hook sequences", "pipeline zbv"): Kind.EQUAL,
 }
 """Mistakes of earlier surveys: choices, a strategy, and the right verdict; `make test` has some."""
 
