@@ -60,12 +60,12 @@ def list_(cli: Invocation, storage: str, server: Server) -> None:
     values = [
         {
             **dataclasses.asdict(row),
-            "state": row.state.value,
-            "starts_in": seconds_to_start.get(row.entry.id),
+            "state": row.state,
+            "starts_in_seconds": seconds_to_start.get(row.entry.id),
         }
         for row in rows
     ]
-    cli.answer(values, "\n".join(queue_job.table(rows, store)))
+    cli.answer({"runs": values}, "\n".join(queue_job.table(rows, store)))
 
 
 @verb("resume", group=queue)
@@ -103,7 +103,8 @@ def quota(cli: Invocation, user: str, workers: int | None, storage: str, server:
     store = QueueStore(storage or "runs")
     store.set_quota(user, workers)
     quotas = store.quotas()
-    cli.answer(quotas, "\n".join(f"{name}: {limit} workers" for name, limit in quotas.items()))
+    lines = [f"{name}: {limit} workers" for name, limit in quotas.items()]
+    cli.answer({"workers_by_user": quotas}, "\n".join(lines))
 
 
 def _ran_on_cluster(cli: Invocation, server: Server, storage: str, *, words: list[str]) -> bool:
@@ -137,7 +138,10 @@ def _ran_on_cluster(cli: Invocation, server: Server, storage: str, *, words: lis
         options=[*parameters, *options],
         say=lambda text: None,
     )
-    cli.console.result(printed.rstrip("\n"))
+    if cli.as_json:
+        cli.answer_of_job(printed)
+    else:
+        cli.console.result(printed.rstrip("\n"))
     if code:
         raise click.exceptions.Exit(code)
     return True

@@ -252,7 +252,10 @@ def run(
         queued_manifest = kueue_manifest(
             manifest, words=arguments, run=config.run.name, priority=priority
         )
-        cli.console.result(yaml.safe_dump(queued_manifest, sort_keys=False))
+        cli.answer(
+            {"status": "manifest", "manifest": queued_manifest},
+            yaml.safe_dump(queued_manifest, sort_keys=False),
+        )
         return
     options = submission.cluster_options(config, server.cluster) if server.cluster else []
     job = submission.prepare(
@@ -261,7 +264,7 @@ def run(
     if queued:
         job = submission.queued(job, user_name(), priority)
     if dry_run:
-        cli.answer({"status": "dry run", "runs": job.entrypoint}, "\n".join(job.lines()))
+        cli.answer({"status": "dry run", "command": job.entrypoint}, "\n".join(job.lines()))
         return
     with server:
         job_id = submission.submit(server, job, cli.console.say)
@@ -288,8 +291,7 @@ def _follow(cli: Invocation, server: Server, job_id: str) -> None:
     from app.submit.submission import follow
 
     def write_log(text: str) -> None:
-        if not cli.as_json:
-            click.echo(text, nl=False)
+        click.echo(text, nl=False, err=cli.as_json)
 
     try:
         code = follow(server, job_id, write=write_log, say=cli.console.say)
@@ -299,7 +301,10 @@ def _follow(cli: Invocation, server: Server, job_id: str) -> None:
             f"`trireme submit stop {job_id}` stops it"
         )
         code = EXIT_STOPPED
-    cli.answer({"status": "ended", "job": job_id, "exit_code": code})
+    answer: dict[str, Any] = {"status": "ended", "job": job_id}
+    if code:
+        answer["error"] = f"the job {job_id} ended with exit code {code}"
+    cli.answer(answer)
     raise click.exceptions.Exit(code)
 
 
