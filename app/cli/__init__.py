@@ -48,6 +48,7 @@ COMMANDS = {
     ),
     "calibrate": ("plan", "Measure what devices and links reach, for better plans."),
     "cluster": ("cluster", "Define, check, start and stop clusters."),
+    "fields": ("fields", "Show the fields of each command's --json, and the exit codes."),
 }
 """For each command, the module of app.cli that defines it, and its line in `trireme --help`."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from app.cli.common import (
     read_experiment,
     verb,
 )
+from app.cli.document import plain
 from app.cli.runs import server_options
 
 if TYPE_CHECKING:
@@ -59,8 +59,7 @@ def list_(cli: Invocation, storage: str, server: Server) -> None:
     seconds_to_start = expected_starts(rows, store.free())
     values = [
         {
-            **dataclasses.asdict(row),
-            "state": row.state,
+            **plain(row),
             "starts_in_seconds": seconds_to_start.get(row.entry.id),
         }
         for row in rows
@@ -166,4 +165,5 @@ def enter(cli: Invocation, arguments: tuple[str, ...], id: str, user: str, prior
         say=cli.console.say,
     )
     python = [sys.executable, "-P"] if sys.flags.safe_path else [sys.executable]
-    os.execve(python[0], [*python, "-m", "app", "train", *arguments], environment)
+    options = ["--json"] if cli.as_json else []
+    os.execve(python[0], [*python, "-m", "app", "train", *arguments, *options], environment)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from app.cli.common import (
     read_experiment,
     verb,
 )
+from app.cli.document import plain
 from app.errors import EXIT_STOPPED, RunFailed, UserError
 from cluster.environment import user_name
 
@@ -134,7 +134,7 @@ def export(cli: Invocation, run_folder: str, to: str, out: str | None, step: int
         f"step {exported.step} of {run_folder} is in {exported.folder}: "
         f"{files}, {size(exported.size)}"
     )
-    cli.answer({"status": "complete", **dataclasses.asdict(exported)}, text)
+    cli.answer({"status": "complete", **plain(exported)}, text)
 
 
 @verb("sync")

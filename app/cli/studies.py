@@ -9,6 +9,7 @@ from app.cli.common import (
     read_experiment,
     verb,
 )
+from app.cli.document import with_units
 from app.errors import RunFailed, UserError
 
 COUNT = click.IntRange(min=1)
@@ -106,7 +107,10 @@ def scale(
         blocks=blocks,
         steps=steps,
     )
-    cli.answer(run.scale(config, plan, cli.console, verbose=cli.verbose))
+    outcome = run.scale(config, plan, cli.console, verbose=cli.verbose)
+    points = [with_units("Point", point) for point in outcome.points]
+    laws = {name: with_units("Law", law) for name, law in outcome.laws.items()}
+    cli.answer({**vars(outcome), "points": points, "laws": laws})
 
 
 @verb("parity")
