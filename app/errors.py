@@ -32,7 +32,7 @@ EXIT_CODES = {
     EXIT_DONE: "done",
     EXIT_FAILED: "failed: the same command may succeed later, or once what `error` says is mended",
     EXIT_REFUSED: "refused before anything was started: change the command or the file",
-    EXIT_STOPPED: "stopped by a signal, with a checkpoint: the same command continues",
+    EXIT_STOPPED: "stopped by a signal or by its budget: the same command continues",
 }
 """What each exit code of a command means; there are no others."""
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,7 +14,7 @@ from app.cli.common import Invocation, verb
 from app.cli.fields import fields_of
 from app.errors import RunFailed
 from app.run import abort
-from tests.running import POINTS, here, invoke, trireme
+from tests.running import POINTS, ROOT, here, invoke, trireme
 
 
 def strict(text: str) -> Any:
@@ -40,13 +40,18 @@ def paths(value: Any, path: str = "") -> Iterator[str]:
 
 def undocumented(command: str, value: Any) -> set[str]:
     """The fields of a document that `trireme fields` does not name."""
+    return unknown_paths(command, paths(value))
+
+
+def unknown_paths(command: str, names: Iterable[str]) -> set[str]:
+    """Those that `trireme fields` does not name."""
     patterns = []
     for documented in fields_of(command):
         pattern = re.escape(documented.removesuffix("[]")).replace(r"\*", r"[^\[\]]*")
         open_end = r".*" if documented.endswith("*") else r"(\[\])?"
         patterns.append(re.compile(pattern + open_end))
-    names = {path for path in paths(value) if not any(p.fullmatch(path) for p in patterns)}
-    return {name for name in names if not is_empty_container(name, command)}
+    unknown = {name for name in names if not any(p.fullmatch(name) for p in patterns)}
+    return {name for name in unknown if not is_empty_container(name, command)}
 
 
 def is_empty_container(path: str, command: str) -> bool:
@@ -108,6 +113,17 @@ def test_a_trained_run_is_asked_in_json(tmp_path: Path) -> None:
         assert not undocumented(command, answers[command]), command
     assert answers["runs"]["runs"][0] == answers["watch"]
     assert answers["watch"]["updated_unix_seconds"] > 1e9 and answers["export"]["size_bytes"] > 0
+
+
+def test_agents_read_a_page_of_commands_that_answer_in_json() -> None:
+    """tests/test_documents.py parses the commands."""
+    page = (ROOT / "AGENTS.md").read_text()
+    assert page.count("\n") <= 60
+    commands = [line.partition("#")[0] for line in page.splitlines() if line.startswith("trireme")]
+    assert len(commands) >= 8 and all("--json" in command for command in commands)
+    named = re.findall(r"`(layouts\[0\]\.\w+|chosen\.\w+|chosen|rejected|remedies)`", page)
+    assert len(named) > 4
+    assert not unknown_paths("plan", [name.replace("[0]", "[]") for name in named])
 
 
 # --- errors ---------------------------------------------------------------------------------------
