@@ -6,6 +6,8 @@ the kernel releases it when the driver dies. A run without a finish then ends as
 is not a child of the driver and has a session of its own, so that `ray job stop` and Ctrl-C do not
 end it and it can still report how the run ended.
 
+Trackers of `tracking.also` get the same events in threads of this process (feed.py).
+
 The writer also delivers the spools of runs within this run's folder, such as a sweep's trials, as
 they appear.
 """
@@ -44,6 +46,11 @@ def serve(folder: Path, uri: str, attempt: str) -> None:
         uri: MLflow's tracking URI, with credentials.
         attempt: The text in driver.lock of the driver that this writer serves.
     """
+    from app.tracking.feed import Trackers
+
+    trackers = Trackers(attempt)
+    trackers.add(folder)
+    trackers.wake()  # before mlflow is imported, which takes seconds
     from app.tracking.uploader import PermanentError, TransientError, Uploader
 
     uploaders = {folder: Uploader(folder, uri)}
@@ -54,6 +61,10 @@ def serve(folder: Path, uri: str, attempt: str) -> None:
         for child in sorted(folder.parent.glob(CHILDREN)):
             if child not in uploaders and claim(child, attempt):
                 uploaders[child] = Uploader(child, uri)
+                trackers.add(child)
+        trackers.wake()
+        if not is_appending:
+            trackers.settle()
         try:
             # The parent's comes first, because children refer to its MLflow run.
             unfinished = [uploader.deliver() for uploader in uploaders.values()]
