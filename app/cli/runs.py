@@ -155,6 +155,8 @@ def sync(cli: Invocation, run_folder: str) -> None:
         raise RunFailed(
             f"some metrics have not reached MLflow and wait in {spool}: {delivery.problem}"
         )
+    for sentence in delivery.trackers:
+        cli.console.say(f"note: {sentence}")
     exception = f", but no model ({delivery.left_out})" if delivery.left_out else ""
     cli.answer(
         {"status": "complete", "run_id": delivery.run_id, "url": delivery.url},

@@ -26,6 +26,8 @@ from app.tracking.spool import (
 from app.tracking.trackers import RunTracker, TrackedRun, find_tracker
 
 POLL_SECONDS = 1.0
+SAVE_SECONDS = 1.0
+"""Between two notes on how far a tracker is: what a kill of the writer repeats at most."""
 SETTLE_SECONDS = 5.0
 """How long the end of a run waits for its trackers."""
 MOST_ERRORS = 10
@@ -88,6 +90,7 @@ class Feed:
         self.is_off = False
         """Whether the tracker is called no more; the next start gives it the rest."""
         self._saving = threading.Lock()
+        self._saved_clock = 0.0
         self._file = state_file(folder, name)
         names = [each.name for each in fields(FeedState)]
         values = read_json(self._file)
@@ -124,6 +127,8 @@ class Feed:
                 if self.is_off:
                     break
                 self.state.offset = offset
+                if time.monotonic() - self._saved_clock > SAVE_SECONDS:
+                    self.save()
             self.state.tries = 0
             self.save()
         if not is_appending and self.state.open and self.state.offset >= end and not self.is_off:
@@ -137,6 +142,7 @@ class Feed:
     def save(self) -> None:
         """Write the state; any thread may."""
         with self._saving:
+            self._saved_clock = time.monotonic()
             write_json(self._file, asdict(self.state))
 
     def too_slow(self) -> None:
@@ -297,10 +303,11 @@ class Trackers:
         self._has_settled = True
         deadline = time.monotonic() + seconds
         self.wake()
-        while self._unfinished() and time.monotonic() < deadline:
+        while self.unfinished() and time.monotonic() < deadline:
             time.sleep(0.05)
-        for feed in self._unfinished():
+        for feed in self.unfinished():
             feed.too_slow()
 
-    def _unfinished(self) -> list[Feed]:
+    def unfinished(self) -> list[Feed]:
+        """The feeds whose tracker is to get more."""
         return [feed for thread in self._threads.values() for feed in thread.unfinished]

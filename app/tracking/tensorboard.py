@@ -1,15 +1,16 @@
 """TensorBoard's event files in RUN/tensorboard: `tensorboard --logdir runs` shows all runs.
 
 Each start of a run writes a file of its own; TensorBoard shows the files of a folder as one curve.
+They are written by the package `tensorboard` itself, which imports neither torch nor TensorFlow.
 """
 
-import os
+import time as clock
 from collections.abc import Mapping
 from typing import Any
 
 from app.tracking.trackers import TrackedRun
 
-FLUSH_SECONDS = 5
+FLUSH_SECONDS = 5.0
 
 
 class TensorBoard:
@@ -17,23 +18,19 @@ class TensorBoard:
 
     def start(self, run: TrackedRun) -> None:
         """Open a file."""
-        from torch.utils.tensorboard import SummaryWriter  # imports torch, which takes seconds
+        from tensorboard.summary import Writer
 
-        self._writer: Any = SummaryWriter(  # type: ignore[no-untyped-call]
-            str(run.folder / "tensorboard"),
-            flush_secs=FLUSH_SECONDS,
-            filename_suffix=f".{os.getpid()}",
-        )
-        if not run.resumed:
-            rows = [f"| {key} | {value} |" for key, value in sorted(run.params.items())]
-            self._writer.add_text("configuration", "\n".join(["| key | value |", "|-|-|", *rows]))
+        self._writer: Any = Writer(str(run.folder / "tensorboard"))
+        self._flushed = clock.monotonic()
 
     def log(self, step: int, values: Mapping[str, float], time: float) -> None:
-        """Write points."""
+        """Write points, which are on disk a few seconds later."""
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step, walltime=time)
+            self._writer.add_scalar(name, value, step, wall_time=time)
+        if clock.monotonic() - self._flushed > FLUSH_SECONDS:
+            self._writer.flush()
+            self._flushed = clock.monotonic()
 
     def finish(self, status: str) -> None:
-        """Write how the run ended, and close the file."""
-        self._writer.add_text("status", status)
+        """Close the file."""
         self._writer.close()

@@ -312,6 +312,17 @@ class WriterProcess:
             )
         return str(done.stdout).strip()
 
+    def run_once(self) -> str:
+        """Start a writer and wait until it ends; it feeds the trackers beside MLflow too.
+
+        Returns:
+            Why there is no writer; "" if there was one.
+        """
+        problem = self._spawn()
+        while not problem and self._is_alive():
+            time.sleep(0.05)
+        return problem
+
     def wait(self, timeout: float) -> str:
         """Wait until a writer has delivered everything.
 
@@ -375,7 +386,9 @@ def sync(folder: Path, *, timeout: float = 30.0) -> Delivery:
         problem = "the run is going on, and its own writer delivers it"
         return _delivery(folder, settings, problem)
     os.close(driver_lock)
-    return _delivery(folder, settings, WriterProcess(folder, uri, attempt).wait(timeout))
+    writer = WriterProcess(folder, uri, attempt)
+    problem = writer.run_once() if problems(folder) else ""
+    return _delivery(folder, settings, problem or writer.wait(timeout))
 
 
 def _delivery(folder: Path, settings: Settings, problem: str) -> Delivery:

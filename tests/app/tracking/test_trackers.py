@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.utils.tensorboard  # noqa: F401 — what the tracker imports must be there
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from app.config.io import load_config
@@ -15,9 +14,9 @@ from app.errors import UserError
 from app.tracking import trackers
 from app.tracking.feed import Feed, problems
 from app.tracking.settings import Settings
-from app.tracking.spool import Spool, write_json
+from app.tracking.spool import Spool, State, look_at_lock, write_json
 from app.tracking.tensorboard import TensorBoard
-from app.tracking.tracker import Tracker
+from app.tracking.tracker import Tracker, sync
 from app.tracking.trackers import TrackedRun, find_tracker
 from tests.app.tracking.kit import Store
 from tests.running import (
@@ -82,6 +81,12 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def recorded(folder: Path) -> list[list[Any]]:
     """What a recorder has been told about the run in a folder."""
     return [json.loads(line) for line in (folder / "recorded.jsonl").read_text().splitlines()]
+
+
+def scalars(run: Path, metric: str) -> list[tuple[int, float]]:
+    """What TensorBoard reads of a metric in a run's folder."""
+    read = EventAccumulator(str(run / "tensorboard")).Reload()
+    return [(each.step, each.tensor_proto.float_val[0]) for each in read.Tensors(metric)]
 
 
 # --- names ----------------------------------------------------------------------------------------
@@ -197,10 +202,8 @@ def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
     tracker.start(run)
     tracker.log(3, {"train/loss": 0.5, "eval/loss": math.nan}, 1000.0)
     tracker.finish("FINISHED")
-    read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    (point,) = read.Scalars("train/loss")
-    assert (point.step, point.value, point.wall_time) == (3, 0.5, 1000.0)
-    assert math.isnan(read.Scalars("eval/loss")[0].value)
+    assert scalars(tmp_path, "train/loss") == [(3, 0.5)]
+    assert math.isnan(scalars(tmp_path, "eval/loss")[0][1])
 
 
 # --- the writer -----------------------------------------------------------------------------------
@@ -224,6 +227,7 @@ def test_a_slow_tracker_is_not_waited_for_and_mlflow_has_everything(tmp_path: Pa
     logged = [words[1:] for words in recorded(tmp_path / "run") if words[0] == "log"]
     history = Store(uri).history("loss")
     assert [(step, values["loss"]) for step, values in logged] == history and len(history) == 199
+    end_tree(State.load(tmp_path / "run" / "tracking").writer or 0)  # it still waits for the other
 
 
 def test_a_run_is_killed_and_continued_with_the_same_points_as_in_mlflow(
@@ -234,19 +238,25 @@ def test_a_run_is_killed_and_continued_with_the_same_points_as_in_mlflow(
     words += ["checkpoint.every_steps=10", "tracking.also=[tensorboard,recorder]"]
     path = environment()["PYTHONPATH"]
     env = environment(PYTHONPATH=f"{path}:{modules}")
-    slow = ["task_args.step_seconds=0.2"]
-    process = start([*words, *slow], env=env)
+    brake = tmp_path / "brake"
+    brake.touch()
+    words += ["task_args.step_seconds=0.2", f"task_args.slow_while={brake}"]
+    process = start(words, env=env)
     wait_until(lambda: committed(tmp_path / "run"))
     end_tree(process.pid)
+    brake.unlink()
+    tracking = tmp_path / "run" / "tracking"
+    wait_until(lambda: not look_at_lock(tracking, "writer")[0])
     process.communicate()
     trireme(*words, env=env).expect()
-    read = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    wait_until(lambda: not sync(tracking).trackers)  # on a busy machine they are late
     recorder = recorded(tmp_path / "run")
     assert [each[2] for each in recorder if each[0] == "start"] == [False, True]
     assert [each[1] for each in recorder if each[0] == "finish"] == ["KILLED", "FINISHED"]
     for metric in ("train/loss", "eval/loss"):
         in_mlflow = curve(tmp_path, "run", metric)
-        points = {point.step: point.value for point in read.Scalars(metric)}
-        assert points == pytest.approx(dict(in_mlflow), rel=1e-6), "TensorBoard has float32"
-        logged = [(each[1], each[2][metric]) for each in recorder if metric in each[-1]]
-        assert logged == list(in_mlflow) and len(logged) >= 6
+        points = scalars(tmp_path / "run", metric)
+        assert len(points) == len(in_mlflow) >= 6
+        assert dict(points) == pytest.approx(in_mlflow, rel=1e-6), "TensorBoard has float32"
+        logged = [each for each in recorder if each[0] == "log" and metric in each[2]]
+        assert [(step, values[metric]) for _, step, values in logged] == list(in_mlflow.items())
