@@ -24,10 +24,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
 EXIT_STOPPED = 130
-"""The exit codes of commands that end with an error."""
+EXIT_CODES = {
+    EXIT_DONE: "done",
+    EXIT_FAILED: "failed: the same command may succeed later, or once what `error` says is mended",
+    EXIT_REFUSED: "refused before anything was started: change the command or the file",
+    EXIT_STOPPED: "stopped by a signal or by its budget: the same command continues",
+}
+"""What each exit code of a command means; there are no others."""
 
 
 class TriremeError(Exception):

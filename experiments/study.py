@@ -19,6 +19,7 @@ from app.storage.storage import Storage
 from app.tracking.settings import resolve_tracking, ui_command
 from app.tracking.spool import take_lock
 from app.tracking.tracker import Tracker
+from app.tracking.trackers import require_trackers
 
 
 class StudyManifest(TypedDict):
@@ -156,6 +157,7 @@ def tracked_study(
     Raises:
         Interrupted: The block was interrupted; says how to continue.
     """
+    require_trackers(config.tracking.also)
     settings = resolve_tracking(config.tracking, str(folder.parent))
     tracker = Tracker(
         folder / "tracking",

@@ -10,7 +10,8 @@ import sys
 
 import click
 
-from app.errors import EXIT_REFUSED, EXIT_STOPPED, nearest
+from app.cli.document import document, text_of
+from app.errors import EXIT_DONE, EXIT_REFUSED, EXIT_STOPPED, nearest
 from app.run.abort import abort
 from app.run.stopping import drop_streams, end_at_once, end_on_signals, nobody_reads, open_streams
 
@@ -47,6 +48,7 @@ COMMANDS = {
     ),
     "calibrate": ("plan", "Measure what devices and links reach, for better plans."),
     "cluster": ("cluster", "Define, check, start and stop clusters."),
+    "fields": ("fields", "Show the fields of each command's --json, and the exit codes."),
 }
 """For each command, the module of app.cli that defines it, and its line in `trireme --help`."""
 
@@ -107,7 +109,7 @@ def group() -> None:
 def main() -> None:
     """The console script.
 
-    The exit code is 0 for success, 1 for a failed run, 2 for wrong input and 130 for a stopped run.
+    Its exit code is one of `EXIT_CODES` (app/errors.py).
     """
     open_streams()
     if not _is_rank():  # a signal that is not handled leaves temporary folders and processes behind
@@ -136,21 +138,28 @@ def _run_command() -> int:
     try:
         _check_folder()
         program = [sys.executable, *sys.orig_argv[1:]]
-        return group.main(prog_name="trireme", standalone_mode=False, obj=program) or 0
+        return group.main(prog_name="trireme", standalone_mode=False, obj=program) or EXIT_DONE
     except click.exceptions.Exit as exit_request:
         return exit_request.exit_code
     except SystemExit:
         if not nobody_reads():
             raise
-        return 0  # Click exits with 1 if the reader of its output has gone, as in `| head`
+        return EXIT_DONE  # Click exits with 1 if the reader of its output has gone, as in `| head`
     except click.ClickException as error:
-        print(f"trireme: {usage_error(error)}", file=sys.stderr)
-        return EXIT_REFUSED
+        return _report(usage_error(error), EXIT_REFUSED)
     except (click.Abort, KeyboardInterrupt) as stop:  # before the command's own code was reached
         interrupt = stop if isinstance(stop, KeyboardInterrupt) else stop.__cause__
         reason = str(interrupt or "") or "stopped by Ctrl-C"
-        print(f"trireme: {reason}", file=sys.stderr)
-        return EXIT_STOPPED
+        return _report(reason, EXIT_STOPPED)
+
+
+def _report(sentence: str, exit_code: int) -> int:
+    """Print an error of a command that has not begun, and return its exit code."""
+    options = sys.argv[1 : sys.argv.index("--")] if "--" in sys.argv else sys.argv[1:]
+    if "--json" in options:
+        print(text_of(document(None, exit_code=exit_code, error=sentence)))
+    print(f"trireme: {sentence}", file=sys.stderr)
+    return exit_code
 
 
 def usage_error(error: click.ClickException) -> str:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -52,8 +52,7 @@ def list_(cli: Invocation) -> None:
     for name, shape in shapes.items():
         gpus = f"up to {shape.max_gpus} GPUs" if shape.max_gpus else "the GPUs it has"
         lines.append(f"{name:<22} {shape.provider:<8} {gpus:<18} {shape.path}")
-    values = {name: dataclasses.asdict(shape) for name, shape in shapes.items()}
-    cli.answer(values, "\n".join(lines))
+    cli.answer({"clusters": shapes}, "\n".join(lines))
 
 
 @verb("show", group=cluster)
@@ -77,8 +76,12 @@ def validate(cli: Invocation, files: tuple[str, ...]) -> None:
         for mistake in mistakes:
             cli.console.error(mistake)
     valid = [file for file, mistakes in mistakes_of.items() if not mistakes]
-    cli.answer(mistakes_of, "\n".join(f"{file} is valid" for file in valid))
-    if len(valid) < len(mistakes_of):
+    answer: dict[str, Any] = {"mistakes": mistakes_of}
+    first = next((mistakes[0] for mistakes in mistakes_of.values() if mistakes), "")
+    if first:
+        answer["error"] = first
+    cli.answer(answer, "\n".join(f"{file} is valid" for file in valid))
+    if first:
         raise click.exceptions.Exit(EXIT_REFUSED)
 
 
@@ -163,7 +166,10 @@ def status(cli: Invocation, file: str) -> None:
 
     data, path = read_ray_file(file)
     cluster_status = status_of(data, path)
-    cli.answer(cluster_status, "\n".join(cluster_status.lines()))
+    answer = dataclasses.asdict(cluster_status)
+    if not cluster_status.reachable:
+        answer["error"] = "the cluster's head does not answer"
+    cli.answer(answer, "\n".join(cluster_status.lines()))
     if not cluster_status.reachable:
         raise click.exceptions.Exit(EXIT_FAILED)
 
@@ -214,7 +220,7 @@ def doctor(
     from app.doctor.checks import judge
     from app.doctor.look import remote_server
 
-    cli.console.quiet = cli.as_json or exclude_bad
+    cli.console.quiet = exclude_bad
     server = remote_server(cluster)
     if server is not None:
         options = _remote_options(cli, storage, all_reduce, exclude_bad=exclude_bad)
@@ -225,12 +231,19 @@ def doctor(
     facts = _gather_facts(cli, cluster, storage, all_reduce=all_reduce)
     findings = judge(facts)
     if exclude_bad:
-        cli.console.result(_exclusion(facts, findings))
+        key = _exclusion(facts, findings)
+        if not cli.as_json:
+            cli.console.result(key)
+        cli.answer({"keys": [key] if key else []})
         return
     rows = [{**dataclasses.asdict(finding), "critical": finding.critical} for finding in findings]
     text = "\n".join(report(facts, findings))
-    cli.answer({"findings": rows, "facts": dataclasses.asdict(facts)}, text)
-    if any(finding.critical for finding in findings):
+    critical = [finding for finding in findings if finding.critical]
+    answer: dict[str, Any] = {"findings": rows, "facts": facts}
+    if critical:
+        answer["error"] = critical[0].sentence
+    cli.answer(answer, text)
+    if critical:
         raise click.exceptions.Exit(EXIT_FAILED)
 
 
@@ -264,16 +277,15 @@ def _run_remotely(
     code, printed = run_on_cluster(
         server, "doctor", arguments, options=options, say=cli.console.say
     )
-    if code and exclude_bad:
+    if code and exclude_bad and not cli.as_json:
         error = answer_in_log(printed, prefix="trireme: ").removeprefix("trireme: ")
         raise RunFailed(error)
-    if exclude_bad:
-        answer = answer_in_log(printed, prefix="cluster.exclude_nodes=")
-    elif cli.as_json:
-        answer = answer_in_log(printed, prefix="{")
+    if cli.as_json:
+        cli.answer_of_job(printed)
+    elif exclude_bad:
+        cli.console.result(answer_in_log(printed, prefix="cluster.exclude_nodes="))
     else:
-        answer = answer_in_log(printed)
-    cli.console.result(answer)
+        cli.console.result(answer_in_log(printed))
     raise click.exceptions.Exit(code)
 
 

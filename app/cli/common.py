@@ -1,8 +1,11 @@
 """What commands share: common options, an experiment's arguments with completion, and errors."""
 
+import contextlib
 import dataclasses
 import functools
 import json
+import os
+import traceback as tracebacks
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,9 +13,11 @@ from typing import Any, Protocol
 import click
 from click.shell_completion import CompletionItem
 
+from app.cli.document import document, text_of
 from app.config import Config
 from app.console.terminal import Console
 from app.errors import (
+    EXIT_DONE,
     EXIT_FAILED,
     EXIT_REFUSED,
     EXIT_STOPPED,
@@ -24,10 +29,8 @@ from app.errors import (
     own_line,
     with_line,
 )
+from app.run.abort import before_abort
 from app.run.endings import MACHINE_ERRORS, USER_ERRORS
-
-STATUS = {EXIT_FAILED: "failed", EXIT_REFUSED: "refused", EXIT_STOPPED: "stopped"}
-"""The `status` in the JSON of a command that ends with an error, by its exit code."""
 
 
 class CommandRegistry(Protocol):
@@ -46,24 +49,63 @@ class Invocation:
         console: Where the command prints.
         as_json: Whether --json was given.
         verbose: Whether --verbose was given.
+        answered: What the command has answered; None before it has.
     """
 
     console: Console
     as_json: bool
     verbose: bool = False
+    answered: Any = None
+    _is_closed: bool = False
 
     def answer(self, value: Any, text: str = "") -> None:
-        """Print the command's result.
+        """Give the command's result.
+
+        With --json it is printed when the command has ended, since an error afterwards belongs
+        into the same document.
 
         Args:
-            value: A dataclass or plain values, printed as JSON with --json.
+            value: A dataclass or mapping, printed as JSON with --json.
             text: Printed without --json.
         """
-        if self.as_json:
-            plain = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
-            self.console.result(json.dumps(plain, default=str))
-        elif text:
+        self.answered = value
+        if text and not self.as_json:
             self.console.result(text)
+
+    def answer_of_job(self, log: str) -> None:
+        """Give the answer of the same command that has run as a job.
+
+        Args:
+            log: What the job has printed, with its document in a line.
+
+        Raises:
+            RunFailed: No line is a document.
+        """
+        for line in reversed(log.splitlines()):
+            if line.startswith("{"):
+                with contextlib.suppress(ValueError):
+                    self.answered = json.loads(line)
+                    return
+        raise RunFailed(f"the job on the cluster gave no answer; its log ends with: {log[-300:]}")
+
+    def close(self, exit_code: int, error: str = "") -> None:
+        """Print the document of --json, once, and by the first of several ranks only.
+
+        Args:
+            exit_code: How the command ends.
+            error: A sentence on what went wrong; "" if nothing did.
+        """
+        is_first_rank = os.environ.get("RANK", "0") == "0"
+        if self._is_closed or not self.as_json or not is_first_rank:
+            return
+        self._is_closed = True
+        fields = document(self.answered, exit_code=exit_code, error=error)
+        self.console.result(text_of(fields))
+
+    def close_aborted(self, exit_code: int, sentence: str) -> None:
+        """Print the document of a command whose process is ended at once."""
+        if sentence:
+            self.close(exit_code, sentence.removeprefix("trireme: "))
 
 
 def verb(
@@ -85,10 +127,14 @@ def verb(
         def call(
             *, as_json: bool, traceback: bool, verbose: bool = False, **parameters: Any
         ) -> None:
-            cli = Invocation(Console(quiet=as_json), as_json, verbose)
+            cli = Invocation(Console(result_only=as_json), as_json, verbose)
+            before_abort(cli.close_aborted)
             try:
                 function(cli, **parameters)
-            except (click.ClickException, click.exceptions.Exit, click.Abort):
+            except (click.ClickException, click.Abort):
+                raise  # `main` reports them
+            except click.exceptions.Exit as end:
+                cli.close(end.exit_code)
                 raise
             except KeyboardInterrupt as interrupt:
                 reason = str(interrupt) or "stopped by Ctrl-C"
@@ -96,11 +142,18 @@ def verb(
                 raise click.exceptions.Exit(_report_error(cli, stopped)) from None
             except Exception as error:
                 if traceback:
-                    raise
+                    tracebacks.print_exception(error)
                 raise click.exceptions.Exit(_report_error(cli, error)) from None
+            cli.close(EXIT_DONE)
 
         command = group.command(name)(call)
-        command.params.append(_flag("--json", "as_json", "Print only the result, as JSON."))
+        command.params.append(
+            _flag(
+                "--json",
+                "as_json",
+                "Print the result as one JSON document; all else goes to stderr.",
+            )
+        )
         if verbose:
             text = "Show the output of Ray and other libraries too."
             command.params.append(_flag("--verbose", "verbose", text))
@@ -128,7 +181,7 @@ def _report_error(cli: Invocation, error: Exception) -> int:
         line = own_line(error)
         hint = "" if line else " (--traceback shows where)"
         text = with_line(f"{described(error)}{hint}", line)
-    cli.answer({"status": STATUS[code], "error": text})
+    cli.close(code, text)
     cli.console.error(f"trireme: {text}")
     return code
 

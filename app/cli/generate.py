@@ -90,13 +90,14 @@ def generate(
         cli.console.say("")
         return "".join(pieces)
 
+    texts = []
     if text is not None:
         cli.console.part(text)
-        generated = print_continuation(text)
-        cli.answer({"status": "complete", "step": writer.step, "text": text + generated})
+        texts.append(text + print_continuation(text))
     while interactive:
         try:
-            prompt = input("> " if sys.stdin.isatty() else "")
+            prompt = input("> " if sys.stdin.isatty() and not cli.as_json else "")
         except EOFError:
-            return
-        print_continuation(prompt)
+            break
+        texts.append(prompt + print_continuation(prompt))
+    cli.answer({"status": "complete", "step": writer.step, "texts": texts})

@@ -27,7 +27,7 @@ def runs(cli: Invocation, folder: str) -> None:
 
     states = list_runs(folder)
     text = table(states) if states else f"there is no run in {folder}"
-    cli.answer([dataclasses.asdict(state) for state in states], text)
+    cli.answer({"runs": states}, text)
 
 
 @verb("watch")
@@ -57,6 +57,7 @@ def watch(cli: Invocation, run: str) -> None:
             cli.console.progress(StepsDone.from_record(state.progress), state.evaluated)
         if cli.console.output_closed:
             return
+    cli.answer(state)
     ending = f"{state.name} {state.state} after step {state.step:,} of {state.steps:,}"
     if state.state == "stopped":
         raise Interrupted(f"{ending}: the command that started it continues it")
@@ -93,7 +94,7 @@ def compare(cli: Invocation, runs: tuple[str, ...], metric: str, last: float) ->
 
     differences = compare_runs([open_run(run) for run in runs], metric=metric, share=last)
     values = [{**dataclasses.asdict(each), "verdict": each.verdict} for each in differences]
-    cli.answer(values, "\n".join(map(sentence, differences)))
+    cli.answer({"comparisons": values}, "\n".join(map(sentence, differences)))
 
 
 @verb("profile")

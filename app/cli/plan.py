@@ -245,7 +245,7 @@ def calibrate(cli: Invocation, workers: int | None) -> None:
     lines = [gpu_name]
     lines += [f"  {key}: {_readable(value)}" for key, value in constants.items() if key != "gpu"]
     lines.append(f"kept in {path}")
-    cli.answer({**constants, "gpu": gpu_name, "file": str(path)}, "\n".join(lines))
+    cli.answer({"gpu": gpu_name, "file": str(path), "constants": constants}, "\n".join(lines))
 
 
 def _local_workers(requested: int | None) -> int:

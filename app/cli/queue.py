@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from app.cli.common import (
     read_experiment,
     verb,
 )
+from app.cli.document import plain
 from app.cli.runs import server_options
 
 if TYPE_CHECKING:
@@ -59,13 +59,12 @@ def list_(cli: Invocation, storage: str, server: Server) -> None:
     seconds_to_start = expected_starts(rows, store.free())
     values = [
         {
-            **dataclasses.asdict(row),
-            "state": row.state.value,
-            "starts_in": seconds_to_start.get(row.entry.id),
+            **plain(row),
+            "starts_in_seconds": seconds_to_start.get(row.entry.id),
         }
         for row in rows
     ]
-    cli.answer(values, "\n".join(queue_job.table(rows, store)))
+    cli.answer({"runs": values}, "\n".join(queue_job.table(rows, store)))
 
 
 @verb("resume", group=queue)
@@ -103,7 +102,8 @@ def quota(cli: Invocation, user: str, workers: int | None, storage: str, server:
     store = QueueStore(storage or "runs")
     store.set_quota(user, workers)
     quotas = store.quotas()
-    cli.answer(quotas, "\n".join(f"{name}: {limit} workers" for name, limit in quotas.items()))
+    lines = [f"{name}: {limit} workers" for name, limit in quotas.items()]
+    cli.answer({"workers_by_user": quotas}, "\n".join(lines))
 
 
 def _ran_on_cluster(cli: Invocation, server: Server, storage: str, *, words: list[str]) -> bool:
@@ -137,7 +137,10 @@ def _ran_on_cluster(cli: Invocation, server: Server, storage: str, *, words: lis
         options=[*parameters, *options],
         say=lambda text: None,
     )
-    cli.console.result(printed.rstrip("\n"))
+    if cli.as_json:
+        cli.answer_of_job(printed)
+    else:
+        cli.console.result(printed.rstrip("\n"))
     if code:
         raise click.exceptions.Exit(code)
     return True
@@ -162,4 +165,5 @@ def enter(cli: Invocation, arguments: tuple[str, ...], id: str, user: str, prior
         say=cli.console.say,
     )
     python = [sys.executable, "-P"] if sys.flags.safe_path else [sys.executable]
-    os.execve(python[0], [*python, "-m", "app", "train", *arguments], environment)
+    options = ["--json"] if cli.as_json else []
+    os.execve(python[0], [*python, "-m", "app", "train", *arguments, *options], environment)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from app.cli.common import (
     read_experiment,
     verb,
 )
+from app.cli.document import plain
 from app.errors import EXIT_STOPPED, RunFailed, UserError
 from cluster.environment import user_name
 
@@ -134,7 +134,7 @@ def export(cli: Invocation, run_folder: str, to: str, out: str | None, step: int
         f"step {exported.step} of {run_folder} is in {exported.folder}: "
         f"{files}, {size(exported.size)}"
     )
-    cli.answer({"status": "complete", **dataclasses.asdict(exported)}, text)
+    cli.answer({"status": "complete", **plain(exported)}, text)
 
 
 @verb("sync")
@@ -155,6 +155,8 @@ def sync(cli: Invocation, run_folder: str) -> None:
         raise RunFailed(
             f"some metrics have not reached MLflow and wait in {spool}: {delivery.problem}"
         )
+    for sentence in delivery.trackers:
+        cli.console.say(f"note: {sentence}")
     exception = f", but no model ({delivery.left_out})" if delivery.left_out else ""
     cli.answer(
         {"status": "complete", "run_id": delivery.run_id, "url": delivery.url},
@@ -252,7 +254,10 @@ def run(
         queued_manifest = kueue_manifest(
             manifest, words=arguments, run=config.run.name, priority=priority
         )
-        cli.console.result(yaml.safe_dump(queued_manifest, sort_keys=False))
+        cli.answer(
+            {"status": "manifest", "manifest": queued_manifest},
+            yaml.safe_dump(queued_manifest, sort_keys=False),
+        )
         return
     options = submission.cluster_options(config, server.cluster) if server.cluster else []
     job = submission.prepare(
@@ -261,7 +266,7 @@ def run(
     if queued:
         job = submission.queued(job, user_name(), priority)
     if dry_run:
-        cli.answer({"status": "dry run", "runs": job.entrypoint}, "\n".join(job.lines()))
+        cli.answer({"status": "dry run", "command": job.entrypoint}, "\n".join(job.lines()))
         return
     with server:
         job_id = submission.submit(server, job, cli.console.say)
@@ -288,8 +293,7 @@ def _follow(cli: Invocation, server: Server, job_id: str) -> None:
     from app.submit.submission import follow
 
     def write_log(text: str) -> None:
-        if not cli.as_json:
-            click.echo(text, nl=False)
+        click.echo(text, nl=False, err=cli.as_json)
 
     try:
         code = follow(server, job_id, write=write_log, say=cli.console.say)
@@ -299,7 +303,10 @@ def _follow(cli: Invocation, server: Server, job_id: str) -> None:
             f"`trireme submit stop {job_id}` stops it"
         )
         code = EXIT_STOPPED
-    cli.answer({"status": "ended", "job": job_id, "exit_code": code})
+    answer: dict[str, Any] = {"status": "ended", "job": job_id}
+    if code:
+        answer["error"] = f"the job {job_id} ended with exit code {code}"
+    cli.answer(answer)
     raise click.exceptions.Exit(code)
 
 

@@ -9,7 +9,8 @@ from app.cli.common import (
     read_experiment,
     verb,
 )
-from app.errors import EXIT_FAILED, RunFailed, UserError
+from app.cli.document import with_units
+from app.errors import RunFailed, UserError
 
 COUNT = click.IntRange(min=1)
 
@@ -36,8 +37,7 @@ def sweep(cli: Invocation, arguments: tuple[str, ...]) -> None:
     outcome = run.sweep(spec.read_sweep(files[0], overrides), cli.console, verbose=cli.verbose)
     cli.answer(outcome)
     if outcome.message:
-        cli.console.error(f"trireme: {outcome.message}")
-        raise click.exceptions.Exit(EXIT_FAILED)
+        raise RunFailed(outcome.message)
 
 
 @verb("scale", verbose=True)
@@ -107,7 +107,10 @@ def scale(
         blocks=blocks,
         steps=steps,
     )
-    cli.answer(run.scale(config, plan, cli.console, verbose=cli.verbose))
+    outcome = run.scale(config, plan, cli.console, verbose=cli.verbose)
+    points = [with_units("Point", point) for point in outcome.points]
+    laws = {name: with_units("Law", law) for name, law in outcome.laws.items()}
+    cli.answer({**vars(outcome), "points": points, "laws": laws})
 
 
 @verb("parity")
@@ -151,7 +154,7 @@ def parity(
     rows = experiment.choose_rows(names, workers, has_experts=experiment.has_experts(config))
     cli.console.status(f"training {len(rows)} rows")
     results = experiment.measure(config, steps=steps, rows=rows, checkpoints=checkpoints)
-    cli.answer(experiment.as_dicts(results), experiment.table(results))
+    cli.answer({"rows": experiment.as_dicts(results)}, experiment.table(results))
     for verdict, outcome in (("FAILED", "failed"), ("DIFFERS", "differ from one device")):
         bad_rows = [result.row for result in results if result.verdict == verdict]
         if bad_rows:

@@ -174,6 +174,8 @@ def _names(config: Config) -> Iterator[str]:
     is_import_path = ":" in config.optimizer.name
     if not is_import_path and config.optimizer.name not in OPTIMIZERS:
         yield unknown_optimizer(config.optimizer.name)
+    if config.tracking.also and not config.tracking.enabled:
+        yield "tracking.also is set, but tracking.enabled is false: leave one of them out"
     known = arguments_of(config.task) if config.task in BUILT_IN else []
     for name in config.task_args:
         if known and name not in known:

@@ -238,6 +238,9 @@ class TrackingConfig:
     """MLflow tracking URI. null: MLFLOW_TRACKING_URI, else a SQLite database in run.storage."""
     experiment: Optional[str] = None
     """MLflow experiment. null: MLFLOW_EXPERIMENT_NAME, else trireme."""
+    also: list[str] = field(default_factory=list)
+    """Trackers beside MLflow: tensorboard, the name of an installed one (entry point
+    trireme.trackers) or the import path of a class (app/tracking/README.md)."""
     tags: dict[str, str] = field(default_factory=dict)
     """Tags of the MLflow run."""
     log_model: bool = True

@@ -41,13 +41,16 @@ class Console:
     """Writes to the process's original streams, even while `capture` redirects all other output.
 
     Args:
-        quiet: Print no progress and no remarks, as for --json and for ranks other than 0.
+        quiet: Print no progress and no remarks, as for ranks other than 0.
+        result_only: Standard output gets the result and nothing else, as with --json; progress and
+            remarks go to standard error.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    def __init__(self, *, quiet: bool = False, result_only: bool = False) -> None:
         self.quiet = quiet
         self.start_clock = time.monotonic()
         """The monotonic clock when the command began, or the call from Python."""
+        self._result_only = result_only
         self._out: IO[str] = sys.stdout
         self._err: IO[str] = sys.stderr
         self.output_closed = False
@@ -62,6 +65,11 @@ class Console:
     def error_stream(self) -> IO[str]:
         """The process's original standard error, also inside `capture`."""
         return self._err
+
+    @property
+    def _messages(self) -> IO[str]:
+        """Where progress and remarks go."""
+        return self._err if self._result_only else self._out
 
     @contextlib.contextmanager
     def capture(self, log: Path, labels: Mapping[str, object] | None = None) -> Iterator[None]:
@@ -127,7 +135,7 @@ class Console:
         """Print a remark that should stay on the screen."""
         self._copy_to_log(text)
         if not self.quiet:
-            self._print(text)
+            self._print(text, stream=self._messages)
 
     def error(self, text: str) -> None:
         """Print what went wrong, even when quiet."""
@@ -141,11 +149,11 @@ class Console:
     def part(self, text: str) -> None:
         """Print a piece of a line."""
         if not self.quiet:
-            self._print(text, end="")
+            self._print(text, end="", stream=self._messages)
 
     def status(self, text: str) -> None:
         """Show what is happening now in the live line of a terminal; elsewhere do nothing."""
-        if not self.quiet and self._out.isatty():
+        if not self.quiet and self._messages.isatty():
             self._rewrite(text)
 
     def waits_for(self, what: str) -> None:
@@ -158,7 +166,9 @@ class Console:
             self._waiting.stop.set()
             self._waiting = None
         if what and not self.quiet:
-            self._waiting = WaitingNotice(what, lambda text: self._print(text))
+            self._waiting = WaitingNotice(
+                what, lambda text: self._print(text, stream=self._messages)
+            )
 
     @contextlib.contextmanager
     def if_slow(self, text: str) -> Iterator[None]:
@@ -180,7 +190,7 @@ class Console:
                 evaluation.
         """
         line = progress_line(event, evaluated)
-        is_terminal = self._out.isatty()
+        is_terminal = self._messages.isatty()
         if is_terminal and not self.quiet:
             self._rewrite(line)
         is_due = time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES
@@ -188,7 +198,7 @@ class Console:
             self._last_line = time.monotonic()
             self._copy_to_log(line)
             if not is_terminal and not self.quiet:
-                self._print(line)
+                self._print(line, stream=self._messages)
 
     def _print(self, text: str, *, end: str = "\n", stream: IO[str] | None = None) -> None:
         if self._waiting is not None:
@@ -209,16 +219,16 @@ class Console:
 
     def _rewrite(self, text: str) -> None:
         try:
-            width = (os.get_terminal_size(self._out.fileno()).columns or 80) - 1
+            width = (os.get_terminal_size(self._messages.fileno()).columns or 80) - 1
         except OSError:  # the terminal is gone
             self.output_closed = True
             return
-        self._write("\r\x1b[2K" + text[:width], self._out)
+        self._write("\r\x1b[2K" + text[:width], self._messages)
         self._has_live_line = True
 
     def _clear(self) -> None:
         if self._has_live_line:
-            self._write("\r\x1b[2K", self._out)
+            self._write("\r\x1b[2K", self._messages)
             self._has_live_line = False
 
 

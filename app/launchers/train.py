@@ -20,6 +20,7 @@ from app.errors import UserError
 from app.launchers.crash_notice import announce_crash
 from app.run.manifest import Outcome, Run, run_folder, under_free_name
 from app.tracking.settings import Settings, resolve_tracking
+from app.tracking.trackers import require_trackers
 from app.training.events import WorkerInfo
 from cluster.environment import set_defaults
 
@@ -63,6 +64,7 @@ def train(
         Interrupted: Stopped by Ctrl-C, SIGTERM or SIGHUP, after saving.
     """
     _require_trainable(config)
+    require_trackers(config.tracking.also)
     if again:
         config = under_free_name(config)
     launcher = chosen_launcher(config)

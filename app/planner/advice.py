@@ -161,7 +161,7 @@ def _answer(plan: Plan, best: Estimate) -> str:
         gpus = f" on {world} GPU{'s' if world > 1 else ''}"
     spare = size_text(best.capacity - best.memory_bytes)
     answer = f"Use {layout}{gpus} ({settings_text(best)}): {figures(best)}, {spare} to spare"
-    cost = plan.layout(best)["cost_per_run"]
+    cost = plan.layout(best)["dollars_per_run"]
     if cost is not None and plan.steps:
         dollars = f"${cost:,.2f}" if cost >= 0.01 else "less than a cent"
         answer += f"; {dollars} for the run of {plan.steps:,} steps"

@@ -1,5 +1,6 @@
 """A plan as a table with the reasons for each strategy, as JSON, and as an experiment's file."""
 
+import json
 import math
 from collections import defaultdict
 from pathlib import Path
@@ -187,7 +188,7 @@ def cells(plan: Plan, row: Estimate) -> tuple[str, ...]:
     size = layout["memory_bytes"] / GIB
     low, high = layout[f"{plan.reader.task.unit}_per_second_range"]
     devices = _devices_of_speed(plan)
-    cost = layout["cost_per_step"]
+    cost = layout["dollars_per_step"]
     return (
         layout["strategy"],
         " ".join(degrees) or "-",
@@ -310,7 +311,7 @@ def as_json(plan: Plan, top: int) -> dict[str, Any]:
         "layouts": [plan.layout(row) for row in plan.rows[:top]],
         "count": len(plan.rows),
         "fitting": sum(row.fits for row in plan.rows),
-        "families": families(plan),
+        **_reasons(plan),
         "advice": advice(plan, tried),
         "remedies": [remedy.as_json() for remedy in tried],
         "model": {
@@ -327,27 +328,56 @@ def as_json(plan: Plan, top: int) -> dict[str, Any]:
             "gpus_per_node": machine.per_node,
             "memory_bytes": int(gpu.memory_bytes),
             "usable_bytes": int(machine.device.capacity),
-            "link_within": gpu.link_within,
-            "link_across": machine.link_across,
-            "price_per_gpu_hour": machine.price_per_hour,
+            "link_within_bytes_per_second": gpu.link_within,
+            "link_across_bytes_per_second": machine.link_across,
+            "dollars_per_gpu_hour": machine.price_per_hour,
             "calibrated": machine.device.measured,
             "assumed": machine.assumption or None,
         },
     }
 
 
+def _reasons(plan: Plan) -> dict[str, Any]:
+    """The layout that `trireme train` would take, and why not the best of each other strategy."""
+    reasons = families(plan)
+    best = plan.best
+    if best is None:
+        return {"chosen": None, "rejected": reasons}
+    reason = reasons.pop(best.candidate.family, "")
+    strategy = best.candidate.layout.name
+    chosen = {"strategy": strategy, "keys": key_values(plan, best), "reason": reason}
+    return {"chosen": chosen, "rejected": reasons}
+
+
 def experiment(plan: Plan, row: Estimate) -> dict[str, Any]:
     """The whole configuration with a layout, as nested dictionaries."""
-    layout = plan.layout(row)
     tree = to_dict(plan.config)
-    tree["strategy"] = layout["strategy"]
-    tree["workers"] = str(plan.machine.world)
-    for key, value in layout["parallel"].items():
-        if value is not None:
-            tree["parallel"][key] = value
-    for key in ("micro_batch_size", "activation_checkpointing", "precision"):
-        tree["train"][key] = layout[key]
+    for key, value in _values(plan, row).items():
+        section, _, name = key.rpartition(".")
+        (tree[section] if section else tree)[name] = value
     return tree
+
+
+def key_values(plan: Plan, row: Estimate) -> list[str]:
+    """A layout as the key=value arguments of `trireme train`."""
+    words = []
+    for key, value in _values(plan, row).items():
+        # As JSON, true and false are small, and lists without blanks are one word for a shell.
+        text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+        words.append(f"{key}={text}")
+    return words
+
+
+def _values(plan: Plan, row: Estimate) -> dict[str, Any]:
+    """The keys of the configuration that a layout decides."""
+    layout = plan.layout(row)
+    values = {"strategy": layout["strategy"], "workers": str(plan.machine.world)}
+    for name, value in layout["parallel"].items():
+        if value is not None:
+            values[f"parallel.{name}"] = value
+    for name in ("micro_batch_size", "activation_checkpointing", "precision"):
+        values[f"train.{name}"] = layout[name]
+    return values
 
 
 def write(plan: Plan, path: str, row: Estimate | None = None) -> str:

@@ -29,13 +29,21 @@ FORMATS = ("safetensors", "huggingface", "peft", "torch")
 
 @dataclass(frozen=True)
 class Exported:
-    """The files that an export has written."""
+    """The files that an export has written.
+
+    Args:
+        step: The step of the checkpoint.
+        format: safetensors, huggingface, peft or torch.
+        folder: Where the files are.
+        files: Their names.
+        size: Bytes of all files.
+    """
 
     step: int
     format: str
     folder: Path
     files: list[str]
-    size: int  # bytes of all files
+    size: int
 
 
 def export_run(

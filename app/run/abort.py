@@ -19,6 +19,14 @@ _first_to_abort = threading.Lock()
 """Never released, so that only one of two threads that end the process says why."""
 
 
+_before: list[Callable[[int, str], object]] = []
+
+
+def before_abort(report: Callable[[int, str], object]) -> None:
+    """Let `abort` call this with the exit code and its sentence, instead of an earlier one."""
+    _before[:] = [report]
+
+
 def write_line(sentence: str, *, descriptor: int = 2) -> None:
     """Writes a line without the locks of Python's streams.
 
@@ -45,11 +53,11 @@ def abort(
         say: Prints the sentence, by default on standard error.
     """
     if _first_to_abort.acquire(timeout=SAY_SECONDS):
-        _say_and_flush(sentence, say)
+        _say_and_flush(exit_code, sentence, say)
     os._exit(exit_code)
 
 
-def _say_and_flush(sentence: str, say: Callable[[str], object]) -> None:
+def _say_and_flush(exit_code: int, sentence: str, say: Callable[[str], object]) -> None:
     """Uses a thread of its own, because another thread may hold a stream's lock for ever."""
     done = threading.Event()
 
@@ -57,6 +65,9 @@ def _say_and_flush(sentence: str, say: Callable[[str], object]) -> None:
         if sentence:
             with contextlib.suppress(Exception):
                 say(sentence)
+        for report in _before:
+            with contextlib.suppress(Exception):
+                report(exit_code, sentence)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # nobody reads it, or there is none
                 stream.flush()

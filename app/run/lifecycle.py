@@ -173,6 +173,8 @@ def _end(driver: Driver, status: str, mlflow_status: str, message: str) -> Deliv
         driver.note(
             f"MLflow has no model of this run, only its weights are kept: {delivery.left_out}"
         )
+    for sentence in delivery.trackers:
+        driver.note(sentence)
     return delivery
 
 

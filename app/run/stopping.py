@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from app.errors import EXIT_STOPPED
 from app.run.abort import abort
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -94,7 +95,7 @@ class _StopRequest:
             if not self.raise_clock:
                 signal.pthread_kill(threading.main_thread().ident or 0, self.number)
         abort(
-            128 + signal.SIGINT,
+            EXIT_STOPPED,
             f"trireme: stopped by {name_of(self.number)}; what had been started did not end within "
             f"{END_SECONDS:.0f} s",
         )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.config import Config
-from app.errors import UserError
+from app.errors import EXIT_CODES, EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, UserError
 from app.submit.client import Server
 from app.submit.queue import PREFIX
 
@@ -42,7 +42,7 @@ MLFLOW_VARIABLES = (
 """Environment variables that go along if they are set."""
 AGENT_SECONDS = 60.0
 """The head's job agent starts some seconds after its server."""
-EXIT_CODES = {"SUCCEEDED": 0, "STOPPED": 130}
+ENDINGS = {"SUCCEEDED": EXIT_DONE, "STOPPED": EXIT_STOPPED}
 """Exit codes by Ray's job status; a failed job has one of its own."""
 Say = Callable[[str], None]
 
@@ -414,7 +414,8 @@ def follow(server: Server, job_id: str, write: Callable[[str], None], say: Say) 
                 failed_early = status == "FAILED" and info.driver_exit_code is None
                 if not written or failed_early:
                     say(f"Ray says: {info.message}")  # the job did not get as far as a log
-                return EXIT_CODES.get(status, info.driver_exit_code or 1)
+                code = ENDINGS.get(status, info.driver_exit_code or EXIT_FAILED)
+                return code if code in EXIT_CODES else EXIT_FAILED  # the driver was killed
             lost_clock = None
         except Exception as error:
             if "does not exist" in str(error):  # the server is back, but it is another one

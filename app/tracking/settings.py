@@ -35,11 +35,13 @@ class Settings:
         experiment: The name of the MLflow experiment.
         artifact_location: Where a new experiment keeps artifacts; None means that the server
             decides.
+        also: Trackers beside MLflow (trackers.py).
     """
 
     uri: str
     experiment: str
     artifact_location: str | None = None
+    also: tuple[str, ...] = ()
 
 
 def resolve_tracking(
@@ -48,7 +50,7 @@ def resolve_tracking(
     """Decide where to track a run.
 
     Args:
-        tracking: The configuration's `tracking`, with `uri` and `experiment`.
+        tracking: The configuration's `tracking`, with `uri`, `experiment` and `also`.
         storage: `run.storage`.
         environ: The environment variables.
 
@@ -74,7 +76,7 @@ def resolve_tracking(
         artifacts = (folder / "mlartifacts").as_uri()
     elif scheme in _DATABASES:
         artifacts = f"{text.rstrip('/')}/mlartifacts"
-    return Settings(uri, experiment, artifacts)
+    return Settings(uri, experiment, artifacts, tuple(tracking.also))
 
 
 def _checked(uri: str, shown: str) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 
 from app.console.masking import mask_text, mask_tree, mask_uri
 from app.tracking.environment import provenance_tags
+from app.tracking.feed import problems
 from app.tracking.settings import Settings, run_url
 from app.tracking.spool import Event, Spool, State, last_start, look_at_lock, take_lock, write_json
 
@@ -41,6 +42,7 @@ class Delivery:
             delivers the rest.
         problem: Why events are left, as a sentence; "" otherwise.
         left_out: Why MLflow has no model of this run, if none could be made; "" otherwise.
+        trackers: What is missing in trackers beside MLflow, a sentence each.
     """
 
     run_id: str | None
@@ -48,6 +50,7 @@ class Delivery:
     complete: bool
     problem: str = ""
     left_out: str = ""
+    trackers: tuple[str, ...] = ()
 
 
 class Tracker:
@@ -119,7 +122,7 @@ class Tracker:
             "uri": mask_uri(self.settings.uri),
         }
         write_json(self.folder / "start.json", start)
-        self._append("start")
+        self.emit({"type": "start", "time": start["time"]})
         self.tags(tags)
         if self._parent is None:
             self._writer.keep()
@@ -309,6 +312,17 @@ class WriterProcess:
             )
         return str(done.stdout).strip()
 
+    def run_once(self) -> str:
+        """Start a writer and wait until it ends; it feeds the trackers beside MLflow too.
+
+        Returns:
+            Why there is no writer; "" if there was one.
+        """
+        problem = self._spawn()
+        while not problem and self._is_alive():
+            time.sleep(0.05)
+        return problem
+
     def wait(self, timeout: float) -> str:
         """Wait until a writer has delivered everything.
 
@@ -372,7 +386,9 @@ def sync(folder: Path, *, timeout: float = 30.0) -> Delivery:
         problem = "the run is going on, and its own writer delivers it"
         return _delivery(folder, settings, problem)
     os.close(driver_lock)
-    return _delivery(folder, settings, WriterProcess(folder, uri, attempt).wait(timeout))
+    writer = WriterProcess(folder, uri, attempt)
+    problem = writer.run_once() if problems(folder) else ""
+    return _delivery(folder, settings, problem or writer.wait(timeout))
 
 
 def _delivery(folder: Path, settings: Settings, problem: str) -> Delivery:
@@ -383,6 +399,7 @@ def _delivery(folder: Path, settings: Settings, problem: str) -> Delivery:
         complete=not problem and state.has_all(folder),
         problem=problem,
         left_out=state.left_out,
+        trackers=tuple(problems(folder)),
     )
 
 

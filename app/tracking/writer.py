@@ -6,6 +6,8 @@ the kernel releases it when the driver dies. A run without a finish then ends as
 is not a child of the driver and has a session of its own, so that `ray job stop` and Ctrl-C do not
 end it and it can still report how the run ended.
 
+Trackers of `tracking.also` get the same events in threads of this process (feed.py).
+
 The writer also delivers the spools of runs within this run's folder, such as a sweep's trials, as
 they appear.
 """
@@ -17,12 +19,14 @@ import time
 from pathlib import Path
 
 from app.console.masking import mask_text
+from app.tracking.feed import Trackers
 from app.tracking.spool import State, look_at_lock, take_lock
 
 INTERVAL_SECONDS = 5.0
 POLL_SECONDS = 0.25
 BACKOFF_SECONDS = (0.25, 2.0)
 LINGER_SECONDS = 5.0  # to wait for MLflow after the driver has gone
+TRACKER_SECONDS = 60.0  # to wait for slow trackers after that
 LOCK_SECONDS = 8.0  # to wait for an earlier writer to finish its call and end
 CHILDREN = "*/tracking"  # the spools of a sweep's trials, from the folder of the sweep's spool
 ENVIRONMENT = {
@@ -47,6 +51,8 @@ def serve(folder: Path, uri: str, attempt: str) -> None:
     from app.tracking.uploader import PermanentError, TransientError, Uploader
 
     uploaders = {folder: Uploader(folder, uri)}
+    trackers = Trackers(attempt)
+    trackers.add(folder)
     retry_delay = BACKOFF_SECONDS[0]
     failing_alone_since = 0.0  # since when MLflow has not answered and the driver has been gone
     while (driver := look_at_lock(folder, "driver"))[1] == attempt:
@@ -54,10 +60,14 @@ def serve(folder: Path, uri: str, attempt: str) -> None:
         for child in sorted(folder.parent.glob(CHILDREN)):
             if child not in uploaders and claim(child, attempt):
                 uploaders[child] = Uploader(child, uri)
+                trackers.add(child)
+        if not is_appending:
+            trackers.settle()
         try:
             # The parent's comes first, because children refer to its MLflow run.
             unfinished = [uploader.deliver() for uploader in uploaders.values()]
             if not is_appending and not any(unfinished):
+                _linger(trackers, folder, attempt)
                 return
             pause = INTERVAL_SECONDS
             retry_delay = BACKOFF_SECONDS[0]
@@ -74,6 +84,7 @@ def serve(folder: Path, uri: str, attempt: str) -> None:
                     "the driver is gone and MLflow does not answer: the rest stays in the spool"
                 )
                 return
+        trackers.wake()  # after MLflow, which comes first
         deadline = time.monotonic() + pause
         while look_at_lock(folder, "driver") == driver:
             left = deadline - time.monotonic()
@@ -81,6 +92,15 @@ def serve(folder: Path, uri: str, attempt: str) -> None:
                 break
             time.sleep(min(left, POLL_SECONDS))
     _log.warning("a newer start of this run takes over")
+
+
+def _linger(trackers: Trackers, folder: Path, attempt: str) -> None:
+    """Wait for slow trackers, when the driver waits no more, unless a newer driver is there."""
+    deadline = time.monotonic() + TRACKER_SECONDS
+    while trackers.unfinished() and time.monotonic() < deadline:
+        if look_at_lock(folder, "driver")[1] != attempt:
+            return
+        time.sleep(POLL_SECONDS)
 
 
 def claim(folder: Path, attempt: str, seconds: float = 0.0) -> bool:

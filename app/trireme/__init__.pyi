@@ -261,6 +261,9 @@ class TrackingKeys(TypedDict, total=False):
     """MLflow tracking URI. null: MLFLOW_TRACKING_URI, else a SQLite database in run.storage."""
     experiment: str | None
     """MLflow experiment. null: MLFLOW_EXPERIMENT_NAME, else trireme."""
+    also: Sequence[str]
+    """Trackers beside MLflow: tensorboard, the name of an installed one (entry point
+    trireme.trackers) or the import path of a class (app/tracking/README.md)."""
     tags: Mapping[str, str]
     """Tags of the MLflow run."""
     log_model: bool

@@ -68,7 +68,8 @@ FAILURES = [RunFailed, NonFiniteError, CheckpointError, ClusterUnavailable]
 def test_a_command_ends_with_the_sentence_and_the_code_of_its_error(
     kind: type[Exception], code: int, status: str
 ) -> None:
-    assert ending(kind("it is so.")) == (code, {"status": status, "error": "it is so."})
+    document = {"status": status, "error": "it is so.", "exit_code": code}
+    assert ending(kind("it is so.")) == (code, document)
 
 
 @pytest.mark.parametrize("kind", NAMESAKES, ids=lambda kind: kind.__name__)

@@ -328,7 +328,7 @@ def _write_changed(folder: Path, name: str, before: str, after: str) -> str:
 
 
 def test_list_shows_our_files(cluster: RunCluster) -> None:
-    assert set(cluster("list", "--json").json) == {f"{name}.yaml" for name in OWN_FILES}
+    assert set(cluster("list", "--json").json["clusters"]) == {f"{name}.yaml" for name in OWN_FILES}
 
 
 def test_show_prints_the_nodes_of_a_file(cluster: RunCluster) -> None:

@@ -394,12 +394,13 @@ def test_json_has_the_layouts_best_first(small: Reader, reads: Any, tmp_path: Pa
     assert layouts and output["count"] >= len(layouts)
     for layout in layouts:
         assert math.prod(layout["parallel"][name] for name in MESH_DIMS) == 8
-        assert layout["memory_bytes"] == pytest.approx(sum(layout["memory"].values()), abs=20)
-        assert layout["step_seconds"] == pytest.approx(sum(layout["seconds"].values()))
+        parts = layout["memory_bytes_by_part"]
+        assert layout["memory_bytes"] == pytest.approx(sum(parts.values()), abs=20)
+        assert layout["step_seconds"] == pytest.approx(sum(layout["step_seconds_by_part"].values()))
         assert layout["tokens_per_second"] > 0
         assert layout["precision"] == "bf16"
         assert 0 < layout["mfu"] < 1
-        assert layout["fits"] and layout["cost_per_step"] > 0
+        assert layout["fits"] and layout["dollars_per_step"] > 0
     times = [layout["step_seconds"] for layout in layouts]
     assert times[0] <= 1.03 * min(times)
     assert all(slower >= 0.998 * faster for faster, slower in itertools.pairwise(times[1:]))

@@ -81,7 +81,7 @@ def test_offloading_says_how_much_host_memory_it_takes(
     state = 16 * plan.reader.parameters  # a weight, its gradient and two moments, in float32
     assert row.host_memory_bytes == pytest.approx(state, rel=0.01)
     layout = plan.layout(row)
-    assert layout["host_memory"] is None and layout["host_memory_bytes"] == int(
+    assert layout["host_memory_share"] is None and layout["host_memory_bytes"] == int(
         row.host_memory_bytes
     )
     assert f"{row.host_memory_bytes / GIB:.1f} GiB of state in each host's memory" in settings_text(
@@ -115,7 +115,7 @@ def test_offloading_says_how_much_host_memory_it_takes(
         "parallel.offload=false",
         fixed_keys=("parallel.offload",),
     )
-    assert held.layout(held.rows[0])["host_memory"] == held.rows[0].host_memory_bytes == 0
+    assert held.layout(held.rows[0])["host_memory_share"] == held.rows[0].host_memory_bytes == 0
 
 
 @pytest.mark.parametrize("share", [0.95, 0.45, 0.2])

@@ -84,7 +84,7 @@ def test_a_dry_run_shows_variables_by_name_and_no_secret(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     queued = here(monkeypatch, capsys, "submit", *POINTS, "--queue", "--dry-run", "--json").json
-    assert queued["runs"].startswith("python -m app.submit queue enter --id queue-")
+    assert queued["command"].startswith("python -m app.submit queue enter --id queue-")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://somebody:pass@host:5000")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     for name in ("HF_TOKEN", "MLFLOW_TRACKING_TOKEN", "COPIED"):
@@ -142,7 +142,8 @@ class Broken:
 @pytest.mark.parametrize(
     ("pieces", "status", "exit_code", "expected_code", "expected_lines"),
     [
-        (["one\n", "two\n", "three\n"], "FAILED", 3, 3, ["the job continues"]),
+        (["one\n", "two\n", "three\n"], "FAILED", 2, 2, ["the job continues"]),
+        (["one\n"], "FAILED", 137, 1, []),
         (["one\n"], "SUCCEEDED", 0, 0, []),
         (["one\n"], "FAILED", None, 1, ["Ray says: it ended"]),
         (["one\n"], "STOPPED", None, 130, []),
@@ -384,7 +385,7 @@ def test_three_users_share_a_cluster_by_priority(tmp_path: Path) -> None:
         ).expect()
 
     def queue() -> dict[str, Any]:
-        rows = run_command("queue", "--storage", str(tmp_path), "--json").expect().json
+        rows = run_command("queue", "--storage", str(tmp_path), "--json").expect().json["runs"]
         return {row["entry"]["run"]: row for row in rows}
 
     with ray_head_with_jobs() as (_, dashboard):

@@ -131,7 +131,9 @@ def test_no_secret_reaches_the_spool_and_a_writer_without_a_server_ends(tmp_path
 def resolve(
     uri: str | None, storage: str = "runs", environ: dict[str, str] | None = None
 ) -> Settings:
-    return resolve_tracking(SimpleNamespace(uri=uri, experiment=None), storage, environ or {})
+    return resolve_tracking(
+        SimpleNamespace(uri=uri, experiment=None, also=[]), storage, environ or {}
+    )
 
 
 def test_configuration_overrides_environment_which_overrides_storage(
