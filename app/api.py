@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from app.cli.common import files_and_overrides
 from app.config import Config
+from app.config.task_source import refuse_wrong_task
 from app.console.terminal import Console
 from app.errors import RunFailed, TriremeError, UserError, described, own_line, with_line
 from app.run.endings import MACHINE_ERRORS, USER_ERRORS
@@ -441,13 +442,15 @@ def plan(
     Raises:
         UserError: The input is wrong.
     """
+    config, overrides = _read_experiment(experiment, keys)
+    refuse_wrong_task(config.task, config.task_args, needs_data=False)
+    # These import torch, which takes seconds.
     import pandas
 
     from app.planner import output
     from app.planner.machine import MachineOptions, find_machine
     from app.planner.stand_in import plan_experiment
 
-    config, overrides = _read_experiment(experiment, keys)
     request = MachineOptions(
         cluster=cluster,
         gpus=gpus,

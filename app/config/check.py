@@ -6,8 +6,10 @@ from functools import reduce
 from typing import Any
 
 from app.config import Config
+from app.config.arguments import no_such_argument
 from app.config.batch_schedule import schedule_mistake
-from app.config.task_names import BUILT_IN, arguments_of, no_such_argument
+from app.config.task_names import BUILT_IN
+from app.config.task_source import argument_names
 from app.config.words import meant_value
 from app.errors import UserError, nearest
 from strategies.dims import unknown_strategy
@@ -174,7 +176,7 @@ def _names(config: Config) -> Iterator[str]:
     is_import_path = ":" in config.optimizer.name
     if not is_import_path and config.optimizer.name not in OPTIMIZERS:
         yield unknown_optimizer(config.optimizer.name)
-    known = arguments_of(config.task) if config.task in BUILT_IN else []
+    known = argument_names(config.task) if config.task in BUILT_IN else []
     for name in config.task_args:
         if known and name not in known:
             owner = f"task {config.task!r}"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 from app import names
 from app.config import Config
 from app.config.check import missing_for_training
+from app.config.task_source import refuse_wrong_task
 from app.console.terminal import Console, log_labels
 from app.errors import UserError
 from app.launchers.crash_notice import announce_crash
@@ -98,14 +99,13 @@ def _require_trainable(config: Config) -> None:
 
     Raises:
         UserError: The task, the run's name or the length of the training is missing, or the length
-            is given twice; a sentence for each, and first of all what is wrong with the task.
+            is given twice; a sentence for each, and first of all what is wrong with the task as far
+            as its source shows that.
     """
     mistakes = missing_for_training(config)
-    if mistakes and config.task:
-        from app.tasks import check_task
-
+    if config.task:
         try:
-            check_task(config.task, config.task_args)
+            refuse_wrong_task(config.task, config.task_args)
         except UserError as error:
             mistakes.insert(0, str(error))
     if mistakes:
