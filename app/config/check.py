@@ -89,6 +89,12 @@ CHOICES = {
     "cluster.when_pending": ("end", "shrink"),
 }
 """The values that a key may have."""
+BETTER_HIGH = (
+    *("accuracy", "acc", "auc", "bleu", "dice", "f1", "iou", "map", "precision", "psnr", "r2"),
+    *("recall", "rouge", "ssim"),
+)
+BETTER_LOW = ("loss", "error", "mae", "mse", "perplexity", "rmse", "bits_per_byte")
+"""Metrics of which everyone knows whether a higher or a lower value is better."""
 
 
 def validate(config: Config, mistakes: Sequence[str] = ()) -> None:
@@ -106,8 +112,11 @@ def validate(config: Config, mistakes: Sequence[str] = ()) -> None:
         raise UserError("\n".join(sentences))
 
 
-def missing_for_training(config: Config) -> list[str]:
-    """A sentence for each thing that a valid configuration lacks for training, the task first."""
+def unfit_for_training(config: Config) -> list[str]:
+    """A sentence for each thing that keeps a valid configuration from training, the task first.
+
+    A stored run is read without this check, since its weights are good whatever it says.
+    """
     sentences = []
     if not config.task:
         sentences.append("task is empty: write for instance task=image_classification")
@@ -116,7 +125,28 @@ def missing_for_training(config: Config) -> list[str]:
     if (config.train.steps is None) == (config.train.epochs is None):
         given = "neither is" if config.train.steps is None else "both are"
         sentences.append(f"give train.steps or train.epochs, one of the two: {given} given")
+    sentences += _evaluations(config)
     return sentences
+
+
+def _evaluations(config: Config) -> Iterator[str]:
+    """Settings of evaluations that cannot be meant so."""
+    if config.train.patience is not None and config.train.eval_every is None:
+        yield (
+            f"train.patience is {config.train.patience} evaluations, but the run is evaluated only "
+            "at its end: write train.eval_every too, such as train.eval_every=100"
+        )
+    metric = config.checkpoint.metric
+    right_mode = "max" if metric.removeprefix("ema_") in BETTER_HIGH else config.checkpoint.mode
+    if metric.removeprefix("ema_") in BETTER_LOW:
+        right_mode = "min"
+    if right_mode != config.checkpoint.mode:
+        extreme = "highest" if right_mode == "min" else "lowest"
+        yield (
+            f"checkpoint.mode is {config.checkpoint.mode}, but checkpoint.metric is {metric}, of "
+            f"which the {extreme} value is not the best: write checkpoint.mode={right_mode}, or "
+            "another checkpoint.metric"
+        )
 
 
 def unknown_optimizer(name: str) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from app import names
 from app.config import Config
-from app.config.check import missing_for_training
+from app.config.check import unfit_for_training
 from app.config.task_source import refuse_wrong_task
 from app.console.terminal import Console, log_labels
 from app.errors import UserError
@@ -98,11 +98,11 @@ def _require_trainable(config: Config) -> None:
     """Checks that a valid configuration has what training needs.
 
     Raises:
-        UserError: The task, the run's name or the length of the training is missing, or the length
-            is given twice; a sentence for each, and first of all what is wrong with the task as far
-            as its source shows that.
+        UserError: The task, the run's name or the length of the training is missing, the length is
+            given twice, or evaluations cannot be meant so; a sentence for each, and first of all
+            what is wrong with the task as far as its source shows that.
     """
-    mistakes = missing_for_training(config)
+    mistakes = unfit_for_training(config)
     if config.task:
         try:
             refuse_wrong_task(config.task, config.task_args)

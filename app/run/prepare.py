@@ -7,6 +7,7 @@ shows only on real numbers is left to the workers.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,13 @@ from app.data.stream import continues_exactly, is_stream
 from app.errors import UserError, own_code
 from app.run.first_step import FirstStep, take_first_step
 from app.run.inputs import inputs
-from app.run.rehearse import read_batch, rehearse, require_data, require_methods
+from app.run.rehearse import (
+    read_batch,
+    rehearse,
+    require_data,
+    require_methods,
+    require_metric,
+)
 from app.run.resolve import resolve
 from app.tasks import load_task
 from app.tasks.base import Task
@@ -93,6 +100,7 @@ def read_task(config: Config) -> Task:
     require_methods(task)
     require_data(config, task)
     read_batch(task)
+    require_metric(config, task)
     return task
 
 
@@ -261,6 +269,13 @@ def _notes_on_sizes(config: Config, dims: ParallelDims, samples: int | None) -> 
         yield (
             f"a step takes {batch:,} samples, but the data has {samples:,}: each step repeats some"
         )
+    patience = config.train.patience
+    evaluations = math.ceil(steps / (config.train.eval_every or steps))
+    if patience is not None and evaluations <= patience:
+        yield (
+            f"train.patience is {patience:,} evaluations, but the run has {evaluations:,}: it "
+            "cannot end early"
+        )
     warmup_steps = config.schedule.warmup_steps
     if warmup_steps > steps:
         yield (
@@ -295,6 +310,12 @@ def _notes_on_data(config: Config, task: Task, dims: ParallelDims) -> Iterator[s
         UserError: Workers that need the same sample would get different ones.
     """
     data: Any = task.train_data()
+    is_never_evaluated = task.eval_data() is None and not hooks.overrides(task, "on_evaluation")
+    if config.train.eval_every is not None and is_never_evaluated:
+        yield (
+            f"train.eval_every is {config.train.eval_every:,}, but the task has no eval_data: "
+            "nothing is evaluated"
+        )
     if is_stream(data):
         if dims.dp > 1:
             yield (
