@@ -352,7 +352,10 @@ def _in_ray(
     settings: Settings,
 ) -> Outcome:
     from cluster.connect import address, connect, disconnect
+    from cluster.files import read_cluster
 
+    if config.cluster.file:
+        read_cluster(config.cluster.file)  # what is wrong with it is told before Ray starts
     is_checked = threading.Event()
     is_wait_announced = threading.Event()
 

@@ -28,7 +28,7 @@ from app.data.loader import (
 )
 from app.data.randomness import seed_everything
 from app.data.stream import continues_exactly, is_stream
-from app.errors import UserError, own_code
+from app.errors import UserError, nearest, own_code
 from app.run.first_step import FirstStep, take_first_step
 from app.run.inputs import inputs
 from app.run.rehearse import (
@@ -49,8 +49,9 @@ from app.training.optimizer import check_optimizer, require_matches
 from strategies import precision, registry, state
 from strategies.blocks import find_blocks
 from strategies.context.apply import check_length, require_positions
+from strategies.dims import DEGREES
 from strategies.expert.apply import require as require_experts
-from strategies.layout import LayoutError
+from strategies.layout import LayoutError, choose
 from strategies.parallelize import Layout, ParallelDims, check
 from strategies.pipeline.apply import plan_stages
 from strategies.state import require_trainable_parameters
@@ -93,15 +94,55 @@ def read_task(config: Config) -> Task:
         UserError: See `app.tasks.load_task` and the task itself, also for what its code raises.
     """
     check_optimizer(config.optimizer)
+    _check_strategy(config)
     if config.checkpoint.load:
-        find(config.checkpoint.load)
+        try:
+            find(config.checkpoint.load)
+        except OSError as error:  # a storage that cannot be reached
+            raise UserError(
+                f"checkpoint.load is {config.checkpoint.load!r}, which cannot be read: {error}"
+            ) from error
     seed_everything(config.train.seed)  # as workers do
     task = load_task(config.task, config.task_args)
     require_methods(task)
     require_data(config, task)
     read_batch(task)
     require_metric(config, task)
+    _check_compiler(config)
     return task
+
+
+def _check_strategy(config: Config) -> None:
+    """Checks what the strategy's name says, and with a number of workers the degrees.
+
+    Raises:
+        LayoutError: Its parts do not combine, a package is missing, or the degrees do not multiply
+            to the number of workers.
+    """
+    if config.strategy == "auto":
+        return
+    records = registry.records(config.strategy)
+    registry.require_installed(config.strategy)
+    # How many shards a node has is known only where the machines are.
+    shards_a_node = records[0].degrees == ("dp_replicate", "dp_shard")
+    if config.workers != "auto" and not shards_a_node:
+        degrees = {name: getattr(config.parallel, name) for name in DEGREES}
+        choose(config.strategy, int(config.workers), **degrees)
+
+
+def _check_compiler(config: Config) -> None:
+    """Checks that the compiler exists; the task's own module may have registered it.
+
+    Raises:
+        UserError: It does not.
+    """
+    backend = config.train.compile_backend
+    if config.train.compile and backend not in torch.compiler.list_backends(exclude_tags=()):
+        known = torch.compiler.list_backends()  # without those for debugging
+        raise UserError(
+            f"train.compile_backend is {backend!r}, which torch does not have"
+            f"{nearest(backend, known)}: write one of {', '.join(known)}"
+        )
 
 
 @own_code("the task does not work")

@@ -69,7 +69,7 @@ def resolve(
     resolved = _choose_layout(config, task, workers, devices_per_node, is_kept)
     config = resolved.config
     dims = resolved.layout.dims
-    registry.require_installed(resolved.layout)
+    registry.require_installed(resolved.layout.name)
     _check_batch(config, dims.dp)
     notes = list(resolved.notes)
     values: dict[str, object] = {}

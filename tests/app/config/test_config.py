@@ -19,8 +19,7 @@ from app.errors import UserError
 from app.training.optimizer import BUILT_IN
 from cluster.addresses import split_address
 from strategies import registry
-from strategies.activation_checkpointing import checkpoint_every
-from strategies.dims import LayoutError
+from strategies.dims import LayoutError, checkpoint_every
 from strategies.options import STRATEGIES
 from tests.running import ROOT
 

@@ -47,6 +47,18 @@ class LogsNumbers(Points):
         log("spread", 1.0)
 
 
+def test_a_checkpoint_that_cannot_be_reached_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def find(path: str) -> None:
+        raise ConnectionError(f"no route to {path}")
+
+    monkeypatch.setattr("app.run.prepare.find", find)
+    message = "checkpoint.load is 's3://a/b', which cannot be read: no route to s3://a/b"
+    with pytest.raises(UserError, match=message):
+        read_task(config("checkpoint.load=s3://a/b"))
+
+
 EVALUATED = ["task=tests.tasks:Points", "train.eval_every=2"]
 UNEVALUATED = ["task=tests.tasks:Odd", "task_args.what=unevaluated", "train.eval_every=2"]
 
