@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
@@ -270,7 +271,7 @@ def _parameters(arguments: ast.arguments) -> Iterator[inspect.Parameter]:
     positional = [*arguments.posonlyargs, *arguments.args]
     without_default = len(positional) - len(arguments.defaults)
     defaults: list[ast.expr | None] = [*[None] * without_default, *arguments.defaults]
-    kinds = [inspect.Parameter.POSITIONAL_ONLY] * len(arguments.posonlyargs)
+    kinds: list[Any] = [inspect.Parameter.POSITIONAL_ONLY] * len(arguments.posonlyargs)
     kinds += [inspect.Parameter.POSITIONAL_OR_KEYWORD] * len(arguments.args)
     for argument, default, kind in list(zip(positional, defaults, kinds, strict=True))[1:]:
         yield _parameter(argument, default, kind)
@@ -308,11 +309,11 @@ def _type(annotation: ast.expr | None) -> Any:
         case ast.Name(id=type_name) if type_name in TYPES:
             return TYPES[type_name]
         case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-            types = [_type(left), _type(right)]
-            if inspect.Parameter.empty not in types:
-                return types[0] | types[1]
+            either = [_type(left), _type(right)]
+            if inspect.Parameter.empty not in either:
+                return either[0] | either[1]
         case ast.Subscript(value=ast.Name(id="list"), slice=item):
             item_type = _type(item)
             if item_type is not inspect.Parameter.empty:
-                return list[item_type]
+                return types.GenericAlias(list, (item_type,))
     return inspect.Parameter.empty
