@@ -221,10 +221,10 @@ def _class(name: str, class_name: str, source: Source) -> ast.ClassDef | None:
     bindings = [bound for bound in names.bound_names(source.tree.body) if bound == class_name]
     if not bindings and not source.has(MAKES_NAMES):
         tasks: list[str] = []
-        for node in definitions:
-            if {"Task", *tasks} & {ast.unparse(base) for base in node.bases}:
-                tasks.append(node.name)
-        raise UserError(no_such_class(name, [node.name for node in definitions], tasks))
+        for definition in definitions:
+            if {"Task", *tasks} & {ast.unparse(base) for base in definition.bases}:
+                tasks.append(definition.name)
+        raise UserError(no_such_class(name, [each.name for each in definitions], tasks))
     if len(bindings) != 1:
         return None
     for node in source.tree.body:
