@@ -27,6 +27,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import textwrap
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -35,6 +36,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from app.cli.common import files_and_overrides
 from app.config import Config
+from app.config.io import documentation
+from app.config.task_source import refuse_wrong_task
 from app.console.terminal import Console
 from app.errors import RunFailed, TriremeError, UserError, described, own_line, with_line
 from app.run.endings import MACHINE_ERRORS, USER_ERRORS
@@ -342,17 +345,51 @@ class Scaling:
     page: str
 
 
+PROGRAM_TYPES = {"task": "str | type[Task] | Task", "workers": "int | str"}
+"""Keys for which a program may give something else than the configuration keeps."""
+
+
 def _takes_keys(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Let `help` and notebooks show the configuration's keys as keywords of a function."""
+    """Let `help` and notebooks show the configuration's keys as keywords of a function.
+
+    Each has its type, its default, and the first sentence of its documentation.
+    """
     signature = inspect.signature(function)
     parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     known = {parameter.name for parameter in parameters}
+    docs = documentation()
+    lines = []
     for field in dataclasses.fields(Config):
-        if field.name not in known:
-            parameters.append(
-                inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=...)
+        if field.name in known:
+            continue
+        is_section = dataclasses.is_dataclass(field.default_factory)
+        default = field.default
+        if default is dataclasses.MISSING:
+            default = {}  # of a section: every key of it as it is by default
+        annotation = "Mapping[str, Any]" if is_section else field.type
+        parameters.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=PROGRAM_TYPES.get(field.name, annotation),
             )
+        )
+        text = f"{field.name}: {docs[field.name].split('. ')[0].rstrip('.')}."
+        if is_section:
+            text += " Keys: " + ", ".join(
+                key.removeprefix(f"{field.name}.")
+                for key in docs
+                if key.startswith(f"{field.name}.")
+            )
+        lines += textwrap.wrap(
+            text, 100, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False
+        )
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    before, marker, after = (function.__doc__ or "").partition("        keys: ")
+    if marker:
+        rest = after.partition("\n")[2]
+        function.__doc__ = before + "\n".join(lines) + "\n" + rest
     return function
 
 
@@ -441,13 +478,15 @@ def plan(
     Raises:
         UserError: The input is wrong.
     """
+    config, overrides = _read_experiment(experiment, keys)
+    refuse_wrong_task(config.task, config.task_args, needs_data=False)
+    # These import torch, which takes seconds.
     import pandas
 
     from app.planner import output
     from app.planner.machine import MachineOptions, find_machine
     from app.planner.stand_in import plan_experiment
 
-    config, overrides = _read_experiment(experiment, keys)
     request = MachineOptions(
         cluster=cluster,
         gpus=gpus,

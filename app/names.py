@@ -305,7 +305,7 @@ def defined_names(file: str) -> set[str]:
 
     There are none for a folder, or for a file that cannot be parsed.
     """
-    return set(_bound_names(parsed(file).body))
+    return set(bound_names(parsed(file).body))
 
 
 def parsed(file: str) -> ast.Module:
@@ -319,7 +319,7 @@ def parsed(file: str) -> ast.Module:
         return ast.Module([], [])
 
 
-def _bound_names(statements: Iterable[ast.stmt]) -> Iterator[str]:
+def bound_names(statements: Iterable[ast.stmt]) -> Iterator[str]:
     """The names that statements bind, also within if, try, with and loops.
 
     What is bound within functions and classes does not count.
@@ -333,9 +333,9 @@ def _bound_names(statements: Iterable[ast.stmt]) -> Iterator[str]:
         else:
             for node in ast.iter_child_nodes(statement):
                 if isinstance(node, ast.stmt):
-                    yield from _bound_names([node])
+                    yield from bound_names([node])
                 elif isinstance(node, ast.ExceptHandler):
-                    yield from _bound_names(node.body)
+                    yield from bound_names(node.body)
                 else:
                     yield from _stored_names(node)
 

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from strategies.dims import LayoutError
+from strategies.dims import checkpoint_every
 from strategies.state import BATCH_NORMS
 from strategies.torch_internals import functional_collectives
 
@@ -57,28 +57,6 @@ _SELECTIVE_KEEPS = (
     "trireme.grouped_linear.default",
 )
 """The operators of torch.ops whose results `selective` keeps, beside collectives that sum."""
-
-
-def checkpoint_every(value: str) -> int | None:
-    """Read the mode of activation checkpointing.
-
-    Returns:
-        N for "every_N", 1 for "full", None for "none" and "selective".
-
-    Raises:
-        LayoutError: There is no such mode.
-    """
-    if value in ("none", "selective"):
-        return None
-    if value == "full":
-        return 1
-    prefix, _, number = value.partition("_")
-    if prefix == "every" and number.isdecimal() and int(number) > 0:
-        return int(number)
-    raise LayoutError(
-        f"train.activation_checkpointing is {value!r}: write none, full, selective, or every_2 for "
-        "every second block"
-    )
 
 
 def apply(module: nn.Module, blocks: list[str], mode: str) -> None:

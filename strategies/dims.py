@@ -37,7 +37,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from strategies.options import STRATEGIES
+from strategies.options import OTHER_NAMES, STRATEGIES
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -103,10 +103,46 @@ def require_one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
         raise LayoutError(f"{key} is {value!r}: {hint}")
 
 
-def unknown_strategy(name: str) -> str:
-    """The message about a strategy that does not exist."""
+def unknown_strategy(name: str, written: str = "") -> str:
+    """The message about a strategy that does not exist.
+
+    Args:
+        name: The unknown name.
+        written: The combination that it is a part of; "" if it is alone.
+    """
+    if not name:
+        return f"strategy {written!r} has a + beside no name: write for instance ddp+tensor"
+    if "," in name or " " in name:
+        return f"strategy {name!r} is several: write one, or one combination such as ddp+tensor"
+    word = name.lower().replace("-", "_")
+    for known, others in OTHER_NAMES.items():
+        if word in others.split():
+            return f"strategy {name!r} is called {known} here: write strategy={known}"
     otherwise = f"write one of auto, {', '.join(STRATEGIES)}"
-    return f"strategy {name!r} is not known: {did_you_mean(name.lower(), STRATEGIES, otherwise)}"
+    return f"strategy {name!r} is not known: {did_you_mean(word, STRATEGIES, otherwise)}"
+
+
+def checkpoint_every(value: str) -> int | None:
+    """Read the mode of activation checkpointing.
+
+    Returns:
+        N for "every_N", 1 for "full", None for "none" and "selective".
+
+    Raises:
+        LayoutError: There is no such mode.
+    """
+    if value in ("none", "selective"):
+        return None
+    if value == "full":
+        return 1
+    prefix, _, number = value.partition("_")
+    if prefix == "every" and number.isdecimal() and int(number) > 0:
+        return int(number)
+    hint = {"true": "; true is full", "false": "; false is none"}.get(value.lower(), "")
+    raise LayoutError(
+        f"train.activation_checkpointing is {value!r}: write none, full, selective, or every_2 for "
+        f"every second block{hint}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

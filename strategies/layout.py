@@ -12,13 +12,13 @@ import math
 from typing import NoReturn
 
 from strategies import registry
-from strategies.activation_checkpointing import checkpoint_every
 from strategies.dims import (
     DEGREES,
     MODEL_DEGREES,
     Layout,
     LayoutError,
     ParallelDims,
+    checkpoint_every,
     require_one_of,
 )
 from strategies.options import (

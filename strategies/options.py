@@ -28,6 +28,19 @@ STRATEGIES = (
     "deepspeed",
 )
 """The names that registry.py has records for. This file does not import the strategies."""
+OTHER_NAMES = {
+    "dp": "data_parallel dataparallel",
+    "ddp": "distributed_data_parallel distributeddataparallel distributed",
+    "zero2": "zero zero_2 shard_grad_op",
+    "zero1": "zero_1 zero_redundancy_optimizer",
+    "fsdp": "fsdp1 fsdp2 zero_3 full_shard fully_shard sharded",
+    "hsdp": "hybrid_shard hybrid_sharded",
+    "tensor": "tp tensor_parallel megatron megatron_lm",
+    "pipeline": "pp pipeline_parallel",
+    "context": "cp sp context_parallel sequence_parallel ring_attention ulysses",
+    "expert": "ep moe expert_parallel",
+}
+"""For some strategies, the names that other libraries have for them, separated by spaces."""
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 REDUCE_DTYPES = ("fp32", "bf16")
 CONTEXT_METHODS = ("ring", "allgather", "ulysses")

@@ -114,15 +114,15 @@ def _split(name: str) -> list[str]:
     return [part.strip() for part in name.replace("×", "+").split("+")]
 
 
-def require_installed(layout: Layout) -> None:
-    """Checks that the packages of a layout's strategies are installed.
+def require_installed(name: str) -> None:
+    """Checks that the packages of a strategy, or of a combination, are installed.
 
     They are not imported, which would take seconds.
 
     Raises:
         LayoutError: A package is not installed.
     """
-    for record in records(layout.name):
+    for record in records(name):
         package = record.required_package
         if package and importlib.util.find_spec(package) is None:
             raise LayoutError(

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from app.config import Config, RunConfig
-from app.config.check import missing_for_training
+from app.config.check import unfit_for_training
 from app.config.io import explain, load_config
 from app.data.loader import fetch
 from app.errors import UserError
@@ -45,12 +45,12 @@ Files = dict[str, bytes]
 def read_arguments(folder: Path, name: str) -> None:
     """As a command line with one argument per line of the file."""
     lines = (folder / name).read_bytes().decode(errors="replace").split("\n")
-    missing_for_training(load_config([], [line for line in lines if "=" in line]))
+    unfit_for_training(load_config([], [line for line in lines if "=" in line]))
 
 
 def read_configuration(folder: Path, name: str) -> None:
     config = load_config([folder / name])
-    missing_for_training(config)
+    unfit_for_training(config)
     explain(config)
 
 

@@ -171,7 +171,7 @@ def usage_error(error: click.ClickException) -> str:
     match error:
         case click.NoSuchOption(possibilities=similar) if not set(similar or ()) - {"--help"}:
             from app.config.io import documentation
-            from app.config.words import OTHER_NAMES, meant_key
+            from app.config.words import OTHER_NAMES, meant_key, remark_on
 
             word = error.option_name.lstrip("-").replace("-", "_")
             keys = [key for key in documentation() if word in (key, key.rpartition(".")[2])]
@@ -179,6 +179,10 @@ def usage_error(error: click.ClickException) -> str:
             key = word if is_known else meant_key(word) or next(iter(keys), None)
             if key is not None:
                 return f"there is no option {error.option_name}: write {key}=VALUE, without dashes"
+            remark = remark_on(word)
+            if remark is not None:
+                return f"there is no option {error.option_name}: {remark}"
+            return f"{error.format_message()} `{command} --help` lists those that there are"
         case click.MissingParameter(param=click.Parameter() as parameter):
             name = parameter.opts[0] if isinstance(parameter, click.Option) else ""
             shown = " ".join(filter(None, (name, parameter.make_metavar(error.ctx))))  # type: ignore[arg-type]

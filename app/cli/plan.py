@@ -16,6 +16,7 @@ from app.cli.common import (
     verb,
 )
 from app.config import Config
+from app.config.task_source import refuse_wrong_task
 from app.errors import UserError
 
 if TYPE_CHECKING:
@@ -114,12 +115,14 @@ def plan(
     for this machine. --max-batch keeps the file's layout and tries micro-batches; with it, --write
     writes the largest that runs.
     """
+    config = read_experiment(arguments)
+    refuse_wrong_task(config.task, config.task_args, needs_data=False)
+    # These import torch, which takes seconds.
     from app.planner import output
     from app.planner.chart import SUFFIXES
     from app.planner.machine import MachineOptions, find_machine, require_here
     from app.planner.stand_in import plan_experiment
 
-    config = read_experiment(arguments)
     _require_writable("--picture", chart_file, SUFFIXES)
     _require_writable("--write", experiment_file, ())
     request = MachineOptions(

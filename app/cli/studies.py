@@ -10,6 +10,7 @@ from app.cli.common import (
     verb,
 )
 from app.cli.document import with_units
+from app.config.task_source import refuse_wrong_task
 from app.errors import RunFailed, UserError
 
 COUNT = click.IntRange(min=1)
@@ -88,6 +89,7 @@ def scale(
     continue.
     """
     config = read_experiment(arguments)
+    refuse_wrong_task(config.task, config.task_args)
     try:
         worker_counts = tuple(int(word) for word in workers.split(","))
     except ValueError:
@@ -148,9 +150,10 @@ def parity(
     REFUSED, with the reason. A model with dropout differs under every row: set it to 0. Exit code 1
     if a row differs or fails.
     """
+    config = read_experiment(arguments)
+    refuse_wrong_task(config.task, config.task_args)
     from experiments.parity import experiment
 
-    config = read_experiment(arguments)
     rows = experiment.choose_rows(names, workers, has_experts=experiment.has_experts(config))
     cli.console.status(f"training {len(rows)} rows")
     results = experiment.measure(config, steps=steps, rows=rows, checkpoints=checkpoints)

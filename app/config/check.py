@@ -1,16 +1,19 @@
 """Finds values that no run can use before anything starts: one sentence for each mistake."""
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
 from app.config import Config, OptimizerConfig
+from app.config.arguments import no_such_argument
 from app.config.batch_schedule import schedule_mistake
-from app.config.task_names import BUILT_IN, arguments_of, no_such_argument
+from app.config.task_names import BUILT_IN
+from app.config.task_source import argument_names
 from app.config.words import meant_value
 from app.errors import UserError, nearest
-from strategies.dims import unknown_strategy
+from strategies.dims import LayoutError, checkpoint_every, unknown_strategy
 from strategies.options import (
     CONTEXT_METHODS,
     PIPELINE_SCHEDULES,
@@ -59,7 +62,6 @@ NOT_NEGATIVE = (
     "optimizer.weight_decay",
     "optimizer.eps",
     "schedule.warmup_steps",
-    "schedule.final_fraction",
     "tracking.system_metrics_every",
     "tracking.flush_timeout",
     "fault.max_restarts",
@@ -68,6 +70,14 @@ NOT_NEGATIVE = (
     "fault.elastic_seconds",
 )
 """Keys whose value, unless it is null, must be 0 or greater."""
+FRACTIONS = {"optimizer.momentum": 0.9, "schedule.final_fraction": 0.1}
+"""Keys whose value must be from 0 to 1, each with an example."""
+RESOURCES = {
+    "CPU": "cpu cpus num_cpus CPUs",
+    "GPU": "gpu gpus num_gpus GPUs cuda",
+    "memory": "mem ram RAM Memory",
+}
+"""Ray's own resources, each with other names that people write. Any other name is of a cluster."""
 OPTIMIZERS = (
     *("adamw", "adam", "sgd", "muon", "adafactor", "adadelta", "adagrad", "adamax", "asgd"),
     *("nadam", "radam", "rmsprop", "rprop"),
@@ -87,6 +97,12 @@ CHOICES = {
     "cluster.when_pending": ("end", "shrink"),
 }
 """The values that a key may have."""
+BETTER_HIGH = (
+    *("accuracy", "acc", "auc", "bleu", "dice", "f1", "iou", "map", "precision", "psnr", "r2"),
+    *("recall", "rouge", "ssim"),
+)
+BETTER_LOW = ("loss", "error", "mae", "mse", "perplexity", "rmse", "bits_per_byte")
+"""Metrics of which everyone knows whether a higher or a lower value is better."""
 
 
 def validate(config: Config, mistakes: Sequence[str] = ()) -> None:
@@ -104,8 +120,11 @@ def validate(config: Config, mistakes: Sequence[str] = ()) -> None:
         raise UserError("\n".join(sentences))
 
 
-def missing_for_training(config: Config) -> list[str]:
-    """A sentence for each thing that a valid configuration lacks for training, the task first."""
+def unfit_for_training(config: Config) -> list[str]:
+    """A sentence for each thing that keeps a valid configuration from training, the task first.
+
+    A stored run is read without this check, since its weights are good whatever it says.
+    """
     sentences = []
     if not config.task:
         sentences.append("task is empty: write for instance task=image_classification")
@@ -114,7 +133,28 @@ def missing_for_training(config: Config) -> list[str]:
     if (config.train.steps is None) == (config.train.epochs is None):
         given = "neither is" if config.train.steps is None else "both are"
         sentences.append(f"give train.steps or train.epochs, one of the two: {given} given")
+    sentences += _evaluations(config)
     return sentences
+
+
+def _evaluations(config: Config) -> Iterator[str]:
+    """Settings of evaluations that cannot be meant so."""
+    if config.train.patience is not None and config.train.eval_every is None:
+        yield (
+            f"train.patience is {config.train.patience} evaluations, but the run is evaluated only "
+            "at its end: write train.eval_every too, such as train.eval_every=100"
+        )
+    metric = config.checkpoint.metric
+    right_mode = "max" if metric.removeprefix("ema_") in BETTER_HIGH else config.checkpoint.mode
+    if metric.removeprefix("ema_") in BETTER_LOW:
+        right_mode = "min"
+    if right_mode != config.checkpoint.mode:
+        extreme = "highest" if right_mode == "min" else "lowest"
+        yield (
+            f"checkpoint.mode is {config.checkpoint.mode}, but checkpoint.metric is {metric}, of "
+            f"which the {extreme} value is not the best: write checkpoint.mode={right_mode}, or "
+            "another checkpoint.metric"
+        )
 
 
 def unknown_optimizer(name: str) -> str:
@@ -151,15 +191,18 @@ def _value(config: Config, key: str) -> Any:
 
 
 def _ranges(config: Config) -> Iterator[str]:
-    # A comparison with NaN is False: `not value > 0` refuses NaN, `value <= 0` would not.
-    for key in POSITIVE:
+    for key in (*POSITIVE, *NOT_NEGATIVE, *FRACTIONS):
         value = _value(config, key)
-        if value is not None and not value > 0:
+        if value is None:
+            continue
+        if not math.isfinite(value):
+            yield f"{key} is {value}, but it must be a finite number"
+        elif key in POSITIVE and not value > 0:
             yield f"{key} is {value}, but it must be greater than 0"
-    for key in NOT_NEGATIVE:
-        value = _value(config, key)
-        if value is not None and not value >= 0:
+        elif key in NOT_NEGATIVE and not value >= 0:
             yield f"{key} is {value}, but it must not be negative"
+        elif key in FRACTIONS and not 0 <= value <= 1:
+            yield f"{key} is {value}, but it must be from 0 to 1, such as {FRACTIONS[key]}"
 
 
 def _names(config: Config) -> Iterator[str]:
@@ -170,13 +213,13 @@ def _names(config: Config) -> Iterator[str]:
     for written in config.strategy.replace("×", "+").split("+"):
         strategy = written.strip()
         if strategy not in ("auto", *STRATEGIES):
-            yield unknown_strategy(strategy)
+            yield unknown_strategy(strategy, config.strategy)
     is_import_path = ":" in config.optimizer.name
     if not is_import_path and config.optimizer.name not in OPTIMIZERS:
         yield unknown_optimizer(config.optimizer.name)
     if config.tracking.also and not config.tracking.enabled:
         yield "tracking.also is set, but tracking.enabled is false: leave one of them out"
-    known = arguments_of(config.task) if config.task in BUILT_IN else []
+    known = argument_names(config.task) if config.task in BUILT_IN else []
     for name in config.task_args:
         if known and name not in known:
             owner = f"task {config.task!r}"
@@ -196,6 +239,10 @@ def _training(config: Config) -> Iterator[str]:
     ema_decay = config.train.ema_decay
     if ema_decay is not None and not 0 < ema_decay < 1:
         yield f"train.ema_decay is {ema_decay}, but it must be between 0 and 1, such as 0.999"
+    try:
+        checkpoint_every(config.train.activation_checkpointing)
+    except LayoutError as error:
+        yield str(error)
     mistake = schedule_mistake(config.train.batch_schedule)
     if mistake:
         yield (
@@ -266,11 +313,21 @@ def _optimizer(config: Config) -> Iterator[str]:
                 f"optimizer.groups[{pattern!r}] is {values!r}, but it must be a mapping of the "
                 "optimizer's arguments, such as {weight_decay: 0}"
             )
+            continue
+        for name in ("lr", "weight_decay", "eps", "momentum"):
+            if isinstance(values.get(name), str | bool):
+                yield (
+                    f"optimizer.groups[{pattern!r}] has {name} {values[name]!r}, "
+                    "but it must be a number"
+                )
 
 
 def _resources(key: str, resources: Mapping[str, float]) -> Iterator[str]:
     for name, amount in resources.items():
+        for meant, others in RESOURCES.items():
+            if name in others.split():
+                yield f"{key}.{name} is called {meant} in Ray: write {key}.{meant}={amount:g}"
         if not isinstance(amount, (int, float)):  # OmegaConf accepts a mapping of mappings
             yield f"{key}.{name} is {amount}, but it must be a number"
-        elif not amount >= 0:
-            yield f"{key}.{name} is {amount}, but it must not be negative"
+        elif not (math.isfinite(amount) and amount >= 0):
+            yield f"{key}.{name} is {amount}, but it must be a number from 0 on"

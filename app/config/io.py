@@ -17,13 +17,19 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException, ValidationError
+from omegaconf.errors import (
+    ConfigKeyError,
+    OmegaConfBaseException,
+    UnsupportedValueType,
+    ValidationError,
+)
 
 from app.config import Config
 from app.config.check import validate
-from app.config.types import example_of, words_of
-from app.config.words import meant_key
+from app.config.types import WORDS, example_of, fits, words_of
+from app.config.words import meant_key, meant_number, remark_on
 from app.errors import UserError
+from app.names import parsed
 from cluster.document import read_document
 from strategies.options import Options
 
@@ -33,6 +39,9 @@ SECTIONS = tuple(
     if dataclasses.is_dataclass(field.default_factory)
 )
 """The keys of the configuration that have keys below them, such as `train`."""
+NUMBERS = (WORDS[int], WORDS[float])
+NOT_YAML = (".py", ".ipynb", ".toml", ".csv", ".tsv", ".txt", ".jsonl", ".parquet", ".pt", ".npz")
+"""Suffixes of files that are given in the place of an experiment."""
 COMMENT_WIDTH = 110  # columns up to which `explain` fills a line of documentation
 
 
@@ -217,8 +226,13 @@ def read_yaml(file: Path) -> DictConfig:
         example = f", such as {files[0]}" if files else ""
         raise UserError(f"{file} is a folder: write the path of a YAML file{example}")
     if not file.exists():
+        key = str(file).rstrip(":")
+        if key in documentation() and key not in SECTIONS:
+            raise UserError(f"{file} has no value: write {key}=VALUE, in one word")
         hint = _similar_file(file)
         raise UserError(f"there is no file {file}{hint}: write the path of a YAML file")
+    if file.suffix in NOT_YAML:
+        raise UserError(f"{file} is not a YAML file: {_instead_of(file)}")
     try:
         document = read_document(str(file), file.read_text())
         tree = OmegaConf.create(document.data if document.data is not None else {})
@@ -228,6 +242,13 @@ def read_yaml(file: Path) -> DictConfig:
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}" if mark else ""
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        if reason == "found character that cannot start any token":
+            reason = (
+                "a line begins with a tab, or a value with @ or `: indent with spaces, and put "
+            )
+            reason += "such a value in quotes"
+        if isinstance(error, UnsupportedValueType):
+            reason = f"the value of {error.full_key} is read as a date: put it in quotes"
         raise UserError(f"{file} cannot be read as YAML{place}: {reason}") from error
     if document.duplicates:
         duplicate = document.duplicates[0]
@@ -235,6 +256,16 @@ def read_yaml(file: Path) -> DictConfig:
     if not isinstance(tree, DictConfig):
         raise UserError(f"{file} holds no keys: write lines such as `task: image_classification`")
     return tree
+
+
+def _instead_of(file: Path) -> str:
+    """What to write instead of a file that holds no experiment."""
+    if file.suffix != ".py":
+        return f"write the path of one, in which data may be named: task_args: {{data: {file}}}"
+    classes = [node for node in parsed(str(file)).body if isinstance(node, ast.ClassDef)]
+    tasks = [node.name for node in classes if "Task" in map(ast.unparse, node.bases)]
+    name = tasks[0] if tasks else "MyTask"
+    return f"a task is written as task={'.'.join(file.with_suffix('').parts)}:{name}"
 
 
 def _similar_file(file: Path) -> str:
@@ -246,7 +277,7 @@ def _similar_file(file: Path) -> str:
 
 def _read_override(override: str) -> DictConfig:
     key, equals, _ = override.partition("=")
-    if not equals or not key.strip():
+    if not equals or not all(part.strip() for part in key.split(".")):
         raise UserError(
             f"{override!r} is neither a YAML file nor key=value: write for instance train.steps=100"
         )
@@ -334,7 +365,14 @@ def _has_value(values: DictConfig, key: str) -> bool:
 
 def _key_hint(key: str) -> str:
     """The end of the sentence about an unknown key: which key may be meant."""
-    meant = meant_key(key) or _similar_key(key)
+    if key in documentation():  # OmegaConf reads dots in a file as a part of the key
+        section, _, name = key.rpartition(".")
+        return f"; in a file its section comes first: `{section}: {{{name}: …}}`"
+    meant = meant_key(key)
+    remark = remark_on(key)
+    if meant is None and remark is not None:
+        return f"; {remark}"
+    meant = meant or _similar_key(key.lower())
     return f"; did you mean {meant!r}?" if meant else "; `trireme config` lists the keys"
 
 
@@ -361,6 +399,12 @@ def _misfit(error: Exception, values: DictConfig, place: str) -> str:
     """
     for section in SECTIONS:  # OmegaConf does not say which section was given a plain value
         written = OmegaConf.select(values, section)
+        is_empty = written is None and section in values
+        if is_empty:
+            return (
+                f"{section} ({place}) is empty, but it is a section: indent its keys below it, or "
+                "leave it out"
+            )
         if written is not None and not isinstance(written, DictConfig):
             example = f"{section}.KEY=VALUE"
             if isinstance(written, str) and f"{section}.name" in documentation():
@@ -390,10 +434,13 @@ def _misfit(error: Exception, values: DictConfig, place: str) -> str:
     default = OmegaConf.select(_defaults(), full_key, throw_on_missing=False)
     if OmegaConf.is_config(default):
         default = OmegaConf.to_container(default)
+    example = f"for instance {example_of(full_key, hint, default)}"
+    number = meant_number(written) if words_of(hint) in NUMBERS else None
+    if number is not None and fits(number, hint):
+        example = f"{full_key}={number}"
     return (
         f"{full_key} ({place}) is {'empty' if written is None else repr(written)}, "
-        f"but it must be {words_of(hint)}: "
-        f"write for instance {example_of(full_key, hint, default)}"
+        f"but it must be {words_of(hint)}: write {example}"
     )
 
 
@@ -419,8 +466,9 @@ def _validated(tree: DictConfig, mistakes: list[str]) -> Config:
     try:
         config = OmegaConf.to_object(tree)
     except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"the configuration cannot be resolved: {reason}") from error
+        reason = str(error).splitlines()[0].rpartition("resolving interpolation: ")[2].strip('"')
+        key = error.full_key or "the configuration"
+        raise UserError(f"{key} cannot be resolved: {reason}") from error
     assert isinstance(config, Config)
     validate(config, mistakes)
     if config.train.batch_schedule:

@@ -5,6 +5,9 @@ names for the same things. Spelling alone does not lead to the key that is meant
 like `batch_size` is optimizer.lr_batch_size.
 """
 
+import re
+
+FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 OTHER_NAMES = {
     "train.global_batch_size": "batch_size global_batch train_batch_size bs",
     "train.micro_batch_size": (
@@ -52,6 +55,11 @@ OTHER_NAMES = {
     "task_args.model": "model",
     "task_args.data": "data dataset data_path",
     "parallel.offload": "offload cpu_offload",
+    "parallel.dp_replicate": "dp dp_size dp_degree data_parallel_size data_parallel",
+    "parallel.tp": "tensor tp_size tp_degree tensor_parallel tensor_model_parallel_size",
+    "parallel.pp": "pipeline pp_size pp_degree pipeline_parallel pipeline_model_parallel_size",
+    "parallel.cp": "context cp_size context_parallel context_parallel_size",
+    "parallel.ep": "expert ep_size expert_parallel expert_model_parallel_size",
     "strategy": "parallelism distributed",
     "resources_per_worker": "device accelerator cuda use_cuda no_cuda use_cpu gpu cpu",
 }
@@ -69,6 +77,11 @@ OTHER_VALUES = {
         "constant": "none constant_with_warmup",
         "linear": "linear_with_warmup",
     },
+    "train.matmul_precision": {
+        "highest": "fp32 float32 ieee",
+        "high": "tf32 true",
+        "medium": "bf16 bfloat16",
+    },
     "launcher": {
         "torchrun": "slurm srun torchelastic elastic",
         "local": "none single no process",
@@ -76,6 +89,15 @@ OTHER_VALUES = {
     "checkpoint.mode": {"min": "lowest smallest minimize", "max": "highest largest maximize"},
 }
 """For some keys, the words that other trainers use for each of its values; "" if it has none."""
+
+CONTINUES = "a run continues when its command is run again"
+METRICS = "metrics go to MLflow: tracking.uri says to which"
+REMARKS = {
+    **dict.fromkeys(("resume", "auto_resume", "restart", "continue", "resume_training"), CONTINUES),
+    **dict.fromkeys(("wandb", "logger", "report_to", "tensorboard", "mlflow", "log_with"), METRICS),
+    **dict.fromkeys(("config", "cfg", "file", "yaml"), "an experiment's file is written as it is"),
+}
+"""What is said of words that other trainers have keys for, and Trireme does without."""
 
 KEY_OF_WORD = {word: key for key, words in OTHER_NAMES.items() for word in words.split()}
 
@@ -86,8 +108,32 @@ def meant_key(written: str) -> str | None:
     Args:
         written: A word as on a command line, such as `learning-rate` or `training.batch_size`.
     """
-    word = written.rpartition(".")[2].replace("-", "_").lower()
-    return KEY_OF_WORD.get(word)
+    return KEY_OF_WORD.get(_last_word(written))
+
+
+def remark_on(written: str) -> str | None:
+    """What to say of another trainer's word that no key stands for; None for other words.
+
+    Args:
+        written: A word as on a command line, such as `--resume` or `checkpoint.resume`.
+    """
+    return REMARKS.get(_last_word(written))
+
+
+def _last_word(written: str) -> str:
+    return written.rpartition(".")[2].lstrip("-").replace("-", "_").lower()
+
+
+def meant_number(written: object) -> int | float | None:
+    """The number that a text means, such as 10k, 1e3, 0,001 or 16GB; None for other texts."""
+    if isinstance(written, float):
+        return int(written) if written.is_integer() else written
+    text = str(written).strip()
+    match = re.fullmatch(r"(\d+(?:[.,]\d+)?)\s*([kKmMgG]?)[bB]?", text)
+    if match is None:
+        return None
+    number = float(match[1].replace(",", ".")) * FACTORS[match[2].lower()]
+    return int(number) if number.is_integer() else number
 
 
 def meant_value(key: str, written: object) -> str | None:

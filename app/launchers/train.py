@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from app import names
 from app.config import Config
-from app.config.check import missing_for_training
+from app.config.check import unfit_for_training
+from app.config.task_source import refuse_wrong_task
 from app.console.terminal import Console, log_labels
 from app.errors import UserError
 from app.launchers.crash_notice import announce_crash
@@ -99,15 +100,14 @@ def _require_trainable(config: Config) -> None:
     """Checks that a valid configuration has what training needs.
 
     Raises:
-        UserError: The task, the run's name or the length of the training is missing, or the length
-            is given twice; a sentence for each, and first of all what is wrong with the task.
+        UserError: The task, the run's name or the length of the training is missing, the length is
+            given twice, or evaluations cannot be meant so; a sentence for each, and first of all
+            what is wrong with the task as far as its source shows that.
     """
-    mistakes = missing_for_training(config)
-    if mistakes and config.task:
-        from app.tasks import check_task
-
+    mistakes = unfit_for_training(config)
+    if config.task:
         try:
-            check_task(config.task, config.task_args)
+            refuse_wrong_task(config.task, config.task_args)
         except UserError as error:
             mistakes.insert(0, str(error))
     if mistakes:
@@ -355,7 +355,10 @@ def _in_ray(
     settings: Settings,
 ) -> Outcome:
     from cluster.connect import address, connect, disconnect
+    from cluster.files import read_cluster
 
+    if config.cluster.file:
+        read_cluster(config.cluster.file)  # what is wrong with it is told before Ray starts
     is_checked = threading.Event()
     is_wait_announced = threading.Event()
 

@@ -193,7 +193,9 @@ def _compared_with_one_gpu(plan: Plan, best: Estimate) -> list[str]:
     if world == 1:
         return [f"The model fits one {device}{only_with} ({needed} of {capacity})."]
     gain = single.step_seconds / best.step_seconds
-    if gain < world:
+    if gain < NO_FASTER:
+        consequence = f"so use one {device}"
+    elif gain < world:
         consequence = f"so one {device} costs less while time does not matter"
     else:
         consequence = "so they cost no more"

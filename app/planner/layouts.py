@@ -9,9 +9,15 @@ from app.config import Config
 from app.errors import UserError
 from app.training.job import strategy_options
 from strategies import registry
-from strategies.activation_checkpointing import checkpoint_every
 from strategies.context.apply import check_length
-from strategies.dims import DEGREES, MODEL_DEGREES, Layout, LayoutError, ParallelDims
+from strategies.dims import (
+    DEGREES,
+    MODEL_DEGREES,
+    Layout,
+    LayoutError,
+    ParallelDims,
+    checkpoint_every,
+)
 from strategies.layout import check, choose, require_sequence_parallel_for_async_tp
 from strategies.pipeline import schedules
 from strategies.strategy import Strategy

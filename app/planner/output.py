@@ -204,12 +204,27 @@ def cells(plan: Plan, row: Estimate) -> tuple[str, ...]:
     )
 
 
+PREFIXES = ((1e9, " G"), (1e6, " M"), (1e3, " k"), (1.0, ""))
+WIDE = 10.0
+"""From this ratio on the ends of a range have prefixes of their own."""
+
+
 def between(low: float, high: float) -> str:
-    """A range of speeds, such as 6.1–7.0 k."""
-    prefixes = ((1e9, " G"), (1e6, " M"), (1e3, " k"))
-    factor, prefix = next((pair for pair in prefixes if high >= pair[0]), (1.0, ""))
+    """A range of speeds, such as 6.1–7.0 k or 48–9.7 k."""
+    factor, prefix = _prefix_of(high)
     digits = max(0, 1 - int(math.log10(max(high / factor, 1e-9))))
-    return f"{low / factor:.{digits}f}–{high / factor:.{digits}f}{prefix}"
+    highest = f"{high / factor:.{digits}f}{prefix}"
+    if high < WIDE * low:
+        return f"{low / factor:.{digits}f}–{highest}"
+    if low < 1:
+        return f"<1–{highest}"
+    factor, prefix = _prefix_of(low)
+    digits = max(0, 1 - int(math.log10(low / factor)))
+    return f"{low / factor:.{digits}f}{prefix}–{highest}"
+
+
+def _prefix_of(speed: float) -> tuple[float, str]:
+    return next((pair for pair in PREFIXES if speed >= pair[0]), PREFIXES[-1])
 
 
 # --- why ------------------------------------------------------------------------------------------

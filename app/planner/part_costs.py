@@ -22,7 +22,8 @@ from app.planner.device import Device
 from app.planner.model_costs import ModelCosts, PartCosts
 from app.planner.read import AUTOCAST, CAST, PLAIN, Variant
 from app.planner.trace import AFTER
-from strategies.activation_checkpointing import checkpoint_every, kept_bytes, recomputed_blocks
+from strategies.activation_checkpointing import kept_bytes, recomputed_blocks
+from strategies.dims import checkpoint_every
 
 FUSED_VALUES = ("moved_forward", "moved_backward", "operations_forward", "operations_backward")
 """The values of a trace that a compiler makes smaller."""

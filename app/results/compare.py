@@ -246,7 +246,7 @@ def sentence(difference: Difference) -> str:
     """A difference as a line for a person."""
     over = (
         f"over samples {difference.first_sample:,} to {difference.last_sample:,} "
-        f"({difference.pieces} pieces)"
+        f"({difference.pieces} piece{'' if difference.pieces == 1 else 's'})"
     )
     amount = f"{difference.mean:+.4f}"
     if difference.verdict == "undecided":

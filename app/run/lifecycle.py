@@ -155,10 +155,12 @@ def _end(driver: Driver, status: str, mlflow_status: str, message: str) -> Deliv
         What has reached MLflow.
     """
     driver.console.status("sending the last metrics to MLflow")
+    driver.console.waits_for("MLflow to have the last metrics and files")
     driver.settle_cost()
     delivery = driver.tracker.finish(
         mlflow_status, message=message, timeout=driver.config.tracking.flush_timeout
     )
+    driver.console.waits_for("")
     driver.progress.close()
     manifest = driver.run.manifest
     manifest.mlflow_run_id = delivery.run_id or manifest.mlflow_run_id

@@ -7,6 +7,7 @@ shows only on real numbers is left to the workers.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -27,10 +28,16 @@ from app.data.loader import (
 )
 from app.data.randomness import seed_everything
 from app.data.stream import continues_exactly, is_stream
-from app.errors import UserError, own_code
+from app.errors import UserError, nearest, own_code
 from app.run.first_step import FirstStep, take_first_step
 from app.run.inputs import inputs
-from app.run.rehearse import read_batch, rehearse, require_data, require_methods
+from app.run.rehearse import (
+    read_batch,
+    rehearse,
+    require_data,
+    require_methods,
+    require_metric,
+)
 from app.run.resolve import resolve
 from app.tasks import load_task
 from app.tasks.base import Task
@@ -42,8 +49,9 @@ from app.training.optimizer import check_optimizer, require_matches
 from strategies import precision, registry, state
 from strategies.blocks import find_blocks
 from strategies.context.apply import check_length, require_positions
+from strategies.dims import DEGREES
 from strategies.expert.apply import require as require_experts
-from strategies.layout import LayoutError
+from strategies.layout import LayoutError, choose
 from strategies.parallelize import Layout, ParallelDims, check
 from strategies.pipeline.apply import plan_stages
 from strategies.state import require_trainable_parameters
@@ -86,14 +94,55 @@ def read_task(config: Config) -> Task:
         UserError: See `app.tasks.load_task` and the task itself, also for what its code raises.
     """
     check_optimizer(config.optimizer)
+    _check_strategy(config)
     if config.checkpoint.load:
-        find(config.checkpoint.load)
+        try:
+            find(config.checkpoint.load)
+        except OSError as error:  # a storage that cannot be reached
+            raise UserError(
+                f"checkpoint.load is {config.checkpoint.load!r}, which cannot be read: {error}"
+            ) from error
     seed_everything(config.train.seed)  # as workers do
     task = load_task(config.task, config.task_args)
     require_methods(task)
     require_data(config, task)
     read_batch(task)
+    require_metric(config, task)
+    _check_compiler(config)
     return task
+
+
+def _check_strategy(config: Config) -> None:
+    """Checks what the strategy's name says, and with a number of workers the degrees.
+
+    Raises:
+        LayoutError: Its parts do not combine, a package is missing, or the degrees do not multiply
+            to the number of workers.
+    """
+    if config.strategy == "auto":
+        return
+    records = registry.records(config.strategy)
+    registry.require_installed(config.strategy)
+    # How many shards a node has is known only where the machines are.
+    shards_a_node = records[0].degrees == ("dp_replicate", "dp_shard")
+    if config.workers != "auto" and not shards_a_node:
+        degrees = {name: getattr(config.parallel, name) for name in DEGREES}
+        choose(config.strategy, int(config.workers), **degrees)
+
+
+def _check_compiler(config: Config) -> None:
+    """Checks that the compiler exists; the task's own module may have registered it.
+
+    Raises:
+        UserError: It does not.
+    """
+    backend = config.train.compile_backend
+    if config.train.compile and backend not in torch.compiler.list_backends(exclude_tags=()):
+        known = torch.compiler.list_backends()  # without those for debugging
+        raise UserError(
+            f"train.compile_backend is {backend!r}, which torch does not have"
+            f"{nearest(backend, known)}: write one of {', '.join(known)}"
+        )
 
 
 @own_code("the task does not work")
@@ -270,6 +319,13 @@ def _notes_on_sizes(config: Config, dims: ParallelDims, samples: int | None) -> 
         yield (
             f"a step takes {batch:,} samples, but the data has {samples:,}: each step repeats some"
         )
+    patience = config.train.patience
+    evaluations = math.ceil(steps / (config.train.eval_every or steps))
+    if patience is not None and evaluations <= patience:
+        yield (
+            f"train.patience is {patience:,} evaluations, but the run has {evaluations:,}: it "
+            "cannot end early"
+        )
     warmup_steps = config.schedule.warmup_steps
     if warmup_steps > steps:
         yield (
@@ -304,6 +360,12 @@ def _notes_on_data(config: Config, task: Task, dims: ParallelDims) -> Iterator[s
         UserError: Workers that need the same sample would get different ones.
     """
     data: Any = task.train_data()
+    is_never_evaluated = task.eval_data() is None and not hooks.overrides(task, "on_evaluation")
+    if config.train.eval_every is not None and is_never_evaluated:
+        yield (
+            f"train.eval_every is {config.train.eval_every:,}, but the task has no eval_data: "
+            "nothing is evaluated"
+        )
     if is_stream(data):
         if dims.dp > 1:
             yield (

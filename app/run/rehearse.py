@@ -6,7 +6,7 @@ and is left to the workers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -19,6 +19,7 @@ from app.data.loader import Batch, fetch, length, map_tensors, tensors
 from app.data.stream import is_stream
 from app.errors import UserError, nearest, own_code, return_line, with_line
 from app.tasks.base import Task
+from app.training.hooks import is_users_task, overrides, watches_metric
 from strategies.parallel import LossError, require_loss
 
 SAMPLES = 4
@@ -159,7 +160,6 @@ def _mistakes_on_meta(config: Config, task: Task, batch: Batch) -> Iterator[str]
             metrics: dict[str, Any] = {}
             if task.eval_data() is not None:
                 metrics = task.metrics(model.eval(), batch)
-            names = [*metrics, *task.derived(dict.fromkeys(metrics, 1.0))]
     except Exception:  # the task's own code may need numbers
         return
     if not isinstance(loss, Tensor):
@@ -173,14 +173,67 @@ def _mistakes_on_meta(config: Config, task: Task, batch: Batch) -> Iterator[str]
                 f"the task's {name} has shape {tuple(value.shape)}, but it must be one number: "
                 "its mean, say"
             )
-    best_by = config.checkpoint.metric
-    if not names and best_by != CheckpointConfig.metric:
-        yield (
-            f"checkpoint.metric is {best_by!r}, but the task has no eval_data to measure it on: "
-            "leave it out"
+    mistake = _metric_mistake(config, task, metrics)
+    if mistake:
+        yield mistake
+
+
+def require_metric(config: Config, task: Task) -> None:
+    """Checks that the evaluation gives the metric that checkpoint.metric names.
+
+    Only a metric that somebody has written is looked for: the task's metrics are then taken of a
+    batch without numbers, which costs as long as building the model.
+
+    Raises:
+        UserError: It does not, or train.patience waits for evaluations that there are not.
+    """
+    if config.train.patience is not None and task.eval_data() is None:
+        raise UserError(
+            f"train.patience is {config.train.patience} evaluations, but the task has no "
+            "eval_data: leave it out, or give the task an eval_data"
         )
-    if names and best_by not in names and config.checkpoint.keep_best:
-        yield (
-            f"checkpoint.metric is {best_by!r}, which the evaluation does not give"
-            f"{nearest(best_by, names)}: write one of {', '.join(names)}"
+    if config.checkpoint.metric == CheckpointConfig.metric:
+        return
+    metrics: dict[str, Any] = {}
+    try:
+        if task.eval_data() is not None:
+            batch, _ = read_batch(task)
+            with torch.device("meta"), torch.no_grad():
+                batch = map_tensors(lambda tensor: tensor.to("meta"), batch)
+                metrics = task.metrics(task.build_model().eval(), batch)
+        mistake = _metric_mistake(config, task, metrics)
+    except UserError:
+        raise
+    except Exception:  # the task's own code may need numbers
+        return
+    if mistake:
+        raise UserError(mistake)
+
+
+def _metric_mistake(config: Config, task: Task, metrics: Mapping[str, Any]) -> str:
+    """The sentence that the evaluation does not give checkpoint.metric; "" if it may give it.
+
+    Args:
+        config: Has its name.
+        task: What is trained.
+        metrics: Those of a batch of the held-out data; empty if there is none.
+    """
+    wanted = config.checkpoint.metric
+    names = [*metrics, *task.derived(dict.fromkeys(metrics, 1.0))]
+    if config.train.ema_decay is not None:
+        names += [f"ema_{name}" for name in names]
+    # A person's on_evaluation may log numbers under names that only the evaluation shows.
+    is_open = is_users_task(task) and overrides(task, "on_evaluation")
+    if wanted in names or is_open or not watches_metric(config):
+        return ""
+    if names:
+        return (
+            f"checkpoint.metric is {wanted!r}, which the evaluation does not give"
+            f"{nearest(wanted, names)}: write one of {', '.join(names)}"
         )
+    if wanted == CheckpointConfig.metric:  # nobody has written it
+        return ""
+    return (
+        f"checkpoint.metric is {wanted!r}, but the task has no eval_data to measure it on: "
+        "leave it out"
+    )

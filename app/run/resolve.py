@@ -78,7 +78,7 @@ def resolve(
     )
     config = resolved.config
     dims = resolved.layout.dims
-    registry.require_installed(resolved.layout)
+    registry.require_installed(resolved.layout.name)
     _check_batch(config, dims.dp)
     notes = list(resolved.notes)
     values: dict[str, object] = {}

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 from collections.abc import Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from app.config.task_names import BUILT_IN
+from app.config.task_names import (
+    BUILT_IN,
+    module_and_class,
+    no_such_class,
+    no_such_module,
+    not_a_task,
+    not_installed,
+)
 from app.errors import (
     UserError,
     claim_package,
     described,
-    nearest,
     own_code,
     own_line,
     with_line,
 )
-from app.names import parsed
 from app.tasks import by_value
 from app.tasks.arguments import check_arguments
 from app.tasks.base import Task
@@ -81,74 +84,23 @@ def find_task(name: str) -> type[Task]:
     Raises:
         UserError: There is no such task, or it cannot be imported.
     """
-    if not name:
-        raise UserError(
-            f"no task is given; write task: {', '.join(BUILT_IN)} "
-            "or the import path of your own class"
-        )
     if name in by_value.KNOWN:
         return by_value.KNOWN[name]
-    import_path = BUILT_IN.get(name, name)
-    module_name, colon, class_name = import_path.partition(":")
-    if name not in BUILT_IN:
-        _refuse_file(name, module_name, class_name)
-    if not (module_name and colon and class_name):
-        hint = nearest(name, BUILT_IN)
-        package, dot, last = name.rpartition(".")
-        if dot and package and last not in ("", "py") and not colon:
-            hint = f" (did you mean '{package}:{last}'?)"
-        raise UserError(
-            f"there is no task {name!r}{hint}; "
-            f"write one of {', '.join(BUILT_IN)}, "
-            "or the import path of your own class as package.module:Class"
-        )
+    module_name, class_name = module_and_class(name)
     module = _import(name, module_name, class_name)
     task_class = getattr(module, class_name, None)
     if task_class is None:
         classes = [key for key, value in vars(module).items() if inspect.isclass(value)]
         tasks = [key for key in classes if _is_users_task(getattr(module, key))]
-        hint = nearest(class_name, classes)
-        if tasks and not hint:
-            hint = f": write {' or '.join(f'{module_name}:{task}' for task in tasks)}"
-        raise UserError(f"task {name!r}: module {module_name} has no {class_name}{hint}")
+        raise UserError(no_such_class(name, classes, tasks))
     if not (inspect.isclass(task_class) and issubclass(task_class, Task)):
-        raise UserError(
-            f"task {name!r} is not a task: {class_name} must be a subclass of trireme.Task"
-        )
+        raise UserError(not_a_task(name))
     return task_class
 
 
 def _is_users_task(value: object) -> bool:
     is_task = inspect.isclass(value) and issubclass(value, Task)
     return is_task and not value.__module__.startswith("app.tasks")
-
-
-def _refuse_file(name: str, module_name: str, class_name: str) -> None:
-    """Check that a task is not written as a file, or as a module without its class.
-
-    Args:
-        name: As it was written.
-        module_name: What is before the colon.
-        class_name: What is after it.
-
-    Raises:
-        UserError: It is; the message has the task's import path.
-    """
-    is_file = module_name.endswith(".py")
-    path = Path(module_name if is_file else f"{module_name.replace('.', '/')}.py")
-    if class_name and not is_file:
-        return
-    if not path.is_file():
-        return
-    module = ".".join(path.with_suffix("").parts)
-    if not class_name:
-        classes = [node for node in parsed(str(path)).body if isinstance(node, ast.ClassDef)]
-        tasks = [node.name for node in classes if any("Task" in ast.unparse(b) for b in node.bases)]
-        class_name = (tasks or ["MyTask"])[0]
-    raise UserError(
-        f"there is no task {name!r}: a task is the import path of its class, "
-        f"here {module}:{class_name}"
-    )
 
 
 def _import(name: str, module_name: str, class_name: str) -> ModuleType:
@@ -172,14 +124,8 @@ def _import(name: str, module_name: str, class_name: str) -> ModuleType:
         missing = error.name or ""
         is_task_module = module_name == missing or module_name.startswith(f"{missing}.")
         if is_task_module:
-            reason = (
-                f"there is no module {missing!r} on Python's path; "
-                "start trireme in the folder that holds it, or install it"
-            )
-        else:
-            reason = f"{module_name} needs {missing!r}, which is not installed"
-        line = None if is_task_module else own_line(error)
-        raise UserError(with_line(f"task {name!r} does not import: {reason}", line)) from error
+            raise UserError(no_such_module(name, missing)) from error
+        raise UserError(with_line(not_installed(name, missing), own_line(error))) from error
     except Exception as error:
         sentence = f"task {name!r} does not import: {described(error)}"
         raise UserError(with_line(sentence, own_line(error))) from error

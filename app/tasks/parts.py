@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from app.config.task_names import no_such_argument
+from app.config.arguments import no_such_argument
 from app.errors import UserError, nearest
 from app.models.prediction import Preprocessor
 from app.tasks.base import Task

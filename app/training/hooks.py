@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from app.config import Config
-from app.errors import UserError
+from app.config import CheckpointConfig, Config
+from app.errors import UserError, nearest
 from app.storage.storage import Storage
 from app.tasks.base import Task
 from app.tasks.build import build_model
@@ -41,6 +41,11 @@ from strategies.zero_weight import has_no_weight
 def overrides(task: Task, name: str) -> bool:
     """Whether the task has a method of its own instead of the one of `Task`."""
     return getattr(type(task), name) is not getattr(Task, name)
+
+
+def is_users_task(task: Task) -> bool:
+    """Whether the task is a person's own, and not a built-in one."""
+    return not type(task).__module__.startswith("app.")
 
 
 def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()) -> Iterator[str]:
@@ -81,18 +86,12 @@ def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()
             f"optimizer.name is {config.optimizer.name}, which needs whole matrices, but "
             f"{layout.name} gives optimizers flat parts of them: use fsdp"
         )
-    is_evaluated = task.eval_data() is not None and train.eval_every is not None
-    if train.patience is not None and not is_evaluated:
-        raise UserError(
-            "train.patience counts evaluations: write train.eval_every, and give the task eval_data"
-        )
     if dims.pp * dims.cp == 1:
         return
     if logged:
         names = ", ".join(f"train/{name}" for name in logged)
         yield f"{names}: not logged under pipeline or context parallelism"
-    is_users_task = not type(task).__module__.startswith("app.")
-    if is_users_task and overrides(task, "on_evaluation"):
+    if is_users_task(task) and overrides(task, "on_evaluation"):
         yield "on_evaluation is not called under pipeline or context parallelism"
 
 
@@ -323,6 +322,28 @@ def stops_early(config: Config, task: Task, evaluations: Sequence[Mapping[str, f
         evaluations: The metrics of every evaluation, the newest last.
     """
     return _is_out_of_patience(config, evaluations) or task.stop_early(evaluations)
+
+
+def watches_metric(config: Config) -> bool:
+    """Whether something is decided by the metric that checkpoint.metric names."""
+    return config.checkpoint.keep_best or config.train.patience is not None
+
+
+def require_metric(config: Config, metrics: Mapping[str, float]) -> None:
+    """Check that an evaluation has the metric that somebody has written as checkpoint.metric.
+
+    What can be known before training is refused then (app/run/rehearse.py).
+
+    Raises:
+        UserError: It does not have it.
+    """
+    wanted = config.checkpoint.metric
+    is_written = wanted != CheckpointConfig.metric or config.train.patience is not None
+    if watches_metric(config) and is_written and metrics and wanted not in metrics:
+        raise UserError(
+            f"checkpoint.metric is {wanted!r}, which the evaluation does not give"
+            f"{nearest(wanted, metrics)}: write one of {', '.join(metrics)}"
+        )
 
 
 def _is_out_of_patience(config: Config, evaluations: Sequence[Mapping[str, float]]) -> bool:

@@ -398,6 +398,7 @@ class Training:
         """Log the metrics on held-out data, and decide whether training ends early."""
         self.heartbeat.phase = "evaluating"
         metrics = self.evaluator.run(self.steps_done)
+        hooks.require_metric(self.config, metrics)
         self.progress.evaluations.append(metrics)
         ends_early = hooks.stops_early(self.config, self.task, self.progress.evaluations)
         self.progress.ended = any(Ranks().all_gather(ends_early))

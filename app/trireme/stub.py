@@ -47,8 +47,7 @@ def claim() -> None:
     """Make `app`, `strategies`, `cluster` and `experiments` Trireme\'s in this process."""
 '''
 OTHER_TYPES = {
-    "task": "str | type[Task] | Task",
-    "workers": "int | str",
+    **api.PROGRAM_TYPES,
     "run.storage": "str | Path",
     "checkpoint.load": "str | Path | None",
     "checkpoint.fork": "str | Path | None",
@@ -159,7 +158,9 @@ def _definition(
     lines += [f"    {key}: {kind} = ...," for key, (kind, _) in keys.items()]
     lines.append(f") -> {written.return_annotation}:")
     docs = [f"{key}: {doc}" for key, (_, doc) in keys.items()]
-    before, _, after = inspect.cleandoc(function.__doc__ or "").partition("    keys: ")
+    before, _, after = inspect.cleandoc(inspect.unwrap(function).__doc__ or "").partition(
+        "    keys: "
+    )
     body = f'"""{before.rstrip()}'
     lines += textwrap.indent(body, "    ").splitlines()
     for doc in docs:

@@ -155,6 +155,8 @@ def choose_rows(names: str | None, workers: str | None, *, has_experts: bool = F
     if unknown_names:
         known = ", ".join(sorted(known_names))
         unknown = min(unknown_names)
+        if unknown == "single":
+            raise UserError("every row is compared with single, which has no row: leave it out")
         hint = nearest(unknown, known_names)
         raise UserError(f"there is no row {unknown!r}{hint}: write some of {known}")
     named = [row for row in rows if not chosen_names or row.name in chosen_names]

@@ -34,12 +34,12 @@ FAINT = "#d9dee5"
 PAPER = "#ffffff"
 CELL_INK, CELL_PAPER = "#111821", "#fefefe"
 """Of the text in the cells of a heat map, whose colours are the same on a dark page."""
-WIDTH = 5.4
+WIDTH = 5.1
 """Inches.
 
-Text of 10.5 points is then 10 pixels high on a phone, and 14 where two figures are side by side.
+Text of 10 points is then 10 pixels high on a phone, and 16 where two figures are side by side.
 """
-LONGEST_LABEL = 26
+LONGEST_LABEL = 24
 """Characters for which there is room beside an axis, and twice in the width of a legend."""
 MAX_NAMED = 8
 """Lines of a plot that have a colour of their own and an entry in the legend."""
@@ -59,7 +59,7 @@ _STYLE: Any = {
     "xtick.color": INK,
     "ytick.color": INK,
     "legend.frameon": False,
-    "legend.fontsize": 9,
+    "legend.fontsize": 10.5,
     "svg.fonttype": "none",  # text stays text: it can be found and copied, and the file stays small
     "svg.hashsalt": "trireme",  # the same data give the same file
     "figure.constrained_layout.use": True,
@@ -270,7 +270,7 @@ def heat_map(
             position,
             ha="center",
             va="center",
-            fontsize=9,
+            fontsize=10.5,
             color=CELL_PAPER if is_dark else CELL_INK,
         )
         if value == best:

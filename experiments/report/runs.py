@@ -100,10 +100,29 @@ def _write_page_of_runs(folders: Sequence[Path]) -> tuple[Path, str]:
     """
     records = [read_run(folder) for folder in folders]
     if len({record.name for record in records}) < len(records):
-        records = [replace(record, name=str(record.folder)) for record in records]
+        names = distinct_names(folders)
+        records = [replace(record, name=name) for record, name in zip(records, names, strict=True)]
     page = folders[0] / (PAGE if len(folders) == 1 else COMPARISON_PAGE)
     page.write_text(render(content(records)))
     return page, _store(folders[0], page)
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """A name for each folder: its own, with as many of those above it as tell it from the others.
+
+    Args:
+        folders: The folders; one may occur several times.
+    """
+    different = {folder.resolve() for folder in folders}
+    names = []
+    for folder in folders:
+        parts = folder.resolve().parts
+        for count in range(1, len(parts) + 1):
+            name = parts[-count:]
+            if sum(other.parts[-count:] == name for other in different) == 1:
+                break
+        names.append("/".join(name))
+    return names
 
 
 # --- what a run left behind -----------------------------------------------------------------------
@@ -442,7 +461,13 @@ def differences(records: Sequence[RunRecord]) -> list[dict[str, str]]:
     keys = dict.fromkeys(key for config in configs.values() for key in config)
     rows = []
     for key in keys:
-        values = {run: str(config.get(key, MISSING)) for run, config in configs.items()}
+        values = {run: _as_written(config.get(key, MISSING)) for run, config in configs.items()}
         if not key.startswith("run.") and len(set(values.values())) > 1:
             rows.append({"key": key, **values})
     return rows
+
+
+def _as_written(value: object) -> str:
+    """A value as it is in a configuration's file."""
+    plain = {None: "null", True: "true", False: "false"}
+    return plain[value] if value is None or isinstance(value, bool) else str(value)

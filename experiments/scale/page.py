@@ -214,7 +214,7 @@ def _predicted_row(
         "efficiency": f"{1 / law.cost(workers):.0%}",
         f"cost per sample, × {law.base}": law.cost(workers),
         "the whole run": duration(seconds),
-        "its cost": seconds / 3600 * workers * price if price else MISSING,
+        "its cost, $": seconds / 3600 * workers * price if price else MISSING,
     }
 
 

@@ -380,6 +380,69 @@ TRAIN = [
         "cluster.when_pending is 'wait', but it must be one of end, shrink",
     ),
     ("extra words", "there is no file extra: write the path of a YAML file"),
+    # How numbers are written.
+    ("train.steps=10k", "train.steps (on the command … whole number: write train.steps=10000"),
+    ("train.steps=1e3", "train.steps (on the command … whole number: write train.steps=1000"),
+    ("optimizer.lr=0,001", "optimizer.lr (on the command … a number: write optimizer.lr=0.001"),
+    ("optimizer.lr=nan", "optimizer.lr is nan, but it must be a finite number"),
+    ("optimizer.lr=inf", "optimizer.lr is inf, but it must be a finite number"),
+    ("optimizer.momentum=2", "optimizer.momentum is 2.0, but it must be from 0 to 1, such as 0.9"),
+    ("schedule.final_fraction=2", "schedule.final_fraction is 2.0, but it must be from 0 to 1"),
+    (
+        "resources_per_worker.memory=16GB",
+        "resources_per_worker.memory … write resources_per_worker.memory=16000000000",
+    ),
+    (
+        "resources_per_worker.gpu=1",
+        "resources_per_worker.gpu is called GPU in Ray: write resources_per_worker.GPU=1",
+    ),
+    ("resources_per_worker.GPUs=1", "resources_per_worker.GPUs is called GPU in Ray: write"),
+    ("optimizer.groups.bias.lr=fast", "optimizer.groups['bias'] has lr 'fast', but it must be a"),
+    # How keys and words are written.
+    ("train..steps=5", "'train..steps=5' is neither a YAML file nor key=value"),
+    ("train.steps =5", "train.steps has no value: write train.steps=VALUE, in one word"),
+    ("train.steps: 5", "train.steps: has no value: write train.steps=VALUE, in one word"),
+    ("TRAIN.STEPS=5", "there is no key 'TRAIN' (on the command line); did you mean 'train'?"),
+    ("resume=true", "there is no key 'resume' … a run continues when its command is run again"),
+    ("checkpoint.resume=true", "there is no key 'checkpoint.resume' … a run continues when"),
+    ("wandb=true", "there is no key 'wandb' (on the command line); metrics go to MLflow: tracking"),
+    ("parallel.dp=2", "there is no key 'parallel.dp' … did you mean 'parallel.dp_replicate'?"),
+    ("parallel.tensor=2", "there is no key 'parallel.tensor' … did you mean 'parallel.tp'?"),
+    ("schedule.warmup_ratio=0.1", "there is no key … did you mean 'schedule.warmup_steps'?"),
+    # Words of other libraries.
+    ("strategy=ddp,fsdp", "strategy 'ddp,fsdp' is several: write one, or one combination such as"),
+    ("strategy=ddp+", "strategy 'ddp+' has a + beside no name: write for instance ddp+tensor"),
+    ("strategy=ddp+ddp", "strategy 'ddp+ddp' does not combine: write one of ddp, fsdp, hsdp"),
+    ("strategy=tensor workers=2 parallel.tp=4", "… workers"),
+    ("strategy=dataparallel", "strategy 'dataparallel' is called dp here: write strategy=dp"),
+    ("strategy=tp", "strategy 'tp' is called tensor here: write strategy=tensor"),
+    ("strategy=full_shard", "strategy 'full_shard' is called fsdp here: write strategy=fsdp"),
+    (
+        "train.activation_checkpointing=true",
+        "train.activation_checkpointing is 'True': write none, full, selective, … true is full",
+    ),
+    (
+        "train.matmul_precision=tf32",
+        "train.matmul_precision is 'tf32', but it … (did you mean 'high'?)",
+    ),
+    (
+        "train.compile=true train.compile_backend=tensorrt",
+        "train.compile_backend is 'tensorrt', which torch does not have: write one of …inductor",
+    ),
+    # What can never be met.
+    ("train.patience=3", "train.patience is 3 evaluations, but … write train.eval_every too"),
+    (
+        "train.patience=3 train.eval_every=1",
+        "train.patience is 3 evaluations, but the task has no eval_data: leave it out",
+    ),
+    ("checkpoint.metric=accurracy", "checkpoint.metric is 'accurracy', but the task has no"),
+    ("checkpoint.mode=max", "checkpoint.mode is max, but checkpoint.metric is loss, of which"),
+    (
+        "checkpoint.metric=accuracy",
+        "checkpoint.mode is min, but … write checkpoint.mode=max, or another checkpoint.metric",
+    ),
+    ("cluster.file=nowhere.yaml", "there is no file nowhere.yaml: … names those of Trireme"),
+    ("task=mine:Forgot", "task 'mine:Forgot' is not a task: Forgot must be a subclass"),
 ]
 """Written after `trireme train good.yaml`."""
 
@@ -533,7 +596,23 @@ OTHERS = [
         "parity good.yaml --workers two",
         "these strategies have no row with two workers: write some of 1, 2, 4, 8",
     ),
-    ("calibrate --nope", "No such option '--nope'."),
+    ("calibrate --nope", "No such option '--nope'. `trireme calibrate --help` lists"),
+    ("train good.yaml --resume", "there is no option --resume: a run continues when its command"),
+    ("train --config good.yaml", "there is no option --config: an experiment's file is written"),
+    ("train mine.py", "mine.py is not a YAML file: a task is written as task=mine:Points"),
+    ("train table.csv", "table.csv is not a YAML file: write the path of one, in which data may"),
+    ("train tabs.yaml", "tabs.yaml cannot be read as YAML at line 3: a line begins with a tab"),
+    (
+        "train dotted.yaml",
+        "there is no key 'train.steps' (in dotted.yaml); in a file its section comes first: "
+        "`train: {steps: …}`",
+    ),
+    ("train indent.yaml", "train (in indent.yaml) is empty, but it is a section: indent its keys"),
+    ("train unset.yaml", "run.name cannot be resolved: Environment variable 'NOT_SET' not found"),
+    ("train date.yaml", "date.yaml cannot be read … run.name is read as a date: put it in quotes"),
+    ("parity good.yaml --rows single", "every row is compared with single, which has no row"),
+    ("plan good.yaml task=mine:Pointz --gpus 8", "task 'mine:Pointz': module mine has no Pointz"),
+    ("scale good.yaml task=min:Points --workers 1,2", "… there is no module 'min' on Python's"),
 ]
 """Written after `trireme`."""
 
@@ -557,6 +636,11 @@ from app.tasks.base import Task
 
 def helper():
     return 1
+
+
+class Forgot:
+    def build_model(self):
+        return nn.Linear(2, 4)
 
 
 class Rows:
@@ -624,6 +708,11 @@ FILES: dict[str, str | bytes] = {
     "good.yaml": "task: mine:Points\ntrain: {steps: 4, global_batch_size: 8}\nrun: {name: first}\n"
     "tracking: {enabled: false}\n",
     "sweep.yaml": "experiment: good.yaml\nspace: {optimizer.lr: [0.1, 0.01]}\n",
+    "tabs.yaml": "task: mine:Points\ntrain:\n\tsteps: 4\n",
+    "dotted.yaml": "task: mine:Points\ntrain.steps: 4\n",
+    "indent.yaml": "task: mine:Points\ntrain:\nsteps: 4\n",
+    "unset.yaml": "task: mine:Points\nrun: {name: '${oc.env:NOT_SET}'}\n",
+    "date.yaml": "task: mine:Points\nrun: {name: 2026-11-27}\n",
     "mnist.yaml": "",
     "empty.yaml": "",
     "broken.yaml": "task: a\n  b: : c",
@@ -638,7 +727,7 @@ FILES: dict[str, str | bytes] = {
     "mine.py": MINE,
     "broken_module.py": "def f(:\n",
     "needs_missing.py": "import nowhere_to_be_found\n",
-    "fails_at_import.py": "x = 1\ny = x / 0\n",
+    "fails_at_import.py": "from app.tasks.base import Task\n\nx = 1\ny = x / 0\n",
 }
 MODULES = [Path(name).stem for name in FILES if name.endswith(".py")]
 

@@ -21,7 +21,7 @@ import torch
 from app import checkpoint
 from app.checkpoint import Weights
 from app.checkpoint.commit import MARKER, File, encode
-from app.config.check import missing_for_training
+from app.config.check import unfit_for_training
 from app.config.io import load_config
 from app.console.masking import is_secret, mask_text, mask_tree
 from app.data.files import cache_folder
@@ -110,7 +110,7 @@ def test_torchs_files_are_read_as_data_only() -> None:
 def test_a_runs_name_stays_in_its_folder(tmp_path: Path, name: str) -> None:
     overrides = ["task=a", "train.steps=1", f"run.storage={tmp_path}", f"run.name='{name}'"]
     try:
-        (sentence,) = missing_for_training(load_config([], overrides))
+        (sentence,) = unfit_for_training(load_config([], overrides))
     except UserError as error:
         sentence = str(error)
     assert "run.name" in sentence

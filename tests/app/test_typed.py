@@ -3,14 +3,17 @@
 import inspect
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jedi
 import pytest
 import trireme
 from mypy import api as mypy
 
-from app.api import Run, train
+from app import api
+from app.api import Run
 from app.config.io import documentation
 from app.trireme import stub
 from tests.running import ROOT
@@ -67,8 +70,15 @@ def test_an_editor_completes_the_verbs_and_what_a_run_has() -> None:
     )
 
 
-def test_help_shows_the_keys() -> None:
-    assert {"again", "optimizer", "task"} <= inspect.signature(train).parameters.keys()
+@pytest.mark.parametrize("verb", [api.train, api.fork, api.plan, api.sweep, api.scale])
+def test_help_in_a_notebook_shows_and_explains_the_keys(verb: Callable[..., Any]) -> None:
+    parameters = inspect.signature(verb).parameters
+    assert parameters["launcher"].default == "auto"
+    assert parameters["task"].annotation == "str | type[Task] | Task"
+    text = inspect.getdoc(verb) or ""
+    for key in parameters:
+        assert f"\n    {key}: " in text, key
+    assert "global_batch_size" in text and "keys: " not in text
 
 
 def checked(folder: Path, script: str, *options: str) -> list[str]:

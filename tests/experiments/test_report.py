@@ -9,7 +9,7 @@ import pytest
 
 from app.errors import UserError
 from experiments.report import figures, page
-from experiments.report.runs import RunRecord, content, report
+from experiments.report.runs import RunRecord, content, differences, distinct_names, report
 from tests.running import POINTS, invoke, mlflow_run, mlflow_text, seed
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
@@ -211,3 +211,32 @@ def test_costs_and_stages_of_runs_are_tables(tmp_path: Path) -> None:
     assert re.search(stages, text)
     plain = page.render(content([record("plain", {})]))
     assert "Cost" not in plain and "Stages" not in plain
+
+
+def test_runs_with_one_name_are_told_apart_by_the_folders_above_them() -> None:
+    folders = ["/a/first/runs/unet", "/a/second/runs/unet", "/a/second/runs/other"]
+    names = distinct_names([Path(folder) for folder in folders])
+    assert names == ["first/runs/unet", "second/runs/unet", "other"]
+    assert distinct_names([Path("/a/unet"), Path("/a/unet")]) == ["unet", "unet"]
+
+
+def test_values_in_which_runs_differ_are_written_as_in_a_file() -> None:
+    configs = [{"train": {"eval_every": None, "compile": True}}, {"train": {"eval_every": 10}}]
+    records = [
+        RunRecord(name=name, folder=Path(name), manifest={}, config=config, curves={})
+        for name, config in zip("ab", configs, strict=True)
+    ]
+    assert [row["a"] for row in differences(records)] == ["null", "true"]
+
+
+def test_text_in_a_figure_is_legible_on_a_phone() -> None:
+    """On a screen of 390 pixels, of which the page's margins take 36."""
+    svg = figures.to_svg(figures.line_plot({"a": [(0, 1)], "b": [(1, 2)]}, x="step", y="loss"))
+    cells = {(16.0, 0.1): 1.0, (32.0, 0.1): 9.0}
+    heat_map = figures.heat_map([16, 32], [0.1], cells, lower_is_better=True, unfinished=())
+    for element in (svg, figures.to_svg(heat_map)):
+        view_box = re.search(r'viewBox="0 0 ([\d.]+) ', element)
+        assert view_box is not None
+        shrinks = (390 - 36) / float(view_box[1])
+        sizes = [float(size) for size in re.findall(r"font(?:-size)?: ([\d.]+)px", element)]
+        assert sizes and min(sizes) * shrinks >= 10

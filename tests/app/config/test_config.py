@@ -1,5 +1,6 @@
 """Configuration: precedence, documentation, round trips, completion."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +12,14 @@ from click.shell_completion import ShellComplete
 
 from app.cli import group, usage_error
 from app.config import Config
-from app.config.check import OPTIMIZERS
+from app.config.check import OPTIMIZERS, unfit_for_training
 from app.config.io import documentation, explain, flatten, from_dict, load_config, to_dict, to_yaml
 from app.config.words import OTHER_NAMES
 from app.errors import UserError
 from app.training.optimizer import BUILT_IN
 from cluster.addresses import split_address
 from strategies import registry
-from strategies.activation_checkpointing import checkpoint_every
-from strategies.dims import LayoutError
+from strategies.dims import LayoutError, checkpoint_every
 from strategies.options import STRATEGIES
 from tests.running import ROOT
 
@@ -116,3 +116,27 @@ def test_names_that_are_checked_without_torch_are_those_that_exist() -> None:
     assert set(OPTIMIZERS) == set(BUILT_IN)
     code = "import sys, app.config.check; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.patience=3"], "train.patience is 3 evaluations, .* write train.eval_every too"),
+        (["checkpoint.mode=max"], "checkpoint.metric is loss, of which the highest value is not"),
+        (["checkpoint.metric=accuracy"], "lowest value is not the best: write checkpoint.mode=max"),
+        (["checkpoint.metric=ema_accuracy"], "lowest value is not the best"),
+    ],
+)
+def test_evaluations_that_cannot_be_meant_so_are_refused(
+    overrides: list[str], message: str
+) -> None:
+    named = ["task=tabular", "run.name=first", "train.steps=9"]
+    (sentence,) = unfit_for_training(load_config([], [*named, *overrides]))
+    assert re.search(message, sentence)
+
+
+def test_a_metric_of_unknown_meaning_may_have_either_mode() -> None:
+    named = ["task=tabular", "run.name=first", "train.steps=9"]
+    for mode in ("min", "max"):
+        metric = ["checkpoint.metric=temperature", f"checkpoint.mode={mode}"]
+        assert not unfit_for_training(load_config([], [*named, *metric]))

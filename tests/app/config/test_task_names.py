@@ -6,13 +6,14 @@ import sys
 
 import pytest
 
-from app.config.task_names import BUILT_IN, arguments_of
+from app.config.task_names import BUILT_IN
+from app.config.task_source import argument_names
 from app.tasks import find_task
 
 
 @pytest.mark.parametrize("task", BUILT_IN)
 def test_the_arguments_of_a_built_in_task_are_those_of_its_class(task: str) -> None:
-    assert arguments_of(task) == list(inspect.signature(find_task(task)).parameters)
+    assert argument_names(task) == list(inspect.signature(find_task(task)).parameters)
 
 
 def test_a_misspelt_argument_of_a_task_is_told_before_torch_is_imported() -> None:

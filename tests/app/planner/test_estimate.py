@@ -187,6 +187,9 @@ def test_a_simpler_layout_within_the_range_of_the_fastest_comes_first(
     beyond_host = replace(row, host_memory_bytes=1.1, host_bytes=1.0)
     assert not beyond_host.fits and beyond_host.verdict == "does not fit"
     assert between(6.1e3, 7e3) == "6.1–7.0 k" and between(95, 120) == "95–120"
+    # A range that is wide does not begin at 0.0 k.
+    assert between(48, 9.7e3) == "48–9.7 k" and between(0.2, 30) == "<1–30"
+    assert between(1.2e3, 3e6) == "1.2 k–3.0 M"
     simple = min((row for row in plan.rows if row.fits), key=lambda row: row.candidate.complexity)
     complex_ = next(
         row

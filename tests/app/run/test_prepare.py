@@ -4,13 +4,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch import nn
 
 from app.errors import UserError
 from app.run.prepare import Prepared, prepare, read_task
 from app.run.rehearse import PICK_BYTES
+from app.tasks.base import EvaluationLog
 from app.training.job import strategy_options
 from strategies.layout import LayoutError, check, choose
 from tests.chain import config
+from tests.tasks import Points
 
 pytestmark = pytest.mark.pure
 
@@ -35,6 +38,71 @@ def prepared(*overrides: str) -> Prepared:
     return prepare(
         run_config, read_task(run_config), run_config.parallel.pp or 2, devices_per_node=2
     )
+
+
+class LogsNumbers(Points):
+    """Logs a number of its own at each evaluation."""
+
+    def on_evaluation(self, model: nn.Module, log: EvaluationLog) -> None:
+        log("spread", 1.0)
+
+
+def test_a_checkpoint_that_cannot_be_reached_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def find(path: str) -> None:
+        raise ConnectionError(f"no route to {path}")
+
+    monkeypatch.setattr("app.run.prepare.find", find)
+    message = "checkpoint.load is 's3://a/b', which cannot be read: no route to s3://a/b"
+    with pytest.raises(UserError, match=message):
+        read_task(config("checkpoint.load=s3://a/b"))
+
+
+EVALUATED = ["task=tests.tasks:Points", "train.eval_every=2"]
+UNEVALUATED = ["task=tests.tasks:Odd", "task_args.what=unevaluated", "train.eval_every=2"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([*EVALUATED, "checkpoint.metric=accurate"], r"did you mean 'accuracy'\?\): write one of"),
+        ([*EVALUATED, "checkpoint.metric=ema_loss"], "write one of loss, accuracy$"),
+        ([*UNEVALUATED, "checkpoint.metric=score"], "no eval_data to measure it on"),
+        (
+            [*UNEVALUATED, "train.patience=2"],
+            "train.patience is 2 evaluations, but .* no eval_data",
+        ),
+    ],
+)
+def test_what_an_evaluation_does_not_give_is_told_with_the_task(
+    overrides: list[str], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        read_task(config(*overrides))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*EVALUATED, "checkpoint.metric=ema_loss", "train.ema_decay=0.9"],
+        [*EVALUATED, "checkpoint.metric=spread", "task=tests.app.run.test_prepare:LogsNumbers"],
+        [*EVALUATED, "checkpoint.metric=nothing", "checkpoint.keep_best=false"],
+        [*EVALUATED, "train.patience=2"],
+    ],
+)
+def test_what_an_evaluation_gives_or_may_give_is_accepted(overrides: list[str]) -> None:
+    read_task(config(*overrides))
+    prepared("strategy=ddp", "train.global_batch_size=16", *overrides)
+
+
+def test_patience_that_cannot_run_out_is_noted() -> None:
+    sizes = ["strategy=ddp", "train.global_batch_size=16", "train.steps=10"]
+    (note,) = prepared(*sizes, *EVALUATED, "train.patience=5").notes
+    assert "train.patience is 5 evaluations, but the run has 5: it cannot end early" in note
+    assert not prepared(*sizes, *EVALUATED, "train.patience=4").notes
+    (note,) = prepared(*sizes, *UNEVALUATED).notes
+    assert "train.eval_every is 2, but the task has no eval_data: nothing is evaluated" in note
 
 
 @pytest.mark.parametrize(

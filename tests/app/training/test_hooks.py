@@ -22,7 +22,7 @@ from app.errors import UserError
 from app.run.rehearse import rehearse
 from app.storage.storage import Storage
 from app.tasks import load_task
-from app.training.hooks import EvaluationLog, check, stops_early
+from app.training.hooks import EvaluationLog, check, require_metric, stops_early
 from strategies.layout import choose
 from tests import running
 from tests.app.kit import logged, training_of
@@ -178,13 +178,25 @@ def test_a_language_model_shows_what_it_writes(
     assert re.fullmatch(pattern.replace("{prompt}", prompt), shown.read_text(), re.DOTALL)
 
 
+def test_an_evaluation_without_the_metric_that_is_watched_ends_the_run() -> None:
+    watching = config("checkpoint.metric=bleu", "checkpoint.mode=max")
+    require_metric(watching, {"loss": 0.5, "bleu": 0.2})
+    require_metric(watching, {})  # without held-out data
+    require_metric(config(), {"perplexity": 3.0})  # nobody has written a metric
+    unwatched = config("checkpoint.metric=score", "checkpoint.keep_best=false")
+    require_metric(unwatched, {"loss": 0.5})
+    with pytest.raises(UserError, match=r"'bleu', which .* \(did you mean 'belu'\?\)"):
+        require_metric(watching, {"loss": 0.5, "belu": 0.2})
+
+
 def test_patience_or_the_task_ends_training_early() -> None:
     evaluations = [{"loss": value} for value in (0.5, 0.3, 0.4, 0.3, float("nan"), 0.2)]
     patient = config("train.patience=3")
     stops = [stops_early(patient, Points(), evaluations[:count]) for count in range(1, 7)]
     assert stops == [False, False, False, False, True, False]
-    upward = config("train.patience=1", "checkpoint.mode=max")
-    assert [stops_early(upward, Points(), evaluations[:count]) for count in (1, 2)] == [False, True]
+    upward = config("train.patience=1", "checkpoint.metric=accuracy", "checkpoint.mode=max")
+    falling = [{"accuracy": value} for value in (0.5, 0.3)]
+    assert [stops_early(upward, Points(), falling[:count]) for count in (1, 2)] == [False, True]
     assert not stops_early(config(), Points(), evaluations)
     assert stops_early(config(), Gan(ends_at=6), evaluations)
 
@@ -207,8 +219,6 @@ def test_what_a_layout_cannot_do_is_refused_and_what_it_does_not_log_is_noted() 
         list(check(config(), gan, pipeline))
     with pytest.raises(UserError, match=r"train.ema_decay is not for deepspeed"):
         list(check(config(), Points(), choose("deepspeed", 2)))
-    with pytest.raises(UserError, match=r"write train.eval_every"):
-        list(check(config("train.patience=2", "train.eval_every=null"), Points(), ddp))
     task = Logs()
     logged = rehearse(config(), task, samples_per_worker=8, workers_per_machine=1)
     assert logged == ["part"] and task.recorded is None
