@@ -25,7 +25,7 @@ import torch.distributed as dist
 from app.checkpoint.commit import Commit, File, decode, divided, encode
 from app.launchers import blame
 from app.launchers.actors import placement
-from app.launchers.aggregator import DIRECT_RANKS, Aggregator, Report, parents
+from app.launchers.aggregator import DIRECT_RANKS, Aggregator, Report, RootAggregator, parents
 from app.launchers.elastic import room_by_node
 from app.launchers.heartbeats import HangDetector
 from app.launchers.recovery import Nodes, State, classify
@@ -62,23 +62,28 @@ class Tree:
 
     Args:
         ranks: The number of ranks.
+        attempt: The number of the attempt.
+        queue: One that has begun this attempt; None makes one.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, attempt: int = 1, queue: RootAggregator | None = None) -> None:
         self.ranks = ranks
+        self.attempt = attempt
         self.clock = 0.0
-        self.queue = Aggregator(lambda: self.clock)
-        self.queue.begin(1, ranks)
+        if queue is None:
+            queue = RootAggregator(lambda: self.clock)
+            queue.begin(attempt, ranks)
+        self.queue = queue
         self.aggregators: list[Aggregator] = []
         self.gone: set[int] = set()
         """Numbers of aggregators that do not report any more."""
         nodes = math.ceil(ranks / NODE_RANKS) if ranks > DIRECT_RANKS else 0
         for parent in parents(nodes):
             aggregator = Aggregator(lambda: self.clock)
-            aggregator.begin(1, 0)
+            aggregator.begin(attempt, 0)
             self.aggregators.append(aggregator)
             above = self.queue if parent is None else self.aggregators[parent]
-            above.adopt(1, Below(aggregator))
+            above.adopt(attempt, Below(aggregator))
 
     def above(self, rank: int) -> Aggregator:
         """What a rank reports to."""
@@ -88,7 +93,9 @@ class Tree:
         """Every rank sends a heartbeat, but those that are silent."""
         for rank in range(self.ranks):
             if rank not in silent:
-                self.above(rank).beat(1, rank, ("training", step, 0, rank % 3 == 0), None)
+                self.above(rank).beat(
+                    self.attempt, rank, ("training", step, 0, rank % 3 == 0), None
+                )
 
     def reports_to_queue(self) -> list[tuple[str, Report]]:
         """The aggregators report, the lowest first; returns the reports to the queue."""
@@ -102,13 +109,13 @@ class Tree:
             if parent is None:
                 to_queue.append((str(number), report))
             else:
-                self.aggregators[parent].report(1, str(number), report)
+                self.aggregators[parent].report(self.attempt, str(number), report)
         return to_queue
 
     def deliver(self) -> None:
         """The aggregators report, and the queue takes it."""
         for child, report in self.reports_to_queue():
-            self.queue.report(1, child, report)
+            self.queue.report(self.attempt, child, report)
 
 
 def heartbeats_at_queue(ranks: int) -> Measured:
