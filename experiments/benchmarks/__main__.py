@@ -17,7 +17,7 @@ BENCHMARKS = {
     "published": "what the plain plan command says of published runs, by kind, size and GPU",
     "laws": "laws of scaling beside published series, fitted to their two smallest numbers of GPUs",
     "scale-out": "what the control plane costs up to 16,384 ranks, which are simulated",
-    "scale-resume": "a checkpoint read by real gloo ranks, with what each of them holds of its table",
+    "scale-resume": "a checkpoint read by real gloo ranks, with what each holds of its table",
     "scale-failures": "a node, a rack and a hang of simulated ranks, until the supervisor decides",
     "chaos": "kills of anything at any moment: what is lost, and seconds to the next step",
 }
