@@ -17,6 +17,8 @@ MAX_VALUES = 50_000
 SCHEMAS = Path(__file__).with_name("schemas")
 Keys = tuple[Any, ...]
 """Keys and indices that lead from a document's root to a value."""
+Mistakes = Iterator[tuple[Keys, str]]
+"""The keys and indices that lead to each wrong value, and a sentence about it."""
 
 
 @dataclass(frozen=True)

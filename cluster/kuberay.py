@@ -6,11 +6,12 @@ group). What is wrong with a manifest: kuberay_rules.py.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from cluster import ClusterError
-from cluster.document import Document
+from cluster.document import Document, Keys
 from cluster.shape import ClusterShape, node_type
 
 RAY_KINDS = ("RayCluster", "RayJob")
@@ -21,6 +22,59 @@ ANNOTATIONS = {
     "trireme/price-per-hour": "price_per_hour",
 }
 GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The head's group of pods, or one of the workers' groups.
+
+    Attributes:
+        path: The keys and indices that lead to it.
+        spec: Its values.
+    """
+
+    path: Keys
+    spec: Mapping[str, Any]
+
+    @property
+    def is_head(self) -> bool:
+        return self.path[-1] == "headGroupSpec"
+
+    @property
+    def pod(self) -> Mapping[str, Any]:
+        """The spec of its pods."""
+        return self.spec["template"]["spec"]
+
+    @property
+    def pod_path(self) -> Keys:
+        """The keys and indices that lead to the spec of its pods."""
+        return (*self.path, "template", "spec")
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The metadata of its pods."""
+        return self.spec["template"].get("metadata") or {}
+
+    @property
+    def volumes(self) -> list[Mapping[str, Any]]:
+        return self.pod.get("volumes") or []
+
+    @property
+    def gpus(self) -> float:
+        """GPUs of one pod: its first container is Ray's."""
+        limits = (self.pod["containers"][0].get("resources") or {}).get("limits") or {}
+        return sum(quantity(limits.get(name, 0)) for name in GPU_RESOURCES)
+
+    @property
+    def max_pods(self) -> int:
+        """How many pods there can be."""
+        return self.spec.get("maxReplicas", 1) * self.spec.get("numOfHosts", 1)
+
+    def containers(self) -> Iterator[tuple[Keys, Mapping[str, Any]]]:
+        """The containers of a pod, each with the keys and indices that lead to it."""
+        for key in ("initContainers", "containers"):
+            for number, container in enumerate(self.pod.get(key) or []):
+                yield (*self.pod_path, key, number), container
 
 
 def is_kubernetes(document: Document) -> bool:

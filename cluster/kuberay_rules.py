@@ -11,17 +11,17 @@ import gzip
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
 
-from cluster import ClusterError
+from cluster import ClusterError, job_rules, pod_rules
 from cluster.document import (
     SCHEMAS,
     Document,
     Keys,
+    Mistakes,
     Problem,
     load_yaml,
     mistaken,
@@ -34,13 +34,14 @@ from cluster.kuberay import (
     ANNOTATIONS,
     GPU_RESOURCES,
     RAY_KINDS,
+    Group,
     is_kubernetes,
     is_ray,
     quantity,
     shape,
 )
 from cluster.pending import check_feasible
-from cluster.ray_rules import Mistakes, parse_scalar
+from cluster.ray_commands import parse_scalar
 from cluster.shape import problem_with_fact
 
 VERBS = [
@@ -58,59 +59,6 @@ A memory below 1 MiB lacks its unit, or has the unit `m`, which means thousandth
 """
 LASTING_VOLUMES = {"persistentVolumeClaim", "nfs", "csi", "hostPath", "cephfs"}
 """Kinds of volumes that outlive their pods."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """The head's group of pods, or one of the workers' groups.
-
-    Attributes:
-        path: The keys and indices that lead to it.
-        spec: Its values.
-    """
-
-    path: Keys
-    spec: Mapping[str, Any]
-
-    @property
-    def is_head(self) -> bool:
-        return self.path[-1] == "headGroupSpec"
-
-    @property
-    def pod(self) -> Mapping[str, Any]:
-        """The spec of its pods."""
-        return self.spec["template"]["spec"]
-
-    @property
-    def pod_path(self) -> Keys:
-        """The keys and indices that lead to the spec of its pods."""
-        return (*self.path, "template", "spec")
-
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """The metadata of its pods."""
-        return self.spec["template"].get("metadata") or {}
-
-    @property
-    def volumes(self) -> list[Mapping[str, Any]]:
-        return self.pod.get("volumes") or []
-
-    @property
-    def gpus(self) -> float:
-        """GPUs of one pod: its first container is Ray's."""
-        limits = (self.pod["containers"][0].get("resources") or {}).get("limits") or {}
-        return sum(quantity(limits.get(name, 0)) for name in GPU_RESOURCES)
-
-    @property
-    def max_pods(self) -> int:
-        """How many pods there can be."""
-        return self.spec.get("maxReplicas", 1) * self.spec.get("numOfHosts", 1)
-
-    def containers(self) -> Iterator[tuple[Keys, Mapping[str, Any]]]:
-        """The containers of a pod, each with the keys and indices that lead to it."""
-        for key in ("initContainers", "containers"):
-            for number, container in enumerate(self.pod.get(key) or []):
-                yield (*self.pod_path, key, number), container
 
 
 def problems(documents: list[Document], file: str) -> list[Problem]:
@@ -177,6 +125,8 @@ def _ray_object_problems(
         if "clusterSelector" not in spec:
             message = "the RayJob has neither a rayClusterSpec nor a clusterSelector"
             errors.append(document.problem(("spec",), message))
+        if not errors:
+            errors += [document.problem(*mistake) for mistake in job_rules.mistakes(data)]
         return errors
     errors += schema_problems(document, kubernetes["cluster"], cluster, at=cluster_path)
     groups = [Group((*cluster_path, "headGroupSpec"), cluster["headGroupSpec"])]
@@ -187,8 +137,11 @@ def _ray_object_problems(
     if errors:
         return errors
     mistakes = list(_groups(groups, documents))
+    mistakes += job_rules.names(data)
+    mistakes += pod_rules.mistakes(cluster_path, cluster, groups)
     if is_job:
         mistakes += _entrypoint(data, groups, file)
+        mistakes += job_rules.mistakes(data)
     return [document.problem(path, sentence) for path, sentence in mistakes]
 
 

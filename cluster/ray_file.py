@@ -85,7 +85,7 @@ def written_facts(data: Mapping[str, Any], name: str) -> dict[str, Any]:
 def instance_type(spec: Mapping[str, Any]) -> str:
     """The cloud's name of the machine; "" where the file has none, or it is not a text."""
     config = spec.get("node_config") or {}
-    arm = config.get("azureArmParameters")
+    arm = config.get("azure_arm_parameters")
     azure = arm.get("vmSize") if isinstance(arm, dict) else None
     names = (config.get("InstanceType"), config.get("machineType"), azure)
     return next((name.rpartition("/")[2] for name in names if isinstance(name, str) and name), "")
@@ -97,7 +97,7 @@ def is_spot(spec: Mapping[str, Any]) -> bool:
     scheduling = config.get("scheduling") or {}
     if isinstance(scheduling, list):  # Ray's GCP examples write a list of one-key mappings
         scheduling = {key: value for item in scheduling for key, value in item.items()}
-    arm = config.get("azureArmParameters")
+    arm = config.get("azure_arm_parameters")
     return (
         (config.get("InstanceMarketOptions") or {}).get("MarketType") == "spot"
         or bool(scheduling.get("preemptible"))

@@ -9,14 +9,23 @@ import functools
 import json
 import os
 import re
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.document import Document, Keys, Problem, nearest, schema_problems, schemas, strict
+from cluster import cloud_rules, command_rules
+from cluster.document import (
+    Document,
+    Keys,
+    Mistakes,
+    Problem,
+    nearest,
+    schema_problems,
+    schemas,
+    strict,
+)
 from cluster.hardware import all_instances
+from cluster.ray_commands import RayStart, assignments, ray_starts
 from cluster.ray_file import (
     ONPREM_HEAD,
     ONPREM_WORKER,
@@ -31,8 +40,6 @@ TOKEN = "~/.ray/auth_token"
 """The token of Ray's processes; `trireme cluster up` makes it."""
 DEFAULT_MAX_WORKERS = 2
 """Ray's default of `max_workers`."""
-Mistakes = Iterator[tuple[Keys, str]]
-"""The keys and indices that lead to each wrong value, and a sentence about it."""
 
 
 def problems(document: Document) -> list[Problem]:
@@ -66,6 +73,8 @@ def problems(document: Document) -> list[Problem]:
         _node_types,
         _metadata_facts,
         _start_commands,
+        cloud_rules.mistakes,
+        command_rules.mistakes,
     )
     for rule in rules:
         found_problems += [document.problem(path, sentence) for path, sentence in rule(data)]
@@ -241,72 +250,6 @@ def _metadata_facts(data: Mapping[str, Any]) -> Mistakes:
 # --- commands -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class RayStart:
-    """A `ray start` of the file.
-
-    Attributes:
-        path: The keys and indices that lead to its command.
-        options: Its options by name without dashes.
-        environment: The variables that the command sets before it.
-    """
-
-    path: Keys
-    options: dict[str, Any]
-    environment: dict[str, str]
-
-    @property
-    def is_head(self) -> bool:
-        return "head" in self.options
-
-
-def ray_starts(data: Mapping[str, Any]) -> list[RayStart]:
-    """Every `ray start` of the head and of the workers."""
-    starts = []
-    for key in ("head_start_ray_commands", "worker_start_ray_commands"):
-        for number, command in enumerate(data.get(key) or []):
-            environment: dict[str, str] = {}
-            for part in re.split(r";|&&|\|\||\n", command):
-                try:
-                    words = shlex.split(part)
-                except ValueError:  # a quotation goes on in the next part
-                    words = part.split()
-                environment |= assignments(part)
-                if "ray start" in " ".join(words):
-                    options = command_options(words[words.index("start") :])
-                    starts.append(RayStart((key, number), options, dict(environment)))
-    return starts
-
-
-def assignments(command: str) -> dict[str, str]:
-    """The variables that a command sets."""
-    return dict(re.findall(r"(?:^|[\s;])([A-Za-z_]\w*)=([^\s;]*)", command))
-
-
-def command_options(words: Sequence[str]) -> dict[str, Any]:
-    """The options among a command's words, by name without dashes.
-
-    An option without a value is True.
-    """
-    options: dict[str, Any] = {}
-    for word, next_word in zip(words, [*words[1:], "-"]):
-        if not word.startswith("--"):
-            continue
-        name, equals, text = word[2:].partition("=")
-        value: str | bool = text
-        if not equals:
-            value = True if next_word.startswith("-") else next_word
-        options[name] = parse_scalar(value)
-    return options
-
-
-def parse_scalar(value: Any) -> Any:
-    """The integer or truth value in a text; anything else as it is."""
-    if isinstance(value, str) and re.fullmatch(r"-?\d+", value):
-        return int(value)
-    return {"true": True, "false": False}.get(str(value).lower(), value)
-
-
 def _problems_of_start(document: Document, start: RayStart) -> list[Problem]:
     """Options that `ray start` does not have, and wrong values.
 
@@ -344,8 +287,12 @@ def _start_commands(data: Mapping[str, Any]) -> Mistakes:
         yield (key,), f"{key} has no `ray start`: write it, or leave the key out"
     port = heads[0].options.get("port", 6379) if heads else 6379
     for start in workers:
+        if start.is_head:
+            problem = "every worker starts a cluster of its own and joins none: it has --head"
+            yield start.path, f"{problem}: write --address=$RAY_HEAD_IP:{port}"
+            continue
         address = str(start.options.get("address", "nothing"))
-        if start.is_head or not re.fullmatch(rf"\$\{{?RAY_HEAD_IP\}}?:{port}", address):
+        if not re.fullmatch(rf"\$\{{?RAY_HEAD_IP\}}?:{port}", address):
             problem = f"a worker joins {address}, but the head listens on {port}"
             yield start.path, f"{problem}: write --address=$RAY_HEAD_IP:{port}"
     if is_this_machine(data):

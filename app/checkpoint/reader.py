@@ -25,8 +25,9 @@ from app.checkpoint.commit import (
     verify_together,
 )
 from app.checkpoint.dcp import flatten
-from app.checkpoint.ranks import Ranks, describe
+from app.checkpoint.ranks import RankFailed, Ranks, describe
 from app.checkpoint.restricted import Planner, Reader
+from app.checkpoint.table import Table, divide
 from app.errors import UserError
 
 _ADVICE = "use another run.name (or checkpoint.load)"
@@ -56,41 +57,49 @@ def load(commit: Commit, state: dict[str, Any]) -> None:
             assert frozen is not None
             state = {**state, "model": _load_frozen(frozen, state["model"], ranks)}
         commit = replace(commit, meta={**commit.meta, FROZEN: False})
-    reader = _open(commit, ranks)
-    _require_fit(commit, reader.read_metadata(), state, ranks)
+    reader, missing = _open(commit, state, ranks)
+    _require_fit(commit, reader.read_metadata(), state, ranks, missing=missing)
+    problem = ""
     try:
-        dcp.load(
-            state,
-            storage_reader=reader,
-            planner=Planner(allow_partial_load=True),
-            no_dist=not ranks.distributed,
-        )
+        # Each rank plans its own reading from its own part of the table.
+        planner = Planner(allow_partial_load=True)
+        dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:
+        cause, _ = error.failures[min(error.failures)]
+        problem = f"rank {ranks.rank}: {describe(cause)}"
+    problem, _ = ranks.first_of([problem] if problem else [])
+    if problem:
         fault = verify_together(commit, ranks)
         if fault:
-            raise UserError(_damaged(fault)) from error
-        failed_rank, (cause, _) = min(error.failures.items())
-        raise UserError(
-            f"the checkpoint {commit.path} could not be read "
-            f"(rank {failed_rank}: {describe(cause)})"
-        ) from error
+            raise UserError(_damaged(fault))
+        raise UserError(f"the checkpoint {commit.path} could not be read ({problem})")
 
 
 def _load_frozen(frozen: Commit, model: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     """Load the frozen weights; the others are returned."""
-    keys = _open(frozen, ranks).read_metadata().state_dict_metadata
+    reader, _ = _open(frozen, {"model": model}, ranks)
+    keys = reader.read_metadata().state_dict_metadata
     names = {key.removeprefix(_MODEL_PREFIX) for key in keys if key.startswith(_MODEL_PREFIX)}
     load(frozen, {"model": {name: value for name, value in model.items() if name in names}})
     return {name: value for name, value in model.items() if name not in names}
 
 
-def _open(commit: Commit, ranks: Ranks) -> Reader:
-    """A reader with the metadata, which rank 0 reads for all. Collective.
+def _open(commit: Commit, state: dict[str, Any], ranks: Ranks) -> tuple[Reader, str]:
+    """A reader with this rank's part of the table, which rank 0 reads for all. Collective.
+
+    Args:
+        commit: The checkpoint.
+        state: This rank's, which is to be filled.
+        ranks: All ranks.
+
+    Returns:
+        The reader; and on rank 0, a sentence about a tensor of the checkpoint that no rank has, ""
+        if there is none.
 
     Raises:
         UserError: The checkpoint is damaged; the same on every rank.
     """
-    pickled: bytes | None = None
+    table: Table | None = None
     problem = ""
     if ranks.rank == 0:
         # It is compared in full before it is unpickled: it must be what we have written.
@@ -99,21 +108,39 @@ def _open(commit: Commit, ranks: Ranks) -> Reader:
         if faults:
             problem = _damaged(faults[0])
         else:
-            pickled = commit.storage.read_bytes(METADATA)
-    problem, pickled = ranks.from_first((problem, pickled))
+            try:
+                table = Table(Reader(commit.storage).read_metadata())
+            except UserError as error:
+                problem = str(error)
+    problem = ranks.from_first(problem)
     if problem:
         raise UserError(problem)
-    return Reader(commit.storage, pickled)
+    try:
+        pickled, wanted_names = divide(table, state, ranks)
+    except RankFailed as error:
+        raise UserError(f"the checkpoint {commit.path} could not be read ({error})") from error
+    missing = "" if table is None else _surplus_tensor(commit, table.metadata, wanted_names)
+    return Reader(commit.storage, pickled), missing
 
 
-def _require_fit(commit: Commit, metadata: Metadata, state: dict[str, Any], ranks: Ranks) -> None:
-    """Raise UserError on every rank if the checkpoint is damaged or does not fit some state."""
+def _require_fit(
+    commit: Commit, metadata: Metadata, state: dict[str, Any], ranks: Ranks, *, missing: str
+) -> None:
+    """Raise UserError on every rank if the checkpoint is damaged or does not fit some state.
+
+    Args:
+        commit: The checkpoint.
+        metadata: This rank's part of its table.
+        state: This rank's.
+        ranks: All ranks.
+        missing: On rank 0, a sentence about a tensor that no rank has; "" if there is none.
+    """
     leaves = flatten(state)
     faults = verify(commit, ranks.rank, ranks.size, by="size")
     problems = [_damaged(fault) for fault in faults] or _local_problems(commit, metadata, leaves)
     problem, _ = ranks.first_of(problems)
     if not problem:
-        problem = _surplus_tensor(commit, metadata, wanted=leaves.keys(), ranks=ranks)
+        problem = ranks.from_first(missing)
     if problem:
         raise UserError(problem)
 
@@ -142,20 +169,20 @@ def _difference(saved: object, value: object) -> str:
     return ""
 
 
-def _surplus_tensor(
-    commit: Commit, metadata: Metadata, *, wanted: Collection[str], ranks: Ranks
-) -> str:
+def _surplus_tensor(commit: Commit, metadata: Metadata, wanted: Collection[str]) -> str:
     """A sentence about a tensor of the checkpoint that no rank has, in the parts that are read.
 
-    "" if there is none. Each rank tells which of the checkpoint's entries it has, in a byte each.
+    "" if there is none.
+
+    Args:
+        commit: The checkpoint.
+        metadata: Its whole table.
+        wanted: The names that any rank has.
     """
-    saved_names = list(metadata.state_dict_metadata)
-    has_name = ranks.any(*(name in wanted for name in saved_names))
     parts = {name.split(".")[0] for name in wanted}
-    parts |= {name.split(".")[0] for name, has in zip(saved_names, has_name) if has}
-    for name, has in zip(saved_names, has_name, strict=True):
-        shape = _shape(metadata.state_dict_metadata[name])
-        if shape is not None and name.split(".")[0] in parts and not has:
+    for name, entry in metadata.state_dict_metadata.items():
+        shape = _shape(entry)
+        if shape is not None and name.split(".")[0] in parts and name not in wanted:
             difference = f"is {_words(shape)} there and does not exist here"
             return _other_model(commit, name, difference)
     return ""

@@ -342,3 +342,26 @@ class Aggregator:
             self._answer_bytes += len(text)
         self._answers.setdefault(text, []).extend(ranks)
         self.urgent.set()
+
+
+class RootAggregator(Aggregator):
+    """The root of the tree: what workers say to the driver, and it to them."""
+
+    def drain(self, stop: bool) -> Report:
+        """Returns what is new since the last call.
+
+        Args:
+            stop: Whether the workers are to save and stop.
+        """
+        if stop:
+            self.obey(self.attempt, self.orders._replace(stop=True))
+        return self.take()
+
+    def ask(self, question: str) -> None:
+        """Asks every rank."""
+        number = self.orders.number + 1
+        self.obey(self.attempt, self.orders._replace(question=question, number=number))
+
+    def node_rank(self, attempt: int, node: str) -> int:
+        """The number of a node of this attempt; 0 for another one, which will end."""
+        return self.node_ranks.get(node, 0) if attempt == self.attempt else 0

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from app.launchers.aggregator import (
     PERIOD_SECONDS,
     Aggregator,
-    Report,
+    RootAggregator,
     parents,
 )
 from app.training.events import WorkerDied
@@ -42,27 +42,8 @@ def start_here(actor_class: Any) -> Any:
 
 
 @ray.remote(num_cpus=0)
-class EventQueue(Aggregator):
-    """The root of the tree: what workers say to the driver, and it to them."""
-
-    def drain(self, stop: bool) -> Report:
-        """Returns what is new since the last call.
-
-        Args:
-            stop: Whether the workers are to save and stop.
-        """
-        if stop:
-            self.obey(self.attempt, self.orders._replace(stop=True))
-        return self.take()
-
-    def ask(self, question: str) -> None:
-        """Asks every rank."""
-        number = self.orders.number + 1
-        self.obey(self.attempt, self.orders._replace(question=question, number=number))
-
-    def node_rank(self, attempt: int, node: str) -> int:
-        """The number of a node of this attempt; 0 for another one, which will end."""
-        return self.node_ranks.get(node, 0) if attempt == self.attempt else 0
+class EventQueue(RootAggregator):
+    """The root of the tree, as an actor beside the driver."""
 
 
 @ray.remote(num_cpus=0, max_restarts=0)

@@ -19,6 +19,10 @@ BENCHMARKS = {
     "published": "what the plain plan command says of published runs, by kind, size and GPU",
     "laws": "laws of scaling beside published series, fitted to their two smallest numbers of GPUs",
     "scale-out": "what the control plane costs up to 16,384 ranks, which are simulated",
+    "scale-resume": "a checkpoint read by real gloo ranks, with what each holds of its table",
+    "scale-failures": "a node, a rack and a hang of simulated ranks, until the supervisor decides",
+    "scale-sweep": "what a sweep of a thousand trials costs its driver",
+    "scale-points": "MLflow's answers for a run of a million points",
     "chaos": "kills of anything at any moment: what is lost, and seconds to the next step",
 }
 """By name, what a benchmark measures."""
@@ -34,7 +38,7 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__, end="\n\n")
         for name, description in BENCHMARKS.items():
-            print(f"  {name:<12}{description}")
+            print(f"  {name:<16}{description}")
         return
     # A name has one word or two.
     words = 2 if " ".join(sys.argv[1:3]) in BENCHMARKS else 1

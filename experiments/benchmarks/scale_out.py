@@ -20,12 +20,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import click
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from app.checkpoint.commit import Commit, File, decode, divided, encode
+from app.checkpoint.table import Table, Wish
 from app.launchers import blame
 from app.launchers.actors import placement
-from app.launchers.aggregator import DIRECT_RANKS, Aggregator, Report, parents
+from app.launchers.aggregator import DIRECT_RANKS, Aggregator, Report, RootAggregator, parents
 from app.launchers.elastic import room_by_node
 from app.launchers.heartbeats import HangDetector
 from app.launchers.recovery import Nodes, State, classify
@@ -43,6 +52,8 @@ NODE_RANKS = 8
 """Ranks of a node."""
 REPEAT_SECONDS = 0.2
 """A quick measurement is repeated for so long, and the mean is taken."""
+TENSORS = 4
+"""Of a checkpoint whose table is measured."""
 EVENTS = 2000
 """Metric events in a checkpoint, as a run keeps them."""
 
@@ -62,23 +73,28 @@ class Tree:
 
     Args:
         ranks: The number of ranks.
+        attempt: The number of the attempt.
+        queue: One that has begun this attempt; None makes one.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, attempt: int = 1, queue: RootAggregator | None = None) -> None:
         self.ranks = ranks
+        self.attempt = attempt
         self.clock = 0.0
-        self.queue = Aggregator(lambda: self.clock)
-        self.queue.begin(1, ranks)
+        if queue is None:
+            queue = RootAggregator(lambda: self.clock)
+            queue.begin(attempt, ranks)
+        self.queue = queue
         self.aggregators: list[Aggregator] = []
         self.gone: set[int] = set()
         """Numbers of aggregators that do not report any more."""
         nodes = math.ceil(ranks / NODE_RANKS) if ranks > DIRECT_RANKS else 0
         for parent in parents(nodes):
             aggregator = Aggregator(lambda: self.clock)
-            aggregator.begin(1, 0)
+            aggregator.begin(attempt, 0)
             self.aggregators.append(aggregator)
             above = self.queue if parent is None else self.aggregators[parent]
-            above.adopt(1, Below(aggregator))
+            above.adopt(attempt, Below(aggregator))
 
     def above(self, rank: int) -> Aggregator:
         """What a rank reports to."""
@@ -88,7 +104,9 @@ class Tree:
         """Every rank sends a heartbeat, but those that are silent."""
         for rank in range(self.ranks):
             if rank not in silent:
-                self.above(rank).beat(1, rank, ("training", step, 0, rank % 3 == 0), None)
+                self.above(rank).beat(
+                    self.attempt, rank, ("training", step, 0, rank % 3 == 0), None
+                )
 
     def reports_to_queue(self) -> list[tuple[str, Report]]:
         """The aggregators report, the lowest first; returns the reports to the queue."""
@@ -102,13 +120,13 @@ class Tree:
             if parent is None:
                 to_queue.append((str(number), report))
             else:
-                self.aggregators[parent].report(1, str(number), report)
+                self.aggregators[parent].report(self.attempt, str(number), report)
         return to_queue
 
     def deliver(self) -> None:
         """The aggregators report, and the queue takes it."""
         for child, report in self.reports_to_queue():
-            self.queue.report(1, child, report)
+            self.queue.report(self.attempt, child, report)
 
 
 def heartbeats_at_queue(ranks: int) -> Measured:
@@ -239,6 +257,45 @@ def bytes_of_resume(ranks: int) -> Measured:
         return recording.bytes_of_a_rank
 
     return work
+
+
+def table_of(ranks: int) -> Metadata:
+    """The table of a checkpoint in which every rank has a row of each tensor."""
+    entries: dict[str, Any] = {}
+    places: dict[MetadataIndex, Any] = {}
+    properties = TensorProperties(dtype=torch.float32)
+    for number in range(TENSORS):
+        name = f"model.blocks.{number}.weight"
+        offsets = [torch.Size([rank, 0]) for rank in range(ranks)]
+        chunks = [ChunkStorageMetadata(offset, torch.Size([1, 64])) for offset in offsets]
+        size = torch.Size([ranks, 64])
+        entries[name] = TensorStorageMetadata(properties, size, chunks)
+        for rank, offset in enumerate(offsets):
+            places[MetadataIndex(name, offset)] = (f"__{rank}_0.distcp", 0, 256)
+    return Metadata(entries, storage_data=places)
+
+
+def wish_of_row(rank: int) -> Wish:
+    """What a rank wants to know that has a row of each tensor."""
+    return {f"model.blocks.{number}.weight": [((rank, 0), (1, 64))] for number in range(TENSORS)}
+
+
+def parts_of_table(ranks: int) -> Measured:
+    """Cutting a checkpoint's table into the parts of all ranks, on rank 0."""
+    metadata = table_of(ranks)
+
+    def work() -> None:
+        table = Table(metadata)
+        for rank in range(ranks):
+            pickle.dumps(table.part(wish_of_row(rank)))
+
+    return work
+
+
+def bytes_of_table(ranks: int) -> Measured:
+    """What a rank gets of a checkpoint's table."""
+    table = Table(table_of(ranks))
+    return lambda: len(pickle.dumps(table.part(wish_of_row(ranks // 2))))
 
 
 def marker(ranks: int) -> Measured:
@@ -397,6 +454,8 @@ ROWS = (
     Row("room on all nodes, and without each", room),
     Row("checkpoint: marker written and read", marker),
     Row("resume: what a rank learns of the checkpoint", bytes_of_resume, 0, "bytes"),
+    Row("resume: cutting the table into the ranks' parts", parts_of_table),
+    Row("resume: what a rank gets of the table", bytes_of_table, 0, "bytes"),
     Row("a lost rack: what ended the run, of lost peers alone", classify_lost_peers),
     Row("a hang: which rank the others wait for", blame_a_rank),
     Row("a hang: stacks that are kept", report_of_stacks, 1, "bytes"),

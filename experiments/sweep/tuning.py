@@ -99,7 +99,14 @@ def prepare(sweep: Sweep, store: TrialStore, cluster: Cluster, *, longest: int) 
     return Tuning(searcher, scheduler, uses_gpus)
 
 
-def run_trials(sweep: Sweep, store: TrialStore, console: Console, *, tuning: Tuning) -> None:
+def run_trials(
+    sweep: Sweep,
+    store: TrialStore,
+    console: Console,
+    *,
+    tuning: Tuning,
+    trainable: type[tune.Trainable] | None = None,
+) -> None:
     """Runs trials until all have ended.
 
     Args:
@@ -107,6 +114,7 @@ def run_trials(sweep: Sweep, store: TrialStore, console: Console, *, tuning: Tun
         store: Keeps what trials report.
         console: Writes to the terminal.
         tuning: What Tune is given.
+        trainable: Runs one trial after another; None trains (`TrialActor`).
 
     Raises:
         UserError: No trial reports what the sweep compares.
@@ -117,7 +125,7 @@ def run_trials(sweep: Sweep, store: TrialStore, console: Console, *, tuning: Tun
     of_which = f", of which {ended} have ended" if ended else ""
     console.say(f"sweeping {sweep.name}: {sweep.count} trials{of_which}")
     observer = Observer(sweep, store, console)
-    tuner = _make_tuner(sweep, store, observer, tuning=tuning)
+    tuner = _make_tuner(sweep, store, observer, tuning=tuning, trainable=trainable or TrialActor)
     stop_file = store.folder / STOP_FILE
 
     def stop_trials() -> None:
@@ -148,6 +156,7 @@ def _make_tuner(
     observer: Observer,
     *,
     tuning: Tuning,
+    trainable: type[tune.Trainable],
 ) -> tune.Tuner:
     """Tune's Tuner, whose trials are Trireme runs."""
     experiment = sweep.experiment
@@ -165,11 +174,11 @@ def _make_tuner(
         config = sweep.config(values, name="trial", storage="runs")
         return tune.PlacementGroupFactory(trial_bundles(config, uses_gpus=tuning.uses_gpus))
 
-    trainable = tune.with_parameters(TrialActor, context=context)
+    with_context = tune.with_parameters(trainable, context=context)
     # A trial whose process died starts once more, unless the experiment allows no restart.
     max_failures = min(1, experiment.fault.max_restarts)
     return tune.Tuner(
-        tune.with_resources(trainable, placement_group),
+        tune.with_resources(with_context, placement_group),
         param_space={key: domain.for_tune() for key, domain in sweep.space.items()},
         tune_config=tune.TuneConfig(
             search_alg=tuning.searcher,

@@ -33,6 +33,7 @@ EFA = (
     "        - {DeviceIndex: 1, NetworkCardIndex: 3, InterfaceType: efa, "
     "SubnetId: subnet-0123456789abcdef0, Groups: [sg-0123456789abcdef0]}\n"
 )
+SUBMITTER = "submissionMode: K8sJobMode\n  submitterConfig:\n    backoffLimit: 0"
 BOOTSTRAP = "\n    --autoscaling-config=~/ray_bootstrap_config.yaml"
 
 OWN_FILES = {
@@ -296,7 +297,7 @@ VALID_CHANGES: list[tuple[str, dict[str, str]]] = [
     ("kuberay-job", {'OMP_NUM_THREADS: "8"': "REDIS_URL: redis:6379"}),
     ("kuberay-job", {"run.storage=/mnt/shared/runs": "run.storage=s3://bucket/runs"}),
     ("kuberay-job", {"    trireme train": "    python mine.py"}),
-    ("kuberay-job", {"submissionMode: K8sJobMode": "submissionMode: SidecarMode"}),
+    ("kuberay-job", {SUBMITTER: "submissionMode: SidecarMode"}),
 ]
 
 
