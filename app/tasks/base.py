@@ -131,6 +131,7 @@ class Task:
         It is called, in evaluation mode and without gradients, if the data sets have an attribute
         `reference`: a tensor with an entry for each sample. The entries are then set, and
         kept in checkpoints; the data set puts them into its batches (app/training/reference.py).
+        An attribute `digest` of the data set tells its data from other data in a checkpoint.
 
         Returns:
             (rows, …), float32.

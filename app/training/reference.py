@@ -34,7 +34,8 @@ class Reference:
         task: Has the data, and computes the reference.
 
     Attributes:
-        values: The data sets' own tensors, by `train` and `eval`. Loading a checkpoint fills them.
+        values: The data sets' own tensors, by `train` and `eval`, with the data's digest if it has
+            one, so that a checkpoint of other data does not fit. Loading a checkpoint fills them.
     """
 
     def __init__(self, task: Task) -> None:
@@ -44,8 +45,10 @@ class Reference:
         for name, data in (("train", task.train_data()), ("eval", task.eval_data())):
             values = getattr(data, "reference", None)
             if data is not None and isinstance(values, Tensor):
-                self._data[name] = data
-                self.values[name] = values
+                digest = getattr(data, "digest", "")
+                key = f"{name}-{digest}" if digest else name
+                self._data[key] = data
+                self.values[key] = values
 
     @torch.no_grad()
     def compute(
@@ -104,6 +107,6 @@ class Reference:
             number = int(is_finite.int().argmin())
             raise UserError(
                 f"before the first step the model gives {values[number].tolist()} for sample "
-                f"{number} of the {name} data, but the reference must be finite: train weights "
-                "that are, in a precision that holds their activations"
+                f"{number} of {name}, but that must be finite, since the loss compares with it: "
+                "begin from weights that are finite, or write train.precision=fp32"
             )

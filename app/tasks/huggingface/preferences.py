@@ -198,8 +198,8 @@ class Preferences(SplitDataTask):
         self.has_messages = pairs.has_messages
         count = held_out(len(pairs), eval_samples, DEFAULT_EVAL_FRACTION)
         train_index, eval_index = hold_out(len(pairs), count)
-        self._train = Pairs(pairs, train_index)
-        self._eval = Pairs(pairs, eval_index) if count else None
+        self._train = Pairs(pairs, train_index, digest=key)
+        self._eval = Pairs(pairs, eval_index, digest=key) if count else None
 
     def loss(self, model: nn.Module, batch: PairBatch) -> Tensor:
         """The mean loss of the pairs."""
@@ -328,14 +328,16 @@ class Pairs(torch.utils.data.Dataset[Any]):
     Args:
         pairs: All pairs.
         numbers: Those of this data set.
+        digest: Of the data, of which the reference is.
 
     Attributes:
         reference: log ρ of the answers of each pair, (len, 2); nan until it is computed.
         longest_sample: The number of the sample with the longest row.
     """
 
-    def __init__(self, pairs: TokenisedPairs, numbers: Indices) -> None:
+    def __init__(self, pairs: TokenisedPairs, numbers: Indices, *, digest: str) -> None:
         self._pairs = pairs
+        self.digest = digest
         self._numbers = numbers
         self.reference = torch.full((len(numbers), 2), torch.nan)
         self.longest_sample = int(pairs.row_lengths()[numbers].max(1).argmax())
