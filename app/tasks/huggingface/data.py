@@ -103,11 +103,7 @@ def running_text(
     derived: Derived = {}
     if settings.vocab_size is None:
         derived["vocab_size"] = task.vocab_size
-    # Models that can be encoders too look at a text in both directions unless this is set.
-    declared = source.base.to_dict()
-    for key in ("is_decoder", "causal"):
-        if key in declared:
-            derived[key] = True
+    derived |= _causal_keys(source.base)
     return task, derived | _fit_vocabulary(settings, task.vocab_size, derived)
 
 
@@ -161,7 +157,7 @@ def instructions(settings: TextSettings, data: Any) -> tuple[Conversations, Deri
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    return task, _vocabulary_keys(settings, special_tokens)
+    return task, _causal_keys(settings.base) | _vocabulary_keys(settings, special_tokens)
 
 
 def preferences(
@@ -189,7 +185,7 @@ def preferences(
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    return task, _vocabulary_keys(settings, special_tokens)
+    return task, _causal_keys(settings.base) | _vocabulary_keys(settings, special_tokens)
 
 
 def text_pairs(
@@ -259,6 +255,12 @@ def images(
 
 
 # --- what the data decides ---
+
+
+def _causal_keys(base: PreTrainedConfig) -> Derived:
+    """The keys without which models that can be encoders too look at a text in both directions."""
+    declared = base.to_dict()
+    return {key: True for key in ("is_decoder", "causal") if key in declared}
 
 
 def _labels(classes: list[str]) -> Derived:

@@ -24,7 +24,7 @@ from app.tasks.huggingface.task import HuggingFace
 from app.training.flops import sample_flops
 from tests.app.kit import logged, training_of
 from tests.app.tasks.test_tasks import built_model
-from tests.app.tasks.test_tasks_huggingface import GROUPED, arguments, make_task
+from tests.app.tasks.test_tasks_huggingface import GROUPED, SMALL, arguments, make_task
 from tests.pool import run_distributed
 from tests.running import invoke, same_bits, weights
 
@@ -122,6 +122,19 @@ def test_the_model_itself_is_the_reference_until_there_is_one(data: Path) -> Non
     assert task.loss(built_model(task), fetch(task.train_data(), [(0, 0)])).item() == (
         pytest.approx(math.log(2))
     )
+
+
+@pytest.mark.parametrize(("kind", "file"), [("instructions", "talk"), ("preferences", "preferred")])
+def test_an_encoder_looks_back_only(kind: str, file: str, data: Path) -> None:
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    path = str(data / f"{file}.jsonl")
+    task = HuggingFace(model="bert", config=SMALL | no_dropout, kind=kind, data=path)
+    model = built_model(task)
+    tokens_1T = torch.arange(8)[None]
+    changed_1T = tokens_1T.clone()
+    changed_1T[0, -1] = 9
+    first, second = (model(input_ids=tokens).logits for tokens in (tokens_1T, changed_1T))
+    assert torch.equal(first[:, :-1], second[:, :-1])
 
 
 # --- data -----------------------------------------------------------------------------------------
