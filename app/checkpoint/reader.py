@@ -201,6 +201,12 @@ def _words(shape: tuple[int, ...] | None) -> str:
 def _other_model(commit: Commit, name: str, difference: str) -> str:
     part, _, name_in_part = name.partition(".")
     shown = name_in_part if part == "model" else name
+    if part == "reference":
+        return (
+            f"the checkpoint {commit.path} has the reference of other data: {shown} {difference}; "
+            "bring back the data that the run began with, or begin from its weights alone with "
+            "another run.name and checkpoint.load"
+        )
     return f"the checkpoint {commit.path} is of another {part}: {shown} {difference}; {_ADVICE}"
 
 

@@ -13,6 +13,9 @@ of map-style data sets (mixture.py). A map-style data set may have methods that 
   run's stream. Random augmentation can be a function of the position: it is then the same after a
   resume and on any number of workers.
 
+If its samples have different lengths, it may have `longest_sample`, the number of the one that
+takes the most memory, by which runs are planned. `reference` is described in tasks/base.py.
+
 A data set may draw from the global generators of torch, NumPy and Python. They are seeded before
 every sample from (seed, position), in the training process and in data workers, so that every
 layout and every start sees the same samples. (If `__getitems__` or `batch_at` returns a batch, they

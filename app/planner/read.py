@@ -116,8 +116,11 @@ class Reader:
         data = task.train_data()
         self.samples = length(data)
         self._batches = {}
+        longest = getattr(data, "longest_sample", None)
         for batch in BATCHES:
             picks = [(i % (self.samples or BATCHES[-1]), i) for i in range(batch)]
+            if longest is not None:  # batches of one shape, the one that memory must suffice for
+                picks = [(longest, i) for i in range(batch)]
             self._batches[batch] = fetch(data, picks)
         example = self._batches[BATCHES[0]]
         example_rows = rows(example)
@@ -145,7 +148,7 @@ class Reader:
         if not self.parameters:
             raise UserError("the task's model has no parameters, so there is nothing to plan")
         self.mixtures = find_mixtures(structure)
-        tokens = self.sequence_length or 1
+        tokens = int(task.tokens_per_sample or self.sequence_length or 1)
         self.exchanged_numel = sum(
             exchanged_bytes(tokens, mixture.top_k, mixture.width, 1) for mixture in self.mixtures
         )

@@ -34,7 +34,7 @@ DATA_NOTE = (
 WEIGHTS_NOTE = "task_args.model has no weights here: planned from its configuration"
 ROWS = 8
 """Samples that are made up, at least."""
-LENGTH = 512
+LENGTH = 1024
 """Tokens of a text if the experiment does not say how many: the most that tasks take by default."""
 
 
@@ -170,6 +170,8 @@ def _huggingface_args(args: Mapping[str, Any], error: MissingData) -> dict[str, 
     text = " ".join(str(number) for number in range(_length(args)))  # each is a token or more
     if kind == "instructions":
         return {"data": _conversations_file(text)}
+    if kind == "preferences":
+        return {"data": _pairs_file(text)}
     if kind == "seq2seq_lm":
         return {"data": _table_file(args, "target", labels=[text] * ROWS, text=text)}
     classes = overrides.get("num_labels") or None
@@ -235,6 +237,11 @@ def _token_file(args: Mapping[str, Any]) -> str:
 def _conversations_file(text: str) -> str:
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
     line = json.dumps({"messages": messages})
+    return _text_file("jsonl", [line] * ROWS)
+
+
+def _pairs_file(text: str) -> str:
+    line = json.dumps({"prompt": "?", "chosen": text, "rejected": text})
     return _text_file("jsonl", [line] * ROWS)
 
 

@@ -278,10 +278,22 @@ def _check_sequences(config: Config, task: Task, layout: Layout, model: nn.Modul
     Raises:
         LayoutError: They cannot.
     """
+    plan = None
     if model is not None:
-        require_positions(model, task.context_plan(model))
-    sample = fetch(task.train_data(), [(0, 0)])
+        plan = task.context_plan(model)
+        require_positions(model, plan)
+    data = task.train_data()
+    number = getattr(data, "longest_sample", 0)
+    sample = fetch(data, [(number, number)])
     sequence_lengths = [tensor.size(1) for tensor in tensors(sample) if tensor.dim() > 1]
+    if plan is not None and plan.cut is not None:
+        sequence_lengths = []
+
+        def note_length(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+            sequence_lengths.append(tensor.size(dim))
+            return tensor
+
+        plan.cut(sample, note_length)
     if sequence_lengths:
         check_length(sequence_lengths[0], layout.dims.cp, config.parallel.context)
 

@@ -120,6 +120,24 @@ class Task:
         """The mean loss over the batch's items, as a scalar tensor."""
         raise UserError(_missing(self, "loss"))
 
+    # --- before the first step ---
+
+    tokens_per_sample: float | None = None
+    """The tokens of a sample, if it is not one sequence of `sequence_length` tokens."""
+
+    def reference(self, model: nn.Module, batch: Batch) -> Tensor:
+        """What `loss` needs to know of the model before its first step, about each row of a batch.
+
+        It is called, in evaluation mode and without gradients, if the data sets have an attribute
+        `reference`: a tensor with an entry for each sample. The entries are then set, and
+        kept in checkpoints; the data set puts them into its batches (app/training/reference.py).
+        An attribute `digest` of the data set tells its data from other data in a checkpoint.
+
+        Returns:
+            (rows, …), float32.
+        """
+        raise UserError(_missing(self, "reference"))
+
     # --- in a step ---
 
     gathering: Callable[[Tensor], Tensor] | None = None

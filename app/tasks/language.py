@@ -466,12 +466,14 @@ def end_tokens(model: nn.Module, tokenizer: Any = None) -> set[int]:
 
     Args:
         model: The model; one of `transformers` names them in its configuration.
-        tokenizer: A Tokenizer of the tokenizers library, which may have one of `END_OF_TEXT`.
+        tokenizer: One of the tokenizers library or of `transformers`, which may have one of
+            `END_OF_TEXT`.
     """
     token_ids = getattr(getattr(_inner(model), "config", None), "eos_token_id", None)
     ends = set(token_ids) if isinstance(token_ids, list) else {token_ids}
     if tokenizer is not None:
-        ends |= {tokenizer.token_to_id(name) for name in END_OF_TEXT}
+        vocabulary = tokenizer.get_vocab()
+        ends |= {vocabulary.get(name) for name in END_OF_TEXT}
     return {token for token in ends if isinstance(token, int)}
 
 

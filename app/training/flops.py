@@ -71,7 +71,7 @@ def sample_flops(task: Task) -> float | None:
             width=tables[0].embedding_dim,
             length=sequence_length,
         )
-        return sequence_length * token_flops
+        return (task.tokens_per_sample or sequence_length) * token_flops
     return None
 
 

@@ -43,6 +43,7 @@ from app.training.persistence import Persistence, Progress
 from app.training.pipeline_monitor import PipelineMonitor
 from app.training.process import collect_garbage, configure_torch, garbage_waits
 from app.training.profiler import Profiler
+from app.training.reference import Reference
 from app.training.reporting import Reporter
 from app.training.step_sync import StepSync
 from strategies.parallel import Loss, LossError
@@ -122,6 +123,7 @@ class Training:
         self.parameter_count, self.trained_count = self._count_parameters()
 
         self.progress = Progress()
+        self.reference = Reference(self.task)
         self.persistence = persistence_class(
             job=job,
             place=place,
@@ -130,6 +132,7 @@ class Training:
             optimizer=self.optimizer,
             loss_scale=self.loss_scale,
             average=self.average,
+            reference=self.reference.values,
         )
         self.resumed_from = self.persistence.resume(self.progress)
 
@@ -170,6 +173,8 @@ class Training:
         """Train, save the last checkpoint and the weights; see `train`."""
         stopped = False
         self._announce()
+        if self.resumed_from is None:
+            self._compute_reference()
         batches = self.batches()
         self.sync.restart_clock()
         try:
@@ -439,6 +444,18 @@ class Training:
         if hooks.overrides(self.task, "training_step"):
             hooks.disable_prefetch(parallel)
         return parallel
+
+    def _compute_reference(self) -> None:
+        """Let the data know what the loss needs to know of the model before its first step."""
+        train = self.config.train
+        share = max(1, self.global_batches.smallest // self.dims.dp)
+        self.reference.compute(
+            self.parallel,
+            batch_size=train.eval_batch_size or train.micro_batch_size or share,
+            data_rank=self.data_rank,
+            device=self.place.device,
+            heartbeat=self.heartbeat,
+        )
 
     def _make_noise_scale(self) -> NoiseScale | None:
         train = self.config.train

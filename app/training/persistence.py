@@ -71,6 +71,7 @@ class Persistence:
         optimizer: The run's.
         loss_scale: Of fp16; saved too.
         average: The moving average of the weights; saved too.
+        reference: What the loss knows of the model before its first step (reference.py).
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Persistence:
         optimizer: torch.optim.Optimizer,
         loss_scale: LossScale,
         average: Average | None,
+        reference: dict[str, torch.Tensor],
     ) -> None:
         self.job = job
         self.place = place
@@ -91,6 +93,7 @@ class Persistence:
         self.optimizer = optimizer
         self.loss_scale = loss_scale
         self.average = average
+        self.reference = reference
         config = job.config.checkpoint
         mode: Mode = "max" if config.mode == "max" else "min"
         self.checkpointer = Checkpointer(
@@ -203,6 +206,8 @@ class Persistence:
         }
         if self.average is not None:
             state["ema"] = self.average.values
+        if self.reference:
+            state["reference"] = self.reference
         return state
 
     def _meta(self, progress: Progress) -> dict[str, Any]:

@@ -192,6 +192,40 @@ def mean_over_sequence(part: Tensor) -> Tensor:
     return total / group.size()
 
 
+def sum_over_sequence(part: Tensor) -> Tensor:
+    """The sum over the workers of a sequence, through which gradients flow.
+
+    It is for a loss of whole sequences, which each worker then computes alike. If sequences are not
+    split, it returns the tensor itself.
+
+    Args:
+        part: What each worker has computed for its own tokens.
+    """
+    if not _groups_of_losses:
+        return part
+    total: Tensor = _SequenceSum.apply(part, _groups_of_losses[-1])
+    return total
+
+
+class _SequenceSum(torch.autograd.Function):
+    """The sum of a tensor over the workers of a sequence, each of which has the same loss of it.
+
+    The gradient is then the same on all C workers. It is multiplied by C, because the gradients of
+    parameters are averaged over the workers, of which each has those of its own tokens only.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.workers = group.size()
+        total = part.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient * ctx.workers, None
+
+
 # --- splitting sequences --------------------------------------------------------------------------
 
 

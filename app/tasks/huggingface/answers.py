@@ -19,7 +19,7 @@ def log_answer(task: HuggingFace, model: nn.Module, log: EvaluationLog) -> None:
     """Log the model's answer to the first held-out question.
 
     Args:
-        task: A task of the kind instructions or seq2seq_lm.
+        task: A task of the kind instructions, preferences or seq2seq_lm.
         model: The model.
         log: Logs the question, the model's answer and the right answer.
     """
@@ -27,6 +27,8 @@ def log_answer(task: HuggingFace, model: nn.Module, log: EvaluationLog) -> None:
     if data is None:
         return
     inputs, targets_T = data[0]
+    if task.kind == "preferences":
+        targets_T = targets_T[0][0]  # of the chosen answer
     first_target = int((targets_T != IGNORED).nonzero()[0])
     expected_T = targets_T[first_target:]
     length = int((expected_T != IGNORED).cumprod(0).sum())  # up to the next token that is ignored
@@ -34,6 +36,12 @@ def log_answer(task: HuggingFace, model: nn.Module, log: EvaluationLog) -> None:
     if task.kind == "instructions":
         question_T, answer_T = _answer_in_conversation(
             task, model, inputs, first_target=first_target
+        )
+    elif task.kind == "preferences":
+        tokens_T = inputs[0]
+        question_T = tokens_T[: first_target + 1]
+        answer_T = sample_tokens(
+            model, task.arguments, question_T, length=len(tokens_T), ends=_ends(task, model)
         )
     else:
         question_T, answer_T = _answer_of_decoder(task, model, inputs)

@@ -215,21 +215,41 @@ def _messages(row: Any, place: str) -> list[Message]:
         )
     if not isinstance(row.get("messages"), list):
         raise not_a_conversation
+    refuse_tools(row, place)
+    messages = read_messages(row["messages"], place, not_a_conversation)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise not_a_conversation
+    return messages
+
+
+def refuse_tools(row: dict[str, Any], place: str) -> None:
+    """Raise UserError if a line has tools besides its messages."""
     if row.get("tools") or row.get("functions"):
         raise UserError(
             f"{place} has tools, which conversations here have not; write what they say as messages"
         )
+
+
+def read_messages(values: list[Any], place: str, error: UserError) -> list[Message]:
+    """A list of messages.
+
+    Args:
+        values: The list, as it was read from JSON.
+        place: Its file and line.
+        error: To raise if it has something that is not a message.
+
+    Raises:
+        UserError: See `error`; or something in a message would be lost.
+    """
     messages: list[Message] = []
-    for message in row["messages"]:
+    for message in values:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise not_a_conversation
+            raise error
         _refuse_unsupported(message, place)
         content = _content(message.get("content"), place)
         if content is None:
-            raise not_a_conversation
+            raise error
         messages.append({"role": message["role"], "content": content})
-    if not any(message["role"] == "assistant" for message in messages):
-        raise not_a_conversation
     return messages
 
 
@@ -313,11 +333,11 @@ def end_of_answer(tokenizer: PreTrainedTokenizerFast) -> str:
         {"role": "user", "content": "?"},
         {"role": "assistant", "content": "answer"},
     ]
-    text = _render(tokenizer, Conversation("an example", example))
+    text = render(tokenizer, Conversation("an example", example))
     return text.rpartition("answer")[2].strip()
 
 
-def _render(
+def render(
     tokenizer: PreTrainedTokenizerFast,
     conversation: Conversation,
     *,
@@ -353,15 +373,15 @@ def _answer_spans(
     Raises:
         UserError: The template changes earlier messages when later ones are added.
     """
-    text = _render(tokenizer, conversation)
+    text = render(tokenizer, conversation)
     spans = []
     for index, message in enumerate(conversation.messages):
         if message["role"] != "assistant":
             continue
         question = Conversation(conversation.place, conversation.messages[:index])
         answered = Conversation(conversation.place, conversation.messages[: index + 1])
-        question_text = _render(tokenizer, question, add_generation_prompt=True)
-        answered_text = _render(tokenizer, answered)
+        question_text = render(tokenizer, question, add_generation_prompt=True)
+        answered_text = render(tokenizer, answered)
         if not (text.startswith(answered_text) and answered_text.startswith(question_text)):
             raise UserError(
                 f"{conversation.place}: the tokenizer's chat template changes earlier messages "

@@ -24,6 +24,7 @@ from app.data.text import BYTES, SUFFIXES, find_files, load_tokenizer
 from app.errors import UserError
 from app.tasks.huggingface.conversations import CHATML, Conversations, TextPairs
 from app.tasks.huggingface.model import ModelSource, library
+from app.tasks.huggingface.preferences import PreferenceLoss, Preferences
 from app.tasks.language import LanguageModelling
 from app.tasks.parts import Classification
 from app.tasks.vision import ImageClassification
@@ -102,11 +103,7 @@ def running_text(
     derived: Derived = {}
     if settings.vocab_size is None:
         derived["vocab_size"] = task.vocab_size
-    # Models that can be encoders too look at a text in both directions unless this is set.
-    declared = source.base.to_dict()
-    for key in ("is_decoder", "causal"):
-        if key in declared:
-            derived[key] = True
+    derived |= _causal_keys(source.base)
     return task, derived | _fit_vocabulary(settings, task.vocab_size, derived)
 
 
@@ -160,7 +157,35 @@ def instructions(settings: TextSettings, data: Any) -> tuple[Conversations, Deri
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
     }
-    return task, _vocabulary_keys(settings, special_tokens)
+    return task, _causal_keys(settings.base) | _vocabulary_keys(settings, special_tokens)
+
+
+def preferences(
+    settings: TextSettings, data: Any, loss: PreferenceLoss
+) -> tuple[Preferences, Derived]:
+    """The data of a causal language model that learns which of two answers is better.
+
+    Args:
+        settings: What the data depends on; the tokenizer has a chat template and an end of text.
+        data: `task_args.data`.
+        loss: The loss of a pair.
+
+    Raises:
+        UserError: The data cannot be read, or does not fit the model.
+    """
+    tokenizer = settings.tokenizer
+    task = Preferences(
+        data=data,
+        tokenizer=tokenizer,
+        longest=settings.sequence_length,
+        loss=loss,
+        eval_samples=settings.eval_samples,
+    )
+    special_tokens = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
+    return task, _causal_keys(settings.base) | _vocabulary_keys(settings, special_tokens)
 
 
 def text_pairs(
@@ -230,6 +255,12 @@ def images(
 
 
 # --- what the data decides ---
+
+
+def _causal_keys(base: PreTrainedConfig) -> Derived:
+    """The keys without which models that can be encoders too look at a text in both directions."""
+    declared = base.to_dict()
+    return {key: True for key in ("is_decoder", "causal") if key in declared}
 
 
 def _labels(classes: list[str]) -> Derived:
@@ -394,11 +425,27 @@ def pair_tokenizer(source: ModelSource, path: str) -> PreTrainedTokenizerFast:
         path: What `choose_tokenizer` returned.
     """
     tokenizer = open_tokenizer(source, path, padded=True)
+    _set_end(tokenizer, source)
+    return tokenizer
+
+
+def preference_tokenizer(source: ModelSource, path: str) -> PreTrainedTokenizerFast:
+    """The library's tokenizer with a chat template and a token that ends a text.
+
+    Args:
+        source: The model.
+        path: What `choose_tokenizer` returned.
+    """
+    tokenizer = chat_tokenizer(source, path)
+    _set_end(tokenizer, source)
+    return tokenizer
+
+
+def _set_end(tokenizer: PreTrainedTokenizerFast, source: ModelSource) -> None:
     if tokenizer.eos_token is None:
         end_id = source.base.eos_token_id if source.folder is not None else None
         end = "</s>" if end_id is None else tokenizer.convert_ids_to_tokens(end_id)
         tokenizer.add_special_tokens({"eos_token": end})
-    return tokenizer
 
 
 def byte_tokenizer(*, padded: bool) -> Tokenizer:

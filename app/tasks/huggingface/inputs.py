@@ -153,6 +153,16 @@ class ChatInput(TextInput):
 
 
 @dataclass(kw_only=True)
+class PromptInput(ChatInput):
+    """Prompts as they are written, which the model answers."""
+
+    def encode(self, text: str) -> Tensor:
+        """The tokens of a prompt, (1, tokens)."""
+        ids = self.tokenizer(text)["input_ids"]
+        return torch.tensor([ids or [0]])
+
+
+@dataclass(kw_only=True)
 class PairsInput(TextsInput):
     """Texts, from which a model with an encoder and a decoder makes other texts.
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 TASK_TYPES = {
     "causal_lm": "CAUSAL_LM",
     "instructions": "CAUSAL_LM",
+    "preferences": "CAUSAL_LM",
     "seq2seq_lm": "SEQ_2_SEQ_LM",
     "sequence_classification": "SEQ_CLS",
     "image_classification": "SEQ_CLS",

@@ -33,12 +33,17 @@ if TYPE_CHECKING:
 KINDS = {
     "causal_lm": "AutoModelForCausalLM",
     "instructions": "AutoModelForCausalLM",
+    "preferences": "AutoModelForCausalLM",
     "seq2seq_lm": "AutoModelForSeq2SeqLM",
     "sequence_classification": "AutoModelForSequenceClassification",
     "image_classification": "AutoModelForImageClassification",
 }
 """For each kind of model, the library's class that makes it."""
-LIBRARY_KINDS = {"instructions": "causal_lm", "seq2seq_lm": "seq_to_seq_causal_lm"}
+LIBRARY_KINDS = {
+    "instructions": "causal_lm",
+    "preferences": "causal_lm",
+    "seq2seq_lm": "seq_to_seq_causal_lm",
+}
 """What the library's tables of models call a kind, if they have another name for it."""
 
 WEIGHTS = (

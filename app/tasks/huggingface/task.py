@@ -25,7 +25,14 @@ from app.tasks.huggingface import data as reading
 from app.tasks.huggingface import lora as lora_options
 from app.tasks.huggingface.answers import log_answer
 from app.tasks.huggingface.conversations import end_of_answer
-from app.tasks.huggingface.inputs import ChatInput, FittedImages, PairsInput, TextsInput, fitted
+from app.tasks.huggingface.inputs import (
+    ChatInput,
+    FittedImages,
+    PairsInput,
+    PromptInput,
+    TextsInput,
+    fitted,
+)
 from app.tasks.huggingface.model import (
     KINDS,
     Recipe,
@@ -37,6 +44,7 @@ from app.tasks.huggingface.model import (
     takes_registered_attention,
     unmasked_attention,
 )
+from app.tasks.huggingface.preferences import PreferenceLoss, Preferences, split_pairs
 from app.tasks.language import TextInput, log_sample
 from app.tasks.parts import SplitDataTask, one_of, whole_number
 from app.tasks.vision import ImageInput
@@ -50,6 +58,7 @@ GENERATION = "generation_config.json"
 DEFAULT_LENGTHS = {
     "causal_lm": 256,
     "instructions": 512,
+    "preferences": 1024,
     "seq2seq_lm": 512,
     "sequence_classification": 512,
 }
@@ -62,6 +71,7 @@ ONLY_FOR = {
     "text": ("seq2seq_lm", "sequence_classification"),
     "label": ("seq2seq_lm", "sequence_classification"),
     "augment_shift": ("image_classification",),
+    "dpo": ("preferences",),
 }
 """The kinds of model that have a use for an argument, for arguments that not all kinds have."""
 
@@ -76,7 +86,7 @@ class HuggingFace(SplitDataTask):
         model: A model type (`llama`, `gpt2`, `qwen2`, `bert`, `vit`, …), a folder with a
             config.json, or an id on the hub (looked for on this machine first).
         config: Keys of the model's configuration to set, such as hidden_size or num_hidden_layers.
-        kind: `causal_lm`, `instructions`, `seq2seq_lm`, `sequence_classification`,
+        kind: `causal_lm`, `instructions`, `preferences`, `seq2seq_lm`, `sequence_classification`,
             `image_classification`, or `auto`: what the configuration says.
         pretrained: Begin from the weights in the folder (or on the hub) instead of new ones. A
             classifier gets a new head.
@@ -86,8 +96,8 @@ class HuggingFace(SplitDataTask):
             `int8` keeps the layers with adapters in 4 or 8 bits (quantized.py).
         attention: `sdpa`, `eager`, `flash_attention_2`, … (default: the library's choice).
         eval_samples: How many samples are held out.
-        data, tokenizer, token_dtype, sequence_length, text, label, augment_shift: As the kind has
-            them, below.
+        data, tokenizer, token_dtype, sequence_length, text, label, augment_shift, dpo: As the kind
+            has them, below.
 
     Kinds:
         causal_lm: data, token_dtype and sequence_length (default 256) as for language_modelling;
@@ -97,6 +107,11 @@ class HuggingFace(SplitDataTask):
             Python's own library; the loss is over the assistant's messages. tokenizer as above; its
             chat template, or ChatML if it has none. sequence_length (default 512): tokens of a row,
             which holds several conversations, each attending to itself.
+        preferences: data: files of JSON lines with `prompt`, `chosen` and `rejected`, each a text
+            or a list of messages (without `prompt` it is what both answers begin with). tokenizer
+            as for instructions; sequence_length (default 1024): tokens of a prompt and an answer
+            that are used. dpo: a mapping of beta (default 0.1), label_smoothing (default 0) and
+            loss_type (`sigmoid`, `hinge` or `ipo`; preferences.py).
         seq2seq_lm (T5, BART): data: a .csv or .parquet file with columns `text` and `target`
             (others: task_args.text and task_args.label); tokenizer as above; sequence_length:
             tokens of either that are used (default: 512).
@@ -124,6 +139,7 @@ class HuggingFace(SplitDataTask):
         text: str | None = None,
         label: str | None = None,
         augment_shift: int | None = None,
+        dpo: dict[str, Any] | None = None,
         eval_samples: int | None = None,
     ) -> None:
         one_of("kind", kind, ("auto", *KINDS))
@@ -142,8 +158,10 @@ class HuggingFace(SplitDataTask):
                 "text": text,
                 "label": label,
                 "augment_shift": augment_shift,
+                "dpo": dpo,
             }
         )
+        preference_loss = PreferenceLoss.of(dpo)
         weights_folder = self.source.folder if pretrained else None
         adapters = _adapters(lora, self.kind, weights_folder)
         # Mistakes in the configuration are reported before the data is read.
@@ -167,9 +185,15 @@ class HuggingFace(SplitDataTask):
             self.tokenizer = settings.tokenizer
             if self.kind in ("causal_lm", "instructions"):  # the only kinds with one length
                 self.sequence_length = settings.sequence_length
-            self._data, derived = self._read_texts(
-                settings, data, token_dtype=token_dtype, text=text, label=label
-            )
+            if self.kind == "preferences":
+                pairs, derived = reading.preferences(settings, data, preference_loss)
+                self._data = pairs
+                self.sequence_length = pairs.longest
+                self.tokens_per_sample = pairs.mean_tokens
+            else:
+                self._data, derived = self._read_texts(
+                    settings, data, token_dtype=token_dtype, text=text, label=label
+                )
         self._train = self._data.train_data()
         self._eval = self._data.eval_data()
         self.unit = self._data.unit
@@ -240,6 +264,8 @@ class HuggingFace(SplitDataTask):
         path = reading.choose_tokenizer(self.source, tokenizer, pretrained=pretrained)
         if self.kind == "instructions":
             opened = reading.chat_tokenizer(self.source, path)
+        elif self.kind == "preferences":
+            opened = reading.preference_tokenizer(self.source, path)
         elif self.kind == "seq2seq_lm":
             opened = reading.pair_tokenizer(self.source, path)
         else:
@@ -287,7 +313,8 @@ class HuggingFace(SplitDataTask):
             is_sdpa = structure.config._attn_implementation == "sdpa"
             self._makes_mask = is_sdpa and self._attends_fully()
             return
-        can_be_unmasked = self.kind == "causal_lm" and takes_registered_attention(structure)
+        is_unpadded = self.kind in ("causal_lm", "preferences")  # or padded where none attends to
+        can_be_unmasked = is_unpadded and takes_registered_attention(structure)
         if can_be_unmasked and self._attends_fully():
             self._build = replace(self.recipe, attention=unmasked_attention()).build
 
@@ -333,11 +360,13 @@ class HuggingFace(SplitDataTask):
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of the data's task, and the balance of experts if that is trained."""
         logits_model = self._logits_model(model)
+        self._data.recorded = self.recorded
         if not self._balanced_layers:
             return self._data.loss(logits_model, batch)
-        first_tensor = tensors(batch)[0]
+        tokens = tensors(batch)[0]
+        sequences = tokens.numel() // tokens.size(-1)
         weight = float(getattr(self.config, "router_aux_loss_coef", 0.0))
-        with balance.summed(len(first_tensor), self._experts, first_tensor.device):
+        with balance.summed(sequences, self._experts, tokens.device):
             loss = self._data.loss(logits_model, batch)
             return loss + weight * balance.balance_loss(self._balanced_layers)
 
@@ -350,6 +379,10 @@ class HuggingFace(SplitDataTask):
         """The metrics of the data's task."""
         return self._data.metrics(self._logits_model(model), batch)
 
+    def reference(self, model: nn.Module, batch: Batch) -> Tensor:
+        """What the data's task needs to know of the model before the first step."""
+        return self._data.reference(self._logits_model(model), batch)
+
     def _logits_model(self, model: nn.Module) -> nn.Module:
         """The model as the data's task calls one, which does nothing but call it."""
         return cast(nn.Module, LogitsModel(self, model))
@@ -358,7 +391,7 @@ class HuggingFace(SplitDataTask):
         """Log a sample of what a language model writes."""
         if self.kind == "causal_lm":
             log_sample(self, model, log)
-        elif self.kind in ("instructions", "seq2seq_lm"):
+        elif self.kind in ("instructions", "preferences", "seq2seq_lm"):
             log_answer(self, model, log)
 
     def derived(self, means: dict[str, float]) -> dict[str, float]:
@@ -376,6 +409,8 @@ class HuggingFace(SplitDataTask):
                 return {"pixel_values": self.fitted(inputs)}
             case "causal_lm":
                 return {"input_ids": inputs, **self._keywords}
+            case "preferences":  # the model takes rows one by one
+                return {"input_ids": inputs.flatten(0, -2), **self._keywords}
             case "instructions":
                 return self._conversation_arguments(*inputs)
             case "seq2seq_lm":
@@ -423,6 +458,16 @@ class HuggingFace(SplitDataTask):
                     keywords=self._keywords,
                     end=end_of_answer(self.tokenizer),
                 )
+            case "preferences":
+                has_messages = cast(Preferences, self._data).has_messages
+                end = end_of_answer(self.tokenizer) if has_messages else self.tokenizer.eos_token
+                return (ChatInput if has_messages else PromptInput)(
+                    tokenizer=self.tokenizer,
+                    longest=self.sequence_length,
+                    keyword="input_ids",
+                    keywords=self._keywords,
+                    end=end,
+                )
             case "seq2seq_lm":
                 return PairsInput(
                     tokenizer=self.tokenizer,
@@ -456,9 +501,10 @@ class HuggingFace(SplitDataTask):
         Raises:
             UserError: The model is not a causal one that attends to all earlier tokens.
         """
-        if self.kind != "causal_lm":
+        if self.kind not in ("causal_lm", "preferences"):
             raise UserError(
-                f"parallel.cp splits the sequences of causal_lm, but this model is for {self.kind}"
+                "parallel.cp splits the sequences of causal_lm and preferences, "
+                f"but this model is for {self.kind}"
             )
         plan.require_full_attention(self.config, self.sequence_length)
 
@@ -467,7 +513,8 @@ class HuggingFace(SplitDataTask):
             mask_1T = positions_1T.new_ones(1, positions_1T.size(1))
             return {"position_ids": positions_1T, "attention_mask": mask_1T}
 
-        return ContextPlan(keywords)
+        context_plan = ContextPlan(keywords)
+        return split_pairs(context_plan) if self.kind == "preferences" else context_plan
 
     def heads(self) -> int | None:
         """The number that the degree of tensor parallelism must divide."""

@@ -26,6 +26,10 @@ SMALL = "hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2"
 BERT = (
     f"model: bert, kind: sequence_classification, data: no.csv, tokenizer: bytes, config: {{{SMALL}"
 )
+PREFERENCES = (
+    "model: llama, kind: preferences, data: no.jsonl, tokenizer: bytes, "
+    f"config: {{{SMALL}, intermediate_size: 64}}"
+)
 T5 = "model: t5, tokenizer: bytes, config: {d_model: 32, num_layers: 2, num_heads: 2}, data: no.csv"
 VIT = f"model: vit, data: no.npz, config: {{{SMALL}, num_labels: 3, image_size: 32, patch_size: 8}}"
 
@@ -114,7 +118,7 @@ def test_the_same_model_is_planned_without_its_data(tmp_path: Path, own_cache: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("args", [BERT + ", num_labels: 5}", T5, VIT])
+@pytest.mark.parametrize("args", [BERT + ", num_labels: 5}", T5, VIT, PREFERENCES])
 def test_every_kind_of_transformers_model_is_planned_without_its_data(
     args: str, own_cache: Path
 ) -> None:

@@ -11,7 +11,8 @@ from app.tasks import load_task
 
 @pytest.fixture
 def data(tmp_path: Path, text: str, own_cache: Path) -> Path:
-    """A folder with text.txt, reviews.csv, talk.jsonl (conversations) and pairs.csv (of texts)."""
+    """A folder with text.txt, reviews.csv, talk.jsonl (conversations), pairs.csv (of texts) and
+    preferred.jsonl (of answers)."""
     rows = []
     for i in range(40):
         mood, label = ("good", "yes") if i % 2 else ("bad", "no")
@@ -27,6 +28,11 @@ def data(tmp_path: Path, text: str, own_cache: Path) -> Path:
     )
     pairs = [f"count to {i},{' '.join(map(str, range(i % 7)))}." for i in range(24)]
     (tmp_path / "pairs.csv").write_text("\n".join(["text,target", *pairs]))
+    answers = [
+        {"prompt": f"{i} + {i} = ", "chosen": f"{2 * i}", "rejected": "who knows?"[: 4 + i % 7]}
+        for i in range(24)
+    ]
+    (tmp_path / "preferred.jsonl").write_text("\n".join(map(json.dumps, answers)))
     return tmp_path
 
 

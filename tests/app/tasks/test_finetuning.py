@@ -229,9 +229,11 @@ def test_an_encoder_with_a_decoder_has_the_loss_of_the_library(name: str, data: 
     assert len(Predictor(model.eval(), task.preprocessor()).predict(["count to 3", "count"])) == 2
 
 
-def command(folder: Path, name: str, *overrides: str) -> list[str]:
-    """Arguments that train adapters on conversations, in a run of this name."""
-    args = {**arguments("lora instructions", folder), "eval_samples": 4}
+def command(
+    folder: Path, name: str, *overrides: str, model: str = "lora instructions"
+) -> list[str]:
+    """Arguments that train adapters, by default on conversations, in a run of this name."""
+    args = {**arguments(model, folder), "eval_samples": 4}
     return [
         "train",
         "task=huggingface",
@@ -293,22 +295,24 @@ def test_frozen_weights_are_saved_once_and_adapters_are_exported(base: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("strategy", "model"), [("ddp", "lora instructions"), ("fsdp", "lora preferences")]
+)
 def test_a_killed_finetuning_continues_to_the_last_bit(
-    strategy: str, base: Path, ray_environment: dict[str, str]
+    strategy: str, model: str, base: Path, ray_environment: dict[str, str]
 ) -> None:
     import mlflow
     import pandas
 
     overrides = ["workers=2", f"strategy={strategy}", "launcher=ray", "train.steps=6"]
-    undisturbed = trireme(*command(base, "whole", *overrides), env=ray_environment)
+    undisturbed = trireme(*command(base, "whole", *overrides, model=model), env=ray_environment)
     assert undisturbed.code == 0, undisturbed.err
-    process = start(command(base, "run", *overrides), env=ray_environment)
+    process = start(command(base, "run", *overrides, model=model), env=ray_environment)
     Lines(process)
     wait_until(lambda: committed(base / "run"))
     end_tree(process.pid)
     process.wait(LONG)
-    resumed = trireme(*command(base, "run", *overrides), env=ray_environment)
+    resumed = trireme(*command(base, "run", *overrides, model=model), env=ray_environment)
     assert resumed.code == 0 and "continuing after step" in resumed.out, resumed.out + resumed.err
     assert same_bits(weights(base / "whole"), weights(base / "run"))
     assert len(list((base / "run" / "checkpoints" / "frozen").iterdir())) == 1

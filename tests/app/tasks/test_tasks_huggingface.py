@@ -96,6 +96,7 @@ READS: dict[str, dict[str, Any]] = {
     "digits": {},
     "talk.jsonl": {"kind": "instructions", "sequence_length": 160},
     "pairs.csv": {},
+    "preferred.jsonl": {"kind": "preferences"},
 }
 """Arguments of the task by its file of data."""
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -125,9 +126,16 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "gpt2 instructions": ("gpt2", GPT2, "talk.jsonl"),
     "t5": ("t5", T5, "pairs.csv"),
     "bart": ("bart", BART, "pairs.csv"),
+    "preferences": ("llama", GROUPED, "preferred.jsonl"),
+    "preferences of experts": (
+        "mixtral",
+        GROUPED | BALANCED | {"num_local_experts": 2},
+        "preferred.jsonl",
+    ),
     "lora": ("base", {}, "text.txt"),
     "lora classifier": ("base", {}, "reviews.csv"),
     "lora instructions": ("base", {}, "talk.jsonl"),
+    "lora preferences": ("base", {}, "preferred.jsonl"),
     "lora nf4": ("base", {"quantize": "nf4"}, "text.txt"),
     "lora int8": ("base", {"quantize": "int8", "use_rslora": True}, "text.txt"),
     "lora dora": ("base", {"use_dora": True}, "text.txt"),
@@ -436,13 +444,27 @@ PARITY = [
         "ddp+tensor+expert", 4, {"tp": 2, "ep": 2}, ("mixtral of 4", "qwen3 moe", "deepseek"), 2e-5
     ),
     slow("fsdp+tensor+expert", 4, {"tp": 2, "ep": 2}, ("mixtral of 4", "olmoe"), 2e-5),
-    slow("fsdp+tensor", 4, {"tp": 2}, ("mixtral of 4", "llama", "gpt2"), 2e-5),
+    slow(
+        "fsdp+tensor",
+        4,
+        {"tp": 2},
+        ("mixtral of 4", "llama", "gpt2", "lora preferences"),
+        2e-5,
+    ),
     slow("tensor+pipeline", 4, {"tp": 2}, ("llama",), 2e-5),
     ("context", 2, {"cp": 2}, ("gpt2", "qwen3", "mistral"), 1e-5),
     ("pipeline", 2, {"pp": 2}, ("mixtral",), 1e-5),
-    slow("pipeline", 2, {"pp": 2}, ("lora", "lora nf4", "lora dora", "instructions"), 1e-5),
+    slow(
+        "pipeline",
+        2,
+        {"pp": 2},
+        ("lora", "lora nf4", "lora dora", "instructions", "preferences of experts"),
+        1e-5,
+    ),
     ("ddp+context+expert", 2, {"cp": 2, "ep": 2}, ("mixtral",), 1e-5),
-    slow("fsdp+tensor+context", 4, {"tp": 2, "cp": 2, "dp_shard": 1}, ("llama",), 2e-5),
+    slow(
+        "fsdp+tensor+context", 4, {"tp": 2, "cp": 2, "dp_shard": 1}, ("llama", "preferences"), 2e-5
+    ),
 ]
 
 
@@ -482,7 +504,7 @@ def test_models_that_cannot_be_split_are_refused(data: Path) -> None:
             {"layer_types": ["full_attention", "linear_attention"]},
             "layers of linear_attention",
         ),
-        ("bert", {}, "sequences of causal_lm, but this model is for sequence_classification"),
+        ("bert", {}, "of causal_lm and preferences, but this model is for sequence_class"),
     ):
         task = make_task(name, data)
         task.config.update(changes)
