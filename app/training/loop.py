@@ -45,6 +45,7 @@ from app.training.process import collect_garbage, configure_torch, garbage_waits
 from app.training.profiler import Profiler
 from app.training.reporting import Reporter
 from app.training.step_sync import StepSync
+from app.training.width_transfer import scale_initial_weights
 from strategies.parallel import Loss, LossError
 from strategies.parallelize import Parallel, parallelize
 
@@ -113,7 +114,7 @@ class Training:
 
         self.parallel = self._parallelize_model()
         self.gathering = Gathering(self.task, self.parallel, place.device)
-        optimizer = hooks.build_optimizers(self.config, self.task, self.parallel)
+        optimizer = hooks.build_optimizers(self.config, self.task, self.parallel, job.widths)
         self.optimizer = self.parallel.prepare_optimizer(optimizer)
         self.loss_scale = LossScale(train.precision == "fp16")
         self.average: Average | None = None
@@ -423,7 +424,9 @@ class Training:
 
         def build() -> torch.nn.Module:
             seed_everything(self.config.train.seed)
-            return build_model(self.task)
+            model = build_model(self.task)
+            scale_initial_weights(model, self.job.widths)
+            return model
 
         parallel = parallelize(
             build,
