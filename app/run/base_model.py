@@ -57,7 +57,7 @@ def widths_of(config: Config, task: Task) -> dict[str, TensorWidth]:
         raise UserError(
             f"{KEY} is not for a task that makes its optimizer itself: leave out either of them"
         )
-    arguments = {**_defaults(task), **config.task_args}
+    arguments = arguments_of(config, task)
     if _is_part_of(values, arguments):
         return {}
     generators = Generators(torch.device("cpu"))
@@ -67,7 +67,7 @@ def widths_of(config: Config, task: Task) -> dict[str, TensorWidth]:
         widths = compare(_structure(task), _structure(base))
         if _starts_from_weights(config):
             return widths
-        wider = _task_with(config, _doubled(values, arguments))
+        wider = _task_with(config, grown(values, arguments, 2))
         return _with_initial(widths, base, wider)
     finally:
         generators.restore(state)
@@ -85,16 +85,42 @@ def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     return result
 
 
-def multiplied(value: Any, factor: float) -> Any:
-    """Arguments with every number in them multiplied; whole numbers stay whole.
+def arguments_of(config: Config, task: Task) -> dict[str, Any]:
+    """A task's arguments, with the defaults of those that are not written."""
+    defaults = {
+        parameter.name: parameter.default
+        for parameter in inspect.signature(type(task)).parameters.values()
+        if parameter.default is not parameter.empty
+    }
+    return {**defaults, **config.task_args}
+
+
+def grown(values: Mapping[str, Any], arguments: Mapping[str, Any], factor: float) -> dict[str, Any]:
+    """The arguments of a model that is wider than the base model.
+
+    Args:
+        values: The base model's.
+        arguments: The model's own. What is the same in both, such as a number of layers, stays.
+        factor: How much wider.
 
     Raises:
-        UserError: A whole number does not.
+        UserError: A whole number would not stay one.
     """
-    if isinstance(value, Mapping):
-        return {key: multiplied(item, factor) for key, item in value.items()}
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        own = arguments.get(key)
+        if isinstance(value, Mapping):
+            result[key] = grown(value, own if isinstance(own, Mapping) else {}, factor)
+        elif key in arguments and _plain(own) == _plain(value):
+            result[key] = value
+        else:
+            result[key] = _multiplied(value, factor)
+    return result
+
+
+def _multiplied(value: Any, factor: float) -> Any:
     if isinstance(value, (list, tuple)):
-        return [multiplied(item, factor) for item in value]
+        return [_multiplied(item, factor) for item in value]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
     product = value * factor
@@ -117,15 +143,6 @@ def _structure(task: Task) -> nn.Module:
     return build_on_meta(lambda: build_model(task))[0]
 
 
-def _defaults(task: Task) -> dict[str, Any]:
-    """What the task's arguments are if they are not written."""
-    return {
-        parameter.name: parameter.default
-        for parameter in inspect.signature(type(task)).parameters.values()
-        if parameter.default is not parameter.empty
-    }
-
-
 def _is_part_of(values: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
     """Whether arguments already have all these values."""
     for key, value in values.items():
@@ -140,20 +157,6 @@ def _is_part_of(values: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, (list, tuple)) else value
-
-
-def _doubled(values: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the base model's arguments, twice those that the model itself has otherwise."""
-    result: dict[str, Any] = {}
-    for key, value in values.items():
-        old = arguments.get(key)
-        if isinstance(value, Mapping):
-            result[key] = _doubled(value, old if isinstance(old, Mapping) else {})
-        elif key in arguments and _plain(old) == _plain(value):
-            result[key] = value
-        else:
-            result[key] = multiplied(value, 2)
-    return result
 
 
 def _starts_from_weights(config: Config) -> bool:

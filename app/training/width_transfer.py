@@ -10,9 +10,10 @@ the tensor have grown (`in` and `out`):
     hidden    in and out    1/√in          1/in           out/in
     output    in            1/in           1/in           1/in
 
-Embeddings, biases and norms are of the kind input, and so is a parameter that belongs to no known
-layer and grows in one dimension. A weight decay that acts as rate · decay is divided by what the
-rate is multiplied by, so that it shrinks weights of every width equally fast.
+Embeddings, biases and norms are of the kind input, and so is any other parameter that grows in one
+dimension and is not the weight of a layer, such as a table of positions. A weight decay that acts
+as rate · decay is divided by what the rate is multiplied by, so that it shrinks weights of every
+width equally fast.
 
 Muon's updates are orthogonal. What they add to an activation grows with the update's largest
 singular value, which is to be √(fan_out / fan_in) (Yang, Simon and Bernstein 2023, 2310.17813).
@@ -308,11 +309,9 @@ def _fan_dimensions(
         return (1,), 0
     if attribute != "weight":
         return None
-    if isinstance(module, nn.Linear):
-        return (1,), 0
     sizes = (getattr(module, "in_features", None), getattr(module, "out_features", None))
     if sizes == (None, None):
         sizes = (getattr(module, "nx", None), getattr(module, "nf", None))  # transformers' Conv1D
-    if sizes == (None, None):
-        return None
-    return ((0,), 1) if shape == sizes else ((1,), 0)
+    is_embedding = "embed" in type(module).__name__.lower()
+    is_transposed = shape == sizes and not isinstance(module, nn.Linear)
+    return ((0,), 1) if is_transposed or is_embedding else ((1,), 0)
