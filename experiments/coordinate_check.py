@@ -23,7 +23,7 @@ from app.data.mixture import order_of
 from app.data.randomness import seed_everything
 from app.data.stream import is_stream
 from app.errors import UserError
-from app.run.base_model import arguments_of, grown, merged, widths_of
+from app.run.base_model import arguments_of, grown, is_part_of, merged, widths_of
 from app.run.prepare import read_task
 from app.tasks.base import Task
 from app.tasks.build import build_model
@@ -87,24 +87,11 @@ def check(config: Config, widths: Sequence[int], *, steps: int) -> Check:
     Raises:
         UserError: The experiment does not say what the width is, or has no such widths.
     """
-    base = config.optimizer.width_transfer.get("base") or {}
-    first = _first_number(base)
-    if first is None:
-        raise UserError(
-            f"the experiment has no {KEY}, which says what the width is: "
-            f"write for instance '{KEY}={{base: {{d_model: 64, n_heads: 1}}}}'"
-        )
     if len(set(widths)) < 2 or min(widths) < 1:
         raise UserError(
             f"--widths is {','.join(map(str, widths))}: write two or more, such as 64,128"
         )
-    arguments = arguments_of(config, read_task(config))
-    configs = {
-        width: replace(
-            config, task_args=merged(config.task_args, grown(base, arguments, width / first))
-        )
-        for width in sorted(set(widths))
-    }
+    configs = at_widths(config, widths)
     transferred: dict[int, _Activations] = {}
     plain: dict[int, _Activations] = {}
     for width, of_width in configs.items():
@@ -114,6 +101,30 @@ def check(config: Config, widths: Sequence[int], *, steps: int) -> Check:
     rows = _rows(transferred)
     holds, verdict = _judge(rows)
     return Check(transferred=rows, plain=_rows(plain), holds=holds, verdict=verdict)
+
+
+def at_widths(config: Config, widths: Sequence[int]) -> dict[int, Config]:
+    """The experiment at several widths, by width; see `check`.
+
+    Raises:
+        UserError: The experiment does not say what the width is, or has no such widths.
+    """
+    base = config.optimizer.width_transfer.get("base") or {}
+    first = _first_number(base)
+    if first is None:
+        raise UserError(
+            f"the experiment has no {KEY}, which says what the width is: "
+            f"write for instance '{KEY}={{base: {{d_model: 64, n_heads: 1}}}}'"
+        )
+    arguments = arguments_of(config, read_task(config))
+    if is_part_of(base, arguments):  # the experiment is the base model, of which all grows
+        arguments = {}
+    return {
+        width: replace(
+            config, task_args=merged(config.task_args, grown(base, arguments, width / first))
+        )
+        for width in sorted(set(widths))
+    }
 
 
 def _first_number(values: Mapping[str, Any]) -> float | None:
@@ -137,19 +148,8 @@ _Activations = dict[tuple[str, int], tuple[float, float]]
 def _activations(config: Config, task: Task, widths: Widths, steps: int) -> _Activations:
     """What the modules of a new model give, before each of a few steps and after the last."""
     seed = config.train.seed
-    batch = _batch(config, task)
-    seed_everything(seed)
-    model = build_model(task)
-    scale_initial_weights(model, widths)
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    blocks = find_blocks(model, task.blocks(model))
-    optimizer = build_optimizer(
-        config.optimizer,
-        [parameter for _, parameter in trained],
-        names={parameter: name for name, parameter in trained},
-        hidden=hidden_matrices(model, blocks),
-        widths=widths,
-    )
+    batch = batch_of(config, task, 0)
+    model, blocks, optimizer = new_model(config, task, widths)
     first: dict[str, Tensor] = {}
     result: _Activations = {}
     for step in range(steps + 1):
@@ -166,13 +166,44 @@ def _activations(config: Config, task: Task, widths: Widths, steps: int) -> _Act
     return result
 
 
-def _batch(config: Config, task: Task) -> Any:
+def new_model(
+    config: Config, task: Task, widths: Widths
+) -> tuple[nn.Module, list[str], torch.optim.Optimizer]:
+    """A task's model with its initial weights, the names of its blocks, and its optimizer.
+
+    Args:
+        config: Has the seed and the optimizer.
+        task: The task.
+        widths: For optimizer.width_transfer; {} goes without.
+    """
+    seed_everything(config.train.seed)
+    model = build_model(task)
+    scale_initial_weights(model, widths)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    blocks = find_blocks(model, task.blocks(model))
+    optimizer = build_optimizer(
+        config.optimizer,
+        [parameter for _, parameter in trained],
+        names={parameter: name for name, parameter in trained},
+        hidden=hidden_matrices(model, blocks),
+        widths=widths,
+    )
+    return model, blocks, optimizer
+
+
+def batch_of(config: Config, task: Task, step: int) -> Any:
+    """The global batch of a step, counted from 0; of a micro-batch's size if that is set.
+
+    Raises:
+        UserError: The data is a stream.
+    """
     data = task.train_data()
     if is_stream(data):
         raise UserError("a coordinate check needs data that is asked by number, no stream")
     size = config.train.micro_batch_size or config.train.global_batch_size
-    indices = order_of(data, config.train.seed).indices(0, size).tolist()
-    return fetch(data, list(zip(indices, range(size), strict=True)))
+    start = step * size
+    indices = order_of(data, config.train.seed).indices(start, size).tolist()
+    return fetch(data, list(zip(indices, range(start, start + size), strict=True)))
 
 
 @contextmanager

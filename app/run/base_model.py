@@ -58,7 +58,7 @@ def widths_of(config: Config, task: Task) -> dict[str, TensorWidth]:
             f"{KEY} is not for a task that makes its optimizer itself: leave out either of them"
         )
     arguments = arguments_of(config, task)
-    if _is_part_of(values, arguments):
+    if is_part_of(values, arguments):
         return {}
     generators = Generators(torch.device("cpu"))
     state = generators.state()
@@ -143,12 +143,12 @@ def _structure(task: Task) -> nn.Module:
     return build_on_meta(lambda: build_model(task))[0]
 
 
-def _is_part_of(values: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
+def is_part_of(values: Mapping[str, Any], arguments: Mapping[str, Any]) -> bool:
     """Whether arguments already have all these values."""
     for key, value in values.items():
         old = arguments.get(key)
         if isinstance(value, Mapping) and isinstance(old, Mapping):
-            if not _is_part_of(value, old):
+            if not is_part_of(value, old):
                 return False
         elif key not in arguments or _plain(old) != _plain(value):
             return False

@@ -19,6 +19,7 @@ BENCHMARKS = {
     "published": "what the plain plan command says of published runs, by kind, size and GPU",
     "laws": "laws of scaling beside published series, fitted to their two smallest numbers of GPUs",
     "scale-out": "what the control plane costs up to 16,384 ranks, which are simulated",
+    "width-transfer": "the best rate of each width, with optimizer.width_transfer and without",
     "chaos": "kills of anything at any moment: what is lost, and seconds to the next step",
 }
 """By name, what a benchmark measures."""
@@ -34,7 +35,7 @@ def main() -> None:
     if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__, end="\n\n")
         for name, description in BENCHMARKS.items():
-            print(f"  {name:<12}{description}")
+            print(f"  {name:<16}{description}")
         return
     # A name has one word or two.
     words = 2 if " ".join(sys.argv[1:3]) in BENCHMARKS else 1

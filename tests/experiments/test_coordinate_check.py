@@ -6,7 +6,7 @@ import pytest
 
 from app.config.io import load_config
 from app.errors import UserError
-from experiments.coordinate_check import check, growth, table
+from experiments.coordinate_check import at_widths, check, growth, table
 
 pytestmark = pytest.mark.pure
 
@@ -41,6 +41,19 @@ def test_the_rate_holds_with_the_transfer_and_not_without(optimizer: str) -> Non
     assert max(abs(power) for power in without) > 0.3
     text = table(outcome)
     assert "without width_transfer" in text and text.endswith(outcome.verdict)
+
+
+def test_widths_are_those_of_the_base_models_first_number() -> None:
+    base = "{model_args: {hidden: [32, 16], dropout: 0.5}}"
+    keys = [
+        *DIGITS,
+        f"optimizer.width_transfer={{base: {base}}}",
+        "task_args.model_args.dropout=0.5",
+    ]
+    wide = {"hidden": [64, 32], "dropout": 0.5}
+    assert at_widths(load_config([], keys), [64])[64].task_args["model_args"] == wide
+    is_base = load_config([], [*DIGITS, BASE, "task_args.model_args.hidden=[32, 32]"])
+    assert at_widths(is_base, [96])[96].task_args["model_args"]["hidden"] == [96, 96]
 
 
 def test_an_experiment_that_does_not_say_its_width_is_refused() -> None:
