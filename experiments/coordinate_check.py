@@ -96,8 +96,8 @@ def check(config: Config, widths: Sequence[int], *, steps: int) -> Check:
     plain: dict[int, _Activations] = {}
     for width, of_width in configs.items():
         task = read_task(of_width)
-        transferred[width] = _activations(of_width, task, widths_of(of_width, task), steps)
-        plain[width] = _activations(of_width, task, {}, steps)
+        transferred[width] = _activations(of_width, task, widths_of(of_width, task), steps=steps)
+        plain[width] = _activations(of_width, task, {}, steps=steps)
     rows = _rows(transferred)
     holds, verdict = _judge(rows)
     return Check(transferred=rows, plain=_rows(plain), holds=holds, verdict=verdict)
@@ -145,7 +145,7 @@ _Activations = dict[tuple[str, int], tuple[float, float]]
 """By module and step, the mean absolute activation and the mean absolute change since step 0."""
 
 
-def _activations(config: Config, task: Task, widths: Widths, steps: int) -> _Activations:
+def _activations(config: Config, task: Task, widths: Widths, *, steps: int) -> _Activations:
     """What the modules of a new model give, before each of a few steps and after the last."""
     seed = config.train.seed
     batch = batch_of(config, task, 0)

@@ -125,7 +125,7 @@ def disable_prefetch(parallel: Parallel) -> None:
 
 
 def build_optimizers(
-    config: Config, task: Task, parallel: Parallel, widths: Widths
+    config: Config, task: Task, parallel: Parallel, *, widths: Widths
 ) -> torch.optim.Optimizer:
     """The task's own optimizer or optimizers, or else the configured one.
 

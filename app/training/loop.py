@@ -114,7 +114,7 @@ class Training:
 
         self.parallel = self._parallelize_model()
         self.gathering = Gathering(self.task, self.parallel, place.device)
-        optimizer = hooks.build_optimizers(self.config, self.task, self.parallel, job.widths)
+        optimizer = hooks.build_optimizers(self.config, self.task, self.parallel, widths=job.widths)
         self.optimizer = self.parallel.prepare_optimizer(optimizer)
         self.loss_scale = LossScale(train.precision == "fp16")
         self.average: Average | None = None

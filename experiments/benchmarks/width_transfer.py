@@ -30,7 +30,7 @@ Losses = dict[int, dict[float, float]]
 """By width and rate."""
 
 
-def experiment(base: int, rate: float, seed: int, steps: int, batch: int) -> Config:
+def experiment(base: int, *, rate: float, seed: int, steps: int, batch: int) -> Config:
     """The GPT with a rate.
 
     Args:
@@ -113,12 +113,13 @@ def measure(
     for rate in rates:
         collected: dict[tuple[bool, int], list[float]] = {}
         for seed in range(seeds):
-            configs = at_widths(experiment(min(widths), rate, seed, steps, batch), widths)
+            of_base = experiment(min(widths), rate=rate, seed=seed, steps=steps, batch=batch)
+            configs = at_widths(of_base, widths)
             for width, config in configs.items():
                 task = read_task(config)
                 for transfers in (True, False):
-                    of_base = widths_of(config, task) if transfers else {}
-                    loss = final_loss(config, task, of_base)
+                    beside_base = widths_of(config, task) if transfers else {}
+                    loss = final_loss(config, task, beside_base)
                     collected.setdefault((transfers, width), []).append(loss)
         for width in widths:
             transferred[width][rate] = statistics.mean(collected[True, width])
