@@ -27,6 +27,10 @@ COMMANDS = {
     "watch": ("look", "Follow a run that trains in another shell or on another machine."),
     "compare": ("look", "Say which runs are better, and whether it is more than noise."),
     "profile": ("look", "Show where the time of a run's profiled steps went."),
+    "coordinate-check": (
+        "studies",
+        "Say whether a rate that was found at one width holds at others.",
+    ),
     "report": ("studies", "Write one page about runs, a sweep or a scaling study."),
     "config": ("runs", "Show every key of an experiment, its value and what it means."),
     "parity": ("studies", "Check that every strategy trains the same model as one device."),
@@ -66,7 +70,7 @@ class LazyGroup(click.Group):
             return None
         module_name, _ = COMMANDS[cmd_name]
         module = importlib.import_module(f"app.cli.{module_name}")
-        return getattr(module, cmd_name)
+        return getattr(module, cmd_name.replace("-", "_"))
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands into the help."""

@@ -1,4 +1,4 @@
-"""`trireme sweep`, `scale`, `parity` and `report`: many runs together (experiments/)."""
+"""`trireme sweep`, `scale`, `parity`, `coordinate-check` and `report`: many runs together."""
 
 import click
 
@@ -90,12 +90,7 @@ def scale(
     """
     config = read_experiment(arguments)
     refuse_wrong_task(config.task, config.task_args)
-    try:
-        worker_counts = tuple(int(word) for word in workers.split(","))
-    except ValueError:
-        raise UserError(
-            f"--workers is {workers!r}: write numbers with commas, such as 1,2,4"
-        ) from None
+    worker_counts = _whole_numbers("--workers", workers, example="1,2,4")
     from experiments.scale import run
 
     strategies = run.strategies_to_measure(
@@ -166,6 +161,53 @@ def parity(
             )
     if all(result.verdict == "REFUSED" for result in results):
         raise RunFailed(f"every row was refused, the first because {results[0].refused}")
+
+
+@verb("coordinate-check")
+@experiment_arguments
+@click.option(
+    "--widths",
+    required=True,
+    metavar="64,128,256",
+    help="Values of the first number in optimizer.width_transfer.base; its others grow with it.",
+)
+@click.option(
+    "--steps", type=COUNT, metavar="N", default=5, show_default=True, help="Steps of each model."
+)
+def coordinate_check(cli: Invocation, arguments: tuple[str, ...], widths: str, steps: int) -> None:
+    """Train an experiment's model at several widths for a few steps, and say whether its rate holds
+    at all of them.
+
+    \b
+    trireme coordinate-check experiments/gpt.yaml --widths 32,64,128 \\
+        'optimizer.width_transfer={base: {d_model: 32, n_heads: 2}}'
+
+    Trains in this process on one batch, with optimizer.width_transfer and without. For each block
+    it prints the mean absolute activation at each width and step, the power of the width that it
+    follows, and that of its change since the first step. The rate holds if no change grows with the
+    width (µP, arXiv 2203.03466). Exit code 1 if it does not hold.
+    """
+    config = read_experiment(arguments)
+    from experiments import coordinate_check as study
+
+    outcome = study.check(config, _whole_numbers("--widths", widths, example="64,128"), steps=steps)
+    cli.answer(outcome, study.table(outcome))
+    if not outcome.holds:
+        raise click.exceptions.Exit(EXIT_FAILED)
+
+
+def _whole_numbers(option: str, text: str, *, example: str) -> tuple[int, ...]:
+    """The numbers of an option.
+
+    Raises:
+        UserError: It has something else.
+    """
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise UserError(
+            f"{option} is {text!r}: write numbers with commas, such as {example}"
+        ) from None
 
 
 @verb("report")

@@ -307,6 +307,13 @@ def _optimizer(config: Config) -> Iterator[str]:
     yield from _unused_options(config.optimizer)
     if config.optimizer.name == "rprop" and config.optimizer.weight_decay:
         yield "optimizer.weight_decay is set, but rprop has none: leave it out"
+    transfer = config.optimizer.width_transfer
+    base = transfer.get("base")
+    if transfer and (set(transfer) != {"base"} or not isinstance(base, Mapping) or not base):
+        yield (
+            f"optimizer.width_transfer is {transfer!r}, but it must be base with arguments of the "
+            "task: {base: {d_model: 64}}"
+        )
     for pattern, values in config.optimizer.groups.items():
         if not isinstance(values, Mapping) or not values or "params" in values:
             yield (

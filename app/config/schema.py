@@ -180,6 +180,11 @@ class OptimizerConfig:
     """Arguments for parameters whose names match a pattern, such as {"*.bias": {weight_decay: 0}};
     of several patterns that match the later one counts. Its lr is that at the top of the
     schedule."""
+    width_transfer: dict[str, Any] = field(default_factory=dict)
+    """A rate found for a narrow model holds for a wide one (µP, arXiv 2203.03466): {base: {d_model:
+    64, n_heads: 1}} are the task_args that make the narrow one, to which lr, groups and the initial
+    weights belong. Each tensor's are multiplied by how much it has grown. Heads keep their size.
+    `trireme coordinate-check` measures it. Empty: none."""
 
 
 @dataclass(frozen=True)

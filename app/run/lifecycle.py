@@ -93,6 +93,7 @@ def _job_of(driver: Driver, prepared: Prepared) -> Job:
         spot_provider=provider_of(cluster_file(prepared.config.cluster.file)),
         sources=prepared.sources,
         fork=driver.run.manifest.fork,
+        widths=prepared.widths,
     )
 
 

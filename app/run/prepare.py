@@ -29,6 +29,7 @@ from app.data.loader import (
 from app.data.randomness import seed_everything
 from app.data.stream import continues_exactly, is_stream
 from app.errors import UserError, nearest, own_code
+from app.run.base_model import widths_of
 from app.run.first_step import FirstStep, take_first_step
 from app.run.inputs import inputs
 from app.run.rehearse import (
@@ -46,6 +47,7 @@ from app.tasks.sources import task_sources
 from app.training import batch_gather, hooks
 from app.training.job import strategy_options
 from app.training.optimizer import check_optimizer, require_matches
+from app.training.width_transfer import Widths
 from strategies import precision, registry, state
 from strategies.blocks import find_blocks
 from strategies.context.apply import check_length, require_positions
@@ -74,6 +76,7 @@ class Prepared:
         prediction: What the planner expects, if it has chosen the layout.
         inputs: The data sets, as `Tracker.inputs` takes them.
         sources: Digests of the task's own source files.
+        widths: The model's parameters beside those of the base model, by name.
     """
 
     config: Config
@@ -84,6 +87,7 @@ class Prepared:
     prediction: Estimate | None = None
     inputs: tuple[dict[str, str], ...] = ()
     sources: dict[str, str] = field(default_factory=dict)
+    widths: Widths = field(default_factory=dict)
 
 
 @own_code("the task's data cannot be read")
@@ -170,6 +174,7 @@ def prepare(
         LayoutError: See UserError.
     """
     samples = length(task.train_data())
+    widths = widths_of(config, task)
     first_step = _first_step(config, task, workers)
     resolved = resolve(
         config,
@@ -245,6 +250,7 @@ def prepare(
         prediction=resolved.prediction,
         inputs=tuple(inputs(config, task)),
         sources=task_sources(task),
+        widths=widths,
     )
 
 

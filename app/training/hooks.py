@@ -29,6 +29,7 @@ from app.training.optimizer import (
     learning_rate,
     require_matches,
 )
+from app.training.width_transfer import Widths
 from strategies import registry
 from strategies.blocks import find_blocks
 from strategies.layout import Layout
@@ -122,8 +123,17 @@ def disable_prefetch(parallel: Parallel) -> None:
             module.set_modules_to_backward_prefetch([])
 
 
-def build_optimizers(config: Config, task: Task, parallel: Parallel) -> torch.optim.Optimizer:
-    """The task's own optimizer or optimizers, or else the configured one."""
+def build_optimizers(
+    config: Config, task: Task, parallel: Parallel, *, widths: Widths
+) -> torch.optim.Optimizer:
+    """The task's own optimizer or optimizers, or else the configured one.
+
+    Args:
+        config: The run's.
+        task: Its task.
+        parallel: Its model.
+        widths: For optimizer.width_transfer.
+    """
     trained = [(name, p) for name, p in parallel.named_parameters() if p.requires_grad]
     of_task = None
     if trained:  # a stage of a pipeline may have nothing to train
@@ -141,6 +151,7 @@ def build_optimizers(config: Config, task: Task, parallel: Parallel) -> torch.op
             parallel.parameters(),
             names={parameter: name for name, parameter in trained},
             hidden=hidden,
+            widths=widths,
         )
     optimizer = Optimizers(of_task) if isinstance(of_task, Mapping) else of_task
     for group in optimizer.param_groups:  # the schedule multiplies this rate

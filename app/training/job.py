@@ -11,6 +11,7 @@ import torch
 from app.config import Config
 from app.errors import UserError
 from app.training.events import Event
+from app.training.width_transfer import Widths
 from strategies.layout import Layout
 from strategies.options import Options
 
@@ -40,6 +41,8 @@ class Job:
     """Digests of the task's own code; see app/tasks/sources.py."""
     fork: str = ""
     """The checkpoint of another run from which this one continues; "" if it begins anew."""
+    widths: Widths = field(default_factory=dict)
+    """The parameters beside those of the base model of optimizer.width_transfer, by name."""
     failed_nodes: tuple[str, ...] = ()
     """Ids of nodes that have failed too often."""
 

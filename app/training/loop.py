@@ -46,6 +46,7 @@ from app.training.profiler import Profiler
 from app.training.reference import Reference
 from app.training.reporting import Reporter
 from app.training.step_sync import StepSync
+from app.training.width_transfer import scale_initial_weights
 from strategies.parallel import Loss, LossError
 from strategies.parallelize import Parallel, parallelize
 
@@ -114,7 +115,7 @@ class Training:
 
         self.parallel = self._parallelize_model()
         self.gathering = Gathering(self.task, self.parallel, place.device)
-        optimizer = hooks.build_optimizers(self.config, self.task, self.parallel)
+        optimizer = hooks.build_optimizers(self.config, self.task, self.parallel, widths=job.widths)
         self.optimizer = self.parallel.prepare_optimizer(optimizer)
         self.loss_scale = LossScale(train.precision == "fp16")
         self.average: Average | None = None
@@ -429,7 +430,9 @@ class Training:
 
         def build() -> torch.nn.Module:
             seed_everything(self.config.train.seed)
-            return build_model(self.task)
+            model = build_model(self.task)
+            scale_initial_weights(model, self.job.widths)
+            return model
 
         parallel = parallelize(
             build,

@@ -16,6 +16,7 @@ from app.config.check import unknown_optimizer
 from app.errors import NonFiniteError, UserError, nearest
 from app.tasks.user_code import user_module
 from app.training.whole_matrix import Adafactor, Muon, Rprop
+from app.training.width_transfer import Widths, decays_with_rate, rate_factor
 
 BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {
     "adadelta": torch.optim.Adadelta,
@@ -95,6 +96,7 @@ def build_optimizer(
     *,
     names: Named | None = None,
     hidden: Collection[str] | None = None,
+    widths: Widths | None = None,
 ) -> torch.optim.Optimizer:
     """The configured optimizer over the parameters that are trained.
 
@@ -105,8 +107,9 @@ def build_optimizer(
     Args:
         config: The optimizer's name and arguments.
         parameters: Those of the model.
-        names: Their names, for optimizer.groups; None: there are no such groups.
+        names: Their names, for optimizer.groups and widths; None: there are neither.
         hidden: The names of the matrices that Muon is for; None: all that have two dimensions.
+        widths: The parameters beside those of a base model, for optimizer.width_transfer.
 
     Raises:
         UserError: The optimizer does not take the arguments.
@@ -114,7 +117,7 @@ def build_optimizer(
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     try:
         if config.name != "muon":
-            return _optimizer(config, trainable, names)
+            return _optimizer(config, trainable, names=names, widths=widths)
         name_of = names or {}
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
@@ -123,8 +126,10 @@ def build_optimizer(
             (matrices if is_hidden and parameter.dim() == 2 else others).append(parameter)
         return Optimizers(
             {
-                "muon": _optimizer(config, matrices, names),
-                "adamw": _optimizer(config, others, names, adamw_for_the_rest=True),
+                "muon": _optimizer(config, matrices, names=names, widths=widths),
+                "adamw": _optimizer(
+                    config, others, names=names, widths=widths, adamw_for_the_rest=True
+                ),
             }
         )
     except (TypeError, ValueError) as error:
@@ -136,8 +141,9 @@ def build_optimizer(
 def _optimizer(
     config: OptimizerConfig,
     trainable: list[nn.Parameter],
-    names: Named | None,
     *,
+    names: Named | None,
+    widths: Widths | None,
     adamw_for_the_rest: bool = False,
 ) -> torch.optim.Optimizer:
     """One optimizer; the arguments in optimizer.args are not for the AdamW beside Muon."""
@@ -154,14 +160,32 @@ def _optimizer(
         options["momentum"] = config.momentum
     if name in FUSED:
         options["fused"] = True
-    groups = _parameter_groups(config, name, trainable, names)
+    name_of = names or {}
+    factors: dict[Tensor, float] = {}
+    for parameter in trainable:
+        width = (widths or {}).get(name_of.get(parameter, ""))
+        factors[parameter] = 1.0 if width is None else rate_factor(name, width, options)
+    groups = _parameter_groups(
+        config,
+        name,
+        trainable,
+        names=name_of,
+        rate_factors=factors,
+        divides_decay=decays_with_rate(name, options),
+    )
     return optimizer_class(name)(groups, **options)
 
 
 def _parameter_groups(
-    config: OptimizerConfig, name: str, trainable: list[nn.Parameter], names: Named | None
+    config: OptimizerConfig,
+    name: str,
+    trainable: list[nn.Parameter],
+    *,
+    names: Named,
+    rate_factors: Mapping[Tensor, float],
+    divides_decay: bool,
 ) -> list[dict[str, Any]]:
-    """The parameters in groups of one kind and one set of optimizer.groups.
+    """The parameters in groups of one kind, one set of optimizer.groups and one factor.
 
     A kernel takes only one kind.
 
@@ -169,29 +193,36 @@ def _parameter_groups(
         config: The configuration of the optimizer.
         name: The optimizer that the groups are for.
         trainable: The parameters.
-        names: Their names; None: there are no optimizer.groups.
+        names: Their names; {}: there are no optimizer.groups.
+        rate_factors: What the rate of each parameter is multiplied by.
+        divides_decay: Whether the weight decay is divided by it.
     """
     # Scalars are never sharded, so they have groups of their own; under ddp a mixture of experts
     # has both distributed and plain parameters.
     kinds = itertools.product((2, 1, 0), (False, True), (False, True))
-    matched_by = {p: matching_patterns(config, (names or {}).get(p)) for p in trainable}
-    # In an order that no layout changes.
-    patterns = sorted(set(matched_by.values()))
+    settings = {p: (matching_patterns(config, names.get(p)), rate_factors[p]) for p in trainable}
+    # In an order that no layout changes; the configured rate comes first, which is logged as lr.
+    distinct = sorted(set(settings.values()), key=lambda pair: (pair[0], abs(math.log(pair[1]))))
     groups: list[dict[str, Any]] = []
-    for (dim, is_distributed, is_complex), matched in itertools.product(kinds, patterns):
+    for (dim, is_distributed, is_complex), setting in itertools.product(kinds, distinct):
         kind = (dim, is_distributed, is_complex)
         members = [
             parameter
             for parameter in trainable
-            if _kind(parameter) == kind and matched_by[parameter] == matched
+            if _kind(parameter) == kind and settings[parameter] == setting
         ]
         if not members:
             continue
         group: dict[str, Any] = {"params": members}
         group["weight_decay"] = config.weight_decay if dim == 2 else 0.0
         group |= _kernels(name, is_distributed=is_distributed, is_complex=is_complex)
+        matched, factor = setting
         for pattern in matched:
             group |= config.groups[pattern]
+        if factor != 1:
+            group["lr"] = group.get("lr", config.lr) * factor
+            if divides_decay:
+                group["weight_decay"] /= factor
         if "lr" in group:
             group["initial_lr"] = group["lr"]  # the schedule multiplies this rate
         groups.append(group)

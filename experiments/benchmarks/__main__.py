@@ -23,6 +23,7 @@ BENCHMARKS = {
     "scale-failures": "a node, a rack and a hang of simulated ranks, until the supervisor decides",
     "scale-sweep": "what a sweep of a thousand trials costs its driver",
     "scale-points": "MLflow's answers for a run of a million points",
+    "width-transfer": "the best rate of each width, with optimizer.width_transfer and without",
     "chaos": "kills of anything at any moment: what is lost, and seconds to the next step",
 }
 """By name, what a benchmark measures."""

@@ -14,16 +14,24 @@ from app.tasks import load_task
 from app.training.events import Event, MetricsLogged
 from app.training.job import Job, Place, SilentChannel
 from app.training.loop import Training
-from app.training.persistence import NullPersistence
+from app.training.persistence import NullPersistence, Persistence
+from app.training.width_transfer import Widths
 from strategies.dims import DEGREES
 from strategies.layout import choose
 from tests.app.checkpoint.kit import save
 
 
 def training_of(
-    config: Config, folder: str | Path, rank: int = 0, world: int = 1, strategy: str = "single"
+    config: Config,
+    folder: str | Path,
+    rank: int = 0,
+    world: int = 1,
+    strategy: str = "single",
+    *,
+    widths: Widths | None = None,
+    persistence_class: type[Persistence] = NullPersistence,
 ) -> tuple[Training, list[Event]]:
-    """A training run that saves nothing, and the list that gets its events."""
+    """A training run that by default saves nothing, and the list that gets its events."""
     channel = SilentChannel()
     events = list[Event]()
     channel.emit = events.append  # type: ignore[method-assign]
@@ -36,9 +44,10 @@ def training_of(
         run_uid="uid",
         steps=config.train.steps,
         cwd=os.getcwd(),
+        widths=widths or {},
     )
     place = Place(rank=rank, world_size=world, local_rank=rank, device=torch.device("cpu"))
-    return Training(job, place, channel, persistence_class=NullPersistence), events
+    return Training(job, place, channel, persistence_class=persistence_class), events
 
 
 def logged(events: Iterable[Event], metric: str = "") -> list[MetricsLogged]:
