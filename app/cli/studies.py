@@ -11,7 +11,7 @@ from app.cli.common import (
 )
 from app.cli.document import with_units
 from app.config.task_source import refuse_wrong_task
-from app.errors import RunFailed, UserError
+from app.errors import EXIT_FAILED, RunFailed, UserError
 
 COUNT = click.IntRange(min=1)
 

@@ -13,7 +13,7 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -453,12 +453,11 @@ def _elastic(config: Config, ranks: int, workers: SimulatedWorkers) -> Elastic:
         names = (f"node-{number}" for number in range(ranks // NODE_RANKS))
         return {name: {"GPU": float(NODE_RANKS)} for name in names if name not in gone}
 
-    prepare: Callable[[Config, int], Prepared] = prepared
     return Elastic(
         config=config,
         first=prepared(config, ranks),
         per_worker={"GPU": 1.0},
-        prepare=prepare,
+        prepare=lambda config, workers, memory_below: prepared(config, workers),
         free=free,
     )
 
