@@ -367,7 +367,8 @@ def _secret(path: Keys, name: str, value: Any) -> Mistakes:
         r"(?i)(name|ref|path|file)$", name
     )
     looks_so = re.search(
-        r"://[^/\s:@]+:[^/\s@]+@|\b(hf_|ghp_|glpat-|sk-|AKIA)[A-Za-z0-9_-]{12,}", value
+        r"://[^/\s:@]+:[^/\s@]+@|\b((hf_|ghp_|glpat-|AKIA)[A-Za-z0-9_-]{12,}|sk-[A-Za-z0-9_-]{20,})",
+        value,
     )
     if (is_named and not value.startswith("$")) or looks_so:
         problem = f"all who may look at the machines read a secret: {path[-1]} holds one"
