@@ -174,6 +174,14 @@ def claim() -> None:
     merge()
 
 
+def prepare_imports() -> None:
+    """Put the current folder first on sys.path, and merge the user's packages with Trireme's."""
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+    merge()
+
+
 def merge() -> None:
     """Let the user's modules be found beside Trireme's.
 

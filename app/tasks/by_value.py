@@ -12,9 +12,9 @@ import sys
 from typing import Any
 
 from app.errors import UserError
+from app.names import prepare_imports
 from app.storage.storage import Storage
 from app.tasks.base import Task
-from app.tasks.user_code import prepare_imports
 
 PREFIX = "python:"
 FILE = "task.pkl"

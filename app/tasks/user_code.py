@@ -57,17 +57,9 @@ def user_module(name: str, attribute: str = "") -> ModuleType:
         UserError: What is wanted, or what the module imports, may be Trireme's or the user's.
         Exception: Whatever the module raises.
     """
-    prepare_imports()
+    names.prepare_imports()
     refuse_ambiguous(name, attribute)
     return importlib.import_module(name)
-
-
-def prepare_imports() -> None:
-    """Put the current folder first on sys.path, and merge the user's packages with Trireme's."""
-    folder = os.getcwd()
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)
-    names.merge()
 
 
 # --- ambiguous names ---

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from app.errors import UserError, claim_package, described, nearest, own_line, with_line
+from app.names import prepare_imports
 
 GROUP = "trireme.trackers"
 """The group of entry points; an entry's value is package.module:Class."""
@@ -123,9 +124,7 @@ def find_tracker(name: str) -> type[RunTracker]:
 def _imported(name: str) -> Any:
     """The class with this import path, or of this built-in tracker."""
     module_name, _, class_name = BUILT_IN.get(name, name).partition(":")
-    if name in BUILT_IN:
-        return getattr(importlib.import_module(module_name), class_name)
-    from app.tasks.user_code import user_module  # not at the top, for who has no trackers
-
-    claim_package(module_name)
-    return getattr(user_module(module_name, class_name), class_name)
+    if name not in BUILT_IN:
+        prepare_imports()
+        claim_package(module_name)
+    return getattr(importlib.import_module(module_name), class_name)
