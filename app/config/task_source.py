@@ -227,14 +227,16 @@ def _class(name: str, class_name: str, source: Source) -> ast.ClassDef | None:
         raise UserError(no_such_class(name, [each.name for each in definitions], tasks))
     if len(bindings) != 1:
         return None
-    for node in source.tree.body:
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        if is_function and node.name == class_name and not node.decorator_list:
-            raise UserError(not_a_task(name))
-        if isinstance(node, ast.ClassDef) and node.name == class_name and not node.decorator_list:
-            if not node.bases and not node.keywords:
-                raise UserError(with_line(not_a_task(name), source.line(node.lineno)))
-            return node
+    for statement in source.tree.body:
+        match statement:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                if statement.name != class_name or statement.decorator_list:
+                    continue
+                if not isinstance(statement, ast.ClassDef):
+                    raise UserError(not_a_task(name))
+                if not statement.bases and not statement.keywords:
+                    raise UserError(with_line(not_a_task(name), source.line(statement.lineno)))
+                return statement
     return None
 
 

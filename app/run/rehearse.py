@@ -24,6 +24,8 @@ from strategies.parallel import LossError, require_loss
 
 SAMPLES = 4
 """Samples in the batch that the task is tried with."""
+MAX_PARAMETERS = 20_000_000
+"""Parameters up to which a model is built with numbers, which takes less than a second."""
 PICK_BYTES = 200
 """Bytes that a sample's number and position take in a worker, besides its tensors."""
 
@@ -197,17 +199,33 @@ def require_metric(config: Config, task: Task) -> None:
     metrics: dict[str, Any] = {}
     try:
         if task.eval_data() is not None:
-            batch, _ = read_batch(task)
-            with torch.device("meta"), torch.no_grad():
-                batch = map_tensors(lambda tensor: tensor.to("meta"), batch)
-                metrics = task.metrics(task.build_model().eval(), batch)
+            metrics = _metrics_of_batch(task)
         mistake = _metric_mistake(config, task, metrics)
     except UserError:
         raise
-    except Exception:  # the task's own code may need numbers
+    except Exception:  # the workers meet what is wrong with the task's own code
         return
     if mistake:
         raise UserError(mistake)
+
+
+def _metrics_of_batch(task: Task) -> dict[str, Any]:
+    """The task's metrics of a batch: without numbers, or with them if its code needs them.
+
+    Raises:
+        Exception: Whatever the task's code raises, or a model that is too large for numbers.
+    """
+    batch, _ = read_batch(task)
+    with torch.device("meta"):
+        model = task.build_model().eval()
+    try:
+        with torch.device("meta"), torch.no_grad():
+            return task.metrics(model, map_tensors(lambda tensor: tensor.to("meta"), batch))
+    except Exception:
+        if sum(parameter.numel() for parameter in model.parameters()) > MAX_PARAMETERS:
+            raise
+    with torch.random.fork_rng(devices=()), torch.no_grad():
+        return task.metrics(task.build_model().eval(), batch)
 
 
 def _metric_mistake(config: Config, task: Task, metrics: Mapping[str, Any]) -> str:

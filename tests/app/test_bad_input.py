@@ -29,8 +29,8 @@ ROWS: list[tuple[str, ...]] = [
     ("task_args.samples=0", "training data is empty"),
     ("checkpoint.metric=banana", "banana", "loss, accuracy"),
     (
-        "task=tests.tasks:Odd task_args.what=unevaluated checkpoint.metric=accuracy",
-        "accuracy",
+        "task=tests.tasks:Odd task_args.what=unevaluated checkpoint.metric=score",
+        "score",
         "no eval_data",
     ),
     ("task=tests.tasks:WithoutLoss", "WithoutLoss has no loss"),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from app.errors import UserError
 from app.run.prepare import Prepared, prepare, read_task
@@ -59,6 +59,14 @@ def test_a_checkpoint_that_cannot_be_reached_is_one_sentence(
         read_task(config("checkpoint.load=s3://a/b"))
 
 
+class NeedsNumbers(Points):
+    """Has metrics that ask the batch for a number, which the meta device does not have."""
+
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        assert batch[0].abs().max().item() < 100
+        return super().metrics(model, batch)
+
+
 EVALUATED = ["task=tests.tasks:Points", "train.eval_every=2"]
 UNEVALUATED = ["task=tests.tasks:Odd", "task_args.what=unevaluated", "train.eval_every=2"]
 
@@ -68,6 +76,14 @@ UNEVALUATED = ["task=tests.tasks:Odd", "task_args.what=unevaluated", "train.eval
     [
         ([*EVALUATED, "checkpoint.metric=accurate"], r"did you mean 'accuracy'\?\): write one of"),
         ([*EVALUATED, "checkpoint.metric=ema_loss"], "write one of loss, accuracy$"),
+        (
+            [
+                *EVALUATED,
+                "checkpoint.metric=score",
+                "task=tests.app.run.test_prepare:NeedsNumbers",
+            ],
+            "write one of loss, accuracy$",
+        ),
         ([*UNEVALUATED, "checkpoint.metric=score"], "no eval_data to measure it on"),
         (
             [*UNEVALUATED, "train.patience=2"],
