@@ -290,7 +290,12 @@ def mistakes_of_trireme(words: list[str]) -> list[str]:
     overrides = {match[1]: word for word in arguments if (match := KEY.match(word))}
     unknown = [key for key in overrides if not is_key(key, verb)]
     mistakes += [f"there is no key {key}" for key in unknown]
-    files = [word for word in arguments if word.endswith(".yaml") and "/" in word]
+    guide = ROOT / "experiments" / "guide"
+    files = [
+        str((guide / word).relative_to(ROOT)) if (guide / word).is_file() else word
+        for word in arguments
+        if word.endswith(".yaml") and ("/" in word or (guide / word).is_file())
+    ]
     mistakes += [f"there is no {file}" for file in files if not (ROOT / file).exists()]
     if verb in ("train", "config", "plan", "parity", "scale") and not mistakes:
         mistakes += refusals([str(ROOT / file) for file in files], list(overrides.values()))

@@ -1,7 +1,7 @@
 """`width-transfer`: the best rate of each width, with optimizer.width_transfer and without.
 
 A GPT on bytes (experiments/gpt.yaml) is trained at each width with each rate of a grid, each twice
-the one before, in this process. The loss is the mean over the last tenth of the steps and over all
+the one before, in this process. The loss is that of the held-out data at the end, the mean over all
 seeds. With the transfer the best rate of all widths is to be within one point of the grid.
 """
 
@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
+import torch
 
 from app.config import Config
 from app.config.io import load_config
+from app.data.loader import fetch, length
 from app.run.base_model import widths_of
 from app.run.prepare import read_task
 from app.tasks.base import Task
@@ -58,10 +60,9 @@ def experiment(base: int, *, rate: float, seed: int, steps: int, batch: int) -> 
 
 
 def final_loss(config: Config, task: Task, widths: Widths) -> float:
-    """The mean loss over the last tenth of a training; inf if it is not finite."""
+    """The loss of the held-out data after a training; inf if it is not finite."""
     model, _, optimizer = new_model(config, task, widths)
     steps = config.train.steps or 1
-    losses = []
     for step in range(steps):
         samples = step * config.train.global_batch_size
         set_learning_rate(optimizer, config, task, step=step, steps=steps, samples=samples)
@@ -69,10 +70,12 @@ def final_loss(config: Config, task: Task, widths: Widths) -> float:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss.detach()))
-        if not math.isfinite(losses[-1]):
-            return math.inf
-    return statistics.mean(losses[-max(1, steps // 10) :])
+    held_out = task.eval_data()
+    assert held_out is not None
+    batch = fetch(held_out, [(index, index) for index in range(length(held_out) or 1)])
+    with torch.no_grad():
+        held_out_loss = float(task.loss(model.eval(), batch))
+    return held_out_loss if math.isfinite(held_out_loss) else math.inf
 
 
 def rows_of(losses: Losses, name: str) -> list[dict[str, str]]:
