@@ -113,7 +113,8 @@ def find_tracker(name: str) -> type[RunTracker]:
         sentence = f"{where} does not import: {described(error)}"
         raise UserError(with_line(sentence, own_line(error))) from error
     missing = [method for method in METHODS if not callable(getattr(tracker, method, None))]
-    if not inspect.isclass(tracker) or missing:
+    is_class = inspect.isclass(tracker)
+    if missing or not is_class:
         raise UserError(
             f"{where} is not a class with the methods {', '.join(METHODS)}: "
             f"{', '.join(missing) or 'a class'} is missing"
