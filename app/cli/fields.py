@@ -239,7 +239,7 @@ def fields_of(command: str) -> dict[str, str]:
     Args:
         command: Such as "runs" or "cluster up".
     """
-    meanings = {}
+    meanings: dict[str, str] = {}
     for path, meaning in FIELDS[command].items():
         if ":" in meaning and " " not in meaning:
             meanings |= {f"{path}{name}": text for name, text in _documented(meaning)}
