@@ -104,7 +104,7 @@ class Feed:
         self._errors = 0
         self.is_off = self.state.tries >= MOST_TRIES
         if self.is_off:
-            self._report(f"it ended the tracking writer {MOST_TRIES} times")
+            self._note(f"it ended the tracking writer {MOST_TRIES} times")
         self.save()
 
     @property
@@ -148,7 +148,7 @@ class Feed:
     def too_slow(self) -> None:
         """Note that the process ends before the tracker has everything."""
         self._is_late = True
-        self._report("it is slow, and gets the rest at the next start or with `trireme sync`")
+        self._note("it is slow, and gets the rest at the next start or with `trireme sync`")
         self.save()
 
     # --- events
@@ -199,7 +199,7 @@ class Feed:
             self.is_off = self._tracker is None or self._errors >= MOST_ERRORS
             _log.warning("tracker %s raises in %s", self.name, method, exc_info=True)
             consequence = ", and is called no more before the next start" if self.is_off else ""
-            self._report(f"it raises {mask_text(described(error))}{consequence}")
+            self._note(f"it raises {mask_text(described(error))}{consequence}")
 
     def _started(self) -> RunTracker:
         start = last_start(self.folder)
@@ -216,7 +216,7 @@ class Feed:
         self.state.told = True
         return tracker
 
-    def _report(self, problem: str) -> None:
+    def _note(self, problem: str) -> None:
         log = self.folder / "writer.log"
         self.state.problem = f"tracker {self.name} has not got everything: {problem}; see {log}"
 

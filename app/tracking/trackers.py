@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from app.errors import UserError, claim_package, described, nearest, own_line, with_line
 from app.names import prepare_imports
@@ -119,7 +119,7 @@ def find_tracker(name: str) -> type[RunTracker]:
             f"{where} is not a class with the methods {', '.join(METHODS)}: "
             f"{', '.join(missing) or 'a class'} is missing"
         )
-    return tracker
+    return cast(type[RunTracker], tracker)
 
 
 def _imported(name: str) -> Any:
