@@ -46,7 +46,7 @@ from cluster.shape import problem_with_fact
 
 VERBS = [
     *("train", "fork", "sweep", "scale", "runs", "watch", "compare", "profile", "report"),
-    *("config", "parity"),
+    *("config", "fields", "parity", "coordinate-check"),
     *("export", "generate", "sync", "submit", "queue", "doctor", "plan", "calibrate", "cluster"),
 ]
 """The commands of `trireme`."""

@@ -40,9 +40,8 @@ _TRAINED = {
     "summary.memory_bytes_before": "Of that, before the model was built.",
     "summary.dollars": "What all starts of the run have cost; null without prices.",
     "summary.plan.*": "Predicted figures beside measured ones, as in MLflow.",
-    "summary.first_step_at": "Unix time of the first step in seconds.",
-    "summary.first_step_seconds": "From the start to the first step.",
-    "summary.total_seconds": "From the start to the end.",
+    "summary.first_step_seconds": "From the command to the end of this start's first step.",
+    "summary.total_seconds": "From the command to the end of training.",
     "mlflow.run_id": "MLflow's id of the run.",
     "mlflow.url": "The address of the run's page.",
     "mlflow.complete": "Whether MLflow has everything.",
@@ -95,6 +94,11 @@ FIELDS: dict[str, dict[str, str]] = {
         "rows[].allowed.": "experiments.parity.curves:Difference",
         "rows[].difference.": "experiments.parity.curves:Difference",
         "rows[].seconds": "How long the row took.",
+    },
+    "coordinate-check": {
+        "": "experiments.coordinate_check:Check",
+        "transferred[].": "experiments.coordinate_check:Row",
+        "plain[].": "experiments.coordinate_check:Row",
     },
     "export": {"status": "complete.", "": "app.results.export:Exported"},
     "generate": {

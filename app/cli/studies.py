@@ -11,7 +11,7 @@ from app.cli.common import (
 )
 from app.cli.document import with_units
 from app.config.task_source import refuse_wrong_task
-from app.errors import EXIT_FAILED, RunFailed, UserError
+from app.errors import RunFailed, UserError
 
 COUNT = click.IntRange(min=1)
 
@@ -193,7 +193,7 @@ def coordinate_check(cli: Invocation, arguments: tuple[str, ...], widths: str, s
     outcome = study.check(config, _whole_numbers("--widths", widths, example="64,128"), steps=steps)
     cli.answer(outcome, study.table(outcome))
     if not outcome.holds:
-        raise click.exceptions.Exit(EXIT_FAILED)
+        raise RunFailed(outcome.verdict)
 
 
 def _whole_numbers(option: str, text: str, *, example: str) -> tuple[int, ...]:

@@ -289,6 +289,7 @@ def test_the_optimizer_state_has_its_own_counters_but_no_hyperparameters() -> No
     assert loaded.param_groups[0]["lr"] == 0.2
 
 
+@pytest.mark.pure
 def test_the_options_of_an_optimizer_of_ones_own_are_those_of_the_new_start() -> None:
     class Estimating(torch.optim.Optimizer):
         """Has an option, and estimates a distance d, as Prodigy does."""

@@ -25,7 +25,7 @@ def test_the_end_of_a_run_says_that_it_waits_for_mlflow(
         while not output and time.monotonic() < deadline:
             time.sleep(0.05)
             output.extend(capsys.readouterr().out.splitlines())
-        return mock.Mock(complete=True, left_out="")
+        return mock.Mock(complete=True, left_out="", trackers=[])
 
     driver.tracker.finish.side_effect = finish
     lifecycle._end(driver, "finished", "FINISHED", "finished after step 3")
