@@ -27,6 +27,10 @@ from app.tracking.spool import Event, Spool, State, last_start, look_at_lock, ta
 PATIENCE_SECONDS = 600.0
 """How long one step of delivery, such as an upload, may take at the end while MLflow answers."""
 MOST_WRITERS = 4  # to start at the end, if they die
+WHILE_TRAINING = 10
+"""How much nicer than its driver a writer is, since training comes first."""
+STARVED_SECONDS = 5.0
+"""How long a writer at the end of a run may mostly wait for a processor."""
 KEEP_SECONDS = 5.0  # between checks whether the writer is alive
 _log = logging.getLogger(__name__)
 
@@ -282,8 +286,11 @@ class WriterProcess:
     def _is_alive(self) -> bool:
         return look_at_lock(self._folder, "writer") == (True, self._attempt)
 
-    def _spawn(self) -> str:
+    def _spawn(self, niceness: int = WHILE_TRAINING) -> str:
         """Start a writer, which is an orphan process from the beginning.
+
+        Args:
+            niceness: Added to this process's.
 
         Returns:
             "" when the writer has claimed the spool, otherwise why it has not.
@@ -301,7 +308,7 @@ class WriterProcess:
         with (self._folder / "writer.log").open("ab") as log:
             # Returns when the writer closes its end of the pipe.
             done = subprocess.run(
-                [*command, str(self._folder), self._attempt],
+                [*command, str(self._folder), self._attempt, str(niceness)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -327,7 +334,8 @@ class WriterProcess:
         """Wait until a writer has delivered everything.
 
         A writer that makes no progress is killed, even in the middle of a call; what it has not
-        delivered stays in the spool.
+        delivered stays in the spool. One that has served while training went on is nicer than other
+        processes. If these leave it no processor, another one takes its place that is not.
 
         Args:
             timeout: How many seconds to wait without progress while MLflow cannot be reached.
@@ -339,16 +347,19 @@ class WriterProcess:
         last_state = State.load(self._folder)
         progress_time = time.monotonic()
         writers = 0
+        starvation = Starvation()
         while not (state := State.load(self._folder)).has_all(self._folder):
             if not self._is_alive():
                 if writers == MOST_WRITERS:
                     log = self._folder / "writer.log"
                     return f"the tracking writer died {writers} times; see {log}"
-                problem = self._spawn()
+                problem = self._spawn(niceness=0)
                 if problem:
                     return problem
                 writers += 1
                 progress_time = time.monotonic()
+            elif not writers and state.writer is not None and starvation.lasts(state.writer):
+                _kill(state.writer)
             elif (state.offset, state.run_id) != (last_state.offset, last_state.run_id):
                 last_state = state
                 progress_time = time.monotonic()
@@ -356,11 +367,43 @@ class WriterProcess:
                 limit = timeout if state.problem else PATIENCE_SECONDS
                 if time.monotonic() - progress_time > limit:
                     if state.writer is not None:
-                        with contextlib.suppress(ProcessLookupError, PermissionError):
-                            os.kill(state.writer, signal.SIGKILL)
+                        _kill(state.writer)
                     return state.problem or "the tracking writer makes no progress"
             time.sleep(0.05)
         return ""
+
+
+class Starvation:
+    """Whether a process is ready to run and other processes have the processors (Linux only)."""
+
+    def __init__(self) -> None:
+        self._start: tuple[float, float] | None = None
+        """The first look: seconds of the monotonic clock, and seconds that it had waited."""
+
+    def lasts(self, pid: int) -> bool:
+        """Whether it has waited for most of the time since the first call, some seconds ago.
+
+        Args:
+            pid: The process.
+        """
+        try:
+            # Nanoseconds on a processor, nanoseconds ready and waiting for one, times on one:
+            # https://docs.kernel.org/scheduler/sched-stats.html
+            _, waited_nanoseconds, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+        except (OSError, ValueError):
+            return False
+        now = time.monotonic()
+        waited = int(waited_nanoseconds) / 1e9
+        if self._start is None:
+            self._start = now, waited
+        start, waited_before = self._start
+        seconds = now - start
+        return seconds >= STARVED_SECONDS and waited - waited_before > seconds / 2
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def sync(folder: Path, *, timeout: float = 30.0) -> Delivery:

@@ -1,4 +1,6 @@
-"""The one process that talks to MLflow for a run: `python -m app.tracking.writer FOLDER ATTEMPT`.
+"""The one process that talks to MLflow for a run.
+
+    python -m app.tracking.writer FOLDER ATTEMPT NICENESS
 
 Every few seconds it reads the spool's new events and delivers them. It ends when everything is
 delivered and the driver appends no more: the driver releases driver.lock at the end of the run, and
@@ -130,8 +132,14 @@ class MaskingFormatter(logging.Formatter):
         return mask_text(super().format(record))
 
 
-def main(folder: str, attempt: str) -> None:
-    """Run the writer of a spool as an orphan process."""
+def main(folder: str, attempt: str, niceness: str) -> None:
+    """Run the writer of a spool as an orphan process.
+
+    Args:
+        folder: The spool.
+        attempt: The attempt of the driver that it serves.
+        niceness: Added to that of the driver.
+    """
     if os.fork():
         os._exit(0)
     if not claim(Path(folder), attempt, LOCK_SECONDS):
@@ -142,7 +150,7 @@ def main(folder: str, attempt: str) -> None:
     handler.setFormatter(MaskingFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(handlers=[handler])
     os.environ.update(ENVIRONMENT)
-    os.nice(10)  # training comes first
+    os.nice(int(niceness))
     try:
         serve(Path(folder), os.environ["MLFLOW_TRACKING_URI"], attempt)
     except Exception:

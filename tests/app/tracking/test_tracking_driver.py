@@ -5,8 +5,10 @@ that a run records.
 """
 
 import math
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 
 from app.errors import UserError
 from app.launchers.workers import start_system_sampler
-from app.tracking import environment
+from app.tracking import environment, tracker
 from app.tracking.environment import Sample, environment_text, provenance_tags
 from app.tracking.settings import Settings, resolve_tracking, run_url, ui_command
 from app.tracking.spool import Spool, look_at_lock, read, take_lock
@@ -276,3 +278,34 @@ def test_a_sampler_measures_the_machine_and_warns_of_gpus_it_cannot_read(
     idle = start_system_sampler(channel, "n", 0.0)
     assert not idle._thread.is_alive()
     idle.close()
+
+
+def test_a_process_that_others_leave_no_processor_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracker, "STARVED_SECONDS", 0.5)
+    processor = min(os.sched_getaffinity(0))
+    spin = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); os.nice(int(sys.argv[2]))"
+    spin += "\nwhile os.getppid() == int(sys.argv[3]): pass"
+
+    def started(code: str, niceness: int) -> subprocess.Popen[bytes]:
+        words = [str(processor), str(niceness), str(os.getpid())]
+        return subprocess.Popen([sys.executable, "-c", code, *words])
+
+    processes = [
+        started(spin, 19),
+        started("import time; time.sleep(60)", 19),
+        started(spin, 0),
+    ]
+    try:
+        time.sleep(0.3)
+        starved, asleep, busy = (tracker.Starvation() for _ in processes)
+        deadline = time.monotonic() + 20
+        while not starved.lasts(processes[0].pid) and time.monotonic() < deadline:
+            assert not asleep.lasts(processes[1].pid)
+            time.sleep(0.1)
+        assert starved.lasts(processes[0].pid)
+        assert not asleep.lasts(processes[1].pid)
+        assert not busy.lasts(2**22 + 1), "there is no such process"
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
