@@ -383,10 +383,11 @@ def _takes_keys(function: Callable[Parameters, Result]) -> Callable[Parameters, 
                 if key.startswith(f"{field.name}.")
             )
         lines += textwrap.wrap(
-            text, 100, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False
+            text, 96, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False
         )
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    before, marker, after = (function.__doc__ or "").partition("        keys: ")
+    # From Python 3.13 on docstrings have no indentation, which cleandoc takes from earlier ones.
+    before, marker, after = inspect.cleandoc(function.__doc__ or "").partition("    keys: ")
     if marker:
         rest = after.partition("\n")[2]
         function.__doc__ = before + "\n".join(lines) + "\n" + rest

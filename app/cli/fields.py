@@ -4,6 +4,7 @@ A class among the meanings stands for its fields, whose meanings are in its docs
 """
 
 import importlib
+import inspect
 import re
 from collections.abc import Iterator
 
@@ -260,9 +261,10 @@ def _documented(reference: str) -> Iterator[tuple[str, str]]:
     """
     module, _, name = reference.partition(":")
     documented = getattr(importlib.import_module(module), name)
-    section = re.search(r"^ +(Args|Attributes):\n((?:        .*\n|\n)+)", documented.__doc__, re.M)
+    docstring = inspect.cleandoc(documented.__doc__ or "") + "\n"
+    section = re.search(r"^(Args|Attributes):\n((?:    .*\n|\n)+)", docstring, re.M)
     lines = section[2] if section else ""
-    for field, text in re.findall(r"^ {8}(\w+): ((?:.+\n)(?: {12}.+\n)*)", lines, re.M):
+    for field, text in re.findall(r"^ {4}(\w+): ((?:.+\n)(?: {8}.+\n)*)", lines, re.M):
         yield NAMES.get(name, {}).get(field, field), " ".join(text.split()).replace("None", "null")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
-from app.config import Config, OptimizerConfig
+from app.config import Config
 from app.config.arguments import no_such_argument
 from app.config.batch_schedule import schedule_mistake
 from app.config.task_names import BUILT_IN
@@ -277,26 +277,6 @@ def _workers_and_profile(config: Config) -> Iterator[str]:
         )
 
 
-OPTIONS_OF = {
-    "betas": ("adam", "adamw", "adamax", "nadam", "radam", "muon"),
-    "eps": ("adam", "adamw", "adamax", "nadam", "radam", "muon"),
-    "momentum": ("sgd",),
-}
-"""By option of `optimizer`, the optimizers that have it there; others may in optimizer.args."""
-
-
-def _unused_options(optimizer: OptimizerConfig) -> Iterator[str]:
-    defaults = OptimizerConfig()
-    for option, names in OPTIONS_OF.items():
-        value = getattr(optimizer, option)
-        if optimizer.name not in names and value != getattr(defaults, option):
-            yield (
-                f"optimizer.{option} is {value}, but it is not for {optimizer.name} "
-                f"({', '.join(names)} have it): leave it out, or, if {optimizer.name} takes it, "
-                f"write optimizer.args={{{option}: {value}}}"
-            )
-
-
 def _optimizer(config: Config) -> Iterator[str]:
     betas = config.optimizer.betas
     if not (len(betas) == 2 and all(0 <= beta < 1 for beta in betas)):
@@ -304,7 +284,6 @@ def _optimizer(config: Config) -> Iterator[str]:
             f"optimizer.betas is {betas}, "
             "but it must be two numbers from 0 to below 1: [0.9, 0.999]"
         )
-    yield from _unused_options(config.optimizer)
     if config.optimizer.name == "rprop" and config.optimizer.weight_decay:
         yield "optimizer.weight_decay is set, but rprop has none: leave it out"
     transfer = config.optimizer.width_transfer

@@ -46,7 +46,7 @@ from app.tasks.build import build_model
 from app.tasks.sources import task_sources
 from app.training import batch_gather, hooks
 from app.training.job import strategy_options
-from app.training.optimizer import check_optimizer, require_matches
+from app.training.optimizer import check_optimizer, require_matches, unused_options
 from app.training.width_transfer import Widths
 from strategies import precision, registry, state
 from strategies.blocks import find_blocks
@@ -237,6 +237,7 @@ def prepare(
         *hooks.check(config, task, layout, logged_names),
         *first_step.notes(layout, micro_batches, gathers=bool(gathered)),
         *gather_notes,
+        *_notes_on_optimizer(config, task),
         *_notes_on_batches(config, samples),
         *_notes_on_sizes(config, dims, samples),
         *_notes_on_data(config, task, dims),
@@ -302,6 +303,12 @@ def _check_sequences(config: Config, task: Task, layout: Layout, model: nn.Modul
         plan.cut(sample, note_length)
     if sequence_lengths:
         check_length(sequence_lengths[0], layout.dims.cp, config.parallel.context)
+
+
+def _notes_on_optimizer(config: Config, task: Task) -> Iterator[str]:
+    """A sentence on each option that the optimizer does not get."""
+    if not hooks.overrides(task, "optimizer"):
+        yield from unused_options(config.optimizer)
 
 
 def _notes_on_batches(config: Config, samples: int | None) -> Iterator[str]:

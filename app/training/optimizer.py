@@ -4,7 +4,7 @@ import fnmatch
 import inspect
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,12 @@ BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {
 }
 """Every optimizer of torch that needs neither sparse gradients nor the loss again."""
 TAKES_BETAS = ("adam", "adamw", "nadam", "radam", "adamax")
+OPTIONS_OF = {
+    "betas": (*TAKES_BETAS, "muon"),
+    "eps": (*TAKES_BETAS, "muon"),
+    "momentum": ("sgd",),
+}
+"""By option of `optimizer`, those that get it from there; others may from `optimizer.args`."""
 FUSED = ("adam", "adamw", "sgd")
 Named = Mapping[Tensor, str]
 SMALLEST_SCALE = 2.0**-10  # of the loss
@@ -136,6 +142,18 @@ def build_optimizer(
         raise UserError(
             f"optimizer {config.name} does not take these arguments: {error}"
         ) from error
+
+
+def unused_options(config: OptimizerConfig) -> Iterator[str]:
+    """A sentence for each option that differs from its default and does not reach the optimizer."""
+    defaults = OptimizerConfig()
+    for option, names in OPTIONS_OF.items():
+        value = getattr(config, option)
+        if config.name not in names and value != getattr(defaults, option):
+            yield (
+                f"optimizer.{option} is {value}, but it is for {', '.join(names)} and does not "
+                f"reach {config.name}: if that takes it, write optimizer.args={{{option}: {value}}}"
+            )
 
 
 def _optimizer(

@@ -97,14 +97,6 @@ TRAIN = [
     ("optimizer.name=torch.optim.AdamW", "optimizer.name is … you mean 'torch.optim:AdamW'?)"),
     ("optimizer.name=torch.optim:AdamWW", "optimizer.name is … has no attribute 'AdamWW'"),
     (
-        "optimizer.name=sgd optimizer.betas=[0.8,0.9]",
-        "optimizer.betas is [0.8, 0.9], but it is not for sgd (adam, adamw, … leave it out, or",
-    ),
-    (
-        "optimizer.name=rmsprop optimizer.momentum=0.5",
-        "optimizer.momentum is 0.5, … not for rmsprop (sgd … write optimizer.args={momentum: 0.5}",
-    ),
-    (
         "optimizer.name=lion",
         "optimizer.name is 'lion', but it must be one … as my_package.my_module:MyOptimizer",
     ),

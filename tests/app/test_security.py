@@ -99,6 +99,7 @@ def test_torchs_files_are_read_as_data_only() -> None:
     }
     assert unpickling == {
         "strategies/pipeline/p2p.py",
+        "app/checkpoint/table.py",
         "app/tasks/by_value.py",
         "experiments/benchmarks/scale_out.py",
     }

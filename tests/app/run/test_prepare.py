@@ -134,6 +134,10 @@ def test_patience_that_cannot_run_out_is_noted() -> None:
             ["strategy=ddp", "train.steps=5", "schedule.warmup_steps=9"],
             "is 9, but the run has 5 steps: the learning",
         ),
+        (
+            ["strategy=ddp", "optimizer.name=sgd", "optimizer.betas=[0.8,0.9]"],
+            "optimizer.betas is [0.8, 0.9], but it is for adam, adamw, nadam, radam, adamax, muon",
+        ),
     ],
 )
 def test_an_odd_batch_or_length_gets_a_note(overrides: list[str], message: str) -> None:

@@ -85,7 +85,8 @@ def recorded(folder: Path) -> list[list[Any]]:
 
 def scalars(run: Path, metric: str) -> list[tuple[int, float]]:
     """What TensorBoard reads of a metric in a run's folder."""
-    read = EventAccumulator(str(run / "tensorboard")).Reload()
+    # By default it keeps ten of a metric's points.
+    read = EventAccumulator(str(run / "tensorboard"), {"tensors": 0}).Reload()
     return [(each.step, each.tensor_proto.float_val[0]) for each in read.Tensors(metric)]
 
 

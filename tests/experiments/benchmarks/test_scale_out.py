@@ -28,6 +28,8 @@ TOLERANCE = 0.05
 
 def instructions(function: Callable[[], object]) -> int:
     """How many instructions of Python a call takes."""
+    if sys.version_info >= (3, 12):
+        return monitored_instructions(function)
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -43,6 +45,28 @@ def instructions(function: Callable[[], object]) -> int:
         function()
     finally:
         sys.settrace(before)
+    return count
+
+
+def monitored_instructions(function: Callable[[], object]) -> int:
+    """How many instructions of Python a call takes, from Python 3.12 on."""
+    monitoring: Any = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
+    tool = monitoring.DEBUGGER_ID
+    instruction = monitoring.events.INSTRUCTION
+    count = 0
+
+    def counted(code: object, offset: int) -> None:
+        nonlocal count
+        count += 1
+
+    monitoring.use_tool_id(tool, "instructions")
+    monitoring.register_callback(tool, instruction, counted)
+    monitoring.set_events(tool, instruction)
+    try:
+        function()
+    finally:
+        monitoring.set_events(tool, 0)
+        monitoring.free_tool_id(tool)
     return count
 
 
