@@ -1543,6 +1543,8 @@ APART += [
     for call in CALL
     if "call" in CALL[call].lines and call != "in_order"
 ]
+# Where all blocks are dropped, no state is left to add.
+APART += [{"state_passed", "layer_drop"}]
 APART += [{"auxiliary_returned", name} for name in GIVES if name != "plain_answer"]
 APART += [
     {"mixed_classes", call}
