@@ -18,7 +18,8 @@ SLACK = 3.0
 """How many more seconds a busy machine may take."""
 
 
-@pytest.mark.parametrize("overrides", [ACTORS, pytest.param(RAY, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", [ACTORS, RAY])
 def test_a_death_and_a_hang_are_noticed_through_the_aggregator(
     tmp_path: Path, ray_environment: dict[str, str], overrides: list[str]
 ) -> None:
