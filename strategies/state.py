@@ -17,8 +17,9 @@ parts. https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 
 **Optimizers.** Their state is keyed by parameter name instead of by position in a list: `{"state":
 {name: {"exp_avg": …}}, "groups": {…}}`. Hyperparameters belong to the configuration and are not
-saved. Numbers in a parameter group that the optimizer itself updates (a step count, an estimate of
-the learning rate) are: those that the optimizer was not made with.
+loaded. Numbers in a parameter group that the optimizer itself updates (a step count, an estimate of
+the learning rate) are. Of an optimizer that is not torch's, an entry that is still as it was made
+is taken for a hyperparameter, so what it was made with is saved too.
 """
 
 from __future__ import annotations
@@ -415,27 +416,20 @@ def optimizer_state(
     initialise_optimizer_state(optimizer)
     state = {}
     groups = {}
+    made_with: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if optimizer.state.get(parameter):
                 state[names[parameter]] = dict(optimizer.state[parameter])
-        updated = {
-            key: value
-            for key, value in group.items()
-            if key != "params" and not _is_hyperparameter(optimizer, key, value)
+        entries = {k: v for k, v in group.items() if k != "params" and k not in CONFIGURED}
+        if entries:
+            groups[str(number)] = entries
+        made_with |= {
+            key: optimizer.defaults[key]
+            for key, value in entries.items()
+            if key in optimizer.defaults and not isinstance(value, torch.Tensor)
         }
-        if updated:
-            groups[str(number)] = updated
-    return {"state": state, "groups": groups}
-
-
-def _is_hyperparameter(optimizer: torch.optim.Optimizer, key: str, value: object) -> bool:
-    """Whether an entry of a parameter group is as the optimizer was made."""
-    if key in CONFIGURED:
-        return True
-    if key not in optimizer.defaults or isinstance(value, torch.Tensor):
-        return False
-    return bool(value == optimizer.defaults[key])
+    return {"state": state, "groups": groups, "made_with": made_with}
 
 
 def load_optimizer_state(
@@ -457,8 +451,14 @@ def load_optimizer_state(
             for parameter in group["params"]:
                 parameter_state = optimizer.state.get(parameter, {})
                 _load_parameter_state(parameter_state, state["state"], names[parameter])
+    made_with = state.get("made_with", {})
     for number, entries in state.get("groups", {}).items():
-        optimizer.param_groups[int(number)].update(entries)
+        updated = {
+            key: value
+            for key, value in entries.items()
+            if key not in made_with or made_with[key] != value
+        }
+        optimizer.param_groups[int(number)].update(updated)
 
 
 def _load_parameter_state(

@@ -1,6 +1,7 @@
 """Parts of a strategy: where models start, norms, communication, blocks, recomputation, state."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.flop_counter import FlopCounterMode
 
+from app import checkpoint
 from experiments.parity import curves
 from strategies.blocks import find_blocks, separable
 from strategies.channels_last import use_channels_last
 from strategies.clip import PIECE, GradNorm
 from strategies.parallelize import Options, choose, parallelize
 from strategies.torch_internals import OperationMode
+from tests.app.checkpoint.kit import save
 from tests.pool import run_distributed
 from tests.strategies import models
 from tests.strategies.models import CPU, PlainGPT, SmallResNet, gpt_trial, mlp, random, seeded
@@ -290,7 +293,7 @@ def test_the_optimizer_state_has_its_own_counters_but_no_hyperparameters() -> No
 
 
 @pytest.mark.pure
-def test_the_options_of_an_optimizer_of_ones_own_are_those_of_the_new_start() -> None:
+def test_the_options_of_an_optimizer_of_ones_own_are_those_of_the_new_start(tmp_path: Path) -> None:
     class Estimating(torch.optim.Optimizer):
         """Has an option, and estimates a distance d, as Prodigy does."""
 
@@ -303,7 +306,11 @@ def test_the_options_of_an_optimizer_of_ones_own_are_those_of_the_new_start() ->
     parallel = parallelize(seeded(mlp), SINGLE, device=CPU)
     saved = Estimating(parallel.parameters(), k=0.5)
     saved.step()
+    save(tmp_path, 1, state={"optimizer": parallel.optimizer_state(saved)})
     loaded = Estimating(parallel.parameters(), k=0.9)
-    parallel.load_optimizer_state(loaded, parallel.optimizer_state(saved))
+    # A checkpoint is read into what the new optimizer has, and no further.
+    state = {"optimizer": parallel.optimizer_state(loaded)}
+    checkpoint.load(checkpoint.find(str(tmp_path)), state)
+    parallel.load_optimizer_state(loaded, state["optimizer"])
     assert loaded.param_groups[0]["k"] == 0.9
     assert loaded.param_groups[0]["d"] == saved.param_groups[0]["d"] == pytest.approx(1e-5)
