@@ -124,7 +124,7 @@ class Training:
         self.parameter_count, self.trained_count = self._count_parameters()
 
         self.progress = Progress()
-        self.reference = Reference(self.task)
+        self.reference = Reference(self.task, self.data)
         self.persistence = persistence_class(
             job=job,
             place=place,

@@ -23,6 +23,7 @@ from app.data.loader import eval_batches
 from app.data.order import shares
 from app.errors import UserError
 from app.tasks.base import Task
+from app.training.hooks import overrides
 from app.training.job import Heartbeat
 from strategies.parallelize import Parallel
 
@@ -31,18 +32,21 @@ class Reference:
     """The reference of a task's data sets; without any it does nothing.
 
     Args:
-        task: Has the data, and computes the reference.
+        task: Computes the reference; one that does not is not asked for data again.
+        train_data: The task's.
 
     Attributes:
         values: The data sets' own tensors, by `train` and `eval`, with the data's digest if it has
             one, so that a checkpoint of other data does not fit. Loading a checkpoint fills them.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, train_data: Dataset[Any]) -> None:
         self.task = task
         self._data: dict[str, Dataset[Any]] = {}
         self.values: dict[str, Tensor] = {}
-        for name, data in (("train", task.train_data()), ("eval", task.eval_data())):
+        if not overrides(task, "reference"):
+            return
+        for name, data in (("train", train_data), ("eval", task.eval_data())):
             values = getattr(data, "reference", None)
             if data is not None and isinstance(values, Tensor):
                 digest = getattr(data, "digest", "")
@@ -72,16 +76,18 @@ class Reference:
         Raises:
             UserError: A value is not finite.
         """
+        if not self._data:
+            return
         phase = heartbeat.phase
         heartbeat.phase = "evaluating"
         parallel.module.eval()
         dp = parallel.layout.dims.dp
         for name, data in self._data.items():
-            own = self.values[name]
+            reference = self.values[name]
             # Ranks that do not have a sample's value say -inf, so that the largest is the value,
             # whether one rank has computed it or several have.
-            values = torch.full(own.shape, -torch.inf, dtype=own.dtype, device=device)
-            begin = shares(len(own), dp)[data_rank].start
+            values = torch.full(reference.shape, -torch.inf, dtype=reference.dtype, device=device)
+            begin = shares(len(reference), dp)[data_rank].start
             batches = eval_batches(
                 data, batch_size=batch_size, dp_rank=data_rank, dp_size=dp, device=device
             )
@@ -95,8 +101,8 @@ class Reference:
                 begin = end
             if dist.is_initialized():
                 dist.all_reduce(values, dist.ReduceOp.MAX)
-            own.copy_(values)
-            self._require_finite(own, name)
+            reference.copy_(values)
+            self._require_finite(reference, name)
         parallel.module.train()
         heartbeat.phase = phase
 
