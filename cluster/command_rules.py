@@ -208,16 +208,16 @@ def _setup_commands(data: Mapping[str, Any]) -> Iterator[tuple[Keys, str]]:
 def versions_of_image(image: str) -> dict[str, str]:
     """The versions of Ray and of Python that a container image's name tells."""
     repository, _, tag = image.partition("@")[0].rpartition(":")
-    found = {}
+    versions = {}
     ray = re.search(r"ray-?(\d+\.\d+\.\d+)", tag)
     if ray is None and re.search(r"(^|/)ray(-ml|-llm)?$", repository):
         ray = re.match(r"(\d+\.\d+\.\d+)", tag)
     python = re.search(r"(?:^|[-_.])py(?:thon)?-?(\d)\.?(\d+)", tag)
     if ray is not None:
-        found["Ray"] = ray[1]
+        versions["Ray"] = ray[1]
     if python is not None:
-        found["Python"] = f"{python[1]}.{python[2]}"
-    return found
+        versions["Python"] = f"{python[1]}.{python[2]}"
+    return versions
 
 
 def _versions(data: Mapping[str, Any]) -> Mistakes:

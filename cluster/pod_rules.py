@@ -155,10 +155,10 @@ def _start(group: Group) -> Mistakes:
     params = group.spec.get("rayStartParams") or {}
     path = (*group.path, "rayStartParams")
     resources = group.spec.get("resources") or {}
-    both = [key for key in ("num-cpus", "num-gpus", "memory", "resources") if key in params]
-    if both and resources:
-        problem = f"KubeRay refuses the cluster: {both[0]} stands beside the group's resources"
-        yield (*path, both[0]), f"{problem}: write all in one of them"
+    repeated = [key for key in ("num-cpus", "num-gpus", "memory", "resources") if key in params]
+    if repeated and resources:
+        problem = f"KubeRay refuses the cluster: {repeated[0]} stands beside the group's resources"
+        yield (*path, repeated[0]), f"{problem}: write all in one of them"
     if "labels" in params:
         problem = "KubeRay refuses the cluster: rayStartParams has labels"
         yield (*path, "labels"), f"{problem}: write them as the group's labels"

@@ -130,9 +130,9 @@ def at_widths(config: Config, widths: Sequence[int]) -> dict[int, Config]:
 def _first_number(values: Mapping[str, Any]) -> float | None:
     for value in values.values():
         if isinstance(value, Mapping):
-            found = _first_number(value)
-            if found is not None:
-                return found
+            number = _first_number(value)
+            if number is not None:
+                return number
         first = value[0] if isinstance(value, (list, tuple)) and value else value
         if isinstance(first, (int, float)) and not isinstance(first, bool):
             return float(first)

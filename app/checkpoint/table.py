@@ -124,8 +124,8 @@ class Table:
                 longest=max((chunk.sizes[0] for chunk in chunks if chunk.sizes), default=0),
             )
         shards = self._shards[name]
-        found = {chunk.offsets: chunk for box in boxes for chunk in shards.overlapping(box)}
-        return list(found.values())
+        overlapping = {chunk.offsets: chunk for box in boxes for chunk in shards.overlapping(box)}
+        return list(overlapping.values())
 
 
 def divide(table: Table | None, state: dict[str, Any], ranks: Ranks) -> tuple[bytes, set[str]]:

@@ -108,10 +108,12 @@ def grown(values: Mapping[str, Any], arguments: Mapping[str, Any], factor: float
     """
     result: dict[str, Any] = {}
     for key, value in values.items():
-        own = arguments.get(key)
+        model_value = arguments.get(key)
         if isinstance(value, Mapping):
-            result[key] = grown(value, own if isinstance(own, Mapping) else {}, factor)
-        elif key in arguments and _plain(own) == _plain(value):
+            result[key] = grown(
+                value, model_value if isinstance(model_value, Mapping) else {}, factor
+            )
+        elif key in arguments and _plain(model_value) == _plain(value):
             result[key] = value
         else:
             result[key] = _multiplied(value, factor)
@@ -251,17 +253,17 @@ def _with_initial(
     )
     result = {}
     for name, width in widths.items():
-        own = tensors[name]
-        layer = tensors.get(_weight_beside(name), own)
+        tensor = tensors[name]
+        layer = tensors.get(_weight_beside(name), tensor)
         growth = _followed_growth(name, widths)
-        if growth != 1 and own.is_drawn and own.growth == 1:
+        if growth != 1 and tensor.is_drawn and tensor.growth == 1:
             raise UserError(
                 f"{KEY}.base: {name} does not grow when the numbers in base are doubled: "
                 "write a larger base"
             )
-        few = own.base.count < ENOUGH_NUMBERS / 4
-        power = layer.power if few and own.is_drawn else own.power
-        factor = growth**power * width.initial_growth if own.is_drawn else 1.0
+        few = tensor.base.count < ENOUGH_NUMBERS / 4
+        power = layer.power if few and tensor.is_drawn else tensor.power
+        factor = growth**power * width.initial_growth if tensor.is_drawn else 1.0
         result[name] = replace(width, initial=factor)
     return result
 

@@ -46,7 +46,7 @@ class FeedState:
         attempt: The driver's start that was served last.
         tries: How often the events at `offset` have been begun in that start.
         began: Unix seconds of the run's first start.
-        told: Whether the tracker has been told about the run.
+        was_started: Whether the tracker has been started for the run.
         open: Whether the last start has not been finished.
         steps: The highest step that it has of each metric.
         params: The run's parameters.
@@ -57,7 +57,7 @@ class FeedState:
     attempt: str = ""
     tries: int = 0
     began: float = 0.0
-    told: bool = False
+    was_started: bool = False
     open: bool = False
     steps: dict[str, int] = field(default_factory=dict)
     params: dict[str, str] = field(default_factory=dict)
@@ -210,10 +210,10 @@ class Feed:
                 uid=start["run_uid"],
                 folder=self.folder.parent,
                 params=dict(self.state.params),
-                resumed=self.state.told,
+                resumed=self.state.was_started,
             )
         )
-        self.state.told = True
+        self.state.was_started = True
         return tracker
 
     def _note(self, problem: str) -> None:

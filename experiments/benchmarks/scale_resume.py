@@ -32,8 +32,8 @@ def state_of(mesh: DeviceMesh, tensors: int, value: float) -> dict[str, Any]:
     """A state in which each rank has a row of each tensor."""
     model: dict[str, DTensor] = {}
     for number in range(tensors):
-        whole = torch.full((mesh.size(), ROW_NUMBERS), value + number)
-        model[f"blocks.{number}.weight"] = distribute_tensor(whole, mesh, [Shard(0)])
+        weight = torch.full((mesh.size(), ROW_NUMBERS), value + number)
+        model[f"blocks.{number}.weight"] = distribute_tensor(weight, mesh, [Shard(0)])
     return {"model": model, "step": 1}
 
 

@@ -39,10 +39,10 @@ def table_of(shapes: dict[str, list[Box]]) -> Table:
     places: dict[MetadataIndex, str] = {}
     for name, boxes in shapes.items():
         chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(size)) for at, size in boxes]
-        whole = torch.Size(
+        shape = torch.Size(
             [max(at[axis] + size[axis] for at, size in boxes) for axis in range(len(boxes[0][0]))]
         )
-        entries[name] = TensorStorageMetadata(PROPERTIES, whole, chunks)
+        entries[name] = TensorStorageMetadata(PROPERTIES, shape, chunks)
         for chunk in chunks:
             places[MetadataIndex(name, chunk.offsets)] = f"{name}@{tuple(chunk.offsets)}"
     entries["step"] = BytesStorageMetadata()
@@ -70,8 +70,8 @@ def test_a_part_has_the_shards_that_overlap_and_no_others() -> None:
         entry = part.state_dict_metadata["w"]
         assert isinstance(entry, TensorStorageMetadata)
         assert tuple(entry.size) == shape
-        found = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks}
-        assert found == {box for box in saved if numbers(box) & numbers(wanted)}
+        parts = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks}
+        assert parts == {box for box in saved if numbers(box) & numbers(wanted)}
         assert set(part.storage_data) == {
             MetadataIndex("step"),
             *(MetadataIndex("w", chunk.offsets) for chunk in entry.chunks),

@@ -40,15 +40,15 @@ def last_name(node: ast.expr) -> str:
 
 
 def test_commands_end_with_the_codes_of_the_table() -> None:
-    found = 0
+    counted = 0
     for file in sorted((ROOT / "app").rglob("*.py")):
         name = str(file.relative_to(ROOT))
         for node in exit_codes_in(ast.parse(file.read_text())):
             is_number = isinstance(node, ast.Constant) and node.value in EXIT_CODES
             is_named = CODES.fullmatch(last_name(node)) is not None
             assert is_number or is_named or name in NO_COMMAND, f"{name}: {ast.unparse(node)}"
-            found += 1
-    assert found > 20
+            counted += 1
+    assert counted > 20
 
 
 def test_the_table_of_exit_codes_is_that_of_the_code() -> None:

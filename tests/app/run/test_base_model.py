@@ -127,9 +127,9 @@ def test_a_model_that_is_its_base_trains_as_configured() -> None:
 
 def test_what_grows_is_what_differs() -> None:
     base = {"width": 8, "depth": 3, "nested": {"sizes": [4, 6], "layers": 2}, "name": "a"}
-    own = {"width": 32, "depth": 3, "nested": {"sizes": [8, 12], "layers": 2}}
+    arguments = {"width": 32, "depth": 3, "nested": {"sizes": [8, 12], "layers": 2}}
     wider = {"width": 16, "depth": 3, "nested": {"sizes": [8, 12], "layers": 2}, "name": "a"}
-    assert grown(base, own, 2) == wider
+    assert grown(base, arguments, 2) == wider
     with pytest.raises(UserError, match=r"the number 4, whose 1\.1 times is not whole"):
         grown({"sizes": [4]}, {}, 1.1)
 

@@ -247,6 +247,6 @@ def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
         finally:
             training.close()
 
-    whole = run("whole", 4)
+    uninterrupted = run("uninterrupted", 4)
     run("parts", 2)
-    assert same_bits(run("parts", 4), whole)
+    assert same_bits(run("parts", 4), uninterrupted)
