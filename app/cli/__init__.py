@@ -189,7 +189,8 @@ def usage_error(error: click.ClickException) -> str:
             return f"{error.format_message()} `{command} --help` lists those that there are"
         case click.MissingParameter(param=click.Parameter() as parameter):
             name = parameter.opts[0] if isinstance(parameter, click.Option) else ""
-            shown = " ".join(filter(None, (name, parameter.make_metavar(error.ctx))))  # type: ignore[arg-type]
+            metavar = parameter.make_metavar(error.ctx)  # type: ignore[arg-type]
+            shown = " ".join(filter(None, (name, metavar)))
             missing = name or parameter.human_readable_name
             return f"{missing} is missing: write {command} {shown}; {command} --help explains it"
     return error.format_message()

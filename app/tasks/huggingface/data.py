@@ -153,11 +153,16 @@ def instructions(settings: TextSettings, data: Any) -> tuple[Conversations, Deri
         sequence_length=settings.sequence_length,
         eval_samples=settings.eval_samples,
     )
+    return task, _answering_keys(settings)
+
+
+def _answering_keys(settings: TextSettings) -> Derived:
+    """The keys of a model that answers, which its tokenizer decides."""
     special_tokens = {
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": settings.tokenizer.pad_token_id,
+        "eos_token_id": settings.tokenizer.eos_token_id,
     }
-    return task, _causal_keys(settings.base) | _vocabulary_keys(settings, special_tokens)
+    return _causal_keys(settings.base) | _vocabulary_keys(settings, special_tokens)
 
 
 def preferences(
@@ -181,11 +186,7 @@ def preferences(
         loss=loss,
         eval_samples=settings.eval_samples,
     )
-    special_tokens = {
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-    return task, _causal_keys(settings.base) | _vocabulary_keys(settings, special_tokens)
+    return task, _answering_keys(settings)
 
 
 def text_pairs(
