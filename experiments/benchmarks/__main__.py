@@ -22,6 +22,7 @@ BENCHMARKS = {
     "scale-resume": "a checkpoint read by real gloo ranks, with what each holds of its table",
     "scale-failures": "a node, a rack and a hang of simulated ranks, until the supervisor decides",
     "scale-sweep": "what a sweep of a thousand trials costs its driver",
+    "sweep-truth": "how far from the best setting ways to search end, on a grid that is known",
     "scale-points": "MLflow's answers for a run of a million points",
     "width-transfer": "the best rate of each width, with optimizer.width_transfer and without",
     "chaos": "kills of anything at any moment: what is lost, and seconds to the next step",

@@ -79,7 +79,7 @@ def main(trials: int, searcher: str, as_json: bool) -> None:
         store = TrialStore(Path(folder) / "many", sweep.name, sweep.identity())
         cluster = connect(worker_setup=names.worker_setup())
         try:
-            tuning = prepare(sweep, store, cluster, longest=REPORTS)
+            tuning = prepare(sweep, store.searched, cluster, longest=REPORTS)
             start = time.monotonic()
             start_cpu = time.process_time()
             console = Console(quiet=True)

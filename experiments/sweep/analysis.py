@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from experiments.sweep.search import Search
-from experiments.sweep.trials import BATCH, FAILURES, RATE, SEED, Trial
+from experiments.sweep.trials import BATCH, FAILURES, RATE, Trial, setting_of
 
 MIN_RATES = 3
 """Learning rates that a batch size needs for its best one to be estimated."""
@@ -226,8 +226,7 @@ def _groups_by_batch_and_rate(
             continue
         batch = int(trial.values[BATCH])
         rate = float(trial.values[RATE])
-        values = [(key, str(value)) for key, value in trial.values.items() if key != SEED]
-        groups.setdefault((batch, rate, str(sorted(values))), []).append(trial)
+        groups.setdefault((batch, rate, setting_of(trial.values)), []).append(trial)
     by_batch: dict[int, dict[float, list[list[Trial]]]] = {}
     for (batch, rate, _), group in groups.items():
         by_batch.setdefault(batch, {}).setdefault(rate, []).append(group)

@@ -11,8 +11,9 @@ from typing import Any, TypedDict
 from experiments.sweep import analysis
 from experiments.sweep.analysis import BestRate, CriticalBatch, ScalingRule, StepTime
 from experiments.sweep.branches import Branches, Gain, Interval, answer_of, gains, losses_of
+from experiments.sweep.confirmation import Confirmation, confirmation_of
 from experiments.sweep.planned import plan_steps
-from experiments.sweep.spec import Sweep
+from experiments.sweep.spec import SOONEST, Sweep
 from experiments.sweep.trials import (
     BATCH,
     ENDED,
@@ -29,7 +30,7 @@ COUNTS = (1, 2, 4, 8)
 
 
 class BestTrial(TypedDict):
-    """The trial with the best value.
+    """The trial of the best setting: by several seeds if they have judged it, else by its value.
 
     Attributes:
         trial: Its name.
@@ -38,6 +39,8 @@ class BestTrial(TypedDict):
         step: The step of that evaluation.
         evaluations: The number of its evaluations.
         last: The value of the last one.
+        mean: The mean over the seeds that have judged its setting; the value if none has.
+        seeds: How many seeds have; 0 if none has.
     """
 
     trial: str
@@ -46,6 +49,8 @@ class BestTrial(TypedDict):
     step: int
     evaluations: int
     last: float
+    mean: float
+    seeds: int
 
 
 class SoonestTrial(TypedDict):
@@ -82,7 +87,7 @@ class Answer:
     """Everything that a sweep has found out; answer.json holds it.
 
     Attributes:
-        best: The trial with the best value.
+        best: The trial of the best setting.
         target: The value that is to be reached; None if there is none.
         rates: The best learning rate at each batch size.
         rule: The power law through them.
@@ -93,6 +98,7 @@ class Answer:
         spent: "worker_seconds" of training, and "dollars" if prices are known.
         soonest: The trial that reached the target first.
         by_workers: What to use on numbers of workers.
+        confirmation: What several seeds say about the best settings; None with one seed.
         branches: What the branches of a sweep of forks say; None for other sweeps.
         gains: The quickest batch of branches on numbers of workers.
         sentences: The answer in words.
@@ -109,6 +115,7 @@ class Answer:
     spent: dict[str, float]
     soonest: SoonestTrial | None
     by_workers: list[WorkersRow] = field(default_factory=list)
+    confirmation: Confirmation | None = None
     branches: Branches | None = None
     gains: list[Gain] = field(default_factory=list)
     sentences: list[str] = field(default_factory=list)
@@ -139,18 +146,19 @@ class Answer:
 
 def work_out(sweep: Sweep, store: TrialStore) -> Answer:
     """Works out the answer from the reports of trials, of which at least one has a value."""
-    trials = [trial for trial in store.trials.values() if trial.reports]
+    all_trials = [trial for trial in store.trials.values() if trial.reports]
+    trials = [trial for trial in all_trials if not trial.confirms]
     sound_trials = [trial for trial in trials if trial.status not in FAILURES]
-    value, best = analysis.rank_trials(trials, sweep)[0]
+    confirmation = confirmation_of(sweep, store.trials.values())
     target = sweep.target
     if target is None:
         target = analysis.fair_target(trials, sweep)
     steps = {}
     if target is not None:
         steps = analysis.fewest_steps(sound_trials, sweep, target)
-    rates = analysis.best_rates(trials, sweep)
+    rates = analysis.best_rates(all_trials, sweep)
     answer = Answer(
-        best=_best_trial(best, value, sweep),
+        best=_best_trial(trials, confirmation, sweep),
         target=target,
         rates=rates,
         rule=analysis.scaling_rule(rates),
@@ -160,6 +168,7 @@ def work_out(sweep: Sweep, store: TrialStore) -> Answer:
         time=analysis.step_time(sound_trials),
         spent=_spent(store),
         soonest=_soonest(sound_trials, sweep, target),
+        confirmation=confirmation,
     )
     if sweep.fork:
         _add_branches(answer, sweep, trials)
@@ -169,7 +178,27 @@ def work_out(sweep: Sweep, store: TrialStore) -> Answer:
     return answer
 
 
-def _best_trial(trial: Trial, value: float, sweep: Sweep) -> BestTrial:
+def _best_trial(
+    trials: Iterable[Trial],
+    confirmation: Confirmation | None,
+    sweep: Sweep,
+) -> BestTrial:
+    """The trial of the best setting.
+
+    Args:
+        trials: Those of the search, of which at least one has a value.
+        confirmation: What several seeds say; None with one seed.
+        sweep: The sweep.
+    """
+    ranked = analysis.rank_trials(trials, sweep)
+    value, trial = ranked[0]
+    mean = value
+    seeds = 0
+    if confirmation is not None and sweep.next != SOONEST:
+        best = confirmation.best
+        value, trial = next(pair for pair in ranked if pair[1].name == best.trial)
+        mean = best.mean
+        seeds = confirmation.seeds
     report = analysis.best_report(trial, sweep)
     assert report is not None, "a ranked trial has a value"
     curve = trial.curve(sweep.metric)
@@ -180,6 +209,8 @@ def _best_trial(trial: Trial, value: float, sweep: Sweep) -> BestTrial:
         "step": report[0],
         "evaluations": len(curve),
         "last": curve[-1][1],
+        "mean": mean,
+        "seeds": seeds,
     }
 
 
@@ -316,12 +347,9 @@ def _sentences(sweep: Sweep, store: TrialStore, answer: Answer) -> list[str]:
     """The answer in words; each line begins with its subject, and then is one sentence."""
     target = f"{sweep.metric} {answer.target:.4g}" if answer.target is not None else ""
     best = answer.best
-    lines = [
-        f"trials    {_endings(store)}",
-        f"best      {sweep.metric} {best['value']:.4g}: {_in_words(best['values'])} "
-        f"({best['trial']}, best of its {best['evaluations']} evaluations, at step "
-        f"{best['step']:,}; the last gave {best['last']:.4g})",
-    ]
+    lines = [f"trials    {_endings(store)}", f"best      {_best_in_words(sweep, answer)}"]
+    if answer.confirmation is not None:
+        lines += _confirmation_in_words(answer.confirmation, sweep)
     if sweep.target is not None and not answer.soonest:
         gap = abs(best["value"] - sweep.target)
         lines.append(
@@ -350,6 +378,47 @@ def _sentences(sweep: Sweep, store: TrialStore, answer: Answer) -> list[str]:
         soonest = answer.soonest
         way = f"{_in_words(soonest['values'])}: {soonest['seconds']:.3g} s ({soonest['trial']})"
         lines.append(f"soonest   to {target}: {way}")
+    return lines
+
+
+def _best_in_words(sweep: Sweep, answer: Answer) -> str:
+    best = answer.best
+    confirmation = answer.confirmation
+    evaluations = (
+        f"best of its {best['evaluations']} evaluations, at step {best['step']:,}; the last gave "
+        f"{best['last']:.4g}"
+    )
+    if not best["seeds"] or confirmation is None:
+        one_seed = "" if sweep.settings_to_confirm or SEED in best["values"] else "; one seed"
+        setting = _in_words(best["values"])
+        remark = f"{best['trial']}, {evaluations}{one_seed}"
+        return f"{sweep.metric} {best['value']:.4g}: {setting} ({remark})"
+    confirmed = confirmation.best
+    interval = ""
+    if confirmed.low is not None and confirmed.high is not None:
+        interval = f" (80 %: {confirmed.low:.4g} to {confirmed.high:.4g})"
+    other = "" if SEED in sweep.space else "other "
+    mean = f"{confirmed.mean:.4g}{interval}, mean of {confirmation.seeds} {other}seeds"
+    remark = f"{best['trial']} gave {best['value']:.4g}, {evaluations}"
+    return f"{sweep.metric} {mean}: {_in_words(confirmed.values)} ({remark})"
+
+
+def _confirmation_in_words(confirmation: Confirmation, sweep: Sweep) -> list[str]:
+    """How the other settings compare with the best one by several seeds; the nearest three."""
+    lines = []
+    unit = " s to the target" if sweep.next == SOONEST else ""
+    for setting in confirmation.settings[1:3]:
+        remark = ""
+        if setting.verdict == "alike":
+            remark = " (not told apart)"
+        shown = f"{setting.mean:.4g}{unit}" if math.isfinite(setting.mean) else "not with each seed"
+        lines.append(f"{setting.verdict:<10}{shown}: {_in_words(setting.values)}{remark}")
+    if confirmation.more_seeds and sweep.settings_to_confirm:
+        count = confirmation.seeds + confirmation.more_seeds
+        lines.append(
+            f"undecided {confirmation.more_seeds} more seeds would tell the first two apart, if "
+            f"they differ as much as here: run it again with confirm_seeds={count}"
+        )
     return lines
 
 

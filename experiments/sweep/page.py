@@ -15,7 +15,7 @@ from experiments.report.page import MISSING, PageContent, Section, Table
 from experiments.sweep import analysis
 from experiments.sweep.analysis import CriticalBatch, ScalingRule
 from experiments.sweep.answer import Answer
-from experiments.sweep.spec import Sweep
+from experiments.sweep.spec import SOONEST, Sweep
 from experiments.sweep.trials import BATCH, FAILURES, RATE, Trial, TrialStore
 
 if TYPE_CHECKING:
@@ -37,6 +37,11 @@ GAINS_NOTE = (
     "For the samples that the run has left, the quickest of the batches up to the critical one; "
     "seconds per step are the planner's, scaled to what branches have taken."
 )
+CONFIRMATION_NOTE = (
+    "Means over seeds that did not choose the settings, the same seeds for all. Worse: by more "
+    "than chance would make of settings that do not differ (one mistake in 20). Alike: not told "
+    "apart."
+)
 HEAT_MAP_CAPTION = (
     "The best value of each trial over batch size and learning rate; the best of all is framed. A "
     "value with … is of a trial that was stopped early."
@@ -53,6 +58,7 @@ SPEED_CAPTION = (
     "Samples per second and worker over the samples of a worker in a step: small shares do not "
     "fill a device."
 )
+MAX_SETTINGS = 12
 MAX_RATES = 12
 """Learning rates that a heat map shows one by one; more are gathered by half decade."""
 DOTTED = (0, (1, 1.5))
@@ -87,6 +93,7 @@ def content(sweep: Sweep, store: TrialStore, answer: Answer) -> PageContent:
                 "tables": [{"rows": answer.by_workers}],
                 "note": BY_WORKERS_NOTE,
             },
+            *_confirmation_sections(sweep, answer),
             *_branch_sections(answer),
             {"title": "Plots", "plots": _plots(sweep, store, answer)},
             {"title": "Trials", "tables": [_trials_table(sweep, trials, answer)]},
@@ -94,6 +101,33 @@ def content(sweep: Sweep, store: TrialStore, answer: Answer) -> PageContent:
             {"title": "The sweep", "folded": {"search and experiment": about}},
         ],
     }
+
+
+def _confirmation_sections(sweep: Sweep, answer: Answer) -> list[Section]:
+    """What several seeds say about the best settings; [] with one seed."""
+    confirmation = answer.confirmation
+    if confirmation is None:
+        return []
+    rows = []
+    for setting in confirmation.settings[:MAX_SETTINGS]:
+        interval = MISSING
+        if setting.low is not None and setting.high is not None:
+            interval = f"{setting.low:.4g} to {setting.high:.4g}"
+        row: dict[str, object] = {"trial": setting.trial}
+        for key, value in setting.values.items():
+            row[key.rsplit(".", 1)[-1]] = value
+        row["seconds to the target" if sweep.next == SOONEST else sweep.metric] = setting.mean
+        row["80 % interval"] = interval
+        row["seeds"] = confirmation.seeds
+        row["verdict"] = setting.verdict
+        rows.append(row)
+    return [
+        {
+            "title": "The best settings with several seeds",
+            "tables": [{"rows": rows}],
+            "note": CONFIRMATION_NOTE,
+        }
+    ]
 
 
 def _branch_sections(answer: Answer) -> list[Section]:
@@ -130,9 +164,11 @@ def _branch_sections(answer: Answer) -> list[Section]:
 def _facts(sweep: Sweep, answer: Answer, *, trials: int) -> list[tuple[str, str, str]]:
     best = answer.best
     remark = f"{best['trial']}, at step {best['step']:,}"
+    if best["seeds"]:
+        remark = f"{best['trial']}, mean of {best['seeds']} seeds"
     training_time = duration(answer.spent["worker_seconds"])
     facts = [
-        (f"best {sweep.metric}", f"{best['value']:.4g}", remark),
+        (f"best {sweep.metric}", f"{best['mean']:.4g}", remark),
         ("training time", training_time, f"worker-time, {trials} trials"),
     ]
     if answer.rule:
@@ -183,7 +219,7 @@ def _trial_row(trial: Trial, sweep: Sweep) -> Mapping[str, object]:
 
 def _plots(sweep: Sweep, store: TrialStore, answer: Answer) -> list[tuple[str, str]]:
     """SVG and caption of the plots for which there are data."""
-    trials = list(store.trials.values())
+    trials = store.searched
     drawn = [
         (_heat_map(sweep, trials), HEAT_MAP_CAPTION),
         (_learning_rate(answer), LEARNING_RATE_CAPTION),

@@ -22,8 +22,9 @@ from experiments.report.page import write_page
 from experiments.study import locked_folder, save_manifest, tracked_study
 from experiments.sweep import analysis
 from experiments.sweep.answer import Answer, BestTrial, SoonestTrial, work_out
+from experiments.sweep.confirmation import plan_confirmation
 from experiments.sweep.page import content
-from experiments.sweep.spec import Sweep
+from experiments.sweep.spec import SOONEST, Sweep
 from experiments.sweep.trials import ENDED, TrialStore
 
 
@@ -75,17 +76,12 @@ def sweep(spec: Sweep, console: Console, *, verbose: bool = False) -> Outcome:
     ) as folder:
         store = TrialStore(folder, spec.name, spec.identity())
         store.retry_failed()
-        has_trials_left = len(store.ended) < spec.count
-        tuning = None
+        has_trials_left = not _has_ended(spec, store)
+        trials: Trials | None = None
         try:
             if has_trials_left:
                 console.status("reading the data and starting Ray")
-                longest = spec.longest()
-                cluster = connect(worker_setup=names.worker_setup())
-                # It imports Ray, which must be connected first.
-                from experiments.sweep.tuning import prepare, run_trials
-
-                tuning = prepare(spec, store, cluster, longest=longest)
+                trials = Trials(spec, store, console)
             save_manifest(folder, "sweep", store.manifest)
             if spec.fork and has_trials_left:
                 hold(find(spec.fork), str(folder), until_released=True)
@@ -96,15 +92,90 @@ def sweep(spec: Sweep, console: Console, *, verbose: bool = False) -> Outcome:
                 about = dict(store.manifest["about"])
                 del about["experiment"]  # config.yaml has it
                 tracker.params(flatten({"sweep": about}))
-                if tuning is not None:
-                    run_trials(spec, store, console, tuning=tuning)
+                if trials is not None:
+                    trials.search()
+                    trials.confirm()
                 answer, page = _conclude(spec, store, console, tracker=tracker)
-            if spec.fork and len(store.ended) == spec.count:
+            if spec.fork and _has_ended(spec, store):
                 release(spec.fork, str(folder))
         finally:
             if has_trials_left:
                 disconnect()
     return _outcome(spec, store, answer, page=page)
+
+
+class Trials:
+    """Runs the trials of a sweep: those of the search, then the best settings with other seeds.
+
+    Args:
+        spec: The sweep.
+        store: Keeps what trials report.
+        console: Writes to the terminal.
+
+    Raises:
+        UserError: Nothing can be started.
+        LayoutError: Likewise.
+        ClusterError: Likewise.
+    """
+
+    def __init__(self, spec: Sweep, store: TrialStore, console: Console) -> None:
+        self.spec = spec
+        self.store = store
+        self.console = console
+        self.longest = spec.longest()
+        self.cluster = connect(worker_setup=names.worker_setup())
+        # It imports Ray, which must be connected first.
+        from experiments.sweep import tuning
+
+        self.tuning = tuning
+        self.search_tuning = tuning.prepare(
+            spec, store.searched, self.cluster, longest=self.longest
+        )
+
+    def search(self) -> None:
+        """Runs the trials of the search that have not ended."""
+        spec = self.spec
+        ended = sum(trial.ended for trial in self.store.searched)
+        of_which = f", of which {ended} have ended" if ended else ""
+        then = ""
+        if spec.settings_to_confirm:
+            then = f"; then the {_best_in_words(spec)}"
+        self.console.say(f"sweeping {spec.name}: {spec.count} trials{of_which}{then}")
+        if ended < spec.count:
+            self.tuning.run_trials(spec, self.store, self.console, tuning=self.search_tuning)
+
+    def confirm(self) -> None:
+        """Trains the best settings again with other seeds."""
+        spec = self.spec
+        store = self.store
+        for trial in plan_confirmation(spec, store.trials.values()):
+            store.save(trial)
+        confirming = store.confirming
+        if all(trial.ended for trial in confirming):
+            return
+        self.console.say(f"confirming the {_best_in_words(spec)}: {len(confirming)} trials")
+        sweep = spec.confirming(confirming)
+        tuning = self.tuning.prepare(sweep, confirming, self.cluster, longest=self.longest)
+        self.tuning.run_trials(sweep, store, self.console, tuning=tuning)
+
+
+def _best_in_words(spec: Sweep) -> str:
+    settings = spec.settings_to_confirm
+    seeds = spec.confirm_seeds
+    each = " each" if settings > 1 else ""
+    return (
+        f"best {f'{settings} settings' if settings > 1 else 'setting'} again with {seeds} other "
+        f"seed{'s' if seeds > 1 else ''}{each}"
+    )
+
+
+def _has_ended(spec: Sweep, store: TrialStore) -> bool:
+    """Whether no trial is left, of the search or of what confirms it."""
+    if sum(trial.ended for trial in store.searched) < spec.count:
+        return False
+    if plan_confirmation(spec, store.trials.values()):
+        return False
+    return all(trial.ended for trial in store.confirming)
 
 
 def _budget(spec: Sweep) -> str:
@@ -123,7 +194,7 @@ def _outcome(spec: Sweep, store: TrialStore, answer: Answer, *, page: Path) -> O
     message = ""
     if failed:
         first = failed[0]
-        problem = f"{len(failed)} of {spec.count} trials failed"
+        problem = f"{len(failed)} of {len(store.trials)} trials failed"
         message = f"{problem}, the first {first.name}: {first.message}"
         message += "; run the same command again to try them again"
     return Outcome(
@@ -168,7 +239,7 @@ def _conclude(
     best = answer.best
     best_values = {f"best.{key}": str(value) for key, value in best["values"].items()}
     tracker.tags({"trireme.best_trial": best["trial"], **best_values})
-    metrics = {f"best/{spec.metric}": best["value"], **answer.figures}
+    metrics = {f"best/{spec.metric}": best["mean"], **answer.figures}
     tracker.metrics(len(store.ended), metrics)
     for file in (page, answer_file, next_file):
         tracker.artifact(file)
@@ -178,11 +249,17 @@ def _conclude(
 
 
 def next_run(spec: Sweep, store: TrialStore, answer: Answer) -> Config:
-    """The configuration of the run to train next.
+    """The configuration of the run to train next: that of the best trial.
 
-    It is that of the trial that reached the target first, otherwise that of the best trial.
+    Where several seeds have judged settings, it is the best one by them. Where the soonest is
+    wanted, it is the one that reached the target first.
     """
-    name = answer.soonest["trial"] if answer.soonest else answer.best["trial"]
+    name = answer.best["trial"]
+    if spec.next == SOONEST:
+        if answer.confirmation is not None:
+            name = answer.confirmation.best.trial
+        elif answer.soonest is not None:
+            name = answer.soonest["trial"]
     values: dict[str, Any] = store.trials[name].values
     experiment = spec.experiment
     config = spec.config(values, name=f"{spec.name}-next", storage=experiment.run.storage)

@@ -8,7 +8,7 @@ the experiment's.
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,12 +31,17 @@ from app.storage.storage import Storage
 from experiments.sweep.search import (
     SCHEDULERS,
     SEARCHERS,
+    Domain,
     Search,
     Values,
     number,
     read_space,
 )
-from experiments.sweep.trials import BATCH, Report
+from experiments.sweep.trials import BATCH, SEED, Report, Trial
+
+BEST = "best"
+SOONEST = "soonest"
+DEFAULT_SETTINGS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +62,38 @@ class Sweep(Search):
     have the run's configuration."""
     samples: int | None = None
     """With `fork`: the samples that each trial sees from there on."""
+    confirm: int | None = None
+    """The best settings that are trained again with other seeds before one is recommended; 0: none.
+    Default: 3; 0 with `fork`, or where the space has train.seed and so its own seeds."""
+    confirm_seeds: int = 2
+    """With how many other seeds."""
+    next: str = ""
+    """Which setting next.yaml has: best, or soonest at the target. Default: soonest with a target,
+    at which trials stop, otherwise best."""
     origin_step: int = 0
     """The step of the checkpoint that trials continue from; not in the file."""
     origin_samples: int = 0
     """The samples that the run had seen at that step; not in the file."""
+
+    @property
+    def settings_to_confirm(self) -> int:
+        """How many settings are trained again with other seeds."""
+        if self.confirm is not None:
+            return self.confirm
+        return 0 if self.fork or SEED in self.space else DEFAULT_SETTINGS
+
+    def confirming(self, trials: Sequence[Trial]) -> "Sweep":
+        """This sweep, which tries the points of these trials and no others, each to its end."""
+        seeds = sorted({int(trial.values[SEED]) for trial in trials})
+        return dataclasses.replace(
+            self,
+            space={**self.space, SEED: Domain("choice", tuple(seeds))},
+            searcher="random",
+            searcher_args={},
+            scheduler="none",
+            scheduler_args={},
+            trials=len(trials),
+        )
 
     def is_reached(self, report: Report) -> bool:
         """Whether a trial has reached the target with this report."""
@@ -231,7 +264,10 @@ def read_sweep(file: str, overrides: list[str]) -> Sweep:
         hint = f"{nearest(key, FILE_KEYS)}: its keys are {', '.join(sorted(FILE_KEYS))}"
         raise UserError(f"{file} has the unknown key {key!r}{hint}")
     searcher, searcher_args = _name_and_arguments("searcher", keys.pop("searcher", "grid"))
-    scheduler, scheduler_args = _name_and_arguments("scheduler", keys.pop("scheduler", "none"))
+    # A grid's table wants all its cells; of points that are drawn most are not worth their end.
+    default_scheduler = "none" if searcher == "grid" else "asha"
+    scheduler_key = keys.pop("scheduler", default_scheduler)
+    scheduler, scheduler_args = _name_and_arguments("scheduler", scheduler_key)
     space = read_space(keys.pop("space", None))
     forked_run = str(keys.pop("fork", None) or "")
     experiment_or_file = keys.pop("experiment", None)
@@ -251,6 +287,8 @@ def read_sweep(file: str, overrides: list[str]) -> Sweep:
             "origin_step": checkpoint.step,
             "origin_samples": checkpoint.meta["samples_seen"],
         }
+    if not keys.get("next"):
+        keys["next"] = SOONEST if keys.get("target") is not None else BEST
     sweep = Sweep(
         name=name,
         experiment=experiment,
@@ -385,6 +423,15 @@ def _checked(key: str, value: Any) -> Any:
         case "trials" | "reports" | "concurrent" | "samples":
             is_valid = value is None or (is_integer and value > 0)
             expected = "a whole number greater than 0"
+        case "confirm":
+            is_valid = value is None or (is_integer and value >= 0)
+            expected = "a whole number, or 0 for none"
+        case "confirm_seeds":
+            is_valid = is_integer and value > 0
+            expected = "a whole number greater than 0"
+        case "next":
+            is_valid = value in ("", BEST, SOONEST)
+            expected = f"{BEST} or {SOONEST}"
         case "seed":
             is_valid = is_integer
             expected = "a whole number"
@@ -416,6 +463,12 @@ def _check(sweep: Sweep) -> None:
     """
     space = sweep.space
     is_grid = sweep.searcher == "grid"
+    if sweep.next == SOONEST and sweep.target is None:
+        problem = "next is soonest, but no target says when a trial is done"
+        raise UserError(f"{problem}: write target: 0.1")
+    if sweep.confirm and SEED in space:
+        problem = "confirm is for a space without train.seed, and this one has its own seeds"
+        raise UserError(f"{problem}: leave one of them out")
     if not RUN_NAME.fullmatch(sweep.name):
         rule = "use letters, digits, '.', '_' and '-' (at most 128)"
         raise UserError(f"name is {sweep.name!r}: {rule}")

@@ -62,6 +62,8 @@ class Trial:
         status: "running", or one of `ENDED`.
         message: Why it ended so.
         reports: Its evaluations.
+        confirms: The trial of the search whose values it repeats with another seed; "" for the
+            trials of the search.
     """
 
     index: int
@@ -70,6 +72,7 @@ class Trial:
     status: str = "running"
     message: str = ""
     reports: list[Report] = field(default_factory=list)
+    confirms: str = ""
 
     @property
     def ended(self) -> bool:
@@ -151,6 +154,16 @@ class TrialStore:
     def ended(self) -> list[Trial]:
         return [trial for trial in self.trials.values() if trial.ended]
 
+    @property
+    def searched(self) -> list[Trial]:
+        """The trials of the search."""
+        return [trial for trial in self.trials.values() if not trial.confirms]
+
+    @property
+    def confirming(self) -> list[Trial]:
+        """The trials that train the best settings again."""
+        return [trial for trial in self.trials.values() if trial.confirms]
+
     def retry_failed(self) -> None:
         """Marks failed trials as running: Tune starts them again, each from its checkpoint."""
         for trial in self.ended:
@@ -158,6 +171,11 @@ class TrialStore:
                 trial.status = "running"
                 trial.message = ""
                 self.save(trial)
+
+
+def setting_of(values: dict[str, Any]) -> str:
+    """What trials have in common that differ only in their seed."""
+    return str(sorted((key, str(value)) for key, value in values.items() if key != SEED))
 
 
 def trial_name(index: int, values: dict[str, Any]) -> str:

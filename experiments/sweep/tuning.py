@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,19 +62,27 @@ class Tuning:
         searcher: Suggests points.
         scheduler: Stops trials early.
         uses_gpus: Whether trials use GPUs.
+        earlier_trials: Those whose points are tried first, in this order.
     """
 
     searcher: Searcher | SearchAlgorithm
     scheduler: TrialScheduler
     uses_gpus: bool
+    earlier_trials: list[Trial]
 
 
-def prepare(sweep: Sweep, store: TrialStore, cluster: Cluster, *, longest: int) -> Tuning:
+def prepare(
+    sweep: Sweep,
+    earlier_trials: Sequence[Trial],
+    cluster: Cluster,
+    *,
+    longest: int,
+) -> Tuning:
     """Makes searcher and scheduler, and checks that trials fit on the cluster and in the budget.
 
     Args:
         sweep: The sweep.
-        store: Has the trials of earlier starts.
+        earlier_trials: Those whose points are tried first: of earlier starts, or planned.
         cluster: The cluster that this process is connected to.
         longest: The length of the longest trial (`Sweep.longest`).
 
@@ -87,7 +96,7 @@ def prepare(sweep: Sweep, store: TrialStore, cluster: Cluster, *, longest: int) 
     if sweep.reports:
         report_every = max(1, longest // sweep.reports)
     # The trials of earlier starts come first, in their order.
-    points = [trial.values for trial in store.trials.values()]
+    points = [trial.values for trial in earlier_trials]
     points += [values for values in sweep.points or () if values not in points]
     searcher = make_searcher(sweep, points)
     scheduler = make_scheduler(sweep, longest=longest, report_every=report_every)
@@ -96,7 +105,7 @@ def prepare(sweep: Sweep, store: TrialStore, cluster: Cluster, *, longest: int) 
         per_worker = trial_bundles(config, uses_gpus=uses_gpus)[-1]
         check_feasible(cluster.shape, int(config.workers), per_worker)
     check_budget(experiment.budget, rate_here(experiment, int(config.workers), per_worker))
-    return Tuning(searcher, scheduler, uses_gpus)
+    return Tuning(searcher, scheduler, uses_gpus, list(earlier_trials))
 
 
 def run_trials(
@@ -110,7 +119,7 @@ def run_trials(
     """Runs trials until all have ended.
 
     Args:
-        sweep: The sweep.
+        sweep: What is tried.
         store: Keeps what trials report.
         console: Writes to the terminal.
         tuning: What Tune is given.
@@ -121,10 +130,7 @@ def run_trials(
         RunFailed: Tune gave up.
         Interrupted: A person stopped the sweep, and running trials have saved.
     """
-    ended = len(store.ended)
-    of_which = f", of which {ended} have ended" if ended else ""
-    console.say(f"sweeping {sweep.name}: {sweep.count} trials{of_which}")
-    observer = Observer(sweep, store, console)
+    observer = Observer(sweep, store, console, earlier_trials=tuning.earlier_trials)
     tuner = _make_tuner(sweep, store, observer, tuning=tuning, trainable=trainable or TrialActor)
     stop_file = store.folder / STOP_FILE
 
@@ -147,7 +153,7 @@ def run_trials(
     if observer.problem is not None:
         raise observer.problem
     if observer.is_stopping:
-        raise Interrupted(f"stopped with {len(store.ended)} of {sweep.count} trials ended")
+        raise Interrupted(f"stopped with {observer.progress} trials ended")
 
 
 def _make_tuner(
@@ -210,6 +216,7 @@ class Observer(tune.Callback, tune.Stopper):
         sweep: The sweep.
         store: Keeps what trials report.
         console: Writes to the terminal.
+        earlier_trials: Those whose points Tune is given first.
 
     Attributes:
         running: Tune's ids of the running trials.
@@ -217,12 +224,20 @@ class Observer(tune.Callback, tune.Stopper):
         problem: Why the whole sweep ends.
     """
 
-    def __init__(self, sweep: Sweep, store: TrialStore, console: Console) -> None:
+    def __init__(
+        self,
+        sweep: Sweep,
+        store: TrialStore,
+        console: Console,
+        *,
+        earlier_trials: Sequence[Trial],
+    ) -> None:
         self.sweep = sweep
         self.store = store
         self.console = console
         self.started = time.monotonic()
-        self.earlier_trials = list(store.trials.values())
+        self.earlier_trials = earlier_trials
+        self.other_names = store.trials.keys() - {trial.name for trial in earlier_trials}
         self.named = 0
         self.running: set[str] = set()
         self.ending: set[str] | None = None
@@ -233,6 +248,12 @@ class Observer(tune.Callback, tune.Stopper):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Observer:
         return self  # Tune copies its callbacks, and all must be this one
+
+    @property
+    def progress(self) -> str:
+        """How many of the trials have ended."""
+        ended = [trial for trial in self.store.ended if trial.name not in self.other_names]
+        return f"{len(ended)} of {self.sweep.count}"
 
     @property
     def is_stopping(self) -> bool:
@@ -348,9 +369,8 @@ class Observer(tune.Callback, tune.Stopper):
         value = record.last.get("metrics", {}).get(self.sweep.metric)
         shown = f"{self.sweep.metric} {value:.4g}" if value is not None else "no report"
         ending = "" if status == "finished" else f" ({message or status})"
-        count = f"{len(self.store.ended)}/{self.sweep.count}"
         elapsed = duration(time.monotonic() - self.started)
-        self.console.say(f"{count}  {record.name}: {shown}{ending}  {elapsed}")
+        self.console.say(f"{self.progress}  {record.name}: {shown}{ending}  {elapsed}")
 
 
 class TrialActor(tune.Trainable):
