@@ -360,13 +360,34 @@ def critical_batch(steps: Mapping[int, float]) -> CriticalBatch | None:
 
 
 def noise_scale(trials: Iterable[Trial]) -> float | None:
-    """The median of the gradient noise scales, in samples, that trials have measured last."""
+    """The median of the gradient noise scales, in samples, that trials have measured last.
+
+    What their batch could not bound from above does not count: see `least_noise_scale`.
+    """
     scales = []
     for trial in trials:
-        scale = trial.last.get("metrics", {}).get("train/noise_scale", math.nan)
-        if math.isfinite(scale) and scale > 0:
+        metrics = trial.last.get("metrics", {})
+        scale = metrics.get("train/noise_scale", math.nan)
+        is_bounded = "train/noise_scale_high" in metrics
+        if is_bounded and math.isfinite(scale) and scale > 0:
             scales.append(scale)
     return float(np.median(scales)) if scales else None
+
+
+def least_noise_scale(trials: Iterable[Trial]) -> float | None:
+    """The largest of what noise scales are at least, of trials whose batch could not bound them.
+
+    Returns:
+        None if a trial has measured its noise scale, or none has tried.
+    """
+    bounds = []
+    for trial in trials:
+        metrics = trial.last.get("metrics", {})
+        if "train/noise_scale_high" in metrics:
+            return None
+        if metrics.get("train/noise_scale_low", 0.0) > 0:
+            bounds.append(metrics["train/noise_scale_low"])
+    return max(bounds, default=None)
 
 
 def step_speeds(trials: Iterable[Trial]) -> list[tuple[float, float]]:

@@ -94,6 +94,7 @@ class Answer:
         steps: Steps to the target by batch size.
         critical: The critical batch size.
         noise: The gradient noise scale, in samples.
+        noise_at_least: What it is at least, if no batch was large enough to bound it from above.
         time: The time of a step.
         spent: "worker_seconds" of training, and "dollars" if prices are known.
         soonest: The trial that reached the target first.
@@ -115,6 +116,7 @@ class Answer:
     spent: dict[str, float]
     soonest: SoonestTrial | None
     by_workers: list[WorkersRow] = field(default_factory=list)
+    noise_at_least: float | None = None
     confirmation: Confirmation | None = None
     branches: Branches | None = None
     gains: list[Gain] = field(default_factory=list)
@@ -168,6 +170,7 @@ def work_out(sweep: Sweep, store: TrialStore) -> Answer:
         time=analysis.step_time(sound_trials),
         spent=_spent(store),
         soonest=_soonest(sound_trials, sweep, target),
+        noise_at_least=analysis.least_noise_scale(sound_trials),
         confirmation=confirmation,
     )
     if sweep.fork:
@@ -367,6 +370,9 @@ def _sentences(sweep: Sweep, store: TrialStore, answer: Answer) -> list[str]:
         estimates.append(f"critical batch size {critical}, from steps to {target}")
     if answer.noise:
         estimates.append(f"gradient noise scale {answer.noise:.0f} samples")
+    elif answer.noise_at_least:
+        bound = f"at least {answer.noise_at_least:.0f} samples"
+        estimates.append(f"gradient noise scale {bound}: larger batches would measure it")
     if estimates:
         lines.append(f"batch     {'; '.join(estimates)}")
     lines += _workers_in_words(answer.by_workers, target)

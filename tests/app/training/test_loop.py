@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -298,6 +299,35 @@ def test_noise_within_five_percent_of_the_closed_form(
         assert (high - low) < 0.4 * expected, "the interval is narrow enough to be useful"
         assert gradients_equal, "a measured step leaves the same gradients"
     assert len({result[0] for result in results}) == 1, "every worker reports the same value"
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("ratio", [0.25, 1, 80])
+def test_the_noise_scales_interval_contains_it_as_often_as_it_says(ratio: float) -> None:
+    """Also where it is far above the batch, and the interval says no more than "at least"."""
+    generator = np.random.default_rng(1)
+    noise_scale = ratio * BATCH
+    trials = 200
+    contained = 0
+    one_sided = 0
+    for _ in range(trials):
+        estimate = Estimate()
+        for _ in range(30):
+            deviation = math.sqrt(noise_scale / 50 / (BATCH / 2))
+            halves = generator.normal(size=(2, 50)) * deviation
+            halves[:, 0] += 1
+            estimate.add(
+                small=float((halves**2).sum(axis=1).mean()),
+                large=float((halves.mean(axis=0) ** 2).sum()),
+                inverse_small=2 / BATCH,
+                batch_size=BATCH,
+            )
+        interval = estimate.value()
+        assert interval is not None
+        contained += interval.low <= noise_scale <= interval.high
+        one_sided += math.isinf(interval.high)
+    assert 0.9 * trials <= contained <= 0.99 * trials
+    assert one_sided > trials / 2 if ratio == 80 else one_sided == 0
 
 
 @pytest.mark.pure
