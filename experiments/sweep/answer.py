@@ -13,6 +13,7 @@ from experiments.sweep.analysis import BestRate, CriticalBatch, ScalingRule, Ste
 from experiments.sweep.branches import Branches, Gain, Interval, answer_of, gains, losses_of
 from experiments.sweep.confirmation import Confirmation, confirmation_of
 from experiments.sweep.planned import plan_steps
+from experiments.sweep.prior import Prior
 from experiments.sweep.spec import SOONEST, Sweep
 from experiments.sweep.trials import (
     BATCH,
@@ -94,6 +95,7 @@ class Answer:
         steps: Steps to the target by batch size.
         critical: The critical batch size.
         noise: The gradient noise scale, in samples.
+        prior: What a law says of language models; None for others.
         noise_at_least: What it is at least, if no batch was large enough to bound it from above.
         time: The time of a step.
         spent: "worker_seconds" of training, and "dollars" if prices are known.
@@ -117,6 +119,7 @@ class Answer:
     soonest: SoonestTrial | None
     by_workers: list[WorkersRow] = field(default_factory=list)
     noise_at_least: float | None = None
+    prior: Prior | None = None
     confirmation: Confirmation | None = None
     branches: Branches | None = None
     gains: list[Gain] = field(default_factory=list)
@@ -172,6 +175,7 @@ def work_out(sweep: Sweep, store: TrialStore) -> Answer:
         soonest=_soonest(sound_trials, sweep, target),
         noise_at_least=analysis.least_noise_scale(sound_trials),
         confirmation=confirmation,
+        prior=sweep.prior,
     )
     if sweep.fork:
         _add_branches(answer, sweep, trials)
@@ -364,6 +368,8 @@ def _sentences(sweep: Sweep, store: TrialStore, answer: Answer) -> list[str]:
         lines += _branches_in_words(answer.branches, sweep, answer)
     elif answer.rule:
         lines.append(f"rule      {_rule_in_words(answer.rule, answer.rates)}")
+    if answer.prior is not None:
+        lines.append(f"prior     {answer.prior.sentence}")
     estimates = []
     if answer.critical and answer.branches is None:
         critical = f"{answer.critical.batch:.0f} ({answer.critical.interval})"

@@ -28,6 +28,7 @@ from app.run.look import open_run
 from app.run.manifest import run_folder
 from app.run.prepare import prepare, read_task
 from app.storage.storage import Storage
+from experiments.sweep.prior import Prior, prior_of
 from experiments.sweep.search import (
     SCHEDULERS,
     SEARCHERS,
@@ -160,6 +161,16 @@ class Sweep(Search):
                 lowest["workers"] = highest["workers"]
             points = [lowest, highest]
         return [self.config(values, name="trial", storage="runs") for values in points]
+
+    @cached_property
+    def prior(self) -> Prior | None:
+        """What a law says of the best batch size and rate; None if it is not for this experiment.
+
+        Raises:
+            UserError: A trial could not be trained.
+            LayoutError: Likewise.
+        """
+        return None if self.fork else prior_of(self.configs[0])
 
     def longest(self) -> int:
         """The length of the longest trial, in steps or samples, as `time` says.

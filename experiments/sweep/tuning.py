@@ -27,6 +27,7 @@ from app.run.stopping import stop_signals
 from app.tracking.settings import resolve_tracking
 from cluster.connect import Cluster
 from cluster.pending import check_feasible
+from experiments.sweep.prior import nearest_point
 from experiments.sweep.search import make_scheduler, make_searcher
 from experiments.sweep.spec import Sweep
 from experiments.sweep.trial import (
@@ -98,6 +99,9 @@ def prepare(
     # The trials of earlier starts come first, in their order.
     points = [trial.values for trial in earlier_trials]
     points += [values for values in sweep.points or () if values not in points]
+    if not points and sweep.prior is not None:
+        nearest = nearest_point(sweep.prior, sweep.space)
+        points += [nearest] if nearest is not None else []
     searcher = make_searcher(sweep, points)
     scheduler = make_scheduler(sweep, longest=longest, report_every=report_every)
     uses_gpus = cluster.gpus > 0
