@@ -382,6 +382,8 @@ def _sentences(sweep: Sweep, store: TrialStore, answer: Answer) -> list[str]:
     if estimates:
         lines.append(f"batch     {'; '.join(estimates)}")
     lines += _workers_in_words(answer.by_workers, target)
+    if answer.by_workers:
+        lines.append(f"rests on  {_basis_in_words(answer)}")
     spent = f"{answer.spent['worker_seconds']:,.0f} worker-seconds of training"
     if "dollars" in answer.spent:
         spent += f", cost {answer.spent['dollars']:.3g}"
@@ -472,6 +474,21 @@ def _workers_in_words(rows: Sequence[WorkersRow], target: str) -> list[str]:
             gain = f", {row['times faster']:.2f} times as fast as {rows[0]['workers']}"
         lines.append(f"on {row['workers']:<7}{settings}: {seconds}{gain}")
     return lines
+
+
+def _basis_in_words(answer: Answer) -> str:
+    """What the predictions for numbers of workers rest on."""
+    law = "steps by the gradient noise scale"
+    if answer.critical is not None:
+        law = f"steps of {len(answer.steps)} batch sizes"
+    rate = "the rate of the best trial"
+    if answer.rule is not None:
+        rate = f"best rates at {len(answer.rates)} of them"
+    most = max(answer.steps)
+    return (
+        f"{law}, {rate}, and seconds of a step by samples of a worker; batch sizes up to {most}, "
+        "no communication (trireme scale measures it)"
+    )
 
 
 def _branches_in_words(branches: Branches, sweep: Sweep, answer: Answer) -> list[str]:
