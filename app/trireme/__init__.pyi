@@ -578,10 +578,13 @@ def sweep(
     *,
     quiet: bool = False,
     concurrent: int | None = ...,
+    confirm: int | None = ...,
+    confirm_seeds: int = ...,
     fork: str = ...,
     metric: str = ...,
     mode: str = ...,
     name: str = ...,
+    next: str = ...,
     reports: int | None = ...,
     samples: int | None = ...,
     scheduler: str = ...,
@@ -615,10 +618,13 @@ def sweep(
         file: The path of the sweep file.
         quiet: Print nothing.
         concurrent: As in a sweep file.
+        confirm: As in a sweep file.
+        confirm_seeds: As in a sweep file.
         fork: As in a sweep file.
         metric: As in a sweep file.
         mode: As in a sweep file.
         name: As in a sweep file.
+        next: As in a sweep file.
         reports: As in a sweep file.
         samples: As in a sweep file.
         scheduler: As in a sweep file.

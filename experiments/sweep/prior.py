@@ -103,13 +103,8 @@ def _inner_parameters(task: Task) -> int:
         model = build_model(task)
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     vocabulary = max((table.num_embeddings for table in tables), default=0)
-    heads = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.Linear) and module.out_features == vocabulary
-    ]
-    outside = {id(module.weight) for module in [*tables, *heads]}
-    inner = [parameter for parameter in model.parameters() if id(parameter) not in outside]
+    # The head has the vocabulary's size too, whatever kind of layer it is.
+    inner = [parameter for parameter in model.parameters() if vocabulary not in parameter.shape]
     return sum(parameter.numel() for parameter in inner)
 
 

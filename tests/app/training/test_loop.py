@@ -323,7 +323,8 @@ def test_the_noise_scales_interval_contains_it_as_often_as_it_says(ratio: float)
                 batch_size=BATCH,
             )
         interval = estimate.value()
-        assert interval is not None
+        if interval is None:  # no ratio above 0 agrees with what was measured
+            continue
         contained += interval.low <= noise_scale <= interval.high
         one_sided += math.isinf(interval.high)
     assert 0.9 * trials <= contained <= 0.99 * trials

@@ -25,9 +25,17 @@ def write_sweep(folder: Path, **keys: Any) -> Path:
     return file
 
 
-def test_each_trial_continues_the_checkpoint_for_the_same_samples(tmp_path: Path) -> None:
-    base = train_base(tmp_path)
-    sweep = read_sweep(str(write_sweep(tmp_path, fork=f"{base}@4")), [])
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run that sweeps fork."""
+    return train_base(tmp_path_factory.mktemp("base"))
+
+
+def test_each_trial_continues_the_checkpoint_for_the_same_samples(
+    base: Path, tmp_path: Path
+) -> None:
+    here = [f"run.storage={tmp_path}"]
+    sweep = read_sweep(str(write_sweep(tmp_path, fork=f"{base}@4")), here)
     small, large = sweep.configs
     assert (small.train.steps, large.train.steps) == (4 + 6, 4 + 3)
     assert small.task == "tests.tasks:Points"
@@ -38,12 +46,13 @@ def test_each_trial_continues_the_checkpoint_for_the_same_samples(tmp_path: Path
     folder = tmp_path / "branch"
     folder.mkdir()
     (folder / "sweep.json").write_text(json.dumps({"about": sweep.identity()}))
-    again = read_sweep(str(write_sweep(tmp_path)), [])
+    again = read_sweep(str(write_sweep(tmp_path, fork=str(base))), here)
     assert (again.fork, again.origin_step) == (checkpoint, 4)
 
 
-def test_a_study_keeps_its_checkpoint_until_it_is_released_or_gone(tmp_path: Path) -> None:
-    base = train_base(tmp_path)
+def test_a_study_keeps_its_checkpoint_until_it_is_released_or_gone(
+    base: Path, tmp_path: Path
+) -> None:
     (newest, *_) = commits(str(base / "checkpoints"))
     study = tmp_path / "study"
     study.mkdir()
@@ -63,17 +72,17 @@ def test_a_study_keeps_its_checkpoint_until_it_is_released_or_gone(tmp_path: Pat
     ],
 )
 def test_a_branch_sweep_that_cannot_run_is_refused(
-    tmp_path: Path, keys: dict[str, Any], sentence: str
+    base: Path, tmp_path: Path, keys: dict[str, Any], sentence: str
 ) -> None:
-    if "fork" not in keys:
-        train_base(tmp_path)
+    keys = {"fork": str(base), **keys}
     with pytest.raises(UserError, match=sentence):
         read_sweep(str(write_sweep(tmp_path, **keys)), [])
 
 
 @pytest.mark.slow
-def test_a_branch_sweep_counts_from_its_checkpoint_and_lets_it_go(tmp_path: Path) -> None:
-    base = train_base(tmp_path)
+def test_a_branch_sweep_counts_from_its_checkpoint_and_lets_it_go(
+    base: Path, tmp_path: Path
+) -> None:
     file = write_sweep(tmp_path, fork=f"{base}@4", set={"launcher": "auto", "workers": 1})
     ended = trireme("sweep", str(file), f"run.storage={tmp_path}").expect()
     assert "2 trials continue base@4 for 96 samples each, 192 in all" in ended.out
