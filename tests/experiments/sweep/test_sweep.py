@@ -24,6 +24,7 @@ experiment:
 space: {optimizer.lr: [0.001, 0.01, 0.1, 0.3], train.global_batch_size: [16]}
 reports: 6
 concurrent: 2
+confirm: 0
 """
 
 
@@ -113,6 +114,30 @@ def test_a_killed_sweep_is_continued_by_the_same_command(
     assert changed.code == 2 and "begun with another train.steps" in changed.err
 
 
+def test_a_sweep_that_is_killed_while_it_confirms_goes_on(
+    tmp_path: Path, ray_environment: dict[str, str]
+) -> None:
+    arguments = [*write(tmp_path), "confirm=2", "confirm_seeds=1", "tracking.enabled=false"]
+    first = start(arguments, env=ray_environment)
+    wait_until(lambda: any(trial["confirms"] and trial["reports"] for trial in of(tmp_path)))
+    first.send_signal(signal.SIGKILL)
+    finish(first)
+    searched = {trial["name"] for trial in of(tmp_path) if not trial["confirms"]}
+    assert len(searched) == 4
+    second = trireme(*arguments, "--json", env=ray_environment).expect()
+    assert second.json["trials"]["finished"] == 6
+    assert second.json["best"]["seeds"] == 1 and second.json["best"]["trial"] in searched
+    starts = {trial["name"]: trial["starts"] for trial in of(tmp_path)}
+    assert all(starts[name] == 1 for name in searched), "the search is not run again"
+    more = trireme(*arguments, "confirm_seeds=2", "--json", env=ray_environment).expect()
+    assert more.json["trials"]["finished"] == 8 and more.json["best"]["seeds"] == 2
+
+
+def of(tmp_path: Path) -> list[dict[str, Any]]:
+    """The records of all trials."""
+    return list(trials(tmp_path).values())
+
+
 def test_a_stopped_sweep_with_failing_trials_of_two_workers_goes_on(
     tmp_path: Path, ray_environment: dict[str, str]
 ) -> None:
@@ -128,6 +153,7 @@ space:
   task: ["tests.tasks:Points", "tests.tasks:Infinite", "tests.tasks:Raises", "tests.tasks:Plain"]
 reports: 4
 concurrent: 1
+confirm: 0
 """
     arguments = write(tmp_path, text)
     first = start(arguments, env=ray_environment)
@@ -174,6 +200,7 @@ experiment:
 set: {{tracking.enabled: false}}
 space: {{optimizer.lr: [0.001, 0.01, 0.1]}}
 concurrent: 1
+confirm: 0
 """
     ended = trireme(*write(tmp_path, text), "--json", env=ray_environment)
     assert ended.code == 0 and ended.json["trials"]["finished"] == 3, ended.out
