@@ -10,10 +10,12 @@ from typing import Any
 import hypothesis
 import pytest
 
+from app.tracking.tracker import WriterProcess
 from cluster.connect import connect, disconnect
 from tests.pool import restore
 from tests.ray_heads import ray_head
 from tests.running import environment
+from tests.warm_writer import spawn as warm_writer_spawn
 
 hypothesis.settings.register_profile(
     "busy", deadline=None
@@ -116,6 +118,18 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder
+
+
+@pytest.fixture(autouse=True)
+def warm_writer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets runs that are tracked in this process have a writer that starts at once."""
+    if "real_writer" not in request.fixturenames:
+        monkeypatch.setattr(WriterProcess, "_spawn", warm_writer_spawn)
+
+
+@pytest.fixture
+def real_writer() -> None:
+    """For tests of how the writer starts and ends: it is a program of its own."""
 
 
 @pytest.fixture

@@ -87,7 +87,10 @@ def invoke(*words: object, code: int = 0) -> Any:
 
     from app.cli import group
 
-    result = CliRunner().invoke(group, [str(word) for word in words])
+    arguments = [str(word) for word in words]
+    if arguments[:1] == ["train"]:
+        seed(arguments)
+    result = CliRunner().invoke(group, arguments)
     assert result.exit_code == code, (result.output, result.exception)
     return result
 

@@ -1,18 +1,21 @@
 """Code of a task that changes while its run goes on: the files, definitions and step are told."""
 
+import contextlib
+import importlib
 import json
-import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cloudpickle
 import pytest
 
 from app.tasks import load_task
 from app.tasks.sources import change_note, changes, task_sources
-from tests.running import ROOT
+from tests.running import invoke
 
 TASK = """
 import json
@@ -60,21 +63,28 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@contextlib.contextmanager
+def begun_in(folder: Path) -> Iterator[None]:
+    """As if this process had begun in the folder: its modules are imported anew."""
+    path = [str(folder), *sys.path]
+    with (
+        contextlib.chdir(folder),
+        mock.patch.object(sys, "path", path),
+        mock.patch.object(sys, "dont_write_bytecode", True),
+    ):
+        importlib.invalidate_caches()
+        try:
+            yield
+        finally:
+            for name, module in list(sys.modules.items()):
+                if str(getattr(module, "__file__", None)).startswith(f"{folder}/"):
+                    del sys.modules[name]
+
+
 def digests(folder: Path) -> dict[str, str]:
-    """The digests of the task's sources, as a process that starts in the folder finds them."""
-    code = (
-        "import json; from app.tasks import load_task; from app.tasks.sources import task_sources;"
-        "print(json.dumps(task_sources(load_task('my_task:Mine', {}))))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    """The digests of the task's sources, as a process that begins in the folder finds them."""
+    with begun_in(folder):
+        return task_sources(load_task("my_task:Mine", {}))
 
 
 def test_a_tasks_own_files_are_digested_and_no_others(folder: Path, tmp_path: Path) -> None:
@@ -189,31 +199,18 @@ def test_the_note_names_files_and_step_and_is_silent_where_nothing_is_known() ->
 
 
 def train(folder: Path, *overrides: str) -> str:
-    """Trains the task in a process of its own, and returns the output."""
+    """Trains the task, and returns the output."""
     arguments = [
         "task=my_task:Mine",
         "launcher=local",
         "run.name=changing",
         "train.global_batch_size=8",
         "tracking.log_model=false",
-        f"tracking.uri=sqlite:///{folder}/mlflow.db",
+        f"run.storage={folder}/runs",
         *overrides,
     ]
-    environment = {
-        "PYTHONPATH": str(ROOT),
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(folder),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "app", "train", *arguments],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
-    return done.stdout + done.stderr
+    with begun_in(folder):
+        return invoke("train", *arguments).output
 
 
 def test_a_run_resumed_with_other_code_says_so_and_mlflow_has_both(folder: Path) -> None:
@@ -228,7 +225,9 @@ def test_a_run_resumed_with_other_code_says_so_and_mlflow_has_both(folder: Path)
     new = manifest["sources"]["my_task.py"]
     from mlflow.tracking import MlflowClient
 
-    data = MlflowClient(f"sqlite:///{folder}/mlflow.db").get_run(manifest["mlflow_run_id"]).data
+    data = (
+        MlflowClient(f"sqlite:///{folder}/runs/mlflow.db").get_run(manifest["mlflow_run_id"]).data
+    )
     assert new != old
     assert data.params["code.my_task.py"] == old
     assert data.tags["trireme.param.code.my_task.py"] == new

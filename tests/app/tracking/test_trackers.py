@@ -31,6 +31,8 @@ from tests.running import (
     wait_until,
 )
 
+pytestmark = pytest.mark.usefixtures("real_writer")
+
 RECORDER = """
 import json, pathlib
 

@@ -49,6 +49,8 @@ class Toy(Task):
         return model(batch[0]).sum()
 """
 
+pytestmark = pytest.mark.usefixtures("real_writer")
+
 LOAD = """
 import sys
 

@@ -28,6 +28,8 @@ from app.training.events import Event, SystemSampled, WarningIssued
 from app.training.job import SilentChannel
 from tests.running import end_tree, start, wait_until
 
+pytestmark = pytest.mark.usefixtures("real_writer")
+
 
 def events(folder: Path) -> list[dict]:
     """All events of a spool but those that mark damage."""
