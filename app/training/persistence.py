@@ -166,13 +166,15 @@ class Persistence:
         state = self._state()
         if self.frozen_checkpointer is not None:
             state["model"] = self._without_frozen(self.frozen_checkpointer, state["model"])
-        metric = f"eval/{self.job.config.checkpoint.metric}"
+        metric = None
+        if not self.job.config.train.eval_separate:  # whose results come later
+            metric = progress.latest.get(f"eval/{self.job.config.checkpoint.metric}")
         self._begin(
             partial(
                 self.checkpointer.save,
                 state,
                 meta=self._meta(progress),
-                metric=progress.latest.get(metric),
+                metric=metric,
                 finite=are_finite(self.parallel.parameters()),
             ),
             progress.step,
