@@ -75,6 +75,9 @@ class EvaluationWorker(Protocol):
             WorkerLost: The process has died.
         """
 
+    def missing(self) -> str:
+        """Why the process has not started yet, for a person; "" if it has."""
+
     def close(self) -> None:
         """Ends the process, also one that evaluates."""
 
@@ -181,9 +184,10 @@ class SeparateEvaluation:
             left = self.left()
             if left and not shown:
                 driver.console.say(f"training is done; waiting for {left}")
-            if left != shown:
-                driver.console.waits_for(left)
-                shown = left
+            what = f"{left}{self.worker.missing()}" if left else ""
+            if what != shown:
+                driver.console.waits_for(what)
+                shown = what
             if driver.stop_requested():
                 raise Interrupted(f"stopped before {left or 'the last evaluation'}")
             driver.check()
@@ -198,6 +202,23 @@ class SeparateEvaluation:
             metrics = driver.summary.get("metrics", {})
             driver.add_to_summary(metrics=metrics | _named(newest.metrics))
         prune(self._storage, commits(self._job.checkpoints), self._retention())
+
+    def leave(self, driver: Driver) -> None:
+        """Says what is left to the next start of a run that was stopped.
+
+        Args:
+            driver: Shows and tracks the results so far.
+
+        Raises:
+            RunFailed: The run was stopped because an evaluation failed.
+            UserError: Likewise; another try cannot mend it.
+        """
+        self._handle_events(driver)
+        if self.failure is not None:
+            raise self.failure
+        left = self.left()
+        if left:
+            driver.note(f"{left} is left to the next start")
 
     def close(self) -> None:
         """Ends the thread and the worker; what is not evaluated waits for the next start."""

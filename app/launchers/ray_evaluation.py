@@ -19,6 +19,7 @@ from app.launchers.room import node_selector
 from app.launchers.workers import WorkerLost
 from app.training.checkpoint_evaluation import Evaluated
 from app.training.job import Job
+from cluster.pending import format_resources
 
 if TYPE_CHECKING:
     from app.training.checkpoint_evaluation import CheckpointEvaluation
@@ -53,6 +54,9 @@ class EvaluationActor:
             os.nice(BACKGROUND)
         work_in(job.cwd)
 
+    def started(self) -> None:
+        """Returns as soon as the process runs."""
+
     def evaluate(
         self, commit: Commit, before: Sequence[Mapping[str, float]]
     ) -> Evaluated | _Failed:
@@ -86,6 +90,7 @@ class RayEvaluationWorker:
         self.resources = dict(resources)
         self.actor: Any = None
         self.is_closed = False
+        self.started: ray.ObjectRef[None] | None = None
 
     def start(self, job: Job) -> None:
         """See `EvaluationWorker`. The actor has its place as soon as there is room for it."""
@@ -105,6 +110,7 @@ class RayEvaluationWorker:
         self.actor = EvaluationActor.options(  # type: ignore[attr-defined]
             resources=others, **options
         ).remote(self.job, use_gpu=gpus > 0, is_background=cpus + gpus == 0)
+        self.started = self.actor.started.remote()
 
     def evaluate(self, commit: Commit, before: Sequence[Mapping[str, float]]) -> Evaluated:
         """See `EvaluationWorker`."""
@@ -124,6 +130,13 @@ class RayEvaluationWorker:
             raise outcome.error
         result: Evaluated = outcome
         return result
+
+    def missing(self) -> str:
+        """See `EvaluationWorker`."""
+        if self.started is None or ray.wait([self.started], timeout=0)[0]:
+            return ""
+        asked = f" ({format_resources(self.resources)})" if self.resources else ""
+        return f", whose worker{asked} has not started yet"
 
     def close(self) -> None:
         """See `EvaluationWorker`."""

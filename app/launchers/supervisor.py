@@ -111,8 +111,8 @@ class Supervisor:
             reason = f"there is room for {self.larger_size} workers again"
             job = self._resize(job, self.larger_size, reason)
         if was_stopped:
-            if evaluation is not None and evaluation.failure is not None:
-                raise evaluation.failure
+            if evaluation is not None:
+                evaluation.leave(driver)
             raise Interrupted(f"stopped after step {driver.summary['step']:,}")
         if evaluation is not None:
             evaluation.finish(driver)

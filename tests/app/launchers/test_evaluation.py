@@ -60,6 +60,9 @@ class FakeWorker:
         self.before.append([metrics["loss"] for metrics in before])
         return Evaluated(metrics={"loss": LOSSES[commit.step]}, folders=("evaluation/x",))
 
+    def missing(self) -> str:
+        return ", whose worker (CPU 1) has not started yet"
+
     def close(self) -> None: ...
 
 
@@ -85,6 +88,7 @@ class Scene:
         self.driver: Any = SimpleNamespace(
             handle=self.handled.append,
             check=mock.Mock(),
+            note=mock.Mock(),
             stop_requested=mock.Mock(return_value=False),
             summary=self.summary,
             add_to_summary=lambda **values: self.summary.update(values),
@@ -277,6 +281,10 @@ def test_the_end_of_a_run_says_what_it_waits_for_and_can_be_interrupted(tmp_path
         separate.finish(scene.driver)
     assert str(stopped.value) == f"stopped before {sentence}"
     assert scene.said == [f"training is done; waiting for {sentence}"]
+    shown = [call.args[0] for call in scene.driver.console.waits_for.call_args_list]
+    assert shown[0] == f"{sentence}, whose worker (CPU 1) has not started yet"
+    separate.leave(scene.driver)
+    scene.driver.note.assert_called_once_with(f"{sentence} is left to the next start")
     scene.handled += separate.drain()
     assert scene.notes() == [
         "evaluation is slower than training: 3 checkpoints wait for it, and are kept meanwhile; "

@@ -12,6 +12,8 @@ from app.checkpoint.evaluations import PLAN, Evaluation, Evaluations, Plan, writ
 from app.config import Config
 from app.config.io import load_config, with_values
 from app.errors import UserError
+from app.storage.lease import write_lease
+from app.storage.storage import Storage
 from app.training.checkpoint_evaluation import CheckpointEvaluation, DamagedCheckpoint
 from app.training.hooks import check
 from app.training.job import Job
@@ -53,6 +55,7 @@ def config(task: str, *overrides: str) -> Config:
 
 def train(rank: int, world: int, strategy: str, folder: str, task: str, *overrides: str) -> Metrics:
     """Trains, and returns what the evaluations in training have given, by step."""
+    write_lease(Storage(folder), "attempt", 0)
     training, events = training_of(
         config(task, *overrides), folder, rank, world, strategy, persistence_class=Persistence
     )
@@ -98,6 +101,7 @@ def evaluated(folder: Path, run_config: Config, plan: Plan) -> Metrics:
     }
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("task", ["tests.tasks:Gan", f"{__name__}:Noisy"])
 def test_one_worker_and_its_checkpoints_give_the_same_bits(tmp_path: Path, task: str) -> None:
     in_training = train(0, 1, "single", str(tmp_path), task)
@@ -122,7 +126,7 @@ def test_two_replicas_and_their_checkpoints_give_the_same_bits(tmp_path: Path, t
     [
         (2, "fsdp", [], 2),
         (2, "pipeline", ["parallel.pp=2", "train.micro_batch_size=8"], 1),
-        (4, "fsdp+tensor", ["parallel.tp=2"], 2),
+        pytest.param(4, "fsdp+tensor", ["parallel.tp=2"], 2, marks=pytest.mark.slow),
     ],
 )
 def test_checkpoints_of_every_layout_are_evaluated_whole(
@@ -139,6 +143,7 @@ def test_checkpoints_of_every_layout_are_evaluated_whole(
         assert whole[step] == pytest.approx(metrics, rel=2e-5)
 
 
+@pytest.mark.pure
 def test_training_writes_plans_and_evaluates_nothing(tmp_path: Path) -> None:
     """At the steps of train.eval_every and at the last one; other checkpoints have none."""
     separate = ["train.eval_separate=true", "checkpoint.every_steps=1", "train.steps=5"]
@@ -152,9 +157,11 @@ def test_training_writes_plans_and_evaluates_nothing(tmp_path: Path) -> None:
     assert all(commit.metric is None for commit in commits(str(tmp_path / "checkpoints")))
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_stop_is_an_early_end_if_the_results_say_so(tmp_path: Path, ended: bool) -> None:
     run_config = config("tests.tasks:Points", "train.eval_separate=true", "train.steps=9")
+    write_lease(Storage(tmp_path), "attempt", 0)
     training, _ = training_of(run_config, tmp_path, persistence_class=Persistence)
     training.channel.stopping = True  # type: ignore[attr-defined]
     result = Evaluation(step=1, time=1.0, metrics={"loss": 1.0}, stops=ended)
@@ -170,6 +177,7 @@ def test_a_stop_is_an_early_end_if_the_results_say_so(tmp_path: Path, ended: boo
     again.close()
 
 
+@pytest.mark.pure
 def test_a_task_hears_of_every_evaluation_and_is_asked_whether_to_stop(tmp_path: Path) -> None:
     train(0, 1, "single", str(tmp_path), "tests.tasks:Gan")
     run_config = config("tests.tasks:Gan", "task_args.ends_at=2")
@@ -188,6 +196,7 @@ def test_a_task_hears_of_every_evaluation_and_is_asked_whether_to_stop(tmp_path:
         assert len(said) == notes, said
 
 
+@pytest.mark.pure
 def test_a_damaged_checkpoint_and_a_missing_metric_are_told(tmp_path: Path) -> None:
     train(0, 1, "single", str(tmp_path), "tests.tasks:Points")
     run_config = config("tests.tasks:Points", "checkpoint.metric=accurracy")
