@@ -74,7 +74,9 @@ class RayLaunch:
         self.for_evaluation: dict[str, float] = {}
         """Ray resources of the worker that evaluates; empty if it needs none of its own."""
         if config.train.eval_separate:
-            asked = evaluation_resources(config, cluster, self.workers, self.per_worker)
+            asked = evaluation_resources(
+                config, cluster, workers=self.workers, per_worker=self.per_worker
+            )
             self.for_evaluation = {name: amount for name, amount in asked.items() if amount}
         # On the CPUs of one machine, Ray Train's own five processes take longer to start than the
         # workers.

@@ -146,13 +146,13 @@ def meter_for(
     Raises:
         UserError: There is a budget without prices, or earlier starts have spent it already.
     """
-    rate = rate_here(config, workers, per_worker, for_evaluation)
+    rate = rate_here(config, workers, per_worker, for_evaluation=for_evaluation)
     check_budget(config.budget, rate)
     if rate is None:
         return None
 
     def rate_with(workers: int) -> float | None:
-        return rate_here(config, workers, per_worker, for_evaluation)
+        return rate_here(config, workers, per_worker, for_evaluation=for_evaluation)
 
     meter = Meter(rate, config.budget, storage, rate_with)
     if must_stop(meter.spent.total, rate, config.budget):

@@ -358,7 +358,7 @@ def test_an_evaluation_gets_what_is_written_or_one_processor_if_there_is_one(
 ) -> None:
     words = [f"train.eval_resources.{name}={amount}" for name, amount in written.items()]
     config = load_config([], ["train.eval_separate=true", *words])
-    asked = evaluation_resources(config, cluster(node), workers, {"CPU": 1.0})
+    asked = evaluation_resources(config, cluster(node), workers=workers, per_worker={"CPU": 1.0})
     assert asked == expected
 
 
@@ -366,7 +366,9 @@ def test_resources_that_are_not_there_are_refused_and_auto_leaves_a_gpu() -> Non
     words = ["train.eval_separate=true", "train.eval_resources.GPU=1"]
     config = load_config([], words)
     with pytest.raises(UserError, match=r"asks for GPU 1 beside 2 workers of GPU 1 each"):
-        evaluation_resources(config, cluster({"CPU": 9.0, "GPU": 2.0}), 2, {"GPU": 1.0})
+        evaluation_resources(
+            config, cluster({"CPU": 9.0, "GPU": 2.0}), workers=2, per_worker={"GPU": 1.0}
+        )
     eight = cluster({"CPU": 9.0, "GPU": 8.0})
     assert resources_to_ask_for(config, eight) == (7, {"GPU": 1.0})
     assert resources_to_ask_for(load_config([], []), eight) == (8, {"GPU": 1.0})
