@@ -58,6 +58,8 @@ LONGEST_PAUSE = 60.0
 """Seconds between two tries, at most; they begin at one and double."""
 MANY = 3
 """So many checkpoints that wait are told once."""
+EVALUATION_LOG = "evaluation.log"
+"""In the run's folder of logs."""
 NAMED_STEPS = 4
 """How many steps a sentence names."""
 
@@ -188,8 +190,8 @@ class SeparateEvaluation:
             if what != shown:
                 driver.console.waits_for(what)
                 shown = what
-            if driver.stop_requested():
-                raise Interrupted(f"stopped before {left or 'the last evaluation'}")
+            if left and driver.stop_requested():
+                raise Interrupted(f"stopped before {left}")
             driver.check()
             self._thread.join(0.1)
         driver.console.waits_for("")
@@ -341,9 +343,9 @@ class SeparateEvaluation:
         line = own_line(error)
         where = f"the evaluation of the checkpoint of step {commit.step:,}"
         if isinstance(error, WorkerLost):
-            sentence = f"the worker of {where} died (see logs/evaluation.log)"
+            sentence = f"the worker of {where} died{self._see_log()}"
         else:
-            sentence = f"{where} failed: {described(error)} (see logs/evaluation.log)"
+            sentence = f"{where} failed: {described(error)}{self._see_log()}"
         most = 2 if line is not None else self._job.config.fault.max_restarts + 1
         if tries < most:
             self._note(with_line(f"{sentence}; evaluating it again", line))
@@ -352,6 +354,13 @@ class SeparateEvaluation:
         raise RunFailed(
             with_line(f"{sentence}, {often}; the same command tries it again", line)
         ) from error
+
+    def _see_log(self) -> str:
+        """Where the worker's output is, if its storage keeps it."""
+        folder = Storage(self._job.folder).join("logs")
+        if not folder.is_local or not folder.exists(EVALUATION_LOG):
+            return ""
+        return f" (see {folder.local_path / EVALUATION_LOG})"
 
     def _write(self, evaluations: Evaluations) -> bool:
         """Keeps the results, as soon as the storage can be written.

@@ -82,6 +82,8 @@ class Scene:
             steps=50,
             cwd="/",
         )
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        (folder / "logs" / "evaluation.log").touch()
         self.said: list[str] = []
         self.handled: list[Any] = []
         self.summary: dict[str, Any] = {"metrics": {"train/loss": 9.0}}
@@ -227,7 +229,7 @@ def test_a_worker_that_dies_is_replaced_and_evaluates_again(tmp_path: Path) -> N
     ("trouble", "tries", "pattern"),
     [
         (from_a_persons_code, 2, r"step 10 failed: ZeroDivisionError: .* twice;.*\n  File .*\n .*"),
-        (WorkerLost, 3, r"the worker of .* step 10 died \(see logs/evaluation.log\), 3 times;"),
+        (WorkerLost, 3, r"the worker of .* step 10 died \(see /.*/logs/evaluation.log\), 3 times;"),
         (lambda: RunFailed("the disk"), 3, r"failed: RunFailed: the disk .* 3 times; the same"),
         (lambda: UserError("no such metric"), 1, "no such metric"),
     ],

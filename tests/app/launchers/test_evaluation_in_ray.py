@@ -61,7 +61,7 @@ def test_evaluations_survive_kills_and_each_step_has_one_result(
     process = start(arguments, env=ray_environment)
     lines = Lines(process)
     wait_until(lambda: evaluator(folder))[0].send_signal(signal.SIGKILL)
-    lines.when("step 10 died (see logs/evaluation.log); evaluating it again")
+    lines.when(f"step 10 died (see {folder}/logs/evaluation.log); evaluating it again")
     wait_until(lambda: committed(folder) and max(committed(folder)) >= 20)
     running.disturb(folder, 0, signal.SIGKILL)
     lines.when("starting again from the last checkpoint")
