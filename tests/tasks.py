@@ -72,6 +72,37 @@ class Plain(Points):
         return nn.Sequential(nn.Linear(2, self.width), nn.Tanh(), nn.Linear(self.width, 4))
 
 
+class Held(Points):
+    """Its evaluation waits, or fails as by a bug of a user's.
+
+    Args:
+        hold: Evaluations wait while this file exists.
+        fails: Whether evaluations raise an exception.
+        step_seconds: See `Points`.
+        slow_while: See `Points`.
+    """
+
+    def __init__(
+        self,
+        *,
+        hold: str = "/nowhere",
+        fails: bool = False,
+        step_seconds: float = 0,
+        slow_while: str = "/",
+    ) -> None:
+        super().__init__(step_seconds=step_seconds, slow_while=slow_while)
+        self.hold = Path(hold)
+        self.fails = fails
+
+    def metrics(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        is_rehearsed = batch[0].is_meta  # before the start, without numbers
+        while self.hold.exists() and not is_rehearsed:
+            time.sleep(0.05)
+        if self.fails and not is_rehearsed:
+            raise KeyError("a bug of the user's")
+        return super().metrics(model, batch)
+
+
 class Infinite(Points):
     """Its loss is NaN after `good_steps` steps, on rank 1 or the only rank."""
 

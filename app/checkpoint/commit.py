@@ -15,7 +15,7 @@ was written last is the newest, whatever its step.
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -407,7 +407,13 @@ def _sha256(storage: Storage, name: str) -> str:
 
 
 def superfluous(
-    commits: list[Commit], *, keep_last: int, keep_best: bool, mode: Mode
+    commits: list[Commit],
+    *,
+    keep_last: int,
+    keep_best: bool,
+    mode: Mode,
+    late_metrics: Mapping[int, float | None] | None = None,
+    needed: Collection[str] = (),
 ) -> list[Commit]:
     """The commits to remove, the oldest first.
 
@@ -416,15 +422,17 @@ def superfluous(
         keep_last: How many of the newest stay.
         keep_best: Whether the one with the best metric stays; of equally good ones the newest.
         mode: Whether a large or a small metric is good.
+        late_metrics: By step, the metrics of commits that were judged after they were written.
+        needed: Paths of commits that stay whatever their metric is.
     """
-    kept = {commit.path for commit in commits[: max(1, keep_last)]}
+    kept = {commit.path for commit in commits[: max(1, keep_last)]} | set(needed)
     if keep_best:
         sign = 1.0 if mode == "max" else -1.0
-        judged = [
-            (sign * commit.metric, commit.sequence, commit.path)
-            for commit in commits
-            if commit.metric is not None
-        ]
+        judged = []
+        for commit in commits:
+            metric = (late_metrics or {}).get(commit.step, commit.metric)
+            if metric is not None:
+                judged.append((sign * metric, commit.sequence, commit.path))
         if judged:
             _, _, best_path = max(judged)
             kept.add(best_path)

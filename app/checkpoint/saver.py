@@ -29,12 +29,9 @@ from app.checkpoint.commit import (
     Mode,
     encode,
     folder_name,
-    remove,
-    superfluous,
     survey,
 )
 from app.checkpoint.dcp import StagedState, Stager, Writer
-from app.checkpoint.forks import held
 from app.checkpoint.ranks import (
     SUPERSEDED,
     CheckpointError,
@@ -44,6 +41,7 @@ from app.checkpoint.ranks import (
     Superseded,
     describe,
 )
+from app.checkpoint.retention import Retention, prune
 from app.storage.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -62,6 +60,8 @@ class Checkpointer:
         keep_last: How many of the newest checkpoints are kept.
         keep_best: Whether the one with the best metric is kept.
         mode: Whether a large or a small metric is good.
+        metric: Its name among the results of evaluations beside training (evaluations.py).
+        keeps_waiting: Whether checkpoints that wait for such an evaluation are kept.
         attempt: Identifies this start of the run, and is part of the folders' names.
         fence: Called on rank 0 before a folder is made and before a commit. False means that
             another attempt has taken over, an OSError that the storage is away.
@@ -80,15 +80,21 @@ class Checkpointer:
         keep_last: int = 2,
         keep_best: bool = True,
         mode: Mode = "min",
+        metric: str = "loss",
+        keeps_waiting: bool = False,
         attempt: str = "",
         fence: Callable[[], bool] = lambda: True,
     ) -> None:
         self.last_stall_seconds = 0.0
         self.last_total_seconds = 0.0
         self._storage = Storage(folder)
-        self._keep_last = keep_last
-        self._keep_best = keep_best
-        self._mode: Mode = mode
+        self._retention = Retention(
+            keep_last=keep_last,
+            keep_best=keep_best,
+            mode=mode,
+            metric=metric,
+            keeps_waiting=keeps_waiting,
+        )
         self._attempt = attempt
         self._fence = fence
         self._ranks = Ranks(own_group=True)
@@ -288,25 +294,4 @@ class Checkpointer:
 
     def _prune(self, newest: Commit) -> None:
         """Remove the checkpoints that are no longer kept."""
-        outdated = superfluous(
-            [newest, *self._earlier_commits],
-            keep_last=self._keep_last,
-            keep_best=self._keep_best,
-            mode=self._mode,
-        )
-        if not outdated:
-            return
-        try:
-            held_names = held(self._storage)
-        except Exception as error:  # each object store library has its own exceptions
-            _log.warning("no old checkpoint is removed (%s)", describe(error))
-            return
-        for commit in outdated:
-            if commit.path.rpartition("/")[2] in held_names:
-                continue
-            try:
-                remove(commit.storage)
-            except Exception as error:  # each object store library has its own exceptions
-                _log.warning(
-                    "the old checkpoint %s could not be removed (%s)", commit.path, describe(error)
-                )
+        prune(self._storage, [newest, *self._earlier_commits], self._retention)

@@ -144,6 +144,7 @@ def _evaluations(config: Config) -> Iterator[str]:
             f"train.patience is {config.train.patience} evaluations, but the run is evaluated only "
             "at its end: write train.eval_every too, such as train.eval_every=100"
         )
+    yield from _separate_evaluations(config)
     metric = config.checkpoint.metric
     right_mode = "max" if metric.removeprefix("ema_") in BETTER_HIGH else config.checkpoint.mode
     if metric.removeprefix("ema_") in BETTER_LOW:
@@ -154,6 +155,27 @@ def _evaluations(config: Config) -> Iterator[str]:
             f"checkpoint.mode is {config.checkpoint.mode}, but checkpoint.metric is {metric}, of "
             f"which the {extreme} value is not the best: write checkpoint.mode={right_mode}, or "
             "another checkpoint.metric"
+        )
+
+
+def _separate_evaluations(config: Config) -> Iterator[str]:
+    """Evaluations of checkpoints at steps that have none."""
+    train = config.train
+    if not train.eval_separate:
+        if train.eval_resources:
+            yield (
+                "train.eval_resources is set, but evaluation has no worker of its own: write "
+                "train.eval_separate=true too"
+            )
+        return
+    if train.eval_every is None:
+        return
+    every_steps = config.checkpoint.every_steps
+    if every_steps is None or train.eval_every % every_steps:
+        yield (
+            "train.eval_separate evaluates checkpoints, but there is none at every step that "
+            f"train.eval_every={train.eval_every} means: write checkpoint.every_steps="
+            f"{train.eval_every}, or a divisor of it"
         )
 
 
@@ -182,6 +204,7 @@ def _mistakes(config: Config) -> Iterator[str]:
     yield from _workers_and_profile(config)
     yield from _optimizer(config)
     yield from _resources("resources_per_worker", config.resources_per_worker)
+    yield from _resources("train.eval_resources", config.train.eval_resources)
     for stage, resources in enumerate(config.parallel.stage_resources):
         yield from _resources(f"parallel.stage_resources[{stage}]", resources)
 

@@ -343,8 +343,13 @@ def json_output(labels: Mapping[str, object] | None) -> Iterator[JsonLines | Non
 
 
 @contextlib.contextmanager
-def worker_output(job: Job, rank: int) -> Iterator[None]:
-    """Redirect a worker's output to logs/rank-N.log of the run, if the run's storage is local."""
+def worker_output(job: Job, rank: int | str) -> Iterator[None]:
+    """Redirect a worker's output to a log of the run, if the run's storage is local.
+
+    Args:
+        job: What the worker trains.
+        rank: Its rank, for logs/rank-N.log; or what it does, for logs/NAME.log.
+    """
     from app.storage.storage import Storage
 
     storage = Storage(job.folder)
@@ -353,7 +358,8 @@ def worker_output(job: Job, rank: int) -> Iterator[None]:
         yield
         return
     streams = sys.stdout, sys.stderr
-    with output_to(storage.local_path / "logs" / f"rank-{rank}.log"):
+    name = f"rank-{rank}" if isinstance(rank, int) else rank
+    with output_to(storage.local_path / "logs" / f"{name}.log"):
         sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         # The log names the signal if one kills this process.

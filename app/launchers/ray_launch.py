@@ -13,7 +13,9 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from app.config import Config
 from app.console.terminal import Console
+from app.errors import UserError
 from app.launchers.elastic import Elastic
+from app.launchers.evaluation import SeparateEvaluation
 from app.launchers.ray_workers import RayWorkers
 from app.launchers.room import free_by_node, ray_nodes, reserve, why_pending
 from app.launchers.supervisor import Supervisor
@@ -26,7 +28,14 @@ from app.tasks.base import Task
 from cluster import ClusterError
 from cluster.connect import Cluster
 from cluster.files import read_cluster
-from cluster.pending import AutoscalerReport, Diagnosis, autoscaler_now, check_feasible
+from cluster.pending import (
+    AutoscalerReport,
+    Diagnosis,
+    autoscaler_now,
+    check_feasible,
+    format_resources,
+    place,
+)
 from cluster.watch import GONE_SECONDS, OWN_SECONDS, RayWatch, addresses
 from strategies import registry
 from strategies.dims import MESH_DIMS
@@ -61,6 +70,14 @@ class RayLaunch:
         """Keeps the workers' places while the run is prepared."""
         self.ray_workers: RayWorkers | None = None
         self.watch: RayWatch | None = None
+        self.evaluation: SeparateEvaluation | None = None
+        self.for_evaluation: dict[str, float] = {}
+        """Ray resources of the worker that evaluates; empty if it needs none of its own."""
+        if config.train.eval_separate:
+            asked = evaluation_resources(
+                config, cluster, workers=self.workers, per_worker=self.per_worker
+            )
+            self.for_evaluation = {name: amount for name, amount in asked.items() if amount}
         # On the CPUs of one machine, Ray Train's own five processes take longer to start than the
         # workers.
         is_laptop = config.launcher == "auto" and cluster.private and not cluster.gpus
@@ -77,6 +94,8 @@ class RayLaunch:
         self.give_back()
         if self.ray_workers is not None:
             self.ray_workers.close()
+        if self.evaluation is not None:
+            self.evaluation.close()
         if self.watch is not None:
             self.watch.close()
 
@@ -86,13 +105,30 @@ class RayLaunch:
         self.group = None
         if group is None:
             return
-        demand = [self.per_worker] * self.workers
+        demand = self._demand()
         excluded = self.config.cluster.exclude_nodes
         deadline = time.monotonic() + FREE_SECONDS
         with contextlib.suppress(ray.exceptions.RayError):
             remove_placement_group(group)
             while why_pending(demand, None, excluded) and time.monotonic() < deadline:
                 time.sleep(0.1)
+
+    def _demand(self) -> list[dict[str, float]]:
+        """What is asked of the cluster: a place for each worker, and one for evaluation."""
+        demand = [self.per_worker] * self.workers
+        return [*demand, self.for_evaluation] if self.for_evaluation else demand
+
+    @property
+    def description(self) -> str:
+        """The processes that train and evaluate, for a person."""
+        device_kind = "GPU" if self.per_worker.get("GPU", 0) else "CPU"
+        plural = "s" if self.workers > 1 else ""
+        text = f"{self.workers} {device_kind} worker{plural} in Ray"
+        if not self.config.train.eval_separate:
+            return text
+        if self.for_evaluation:
+            return f"{text} and one that evaluates ({format_resources(self.for_evaluation)})"
+        return f"{text} and one that evaluates on their processors"
 
     def wait_for_room(self) -> int:
         """Waits until there is room for the workers, and says why there is none.
@@ -117,7 +153,7 @@ class RayLaunch:
             shape = read_cluster(config.cluster.file)
         check_feasible(shape, workers, self.per_worker)
         excluded = config.cluster.exclude_nodes
-        demand = [self.per_worker] * workers
+        demand = self._demand()
         known_shape = shape if shape.path else None
         autoscaling = bool(self.cluster.max_resources)
         if not autoscaling and why_pending(demand, known_shape, excluded) is None:
@@ -183,7 +219,13 @@ class RayLaunch:
 
     def meter(self, storage: Storage) -> Meter | None:
         """Counts the cost of a run in this storage; see `meter_for`."""
-        return meter_for(self.config, storage, workers=self.workers, per_worker=self.per_worker)
+        return meter_for(
+            self.config,
+            storage,
+            workers=self.workers,
+            per_worker=self.per_worker,
+            for_evaluation=self.for_evaluation,
+        )
 
     def supervisor(self, driver: Driver, prepared: Prepared, task: Task) -> Supervisor:
         """Makes the supervisor of the run's workers, and starts the watch over Ray.
@@ -215,7 +257,14 @@ class RayLaunch:
             lost=partial(ray_is_gone, driver, private=private),
         )
         nodes = replace(ray_nodes(), reachable=self.watch.is_usable)
-        return Supervisor(self._workers_for(prepared), driver, elastic, nodes=nodes)
+        if self.config.train.eval_separate:
+            from app.launchers.ray_evaluation import RayEvaluationWorker
+
+            check_devices(self.config, "cuda" if self.for_evaluation.get("GPU") else "cpu")
+            self.evaluation = SeparateEvaluation(RayEvaluationWorker(self.for_evaluation))
+        return Supervisor(
+            self._workers_for(prepared), driver, elastic, nodes=nodes, evaluation=self.evaluation
+        )
 
     def _workers_for(self, prepared: Prepared) -> RayWorkers:
         """Actors if there are stages or they are asked for, and otherwise Ray Train's workers."""
@@ -316,9 +365,46 @@ def resources_to_ask_for(config: Config, cluster: Cluster) -> tuple[int, dict[st
     if any(record.one_process for record in registry.known_records(config.strategy)):
         return 1, per_worker
     if per_worker.get("GPU"):
-        return max(1, int(cluster.gpus / per_worker["GPU"])), per_worker
+        gpus = cluster.gpus
+        if config.train.eval_separate:
+            gpus -= math.ceil(config.train.eval_resources.get("GPU", 0.0))
+        return max(1, int(gpus / per_worker["GPU"])), per_worker
     degrees = math.prod(getattr(config.parallel, name) or 1 for name in MESH_DIMS)
     return max(2, degrees), per_worker
+
+
+def evaluation_resources(
+    config: Config, cluster: Cluster, workers: int, per_worker: dict[str, float]
+) -> dict[str, float]:
+    """Ray resources of the worker that evaluates checkpoints.
+
+    Args:
+        config: May name them.
+        cluster: The cluster.
+        workers: How many train.
+        per_worker: Ray resources of each of these.
+
+    Raises:
+        UserError: They are written, and the cluster has no room for them beside the workers'.
+    """
+    written = config.train.eval_resources
+    asked = dict(written) or {"CPU": 1.0}
+    empty_nodes = [replace(node, available=node.total) for node in cluster.nodes]
+    missing = None
+    if not cluster.max_resources:
+        missing = place([*[per_worker] * workers, asked], empty_nodes)[1]
+    if missing is None:
+        return asked
+    if not written:
+        return {}
+    if missing < workers:  # which is told of the workers
+        return asked
+    resources = "; ".join(format_resources(node.total) for node in cluster.nodes)
+    raise UserError(
+        f"train.eval_resources asks for {format_resources(asked)} beside {workers} workers of "
+        f"{format_resources(per_worker)} each, for which the cluster ({resources}) has no room: "
+        "write fewer workers, or leave train.eval_resources out"
+    )
 
 
 def _gpus_per_worker(config: Config, cluster: Cluster) -> float:

@@ -16,7 +16,7 @@ import time
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray import cloudpickle
@@ -315,17 +315,25 @@ class RayChannel(SilentChannel):
     def failed(self, error: BaseException) -> None:
         """Tells the driver the exception that this rank ends with."""
         line = own_line(error)
-        try:
-            cloudpickle.loads(cloudpickle.dumps(error))
-        except Exception:  # an exception that cannot be pickled
-            error = RuntimeError(f"{type(error).__name__}: {error}")
-        self.emit(WorkerFailed(rank=self.rank, error=error, line=line))
+        self.emit(WorkerFailed(rank=self.rank, error=picklable(error), line=line))
         self.flush()
 
     def flush(self) -> None:
         """Waits until what was sent has arrived: the process may end as soon as its work has."""
         if self._newest_call is not None:
             ray.get(self._newest_call)
+
+
+AnyError = TypeVar("AnyError", bound=BaseException)
+
+
+def picklable(error: AnyError) -> AnyError | RuntimeError:
+    """An exception, or one with the same words if it cannot go to another process."""
+    try:
+        cloudpickle.loads(cloudpickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 @contextlib.contextmanager

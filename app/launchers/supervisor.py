@@ -15,6 +15,7 @@ from app.errors import Interrupted
 from app.launchers.blame import rank_behind
 from app.launchers.crash import log_sizes
 from app.launchers.elastic import Elastic, limits_of
+from app.launchers.evaluation import SeparateEvaluation
 from app.launchers.failure_policy import (
     Action,
     Decision,
@@ -56,6 +57,7 @@ class Supervisor:
         driver: Shows and tracks what happens.
         elastic: Continues with other numbers of workers; None keeps their number.
         nodes: What can be asked about nodes; None means this machine only.
+        evaluation: Evaluates checkpoints beside training; None leaves that to training.
     """
 
     def __init__(
@@ -65,8 +67,10 @@ class Supervisor:
         elastic: Elastic | None = None,
         *,
         nodes: Nodes | None = None,
+        evaluation: SeparateEvaluation | None = None,
     ) -> None:
         self.workers = workers
+        self.evaluation = evaluation
         self.driver = driver
         self.elastic = elastic
         self.nodes = nodes or Nodes()
@@ -92,19 +96,31 @@ class Supervisor:
             Interrupted: The run was asked to stop, and the checkpoint is saved.
         """
         driver = self.driver
+        evaluation = self.evaluation
+        if evaluation is not None:
+            evaluation.start(job)
         while True:
             failures = self._attempt(self._with_mtbf(job))
             if failures:
                 job = self._recover(job, failures)
                 continue
             was_stopped = bool(driver.summary.get("stopped"))
-            if not was_stopped or self.larger_size is None or driver.stop_requested():
+            if not was_stopped or self.larger_size is None or self._stop_requested():
                 break
             driver.workers_lost()
             reason = f"there is room for {self.larger_size} workers again"
             job = self._resize(job, self.larger_size, reason)
         if was_stopped:
+            if evaluation is not None:
+                evaluation.leave(driver)
             raise Interrupted(f"stopped after step {driver.summary['step']:,}")
+        if evaluation is not None:
+            evaluation.finish(driver)
+
+    def _stop_requested(self) -> bool:
+        """Whether the workers are to save and stop, not to be started again."""
+        by_evaluation = self.evaluation is not None and self.evaluation.wants_stop
+        return self.driver.stop_requested() or by_evaluation
 
     def _with_mtbf(self, job: Job) -> Job:
         """The job with the mean time between failures as it is known now."""
@@ -136,7 +152,9 @@ class Supervisor:
             self.workers.start(job)
             while True:
                 pause_to_grow = self.larger_size is not None
-                poll = self.workers.poll(driver.stop_requested() or pause_to_grow)
+                poll = self.workers.poll(self._stop_requested() or pause_to_grow)
+                if self.evaluation is not None:
+                    poll.events += self.evaluation.drain()
                 self._handle_events(poll)
                 now = time.monotonic()
                 if poll.ended is not None:

@@ -74,6 +74,11 @@ def train(
             f"budget is {config.budget:g}, but costs are not counted with launcher={launcher}: "
             "write launcher=ray"
         )
+    if config.train.eval_separate and launcher not in ("ray", "actors"):
+        raise UserError(
+            "train.eval_separate evaluates in a worker of its own in Ray, but there is no Ray with "
+            f"launcher={launcher}: write launcher=ray, or leave train.eval_separate out"
+        )
     set_defaults()
     if launcher == "torchrun":
         return _under_torchrun(config, console, take_over)
@@ -408,7 +413,6 @@ def _in_ray(
             from app.run.lifecycle import train_run
 
             workers = launch.wait_for_room()
-            device_kind = "GPU" if launch.per_worker.get("GPU", 0) else "CPU"
             prepared = launch.prepare(task, workers)
             meter = launch.meter(run.storage)
             driver = Driver(
@@ -420,10 +424,8 @@ def _in_ray(
                 restart=restart,
                 prediction=prepared.prediction,
             )
-            plural = "s" if workers > 1 else ""
-            description = f"{workers} {device_kind} worker{plural} in Ray"
             supervisor = launch.supervisor(driver, prepared, task)
-            return train_run(driver, prepared, description, supervisor.run)
+            return train_run(driver, prepared, launch.description, supervisor.run)
     finally:
         disconnect()
 

@@ -101,15 +101,38 @@ def _price_of_node(node: NodeState, shape: ClusterShape | None) -> float | None:
     return None
 
 
-def rate_here(config: Config, workers: int, per_worker: Mapping[str, float]) -> float | None:
-    """`rate_of` on the cluster that this process is connected to."""
+def rate_here(
+    config: Config,
+    workers: int,
+    per_worker: Mapping[str, float],
+    for_evaluation: Mapping[str, float] | None = None,
+) -> float | None:
+    """`rate_of` on the cluster that this process is connected to.
+
+    Args:
+        config: Names the cluster's file.
+        workers: How many there are.
+        per_worker: Ray resources of one worker.
+        for_evaluation: Those of a worker that evaluates. Its CPUs are free where workers pay for
+            the GPUs of their nodes.
+    """
     file = cluster_file(config.cluster.file)
     shape = read_cluster(file) if file else None
-    return rate_of(workers, per_worker, living_nodes(), shape)
+    nodes = living_nodes()
+    rate = rate_of(workers, per_worker, nodes, shape)
+    resource = "GPU" if per_worker.get("GPU") else "CPU"
+    amount = (for_evaluation or {}).get(resource, 0.0)
+    if rate is None or not amount:
+        return rate
+    return rate + (rate_of(1, {resource: amount}, nodes, shape) or 0.0)
 
 
 def meter_for(
-    config: Config, storage: Storage, workers: int, per_worker: Mapping[str, float]
+    config: Config,
+    storage: Storage,
+    workers: int,
+    per_worker: Mapping[str, float],
+    for_evaluation: Mapping[str, float] | None = None,
 ) -> Meter | None:
     """The meter of a start; None if no price is known and no budget is given.
 
@@ -118,17 +141,18 @@ def meter_for(
         storage: The run's folder.
         workers: How many there are at first.
         per_worker: Ray resources of one worker.
+        for_evaluation: Those of a worker that evaluates.
 
     Raises:
         UserError: There is a budget without prices, or earlier starts have spent it already.
     """
-    rate = rate_here(config, workers, per_worker)
+    rate = rate_here(config, workers, per_worker, for_evaluation=for_evaluation)
     check_budget(config.budget, rate)
     if rate is None:
         return None
 
     def rate_with(workers: int) -> float | None:
-        return rate_here(config, workers, per_worker)
+        return rate_here(config, workers, per_worker, for_evaluation=for_evaluation)
 
     meter = Meter(rate, config.budget, storage, rate_with)
     if must_stop(meter.spent.total, rate, config.budget):

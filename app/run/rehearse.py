@@ -187,12 +187,19 @@ def require_metric(config: Config, task: Task) -> None:
     batch without numbers, which costs as long as building the model.
 
     Raises:
-        UserError: It does not, or train.patience waits for evaluations that there are not.
+        UserError: It does not, or train.patience waits for evaluations that there are not, or
+            these are to have a worker of their own.
     """
     if config.train.patience is not None and task.eval_data() is None:
         raise UserError(
             f"train.patience is {config.train.patience} evaluations, but the task has no "
             "eval_data: leave it out, or give the task an eval_data"
+        )
+    is_evaluated = task.eval_data() is not None or overrides(task, "on_evaluation")
+    if config.train.eval_separate and not is_evaluated:
+        raise UserError(
+            "train.eval_separate evaluates checkpoints, but the task has no eval_data: leave it "
+            "out, or give the task an eval_data"
         )
     if config.checkpoint.metric == CheckpointConfig.metric:
         return

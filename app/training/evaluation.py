@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from app.checkpoint.ranks import Ranks
-from app.config import Config
+from app.config import Config, TrainConfig
 from app.data.loader import eval_batches
 from app.data.randomness import seed_step
 from app.tasks.base import Task
@@ -83,15 +83,13 @@ class Evaluator:
         data = self.task.eval_data()
         if data is None:
             return {}
-        dp = self.parallel.layout.dims.dp
-        batch_size = train.eval_batch_size or train.micro_batch_size
         # Some metrics draw random numbers.
         seed_step(train.seed, step, data_rank=self.data_rank, device=self.place.device)
         return evaluate(
             self.task,
             self.parallel,
             data,
-            batch_size=batch_size or max(1, train.global_batch_size // dp),
+            batch_size=evaluation_batch_size(train, self.parallel.layout.dims.dp),
             data_rank=self.data_rank,
             device=self.place.device,
             heartbeat=self.channel.heartbeat,
@@ -111,7 +109,17 @@ class Evaluator:
         return log.numbers
 
 
-@torch.no_grad()
+def evaluation_batch_size(train: TrainConfig, dp: int) -> int:
+    """Samples that a worker evaluates at once.
+
+    Args:
+        train: The configuration.
+        dp: The number of data-parallel workers.
+    """
+    written = train.eval_batch_size or train.micro_batch_size
+    return written or max(1, train.global_batch_size // dp)
+
+
 def evaluate(
     task: Task,
     parallel: Parallel,
@@ -140,10 +148,60 @@ def evaluate(
         The same metrics on every rank.
     """
     dims = parallel.layout.dims
+    sums = metric_sums(
+        task,
+        parallel,
+        data,
+        batch_size=batch_size,
+        share=data_rank,
+        shares=dims.dp,
+        device=device,
+        heartbeat=heartbeat,
+    )
+    metrics: dict[str, float] | None = None
+    if parallel.has_loss:
+        metrics = means_of(sums, parallel.total(torch.stack([*sums.values()])))
+    if dims.pp > 1:  # the ranks of the last stage tell the others
+        metrics = next(each for each in Ranks().all_gather(metrics) if each is not None)
+    assert metrics is not None
+    return metrics | task.derived(metrics)
+
+
+ITEMS = ""
+"""The name of the number of items among the sums of metrics."""
+
+
+@torch.no_grad()
+def metric_sums(
+    task: Task,
+    parallel: Parallel,
+    data: Dataset[Any],
+    *,
+    batch_size: int,
+    share: int,
+    shares: int,
+    device: torch.device,
+    heartbeat: Heartbeat,
+) -> dict[str, Tensor]:
+    """The sums of the task's metrics over the items of one share of the data.
+
+    Args:
+        task: Has the metrics.
+        parallel: The model under its layout.
+        data: Map-style.
+        batch_size: Samples of a batch.
+        share: The number of the share.
+        shares: In how many the data is divided.
+        device: Where to move the batches.
+        heartbeat: Ticks with each batch.
+
+    Returns:
+        By name, in float64; the number of items under `ITEMS`.
+    """
     items = torch.zeros((), dtype=torch.float64, device=device)
     sums: dict[str, Tensor] = {}
     batches = eval_batches(
-        data, batch_size=batch_size, dp_rank=data_rank, dp_size=dims.dp, device=device
+        data, batch_size=batch_size, dp_rank=share, dp_size=shares, device=device
     )
     parallel.module.eval()
     for batch, weight in batches:
@@ -160,11 +218,15 @@ def evaluate(
             batch_sum = torch.where(count > 0, mean.double() * count, 0.0)
             sums[name] = sums.get(name, torch.zeros_like(items)) + batch_sum
     parallel.module.train()
-    metrics: dict[str, float] | None = None
-    if parallel.has_loss:
-        totals = parallel.total(torch.stack([items, *sums.values()]))
-        metrics = dict(zip(sums, (totals[1:] / totals[0]).tolist(), strict=True))
-    if dims.pp > 1:  # the ranks of the last stage tell the others
-        metrics = next(each for each in Ranks().all_gather(metrics) if each is not None)
-    assert metrics is not None
-    return metrics | task.derived(metrics)
+    return {ITEMS: items, **sums}
+
+
+def means_of(names: Iterable[str], totals: Tensor) -> dict[str, float]:
+    """The metrics as means over all items.
+
+    Args:
+        names: As `metric_sums` has them: the first is `ITEMS`.
+        totals: The sum of each.
+    """
+    _, *metrics = names
+    return dict(zip(metrics, (totals[1:] / totals[0]).tolist(), strict=True))

@@ -92,7 +92,8 @@ def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()
     if logged:
         names = ", ".join(f"train/{name}" for name in logged)
         yield f"{names}: not logged under pipeline or context parallelism"
-    if is_users_task(task) and overrides(task, "on_evaluation"):
+    is_called = overrides(task, "on_evaluation") and not train.eval_separate
+    if is_users_task(task) and is_called:
         yield "on_evaluation is not called under pipeline or context parallelism"
 
 
@@ -357,6 +358,18 @@ def require_metric(config: Config, metrics: Mapping[str, float]) -> None:
         )
 
 
+def ran_out_of_patience(config: Config, evaluations: Sequence[Mapping[str, float]]) -> bool:
+    """Whether train.patience was used up at any of these evaluations, as of late ones.
+
+    Args:
+        config: Has the patience, and which metric it watches.
+        evaluations: The metrics of every evaluation, the newest last.
+    """
+    return any(
+        _is_out_of_patience(config, evaluations[: number + 1]) for number in range(len(evaluations))
+    )
+
+
 def _is_out_of_patience(config: Config, evaluations: Sequence[Mapping[str, float]]) -> bool:
     patience = config.train.patience
     if patience is None or len(evaluations) <= patience:
@@ -364,7 +377,7 @@ def _is_out_of_patience(config: Config, evaluations: Sequence[Mapping[str, float
     sign = 1 if config.checkpoint.mode == "max" else -1
     scores = []
     for metrics in evaluations:
-        value = metrics[config.checkpoint.metric]
+        value = metrics.get(config.checkpoint.metric, math.nan)
         scores.append(sign * value if math.isfinite(value) else -math.inf)
     return max(scores[-patience:]) <= max(scores[:-patience])
 

@@ -6,7 +6,8 @@ does not wait for the device.
 
 A boundary (`Training._handle_boundary`) comes about once a second. There the ranks agree on what
 has happened; then metrics are logged, the model is evaluated and a checkpoint is saved, as far as
-each is due.
+each is due. With train.eval_separate another process evaluates the checkpoints; when its results
+end training early, the driver asks for a stop, and the first rank finds in them what is meant.
 
 The loop imports no launcher and no tracker: it reports to the `Channel` that it receives.
 """
@@ -385,8 +386,11 @@ class Training:
         collect_garbage()
         if self.noise_scale is not None:
             self._log(self.noise_scale.values())
-        if is_last or _is_due(step, self.config.train.eval_every):
+        is_evaluated_here = not self.config.train.eval_separate
+        if is_evaluated_here and (is_last or _is_due(step, self.config.train.eval_every)):
             self._evaluate()
+        if agreed.stop and not is_evaluated_here:
+            self._set_ended(self.persistence.is_ended_by_evaluations())
         is_save_due = _is_due(step, self.config.checkpoint.every_steps)
         if is_last or self.progress.ended or agreed.save or agreed.stop or is_save_due:
             self.heartbeat.phase = "saving"
@@ -394,7 +398,7 @@ class Training:
         self.persistence.check()
         self.heartbeat.phase = "training"
         self.sync.restart_clock()
-        return agreed.stop and not is_last
+        return agreed.stop and not (is_last or self.progress.ended)
 
     def _log(self, values: dict[str, float]) -> None:
         if values:
@@ -407,11 +411,15 @@ class Training:
         hooks.require_metric(self.config, metrics)
         self.progress.evaluations.append(metrics)
         ends_early = hooks.stops_early(self.config, self.task, self.progress.evaluations)
-        self.progress.ended = any(Ranks().all_gather(ends_early))
-        if self.progress.ended and self.place.rank == 0:
+        self._set_ended(any(Ranks().all_gather(ends_early)))
+        self._log({f"eval/{name}": value for name, value in metrics.items()})
+
+    def _set_ended(self, ended: bool) -> None:
+        """Note whether training ends early, after this step."""
+        self.progress.ended = ended
+        if ended and self.place.rank == 0:
             message = f"training ends early, after step {self.steps_done:,}"
             self.channel.emit(WarningIssued(message=message))
-        self._log({f"eval/{name}": value for name, value in metrics.items()})
 
     def _finish_profile(self, profiler: Profiler) -> None:
         self.heartbeat.phase = "saving"  # writing a large trace takes a while

@@ -1,5 +1,6 @@
 """What a training saves: checkpoints, from which it continues, and the trained weights."""
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -11,14 +12,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from app import checkpoint
-from app.checkpoint import FROZEN, Checkpointer, CheckpointError, Commit
+from app.checkpoint import FROZEN, Checkpointer, CheckpointError, Commit, evaluations
 from app.checkpoint.commit import Mode, find_together
+from app.checkpoint.evaluations import PLAN, Plan
 from app.checkpoint.ranks import Ranks
 from app.errors import NonFiniteError, UserError
 from app.storage.lease import is_current, read_lease
 from app.storage.storage import Storage
 from app.tasks.sources import change_note
 from app.training.average import Average
+from app.training.evaluation import evaluation_batch_size
 from app.training.events import CheckpointSaved, MetricsLogged, WarningIssued
 from app.training.job import Channel, Job, Place
 from app.training.optimizer import LossScale
@@ -101,6 +104,8 @@ class Persistence:
             keep_last=config.keep_last,
             keep_best=config.keep_best,
             mode=mode,
+            metric=config.metric,
+            keeps_waiting=job.config.train.eval_separate,
             attempt=job.attempt,
             fence=self._is_current,
         )
@@ -161,13 +166,15 @@ class Persistence:
         state = self._state()
         if self.frozen_checkpointer is not None:
             state["model"] = self._without_frozen(self.frozen_checkpointer, state["model"])
-        metric = f"eval/{self.job.config.checkpoint.metric}"
+        metric = None
+        if not self.job.config.train.eval_separate:  # whose results come later
+            metric = progress.latest.get(f"eval/{self.job.config.checkpoint.metric}")
         self._begin(
             partial(
                 self.checkpointer.save,
                 state,
                 meta=self._meta(progress),
-                metric=progress.latest.get(metric),
+                metric=metric,
                 finite=are_finite(self.parallel.parameters()),
             ),
             progress.step,
@@ -211,7 +218,7 @@ class Persistence:
         return state
 
     def _meta(self, progress: Progress) -> dict[str, Any]:
-        return {
+        meta: dict[str, Any] = {
             "step": progress.step,
             "samples_seen": progress.samples_seen,
             "stream": progress.stream,
@@ -225,6 +232,27 @@ class Persistence:
             FROZEN: self.frozen_saved,
             "sources": self.job.sources,
         }
+        if self._is_evaluated_separately(progress):
+            train = self.job.config.train
+            dp = self.job.layout.dims.dp
+            plan = Plan(batch_size=evaluation_batch_size(train, dp), shares=dp)
+            meta[PLAN] = plan.to_meta()
+        return meta
+
+    def _is_evaluated_separately(self, progress: Progress) -> bool:
+        """Whether the checkpoint of this step is evaluated beside training: as often as in it."""
+        train = self.job.config.train
+        is_due = bool(train.eval_every) and progress.step % (train.eval_every or 1) == 0
+        is_last = progress.step == self.job.steps or progress.ended
+        return train.eval_separate and (is_due or is_last)
+
+    def is_ended_by_evaluations(self) -> bool:
+        """Whether the results of evaluations beside training end it early. Collective."""
+        ended = False
+        if self.place.rank == 0:
+            with contextlib.suppress(OSError):  # the storage is away: then this is a plain stop
+                ended = evaluations.read(self.job.checkpoints).ended
+        return Ranks().from_first(ended)
 
     def _without_frozen(self, checkpointer: Checkpointer, model: dict[str, Any]) -> dict[str, Any]:
         """The weights that a checkpoint still needs once the frozen ones are saved, which is here.
@@ -429,6 +457,9 @@ class NullPersistence(Persistence):
         return None
 
     def close(self) -> None: ...
+
+    def is_ended_by_evaluations(self) -> bool:
+        return False
 
 
 def are_finite(parameters: Iterable[torch.Tensor]) -> bool:

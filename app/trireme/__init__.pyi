@@ -170,6 +170,13 @@ class TrainKeys(TypedDict, total=False):
     evaluated as ema_loss and so on, and exported and stored as the model at the end. null: none."""
     eval_batch_size: int | None
     """Samples that one worker evaluates at once. null: as in training."""
+    eval_separate: bool
+    """Evaluate committed checkpoints in a worker of its own while training goes on (in Ray).
+    train.eval_every is then a multiple of checkpoint.every_steps, and patience and the best
+    checkpoint follow when results come."""
+    eval_resources: Mapping[str, float]
+    """With eval_separate: Ray resources of that worker, such as {GPU: 1}. Empty: one CPU, or none
+    of its own where the cluster has no CPU beside the workers'."""
     log_every: int
     """Log metrics once every this many steps."""
     noise_scale_every: int | None

@@ -502,4 +502,7 @@ def _check(sweep: Sweep) -> None:
     if is_grid and sweep.trials not in (None, sweep.count):
         problem = f"trials is {sweep.trials}, but the grid has {sweep.count} points"
         raise UserError(f"{problem}: leave trials out")
-    _ = sweep.configs  # raises if a value is not valid
+    for config in sweep.configs:  # raises if a value is not valid
+        if config.train.eval_separate:
+            problem = "a sweep compares trials by what they evaluate while they train"
+            raise UserError(f"{problem}: leave train.eval_separate out")

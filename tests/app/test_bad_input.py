@@ -56,6 +56,7 @@ ROWS: list[tuple[str, ...]] = [
     (STAGES, "launcher=ray", "strategy=model_parallel"),
     (f"{STAGES} parallel.schedule=1f2b", "did you mean '1f1b'"),
     ("budget=1", "costs are not counted with launcher=local"),
+    ("train.eval_separate=true", "there is no Ray with launcher=local: write launcher=ray"),
     ("checkpoint.load=/nowhere", "/nowhere"),
     ("run.storage=/proc/x", "/proc/x/refused cannot be written (No"),
     ("run.storage=file/runs", "file/runs", "cannot be read", "Not a directory"),
@@ -93,6 +94,7 @@ SEVERAL = {
     "profile.ranks=[-1]": "profile.ranks is [-1]",
     "optimizer.betas=[0.9]": "two numbers",
     "resources_per_worker.CPU=-1": "resources_per_worker.CPU is -1",
+    "train.eval_resources.gpu=1": "write train.eval_resources.GPU=1",
 }
 
 

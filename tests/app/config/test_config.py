@@ -125,6 +125,12 @@ def test_names_that_are_checked_without_torch_are_those_that_exist() -> None:
         (["checkpoint.mode=max"], "checkpoint.metric is loss, of which the highest value is not"),
         (["checkpoint.metric=accuracy"], "lowest value is not the best: write checkpoint.mode=max"),
         (["checkpoint.metric=ema_accuracy"], "lowest value is not the best"),
+        (
+            ["train.eval_separate=true", "train.eval_every=150", "checkpoint.every_steps=100"],
+            "train.eval_every=150 means: write checkpoint.every_steps=150, or a divisor of it",
+        ),
+        (["train.eval_separate=true", "train.eval_every=5"], "write checkpoint.every_steps=5,"),
+        (["train.eval_resources.GPU=1"], "write train.eval_separate=true too"),
     ],
 )
 def test_evaluations_that_cannot_be_meant_so_are_refused(
@@ -133,6 +139,12 @@ def test_evaluations_that_cannot_be_meant_so_are_refused(
     named = ["task=tabular", "run.name=first", "train.steps=9"]
     (sentence,) = unfit_for_training(load_config([], [*named, *overrides]))
     assert re.search(message, sentence)
+
+
+def test_separate_evaluations_at_steps_with_checkpoints_are_accepted() -> None:
+    named = ["task=tabular", "run.name=first", "train.steps=9", "train.eval_separate=true"]
+    for overrides in ([], ["train.eval_every=150", "checkpoint.every_steps=50"]):
+        assert not unfit_for_training(load_config([], [*named, *overrides]))
 
 
 def test_a_metric_of_unknown_meaning_may_have_either_mode() -> None:

@@ -14,8 +14,9 @@ from unittest.mock import Mock
 
 import pytest
 
+from app.config.io import load_config
 from app.errors import UserError
-from app.run import metrics
+from app.run import cost, metrics
 from app.run.cost import Meter, check_budget, must_stop, rate_of
 from app.run.metrics import METRICS, RunMetrics
 from app.storage.storage import Storage
@@ -46,6 +47,18 @@ def test_the_rate_of_a_run_is_its_share_of_the_nodes_price() -> None:
     assert rate_of(8, {"GPU": 1.0}, nodes[1:2], None) is None, "the price is not known"
     with pytest.raises(UserError, match=r"cluster\.file"):
         check_budget(5.0, None)
+
+
+def test_a_worker_that_evaluates_pays_for_the_same_kind_of_device(monkeypatch: Any) -> None:
+    """CPUs of a node are paid with its GPUs where these are counted."""
+    nodes = [HEAD_NODE, node("", "big", {"CPU": 96.0, "GPU": 8.0})]
+    monkeypatch.setattr(cost, "living_nodes", lambda: nodes)
+    monkeypatch.setattr(cost, "cluster_file", lambda file: "cluster.yaml")
+    monkeypatch.setattr(cost, "read_cluster", lambda file: SHAPE)
+    config = load_config([], [])
+    for resources, workers in (({"GPU": 1.0}, 5), ({"GPU": 0.5}, 4.5), ({"CPU": 4.0}, 4), ({}, 4)):
+        rate = cost.rate_here(config, 4, {"GPU": 1.0}, for_evaluation=resources)
+        assert rate == pytest.approx(workers * 55 / 8)
 
 
 def test_a_budget_is_stopped_before_it_is_overspent() -> None:

@@ -89,6 +89,10 @@ UNEVALUATED = ["task=tests.tasks:Odd", "task_args.what=unevaluated", "train.eval
             [*UNEVALUATED, "train.patience=2"],
             "train.patience is 2 evaluations, but .* no eval_data",
         ),
+        (
+            [*UNEVALUATED, "train.eval_separate=true"],
+            "train.eval_separate evaluates checkpoints, but the task has no eval_data: leave it",
+        ),
     ],
 )
 def test_what_an_evaluation_does_not_give_is_told_with_the_task(

@@ -74,6 +74,7 @@ BAD = [
     ("space: {optimizer.lr: {linspace: [1, 2, 1]}}", "has 1 values: write at least 2"),
     ("name: a/b", "use letters, digits"),
     ("set: [1]", "it must be a mapping"),
+    ("set: {train.eval_separate: true}", "leave train.eval_separate out"),
     ("space: {optimizer.lr: {logunifrom: [1, 2]}}", "did you mean 'loguniform'"),
     ("space: {optimizer.lr: {uniform: [1, 2]}}", "cannot try all of"),
     ("space: {optimizer.lrr: [1, 2]}", "optimizer.lr"),
