@@ -100,6 +100,7 @@ class TrainConfig:
     compile: bool = Options.compile
     compile_backend: str = Options.compile_backend
     activation_checkpointing: str = Options.activation_checkpointing
+    activation_offloading: bool = Options.activation_offloading
     seed: int = 0
     """Decides initial weights, data order and dropout; the same whatever the number of workers."""
     matmul_precision: str = "highest"
