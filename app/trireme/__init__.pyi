@@ -186,9 +186,10 @@ class OptimizerKeys(TypedDict, total=False):
     """The optimizer."""
 
     name: str
-    """adamw, adam, sgd, muon (matrices of hidden layers, adamw for the others), adafactor,
-    adadelta, adagrad, adamax, asgd, nadam, radam, rmsprop, rprop (torch.optim's), or the import
-    path of a class (my_package.my_module:MyOptimizer)."""
+    """adamw, adamw8bit (its moments in 8 bits: 2 bytes a weight instead of 8), adam, sgd, muon
+    (matrices of hidden layers, adamw for the others), adafactor, adadelta, adagrad, adamax, asgd,
+    nadam, radam, rmsprop, rprop (torch.optim's), or the import path of a class
+    (my_package.my_module:MyOptimizer)."""
     lr: float
     """Learning rate at the top of the schedule."""
     lr_scaling: str
@@ -200,8 +201,8 @@ class OptimizerKeys(TypedDict, total=False):
     weight_decay: float
     """Weight decay; parameters with fewer than two dimensions (biases, norms) are not decayed."""
     betas: Sequence[float]
-    """Decay rates of the first and second moment of adam, adamw, adamax, nadam, radam and muon's
-    adamw; those of others are in optimizer.args."""
+    """Decay rates of the first and second moment of adam, adamw, adamw8bit, adamax, nadam, radam
+    and muon's adamw; those of others are in optimizer.args."""
     eps: float
     """Epsilon of the same ones."""
     momentum: float

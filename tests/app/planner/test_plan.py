@@ -235,6 +235,19 @@ def test_muon_is_planned_with_its_products_and_its_one_momentum(large: Reader) -
     assert least < muon.seconds["optimizer"] - adamw.seconds["optimizer"] < 20 * least
 
 
+def test_adamw_in_8_bits_has_two_bytes_of_state_a_weight(large: Reader) -> None:
+    for name in ("ddp", "fsdp", "tensor"):
+        adamw, eight_bit = (
+            _predicted(large, name, f"optimizer.name={optimizer}")
+            for optimizer in ("adamw", "adamw8bit")
+        )
+        ratio = eight_bit.memory["optimizer"] / adamw.memory["optimizer"]
+        # The rows of 10,922 of the second product of each block stay in float32.
+        assert 2.03 / 8 < ratio < 0.4, name
+        assert eight_bit.memory["gradients"] == adamw.memory["gradients"]
+        assert eight_bit.seconds["optimizer"] < adamw.seconds["optimizer"]
+
+
 def test_async_tensor_parallelism_hides_no_more_than_products_take(large: Reader) -> None:
     def tensor(*overrides: str, gpu: str = "h100-80gb") -> float:
         overrides = ("train.micro_batch_size=1", *overrides)
