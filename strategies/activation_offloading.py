@@ -288,7 +288,7 @@ class _Call:
             call=self,
             storage=self._storage_of(own),
             dtype=own.dtype,
-            offset=own.storage_offset(),
+            offset=int(own.storage_offset()),
             size=own.size(),
             stride=own.stride(),
             distribute=_distribute_like(whole) if whole is not None else None,

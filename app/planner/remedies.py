@@ -143,7 +143,7 @@ def _with_keys(plan: Plan, name: str, rows: list[Estimate], key: str) -> Remedy:
 
 
 def compare_ways_to_save_activations(plan: Plan) -> str:
-    """What checkpointing, offloading and accumulation each take, alone, beside keeping everything.
+    """What checkpointing, offloading and accumulation take, beside keeping everything.
 
     All are planned for the layout that is the fastest if memory is no matter.
 
@@ -177,6 +177,7 @@ def compare_ways_to_save_activations(plan: Plan) -> str:
     ways = {
         "checkpointing": best(whole | stays, recomputed=True),
         "offloading activations": best(whole | kept | {MOVES_ACTIVATIONS: True}),
+        "both": best(whole | {MOVES_ACTIVATIONS: True}, recomputed=True),
         "accumulation": best(kept | stays),
     }
     clauses = []
@@ -185,15 +186,17 @@ def compare_ways_to_save_activations(plan: Plan) -> str:
             continue
         value = {
             "checkpointing": row.candidate.checkpointing,
+            "both": f"{row.candidate.checkpointing}, {row.host_memory_bytes / GIB:.3g} GiB",
             "offloading activations": f"{row.host_memory_bytes / GIB:.3g} GiB of each host",
             "accumulation": f"micro-batches of {row.candidate.micro_batch}",
         }[name]
-        verdict = "it fits" if row.fits else f"it does not fit ({row.memory_bytes / GIB:.3g} GiB)"
+        size = f"{row.memory_bytes / GIB:.3g} GiB"
+        verdict = f"it fits ({size})" if row.fits else f"it does not fit ({size})"
         times = row.step_seconds / everything.step_seconds
         clauses.append(f"with {name} ({value}) {verdict} and takes {times:.3g} times as long")
     return (
-        f"Beside {layout.name} in {everything.candidate.precision} with all activations on the "
-        f"GPU ({everything.memory_bytes / GIB:.3g} GiB), {'; '.join(clauses)}."
+        f"With all activations on the GPU {layout.name} in {everything.candidate.precision} needs "
+        f"{everything.memory_bytes / GIB:.3g} GiB; {'; '.join(clauses)}."
     )
 
 

@@ -169,15 +169,16 @@ def test_ways_to_save_activations_are_compared_in_a_sentence(small: Reader) -> N
     ).rows[0]
     state = sum(kept.memory.values()) - kept.memory["activations"] - kept.memory["margin"]
     machine = with_memory(gpus(1), 0.5 * state)
-    (sentence,) = [one for one in advice(plan_of(small, machine, *batch)) if "Beside" in one]
-    assert sentence.startswith("Beside single in bf16 with all activations on the GPU (")
-    for way in ("checkpointing (", "offloading activations (", "accumulation (micro-batches of "):
+    (sentence,) = [one for one in advice(plan_of(small, machine, *batch)) if "With all" in one]
+    assert sentence.startswith("With all activations on the GPU single in bf16 needs ")
+    ways = ("checkpointing (", "offloading activations (", "both (", "accumulation (micro-batches ")
+    for way in ways:
         (clause,) = [part for part in sentence.split("; ") if f"with {way}" in part]
         assert "it does not fit (" in clause, "the state alone is too much"
         times = float(clause.split(" and takes ")[1].split(" times")[0])
         assert times > 0.99, clause
     plan = plan_of(small, gpus(1), *batch, "parallel.offload=false", fixed_keys=fixed[:1])
-    assert not any("Beside" in one for one in advice(plan)), "it fits without any of them"
+    assert not any("With all" in one for one in advice(plan)), "it fits without any of them"
 
 
 def test_a_layout_that_nobody_has_to_keep_comes_first(small: Reader) -> None:
