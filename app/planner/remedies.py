@@ -15,7 +15,7 @@ from app.planner.layouts import DATA_DEGREES, MOVES_ACTIVATIONS, Fixed
 from app.planner.plan import GIB, Plan, ranked
 from app.planner.stand_in import plan_experiment
 from strategies import registry
-from strategies.dims import MODEL_DEGREES, LayoutError
+from strategies.dims import DEGREES, MODEL_DEGREES, LayoutError
 
 LARGEST_CLUSTER = 2**12
 """GPUs up to which a cluster is looked for that holds a model."""
@@ -161,6 +161,7 @@ def compare_ways_to_save_activations(plan: Plan) -> str:
     if everything is None:
         return ""
     layout = everything.candidate.layout
+    fixed |= {f"parallel.{name}": getattr(layout.dims, name) for name in DEGREES}
 
     def best(values: Fixed, *, recomputed: bool = False) -> Estimate | None:
         rows = plan.on_gpus(world, fixed | values, as_planned=True)

@@ -218,7 +218,8 @@ def test_activations_in_host_memory_take_copies_beside_the_computation(large: Re
     assert slow.memory["activations"] < kept.memory["activations"]
     recomputed, only_inputs = both("fsdp", "train.activation_checkpointing=full")
     assert only_inputs.host_memory_bytes < 0.2 * moved.host_memory_bytes
-    assert only_inputs.memory_bytes < recomputed.memory_bytes
+    # The first block's backward needs the most, when no other input is there any more.
+    assert only_inputs.memory_bytes <= recomputed.memory_bytes
     _, selective = both("fsdp", "train.activation_checkpointing=selective")
     assert selective.host_memory_bytes == pytest.approx(only_inputs.host_memory_bytes, rel=0.01)
 
