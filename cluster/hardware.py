@@ -25,6 +25,8 @@ from cluster.environment import below_home
 
 CATALOGUE = Path(__file__).with_name("hardware.yaml")
 
+PCIE_4 = 25e9
+"""Bytes/s to or from host memory that PCIe 4 ×16 reaches of its 31.5e9."""
 VARIANT = {"memory": "GiB", "hbm": "TB/s", "link": "GB/s", "power": "W"}
 """What may be written after a GPU's name, and its unit."""
 _UNITS = {"GiB": 2**30, "GB": 1e9, "TB/s": 1e12, "GB/s": 1e9, "W": 1.0, "kW": 1e3}
@@ -46,6 +48,7 @@ class Gpu:
         peak: FLOP/s of dense matrix products by precision: fp32 (vector units), tf32, bf16, fp16
             and fp8, without those that it does not have.
         link_within: Bytes/s from one GPU to another of the same node, one direction.
+        link_host: Bytes/s that copies to or from host memory reach, one direction.
         watts: Its power limit; 0 if it is not known.
         clock: Which share of the clock behind `peak` a lower power limit leaves.
     """
@@ -55,6 +58,7 @@ class Gpu:
     memory_bandwidth: float
     peak: dict[str, float] = field(hash=False)
     link_within: float
+    link_host: float = PCIE_4
     watts: float = 0.0
     clock: float = 1.0
 
@@ -309,6 +313,7 @@ def _read_gpu(name: str, entry: dict[str, Any], file: Path) -> Gpu:
             memory_bandwidth=float(entry["bandwidth"]) * 1e9,
             peak={precision: float(rate) * 1e12 for precision, rate in entry["peak"].items()},
             link_within=float(entry["link"]) * 1e9,
+            link_host=float(entry["host"]) * 1e9 if "host" in entry else PCIE_4,
             watts=float(entry.get("watts", 0)),
         )
     except (TypeError, ValueError) as error:

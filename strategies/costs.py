@@ -21,18 +21,51 @@ Number = int | float
 
 FLOAT32_BYTES = 4
 
+EIGHT_BIT_BLOCK = 256
+"""The most numbers of a row that share a scale in the state of adamw8bit."""
+SMALLEST_BLOCK = 32
+"""The fewest; with fewer, the scales would take more than an eighth of what the numbers take."""
+
 STATES = {
     **dict.fromkeys(("adamw", "adam", "adamax", "nadam", "radam", "adadelta", "rprop"), 2),
     **dict.fromkeys(("sgd", "adagrad", "rmsprop", "asgd"), 1),
     "adafactor": 0,
     "muon": 1,
+    "adamw8bit": 2 * (1 / FLOAT32_BYTES + 1 / EIGHT_BIT_BLOCK),
 }
 """Tensors of the parameter's size that an optimizer keeps (sgd: its momentum).
 
-Adafactor keeps a row and a column of each matrix. Those of app/training/optimizer.py stand here.
+Adafactor keeps a row and a column of each matrix. Those of adamw8bit have a byte for each number
+and a scale for each block, where `eight_bit_block` finds one. Those of app/training/optimizer.py
+stand here.
 """
 STEP_NUMBERS = {"sgd": 0, "muon": 0, "nadam": 2, "asgd": 3}
 """Single numbers that an optimizer keeps of each tensor; the others keep one, a count of steps."""
+
+
+def row_length(shape: tuple[int, ...]) -> int:
+    """The numbers in a row of a parameter, which adamw8bit cuts into blocks; 0 without rows.
+
+    A row of a convolution is what belongs to one output channel.
+    """
+    if len(shape) < 2:
+        return 0
+    return math.prod(shape[1:]) if len(shape) > 3 else shape[-1]
+
+
+def eight_bit_block(shape: tuple[int, ...], most: int = EIGHT_BIT_BLOCK) -> int:
+    """How many numbers of a row share a scale in the state of adamw8bit.
+
+    Args:
+        shape: Of the whole parameter, so that all layouts have the same blocks.
+        most: The configured number; the largest that divides a row and this is taken.
+
+    Returns:
+        0: its state is kept in float32, as no such number is large enough.
+    """
+    length = row_length(shape)
+    block = math.gcd(length, most) if length else 0
+    return block if block >= min(SMALLEST_BLOCK, most) else 0
 
 
 @dataclass(frozen=True)
@@ -69,6 +102,14 @@ class ParameterSize:
     @property
     def bytes(self) -> int:
         return self.numel * self.itemsize
+
+    @property
+    def eight_bit_state(self) -> int:
+        """Bytes of the two moments that adamw8bit keeps."""
+        block = eight_bit_block(self.shape)
+        if not block:
+            return 2 * FLOAT32_BYTES * self.numel
+        return 2 * (self.numel + FLOAT32_BYTES * self.numel // block)
 
     def shard(self, ways: int, dim: int = 0) -> ParameterSize:
         """The largest of the shards that torch.chunk makes along `dim`: the first rank's."""
@@ -109,6 +150,10 @@ class UnitSize:
     """Numbers (not bytes) in float32, if dp_shard were 1: autocast makes copies of these."""
     is_root: bool = False
     """Whether it is what is outside of the blocks."""
+    eight_bit_state: Number = 0
+    """Bytes of the moments of adamw8bit, if dp_shard were 1."""
+    sharded_eight_bit_state: Number = 0
+    """Bytes of this rank's shards of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +178,8 @@ class RankSize:
     """The share of gradients of what is outside of the blocks."""
     buffers: Number = 0
     """Bytes of buffers."""
+    eight_bit_state: Number = 0
+    sharded_eight_bit_state: Number = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,6 +330,7 @@ def unit_size(
 
     sharded_parameters = 0
     sharded_gradients = 0
+    sharded_eight_bit_state = 0
     whole_gradients = 0
     gathered = 0
     for parameter in parameters:
@@ -294,6 +342,7 @@ def unit_size(
             gathered += shard.numel * ways // (2 if parameter.itemsize == 1 else 1)
         if parameter.trainable:
             sharded_gradients += shard.bytes
+            sharded_eight_bit_state += shard.eight_bit_state
             whole_gradients += parameter.bytes if dim is None else 0
 
     trained = [parameter for parameter in parameters if parameter.trainable]
@@ -309,6 +358,8 @@ def unit_size(
             parameter.numel for parameter in parameters if parameter.itemsize == FLOAT32_BYTES
         ),
         is_root=is_root,
+        eight_bit_state=sum(parameter.eight_bit_state for parameter in trained),
+        sharded_eight_bit_state=sharded_eight_bit_state,
     )
 
 
@@ -335,11 +386,17 @@ def rank_size(units: Sequence[UnitSize], buffers: int = 0) -> RankSize:
         float32_numel=sum(unit.float32_numel for unit in units),
         outside=outside / gradients if gradients else 0.0,
         buffers=buffers,
+        eight_bit_state=sum(unit.eight_bit_state for unit in units),
+        sharded_eight_bit_state=sum(unit.sharded_eight_bit_state for unit in units),
     )
 
 
 def optimizer_bytes(
-    gradients: Number, tensors: Number, optimizer: str, outside: Number = 0
+    gradients: Number,
+    tensors: Number,
+    optimizer: str,
+    outside: Number = 0,
+    eight_bit_state: Number = 0,
 ) -> Number:
     """Bytes of optimizer state.
 
@@ -352,10 +409,13 @@ def optimizer_bytes(
         optimizer: Its name in the configuration.
         outside: The share of the gradients that is of what is outside of the blocks, which Muon
             leaves to AdamW.
+        eight_bit_state: The bytes of adamw8bit's moments.
     """
     if optimizer == "muon":
         return gradients + int(gradients * outside)
     step_bytes = STEP_NUMBERS.get(optimizer, 1) * FLOAT32_BYTES * tensors
+    if optimizer == "adamw8bit":
+        return eight_bit_state + step_bytes
     return STATES.get(optimizer, 2) * gradients + step_bytes
 
 
@@ -369,7 +429,13 @@ def replicated(size: RankSize, step: StepShape) -> Cost:
     return Cost(
         parameters=size.parameters,
         gradients=size.gradients,
-        optimizer=optimizer_bytes(size.gradients, size.tensors, step.optimizer, size.outside),
+        optimizer=optimizer_bytes(
+            size.gradients,
+            size.tensors,
+            step.optimizer,
+            outside=size.outside,
+            eight_bit_state=size.eight_bit_state,
+        ),
         buffers=size.buffers,
         transient=autocast_bytes(size.float32_numel, step),
     )

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from strategies import fsdp
 from strategies.dims import Layout, LayoutError
+from strategies.options import Options
 from strategies.parallel import Parallel
 from strategies.state import initialise_optimizer_state, load_model_state, require_same
 from strategies.strategy import Applied, Setup, Strategy
@@ -90,6 +91,17 @@ def engine_configuration(user_configuration: Configuration | None) -> Configurat
     }
 
 
+def _check_options(options: Options) -> None:
+    engine_configuration(options.deepspeed)
+    if options.activation_offloading:
+        # ZeRO-3 frees gathered weights by giving parameters other memory, which a saved tensor that
+        # has passed a hook would not notice.
+        raise LayoutError(
+            "train.activation_offloading does not work with strategy deepspeed: write "
+            "strategy=fsdp, or cpu_checkpointing in the DeepSpeed JSON"
+        )
+
+
 def apply(setup: Setup) -> Applied:
     """Loads the module; the engine wraps it once it has the optimizer (`prepare_optimizer`)."""
     configuration = engine_configuration(setup.options.deepspeed)
@@ -107,7 +119,7 @@ STRATEGY = Strategy(
     degrees=("dp_shard",),
     plannable=False,
     required_package=PACKAGE,
-    check_options=lambda options: engine_configuration(options.deepspeed),
+    check_options=_check_options,
     precisions=("fp32", "bf16"),
     reduce_dtype_refusal="is not for DeepSpeed: write communication_data_type in its JSON",
     # Its engine has parameters and hooks of its own in place of the model's, and may keep only

@@ -444,7 +444,11 @@ def cost(size: RankSize, step: StepShape) -> Cost:
         parameters=size.sharded_parameters,
         gradients=size.sharded_gradients,
         optimizer=optimizer_bytes(
-            size.sharded_gradients, size.tensors, step.optimizer, size.outside
+            size.sharded_gradients,
+            size.tensors,
+            step.optimizer,
+            outside=size.outside,
+            eight_bit_state=size.sharded_eight_bit_state,
         ),
         buffers=size.buffers,
         transient=unsharded * step.compute_itemsize + in_flight + waiting,

@@ -196,8 +196,9 @@ def require_copyable(module: nn.Module) -> None:
         if "forward" in vars(part):
             raise LayoutError(
                 f"strategy dp copies the model to every GPU, but not the forward of "
-                f"{name or 'the model'}, which was replaced (train.activation_checkpointing and "
-                "train.compile do that): write strategy=ddp, or leave them out"
+                f"{name or 'the model'}, which was replaced (train.activation_checkpointing, "
+                "train.activation_offloading and train.compile do that): write strategy=ddp, or "
+                "leave them out"
             )
 
 

@@ -69,6 +69,9 @@ class Options:
     """Recompute activations in backward instead of keeping them: none, full (each block), every_2
     (every second block; any number), or selective (each block, but the results of matrix products
     are kept)."""
+    activation_offloading: bool = False
+    """Keep what blocks save for backward in host memory instead of the GPU's, copied while other
+    blocks compute: it takes no arithmetic, but time where copying takes longer than computing."""
 
     # --- data parallelism -------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from strategies import state
+from strategies.activation_offloading import Moved
 from strategies.clip import GradNorm
 from strategies.context.apply import Context
 from strategies.dims import Layout, LayoutError
@@ -100,6 +101,8 @@ class Parallel:
 
     has_loss: bool = True
     """Whether this rank has the loss; in a pipeline only the stage with the last block does."""
+    moved: Moved | None = None
+    """What activation offloading has moved to the host on this rank; None without it."""
 
     def __init__(
         self,

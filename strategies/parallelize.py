@@ -8,7 +8,8 @@
    recomputation in backward uses the parameters that were gathered once, and around the split
    layers, so that they are recomputed as they ran.
 3. **compile** what is now a block's whole forward, but none of the sharding's hooks around it.
-4. **shard or replicate** last, over the parameters that the steps before have left: the
+4. **activation offloading** goes around what is compiled, because it moves what this saves.
+5. **shard or replicate** last, over the parameters that the steps before have left: the
    data-parallel strategy's `apply`. (A pipeline does this itself, because it gathers and reduces
    once per step; then its stages are connected.)
 
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from strategies import activation_checkpointing, precision, registry, state
+from strategies import activation_checkpointing, activation_offloading, precision, registry, state
 from strategies.blocks import compile_blocks, find_blocks
 from strategies.channels_last import use_channels_last
 from strategies.context.apply import Context, ContextPlan, require_positions
@@ -159,6 +160,9 @@ def parallelize(
     activation_checkpointing.apply(module, names, options.activation_checkpointing)
     if options.compile and not compiles_first:
         compile_blocks(module, names, options.compile_backend)
+    moved = None
+    if options.activation_offloading:
+        moved = activation_offloading.apply(module, names, device, is_pipeline=division is not None)
 
     def load() -> None:
         if not on_meta:
@@ -194,8 +198,13 @@ def parallelize(
         *float8_notes,
     )
     if division is not None and mesh is not None:
-        return division.connect(setup, mesh, split=split, notes=notes, context=context)
-    return _apply_data_strategy(setup, split=split, notes=notes, context=context)
+        parallel: Parallel = division.connect(
+            setup, mesh, split=split, notes=notes, context=context
+        )
+    else:
+        parallel = _apply_data_strategy(setup, split=split, notes=notes, context=context)
+    parallel.moved = moved
+    return parallel
 
 
 def _build(

@@ -156,6 +156,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "layouts[].micro_batch_size": "Samples at once.",
         "layouts[].micro_batches": "How often in a step.",
         "layouts[].activation_checkpointing": "none, selective or full.",
+        "layouts[].activation_offloading": "Whether activations wait in host memory.",
         "layouts[].precision": "Of the products.",
         "layouts[].memory_bytes": "Of the fullest GPU, at its peak.",
         "layouts[].memory_bytes_by_part.*": "What this part of it takes.",

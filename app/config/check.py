@@ -79,10 +79,10 @@ RESOURCES = {
 }
 """Ray's own resources, each with other names that people write. Any other name is of a cluster."""
 OPTIMIZERS = (
-    *("adamw", "adam", "sgd", "muon", "adafactor", "adadelta", "adagrad", "adamax", "asgd"),
-    *("nadam", "radam", "rmsprop", "rprop"),
+    *("adamw", "adam", "sgd", "muon", "adamw8bit", "adafactor", "adadelta", "adagrad", "adamax"),
+    *("asgd", "nadam", "radam", "rmsprop", "rprop"),
 )
-"""The optimizers of torch that have a short name (app/training/optimizer.py)."""
+"""The optimizers that have a short name (app/training/optimizer.py)."""
 CHOICES = {
     "run.log_format": ("text", "json"),
     "launcher": ("auto", "ray", "actors", "local", "torchrun"),

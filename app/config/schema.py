@@ -100,6 +100,7 @@ class TrainConfig:
     compile: bool = Options.compile
     compile_backend: str = Options.compile_backend
     activation_checkpointing: str = Options.activation_checkpointing
+    activation_offloading: bool = Options.activation_offloading
     seed: int = 0
     """Decides initial weights, data order and dropout; the same whatever the number of workers."""
     matmul_precision: str = "highest"
@@ -161,9 +162,10 @@ class OptimizerConfig:
     """The keys of `optimizer`."""
 
     name: str = "adamw"
-    """adamw, adam, sgd, muon (matrices of hidden layers, adamw for the others), adafactor,
-    adadelta, adagrad, adamax, asgd, nadam, radam, rmsprop, rprop (torch.optim's), or the import
-    path of a class (my_package.my_module:MyOptimizer)."""
+    """adamw, adamw8bit (its moments in 8 bits: 2 bytes a weight instead of 8), adam, sgd, muon
+    (matrices of hidden layers, adamw for the others), adafactor, adadelta, adagrad, adamax, asgd,
+    nadam, radam, rmsprop, rprop (torch.optim's), or the import path of a class
+    (my_package.my_module:MyOptimizer)."""
     lr: float = 1e-3
     """Learning rate at the top of the schedule."""
     lr_scaling: str = "none"
@@ -175,8 +177,8 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     """Weight decay; parameters with fewer than two dimensions (biases, norms) are not decayed."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    """Decay rates of the first and second moment of adam, adamw, adamax, nadam, radam and muon's
-    adamw; those of others are in optimizer.args."""
+    """Decay rates of the first and second moment of adam, adamw, adamw8bit, adamax, nadam, radam
+    and muon's adamw; those of others are in optimizer.args."""
     eps: float = 1e-8
     """Epsilon of the same ones."""
     momentum: float = 0.9

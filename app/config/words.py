@@ -23,6 +23,10 @@ OTHER_NAMES = {
     "train.activation_checkpointing": (
         "gradient_checkpointing activation_checkpointing checkpointing recompute"
     ),
+    "train.activation_offloading": (
+        "activation_offloading enable_activation_offloading offload_activations activation_offload "
+        "cpu_checkpointing save_on_cpu"
+    ),
     "train.clip_norm": (
         "max_grad_norm gradient_clip_val gradient_clipping grad_clip clip_grad_norm clip"
     ),

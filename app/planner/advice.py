@@ -7,7 +7,13 @@ from app.planner.layouts import Candidate
 from app.planner.machine import Machine, machine_of_run
 from app.planner.plan import GIB, Plan, estimator_of, reader_of
 from app.planner.read import Reader
-from app.planner.remedies import LARGEST_CLUSTER, Remedy, remedies
+from app.planner.remedies import (
+    LARGEST_CLUSTER,
+    Remedy,
+    compare_ways_to_save_activations,
+    needs_remedies,
+    remedies,
+)
 from app.tasks.base import Task
 from cluster.hardware import all_instances
 from strategies.dims import DEGREES, Layout
@@ -32,6 +38,7 @@ PARTS = {
     "replicate": "the all-reduce that backward does not hide",
     "pipeline_send": "activations sent between stages",
     "contention": "computation slowed by communication beside it",
+    "host": "copying activations to host memory and back, which computation does not hide",
     "bubble": "stages waiting for the pipeline to fill and drain",
     "optimizer": "the optimizer, whose state is not sharded",
     "data": "copying samples to the GPU",
@@ -86,6 +93,7 @@ def candidate_of(config: Config, layout: Layout) -> Candidate:
         schedule=schedule,
         chunks=chunks,
         offload=parallel.offload,
+        moves_activations=train.activation_offloading,
     )
 
 
@@ -122,8 +130,10 @@ def settings_text(row: Estimate) -> str:
     mode = candidate.checkpointing
     recomputation = "" if mode == "none" else f", {mode} recomputation"
     offload = ""
-    if candidate.offload:
-        offload = f", {size_text(row.host_memory_bytes)} of state in each host's memory"
+    moved = [("state", candidate.offload), ("activations", candidate.moves_activations)]
+    if any(is_moved for _, is_moved in moved):
+        what = " and ".join(name for name, is_moved in moved if is_moved)
+        offload = f", {size_text(row.host_memory_bytes)} of {what} in each host's memory"
     return f"{written or 'one worker'}, micro-batch {candidate.micro_batch}{recomputation}{offload}"
 
 
@@ -143,9 +153,14 @@ def advice(plan: Plan, tried: list[Remedy] | None = None) -> list[str]:
     best = plan.best
     assumption = plan.machine.assumption
     if best is None:
-        return [*infeasible(plan, tried), *([assumption] if assumption else [])]
+        return [
+            *infeasible(plan, tried),
+            *_activations(plan),
+            *([assumption] if assumption else []),
+        ]
     return [
         _answer(plan, best),
+        *_activations(plan),
         *_compared_with_one_gpu(plan, best),
         *_compared_with_twice_as_many(plan, best),
         *_waits(best),
@@ -166,6 +181,14 @@ def _answer(plan: Plan, best: Estimate) -> str:
         dollars = f"${cost:,.2f}" if cost >= 0.01 else "less than a cent"
         answer += f"; {dollars} for the run of {plan.steps:,} steps"
     return f"{answer}."
+
+
+def _activations(plan: Plan) -> list[str]:
+    """How the ways to save activations compare, where a plan needs something of the kind."""
+    if not needs_remedies(plan) or plan.machine.device.is_cpu:
+        return []
+    sentence = compare_ways_to_save_activations(plan)
+    return [sentence] if sentence else []
 
 
 def _fastest(rows: list[Estimate]) -> Estimate | None:
@@ -233,6 +256,13 @@ def _waits(best: Estimate) -> list[str]:
             f"Communication takes {100 * communication / best.step_seconds:.0f} % of the step, "
             f"mostly {PARTS[largest]}: faster links, a larger train.global_batch_size or "
             "parallel.reduce_dtype=bf16 would shorten it."
+        )
+    copying = best.seconds["host"]
+    if copying > 0.1 * best.step_seconds:
+        sentences.append(
+            f"Copies of activations take {100 * copying / best.step_seconds:.0f} % of the step "
+            "longer than the computation beside them: train.activation_checkpointing=full leaves "
+            "less to copy."
         )
     bubble = best.seconds["bubble"]
     if bubble > 0.1 * best.step_seconds:

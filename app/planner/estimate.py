@@ -26,6 +26,7 @@ from app.planner.read import Reader, Variant
 from app.planner.timing import Case, timing
 from app.planner.trace import AFTER, BEFORE
 from strategies.activation_checkpointing import recomputed_blocks
+from strategies.activation_offloading import ON_DEVICE, moved_blocks
 from strategies.context.apply import choose_method
 from strategies.costs import RankSize, StepShape, UnitSize, part_of, rank_size, unit_size
 from strategies.dims import ParallelDims
@@ -56,7 +57,7 @@ class Estimate:
             (parallel.accumulate_sharded); None if the layout leaves no choice.
         stages: The number of blocks of each chunk of a pipeline; None without a pipeline.
         speed_range: Between these shares of the planned speed are 80 % of runs of this kind.
-        host_memory_bytes: Of a host's memory that offloaded state of its GPUs takes.
+        host_memory_bytes: Of a host's memory that offloaded state and activations of its GPUs take.
         host_bytes: The memory of a host; None if it is not known.
         unmeasured: Traits of the plan that none of the runs behind `speed_range` had.
     """
@@ -85,14 +86,14 @@ class Estimate:
 
     @property
     def host_memory_share(self) -> float | None:
-        """Share of a host's memory that offloaded state takes; None if its size is not known."""
+        """Share of a host's memory that is offloaded to; None if its size is not known."""
         if not self.host_memory_bytes:
             return 0.0
         return self.host_memory_bytes / self.host_bytes if self.host_bytes else None
 
     @property
     def exceeds_host(self) -> bool:
-        """Whether offloaded state takes more than the memory of a host."""
+        """Whether what is offloaded takes more than the memory of a host."""
         return (self.host_memory_share or 0.0) > 1
 
     @property
@@ -224,9 +225,7 @@ class Estimator:
             parameter_tensors=len(self.reader.size.parameters),
             clips=self.clips,
         )
-        host_memory_bytes = 0.0
-        if candidate.offload:
-            host_memory_bytes = self._host_memory_bytes(case, stages)
+        host_memory_bytes = self._host_memory_bytes(case, stages)
         spread = spread_of(self.traits(candidate), self.machine.device.ranges)
         return Estimate(
             candidate=candidate,
@@ -280,6 +279,7 @@ class Estimator:
                 precision=candidate.precision,
             ),
             checkpointing=candidate.checkpointing,
+            moves_activations=candidate.moves_activations,
         )
 
     def _case(self, candidate: Candidate, stages: Stages) -> Case:
@@ -466,12 +466,19 @@ class Estimator:
         }
 
     def _host_memory_bytes(self, case: Case, stages: Stages) -> float:
-        """Bytes of a host's memory for parameters, gradients and optimizer state of its GPUs."""
-        size = self._rank_size_of(case, stages.slowest)
-        cost = case.candidate.strategy.cost(size, case.step)
-        gpus_of_host = min(self.machine.per_node, self.machine.world)
-        state_bytes = cost.parameters + cost.gradients + cost.optimizer
-        return float(state_bytes) * gpus_of_host
+        """Bytes of a host's memory for what is offloaded from its GPUs: state and activations."""
+        candidate = case.candidate
+        gpu_bytes = 0.0
+        if candidate.offload:
+            size = self._rank_size_of(case, stages.slowest)
+            cost = candidate.strategy.cost(size, case.step)
+            gpu_bytes += float(cost.parameters + cost.gradients + cost.optimizer)
+        if candidate.moves_activations and not self.machine.device.is_cpu:
+            gpu_bytes += max(
+                _moved_activations(case, stage, counts)
+                for stage, counts in stages.candidates_for_fullest
+            )
+        return gpu_bytes * min(self.machine.per_node, self.machine.world)
 
     def _rank_size_of(self, case: Case, counts: tuple[int, ...]) -> RankSize:
         shards = ParameterShards.of(case.candidate.parameter_dims)
@@ -487,9 +494,8 @@ def _parts_of_chunks(order: list[str], sizes: tuple[int, ...]) -> list[list[str]
     return chunks
 
 
-def _pipeline_activations(case: Case, stage: int, counts: tuple[int, ...]) -> float:
-    """Bytes of the micro-batches that a stage has in flight, and of the part that is at work."""
-    candidate = case.candidate
+def _in_flight(candidate: Candidate, stage: int) -> float:
+    """The micro-batches whose activations a stage of a pipeline keeps at the same time."""
     activations = activations_by_formula(
         candidate.schedule,
         stages=candidate.dims.pp,
@@ -497,11 +503,38 @@ def _pipeline_activations(case: Case, stage: int, counts: tuple[int, ...]) -> fl
         chunks=candidate.chunks,
         stage=stage,
     )
-    in_flight = activations / candidate.chunks
+    return activations / candidate.chunks
+
+
+def _moved_activations(case: Case, stage: int, counts: tuple[int, ...]) -> float:
+    """Bytes of a worker's saved tensors that are in host memory at the same time."""
+    is_pipeline = case.candidate.dims.pp > 1
+    blocks = sum(count for part, count in zip(case.parts, counts) if part.is_block)
+    saved = sum(part.moved_bytes * count for part, count in zip(case.parts, counts))
+    share = moved_blocks(blocks, is_pipeline=is_pipeline) / max(1, blocks)
+    return saved * share * (_in_flight(case.candidate, stage) if is_pipeline else 1)
+
+
+def _bytes_not_moved_yet(case: Case, blocks: int) -> float:
+    """Bytes on a device of blocks whose tensors are to be moved, or are there again.
+
+    Args:
+        case: The layout.
+        blocks: How many blocks there are up to the one that is at work.
+    """
+    if case.machine.device.is_cpu:
+        return 0.0
+    return max(part.moved_bytes for part in case.parts) * min(ON_DEVICE, blocks)
+
+
+def _pipeline_activations(case: Case, stage: int, counts: tuple[int, ...]) -> float:
+    """Bytes of the micro-batches that a stage has in flight, and of the part that is at work."""
+    in_flight = _in_flight(case.candidate, stage)
     present = [(part, count) for part, count in zip(case.parts, counts) if count]
     saved_bytes = sum(part.saved_bytes * count for part, count in present)
     at_work_bytes = max(part.recomputed_bytes + part.working_bytes for part, _ in present)
-    return saved_bytes * in_flight + at_work_bytes
+    blocks = sum(count for part, count in present if part.is_block)
+    return saved_bytes * in_flight + at_work_bytes + _bytes_not_moved_yet(case, blocks)
 
 
 def _worst_moment(case: Case, gradient_bytes: float) -> tuple[float, float]:
@@ -524,6 +557,7 @@ def _worst_moment(case: Case, gradient_bytes: float) -> tuple[float, float]:
     # Gradients of earlier micro-batches exist from the start, and so do DDP's buckets.
     exist_from_start = accumulates or (strategy.averages_gradients and case.candidate.dims.tp == 1)
     saved_before = 0.0
+    blocks_before = 0
     gradients_after = all_gradients
     worst = (float("-inf"), 0.0, 0.0)
     for part, unit, count in zip(case.parts, case.units, case.counts):
@@ -534,9 +568,12 @@ def _worst_moment(case: Case, gradient_bytes: float) -> tuple[float, float]:
                 gradients = all_gradients
             else:
                 gradients = max(0.0, gradients_after - part_gradients * place)
-            activations = saved_before + part.saved_bytes * place + at_work
+            blocks = blocks_before + place * part.is_block
+            on_device = _bytes_not_moved_yet(case, blocks)
+            activations = saved_before + part.saved_bytes * place + at_work + on_device
             worst = max(worst, (activations + gradients, activations, gradients))
         saved_before += part.saved_bytes * count
+        blocks_before += count * part.is_block
         gradients_after = max(0.0, gradients_after - part_gradients * count)
     _, activations, gradients = worst
     return activations, gradients

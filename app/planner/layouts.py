@@ -43,6 +43,7 @@ class Candidate(NamedTuple):
         schedule: Of a pipeline; "" without one.
         chunks: Of blocks, for each stage of a pipeline.
         offload: Whether state is kept in host memory.
+        moves_activations: Whether what blocks save for backward is kept in host memory.
     """
 
     layout: Layout
@@ -53,6 +54,7 @@ class Candidate(NamedTuple):
     schedule: str = ""
     chunks: int = 1
     offload: bool = False
+    moves_activations: bool = False
 
     @property
     def dims(self) -> ParallelDims:
@@ -117,6 +119,8 @@ def _complexity(layout: Layout, *, offload: bool) -> int:
 
 Fixed = dict[str, Any]
 """What the user has fixed: key of the configuration → value. A key that is missing is free."""
+MOVES_ACTIVATIONS = "train.activation_offloading"
+"""A key that no layout decides: it is fixed, or as the configuration says."""
 KEYS = (
     "strategy",
     *(f"parallel.{name}" for name in DEGREES),
@@ -144,6 +148,7 @@ class Space:
         splits_layers: Whether tensor parallelism can split the model.
         precisions: Those that are planned.
         offloads: Whether state in host memory is planned.
+        moves_activations: Whether activations are in host memory, if that is not fixed.
         pipelines: Whether pipelines are planned.
         cp_sequence: The length of a sequence that context parallelism can split; None if it cannot.
         experts: A number that ep must divide.
@@ -162,6 +167,7 @@ class Space:
     splits_layers: bool
     precisions: tuple[str, ...]
     offloads: bool = False
+    moves_activations: bool = False
     pipelines: bool = True
     cp_sequence: int | None = None
     experts: int = 1
@@ -284,6 +290,7 @@ def _candidates_of(
                             schedule=schedule,
                             chunks=chunks,
                             offload=offload,
+                            moves_activations=fixed.get(MOVES_ACTIVATIONS, space.moves_activations),
                         )
 
 

@@ -36,10 +36,7 @@ COLUMNS = (
 )
 """The table's columns; {} is the task's unit."""
 REMEDY_COLUMNS = ("try", "write", "GPUs", "GiB", "", "s/step", "GiB of each host")
-REMEDIES_HEAD = (
-    "To try, in this order; checkpointing, 16 bits and micro-batches are taken together, "
-    "the others alone:"
-)
+REMEDIES_HEAD = "To try, in this order; those above LoRA add up, the others are taken alone:"
 WHY_OPTION = "--why for each strategy's reason"
 ASSUMPTIONS_OPTION = "--assumptions for what the devices are taken to reach"
 ALIKE = 0.02
@@ -139,7 +136,11 @@ def _is_like(row: Estimate, other: Estimate) -> bool:
     mine = row.candidate
     theirs = other.candidate
     has_same_layout = mine.layout.name == theirs.layout.name
-    has_same_memory = mine.checkpointing == theirs.checkpointing and mine.offload == theirs.offload
+    has_same_memory = (
+        mine.checkpointing == theirs.checkpointing
+        and mine.offload == theirs.offload
+        and mine.moves_activations == theirs.moves_activations
+    )
     if has_same_layout and has_same_memory:
         return True
     slower = abs(row.step_seconds / other.step_seconds - 1)
@@ -193,7 +194,7 @@ def cells(plan: Plan, row: Estimate) -> tuple[str, ...]:
         layout["strategy"],
         " ".join(degrees) or "-",
         f"{layout['micro_batch_size']}{times}",
-        layout["activation_checkpointing"],
+        layout["activation_checkpointing"] + ", to host" * layout["activation_offloading"],
         layout["precision"],
         f"{size:.1f}" if size > 1 else f"{size:.3f}",
         layout["verdict"],
@@ -390,7 +391,12 @@ def _values(plan: Plan, row: Estimate) -> dict[str, Any]:
     for name, value in layout["parallel"].items():
         if value is not None:
             values[f"parallel.{name}"] = value
-    for name in ("micro_batch_size", "activation_checkpointing", "precision"):
+    for name in (
+        "micro_batch_size",
+        "activation_checkpointing",
+        "activation_offloading",
+        "precision",
+    ):
         values[f"train.{name}"] = layout[name]
     return values
 

@@ -60,6 +60,7 @@ class Work(NamedTuple):
         precision: fp32, bf16, fp16 or fp8.
         variant: Which computation of the model a worker runs.
         checkpointing: The mode of activation checkpointing.
+        moves_activations: Whether blocks keep what they save in host memory.
     """
 
     batch: float
@@ -68,6 +69,7 @@ class Work(NamedTuple):
     precision: str
     variant: Variant
     checkpointing: str
+    moves_activations: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -125,6 +127,7 @@ class PartCost:
             parallelism: in forward, in recomputation, and for the gradients of inputs.
         weight_gradient_seconds: Of the products for the gradients of weights; those of inputs take
             as long.
+        moved_bytes: Kept as `saved_bytes` are, but in host memory.
     """
 
     name: str
@@ -148,6 +151,7 @@ class PartCost:
     tp_bytes_beside_weights: float = 0.0
     tp_bytes_beside_inputs: float = 0.0
     weight_gradient_seconds: float = 0.0
+    moved_bytes: float = 0.0
 
     @property
     def is_block(self) -> bool:
@@ -229,6 +233,9 @@ def _part_cost(
     saved_bytes, recomputed_bytes = _saved_bytes(
         values, shares, work=work, device=device, has_fused_backward=is_fused and is_block
     )
+    moved_bytes = 0.0
+    if is_block and work.moves_activations:
+        moved_bytes = _moved_bytes(saved_bytes, values, shares)
     return PartCost(
         name=name,
         count=model.counts[name],
@@ -237,7 +244,8 @@ def _part_cost(
         launch_forward_seconds=forward.launch_seconds,
         launch_backward_seconds=backward.launch_seconds + forward.launch_seconds * shares.fully,
         flops=forward.flops + backward.flops,
-        saved_bytes=saved_bytes,
+        # The memory of a CPU is the host's, so that nothing leaves it.
+        saved_bytes=saved_bytes if device.is_cpu else saved_bytes - moved_bytes,
         recomputed_bytes=recomputed_bytes,
         working_bytes=max(values["extra"], values["forward_extra"] - values["saved"]),
         stage_input_bytes=values["crossing"],
@@ -259,6 +267,7 @@ def _part_cost(
         tp_bytes_beside_weights=(0.0 if is_fused else values["sent_beside"]),
         tp_bytes_beside_inputs=0.0 if is_fused else values["regathered"] * (1 - shares.recomputed),
         weight_gradient_seconds=backward.product_seconds / 2,
+        moved_bytes=moved_bytes,
     )
 
 
@@ -319,6 +328,13 @@ def _saved_bytes(
         average - shared_copies * (1 - shares.recomputed),
         max(0.0, needed_in_backward - checkpointed),
     )
+
+
+def _moved_bytes(saved_bytes: float, values: dict[str, float], shares: _Recomputed) -> float:
+    """What of a block's saved bytes waits in host memory: all but what `selective` keeps."""
+    results_stay = shares.recomputed - shares.fully
+    inputs = values["boundary"] * results_stay
+    return min(saved_bytes, saved_bytes * (1 - results_stay) + inputs)
 
 
 def _operand_numbers(products: npt.NDArray[np.float64]) -> float:

@@ -1,8 +1,8 @@
 """What to do where nothing fits, in the order of what it changes, each with its memory and time.
 
-Activation checkpointing, 16 bits and smaller micro-batches leave the training as it is, so each of
-them is planned together with those before it. LoRA, state in host memory and more GPUs are planned
-without one another, since any of them may be enough.
+Activation checkpointing, 16 bits, smaller micro-batches and activations in host memory leave the
+training as it is, so each of them is planned together with those before it. LoRA, state in host
+memory and more GPUs are planned without one another, since any of them may be enough.
 """
 
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from typing import Any
 
 from app.errors import UserError
 from app.planner.estimate import Estimate
-from app.planner.layouts import DATA_DEGREES, Fixed
-from app.planner.plan import Plan, ranked
+from app.planner.layouts import DATA_DEGREES, MOVES_ACTIVATIONS, Fixed
+from app.planner.plan import GIB, Plan, ranked
 from app.planner.stand_in import plan_experiment
 from strategies import registry
-from strategies.dims import MODEL_DEGREES, LayoutError
+from strategies.dims import DEGREES, MODEL_DEGREES, LayoutError
 
 LARGEST_CLUSTER = 2**12
 """GPUs up to which a cluster is looked for that holds a model."""
@@ -27,6 +27,7 @@ STEP_KEYS = (
     "train.activation_checkpointing",
     "train.precision",
     "train.micro_batch_size",
+    MOVES_ACTIVATIONS,
     "parallel.offload",
 )
 """The keys that remedies set."""
@@ -105,6 +106,9 @@ def remedies(plan: Plan) -> Iterator[Remedy]:
 
     rows = plan.on_gpus(world, settled, as_planned=True)
     yield _with_keys(plan, "smaller micro-batch", rows, "micro_batch_size")
+    if not plan.machine.device.is_cpu:
+        rows = plan.on_gpus(world, {**settled, MOVES_ACTIVATIONS: True}, as_planned=True)
+        yield _with_keys(plan, "activations to host", rows, "activation_offloading")
     yield _lora(plan, settled)
     has_offload = False
     if not plan.machine.device.is_cpu:
@@ -127,13 +131,74 @@ def _with_keys(plan: Plan, name: str, rows: list[Estimate], key: str) -> Remedy:
         reason = "no layout is possible as the other keys are fixed"
         return Remedy(name=name, keys=keys, gpus=plan.machine.world, reason=reason)
     candidate = row.candidate
-    value = {
+    value: Any = {
         "activation_checkpointing": candidate.checkpointing,
+        "activation_offloading": candidate.moves_activations,
         "precision": candidate.precision,
         "micro_batch_size": candidate.micro_batch,
     }[key]
     as_now = ", as now" if getattr(plan.config.train, key) == value else ""
-    return Remedy(name=name, keys=f"{keys}={value}{as_now}", gpus=plan.machine.world, row=row)
+    written = str(value).lower() if isinstance(value, bool) else value
+    return Remedy(name=name, keys=f"{keys}={written}{as_now}", gpus=plan.machine.world, row=row)
+
+
+def compare_ways_to_save_activations(plan: Plan) -> str:
+    """What checkpointing, offloading and accumulation take, beside keeping everything.
+
+    All are planned for the layout that is the fastest if memory is no matter.
+
+    Returns:
+        A sentence; "" if the configuration leaves no choice.
+    """
+    world = plan.machine.world
+    at_once = plan.config.train.micro_batch_size or plan.config.train.global_batch_size
+    fixed: Fixed = {key: value for key, value in plan.fixed.items() if key in LAYOUT_KEYS}
+    fixed |= {"parallel.offload": False, "train.precision": _sixteen_bits(plan)}
+    whole: Fixed = {"train.micro_batch_size": at_once}
+    kept: Fixed = {"train.activation_checkpointing": "none"}
+    rows = plan.on_gpus(world, fixed | whole | kept | {MOVES_ACTIVATIONS: False}, as_planned=True)
+    everything = min(rows, key=lambda row: row.step_seconds, default=None)
+    if everything is None:
+        return ""
+    layout = everything.candidate.layout
+    fixed |= {f"parallel.{name}": getattr(layout.dims, name) for name in DEGREES}
+
+    def best(values: Fixed, *, recomputed: bool = False) -> Estimate | None:
+        rows = plan.on_gpus(world, fixed | values, as_planned=True)
+        return _first(
+            [
+                row
+                for row in rows
+                if row.candidate.layout == layout
+                and (row.candidate.checkpointing != "none") == recomputed
+            ]
+        )
+
+    stays: Fixed = {MOVES_ACTIVATIONS: False}
+    ways = {
+        "checkpointing": best(whole | stays, recomputed=True),
+        "offloading activations": best(whole | kept | {MOVES_ACTIVATIONS: True}),
+        "both": best(whole | {MOVES_ACTIVATIONS: True}, recomputed=True),
+        "accumulation": best(kept | stays),
+    }
+    clauses = []
+    for name, row in ways.items():
+        if row is None:
+            continue
+        value = {
+            "checkpointing": row.candidate.checkpointing,
+            "both": f"{row.candidate.checkpointing}, {row.host_memory_bytes / GIB:.3g} GiB",
+            "offloading activations": f"{row.host_memory_bytes / GIB:.3g} GiB of each host",
+            "accumulation": f"micro-batches of {row.candidate.micro_batch}",
+        }[name]
+        size = f"{row.memory_bytes / GIB:.3g} GiB"
+        verdict = f"it fits ({size})" if row.fits else f"it does not fit ({size})"
+        times = row.step_seconds / everything.step_seconds
+        clauses.append(f"with {name} ({value}) {verdict} and takes {times:.3g} times as long")
+    return (
+        f"With all activations on the GPU {layout.name} in {everything.candidate.precision} needs "
+        f"{everything.memory_bytes / GIB:.3g} GiB; {'; '.join(clauses)}."
+    )
 
 
 def _sixteen_bits(plan: Plan) -> str:

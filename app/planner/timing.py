@@ -33,14 +33,13 @@ import numpy as np
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine
 from app.planner.part_costs import PartCost, Work
+from strategies.activation_offloading import moved_blocks
 from strategies.context.apply import METHODS
 from strategies.costs import STATES, Collective, StepShape, UnitSize
 from strategies.options import Options
 from strategies.pipeline.schedules import SPLIT
 from strategies.pipeline.simulate import Times, bubble_by_formula
 
-HOST_LINK = 25e9
-"""Bytes/s between a GPU and its host that PCIe 4 x16 reaches of its 31.5e9."""
 MUON_ITERATIONS = 5
 HOST_MEMORY = 20e9
 """Bytes/s of host memory that the optimizer of one GPU's shard reaches if 8 GPUs share a host."""
@@ -100,6 +99,7 @@ class Exposed:
     context: float = 0.0
     expert: float = 0.0
     shard: float = 0.0
+    host: float = 0.0
     replicate: float = 0.0
     pipeline_send: float = 0.0
     hidden: float = 0.0
@@ -142,11 +142,12 @@ def timing(
             _add_sharded_unit(case, part, unit=unit, count=count, exposed=exposed)
     elif dims.dp_cp > 1:
         _add_gradient_average(case, exposed)
+    _add_moved_activations(case, exposed)
     launching_seconds = _launching_seconds(case)  # of a micro-batch
     micro_batch_seconds = compute
     if dims.pp > 1 and not device.is_cpu:  # the next stage waits for what is launched late
         micro_batch_seconds = max(compute, launching_seconds)
-    waits = exposed.tensor + exposed.context + exposed.expert + exposed.shard
+    waits = exposed.tensor + exposed.context + exposed.expert + exposed.shard + exposed.host
     micro_batch_seconds = micro_batch_seconds * (1 + pipeline_loss) + waits / micro_batches
     _add_stage_sends(case, micro_batch_seconds, exposed)
     exposed.pipeline_send += pipeline_loss * compute * micro_batches
@@ -157,6 +158,7 @@ def timing(
         "context": exposed.context,
         "expert": exposed.expert,
         "shard": exposed.shard,
+        "host": exposed.host,
         "replicate": exposed.replicate,
         "pipeline_send": exposed.pipeline_send,
         "contention": exposed.hidden * device.contention,
@@ -168,7 +170,8 @@ def timing(
         seconds["rest"] += device.step * parameter_tensors
     else:
         busy_seconds = sum(seconds.values())
-        copying_seconds = candidate.micro_batch * micro_batches * sample_bytes / HOST_LINK
+        sent_bytes = candidate.micro_batch * micro_batches * sample_bytes
+        copying_seconds = sent_bytes / device.gpu.link_host
         seconds["data"] = max(0.0, copying_seconds - busy_seconds)
         host_seconds = launching_seconds * micro_batches + device.step * parameter_tensors
         meanwhile_seconds = busy_seconds + seconds["data"]
@@ -292,6 +295,29 @@ def _collective_seconds(case: Case, collective: Collective) -> float:
     return links.gather(collective.bytes, ways, stride)
 
 
+def _add_moved_activations(case: Case, exposed: Exposed) -> None:
+    """What copying saved tensors to the host and back takes longer than the computation beside it.
+
+    While a block computes, the tensors of the block before are copied, and in backward likewise.
+    The memory of a CPU is the host's, where the copies wait for nothing but hide behind nothing.
+    """
+    candidate = case.candidate
+    device = case.machine.device
+    if not candidate.moves_activations:
+        return
+    blocks = sum(count for part, count in zip(case.parts, case.counts) if part.is_block)
+    moved = moved_blocks(blocks, is_pipeline=candidate.dims.pp > 1)
+    for part, count in zip(case.parts, case.counts):
+        if not part.is_block:
+            continue
+        bytes_per_second = device.bandwidth / 2 if device.is_cpu else device.gpu.link_host
+        copy_seconds = part.moved_bytes / bytes_per_second
+        times = count * moved / blocks * candidate.micro_batches
+        for compute_seconds in (part.forward_seconds, part.backward_seconds):
+            hidden = 0.0 if device.is_cpu else min(copy_seconds, compute_seconds)
+            exposed.host += (copy_seconds - hidden) * times
+
+
 def _add_gradient_average(case: Case, exposed: Exposed) -> None:
     """The all-reduce of all gradients in buckets, behind the last backward."""
     dims = case.candidate.parameter_dims
@@ -387,5 +413,5 @@ def _optimizer_seconds(case: Case, clips: bool) -> float:
     if candidate.offload:  # over PCIe: the shards up for each gathering, the gradients down
         parameter_bytes = case.sum_of_parts([unit.sharded_parameters for unit in case.units])
         sent_bytes = gradient_bytes + 2 * candidate.micro_batches * parameter_bytes
-        return moved_bytes / HOST_MEMORY + norm_seconds + sent_bytes / HOST_LINK
+        return moved_bytes / HOST_MEMORY + norm_seconds + sent_bytes / device.gpu.link_host
     return moved_bytes / device.bandwidth + norm_seconds

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from app.tasks.base import Task
 from app.tasks.build import build_model
 from app.tasks.items import count_items, weighs_items
 from app.training.batch_gather import POINTER
-from strategies import activation_checkpointing, registry
+from strategies import activation_checkpointing, activation_offloading, registry
 from strategies.blocks import find_blocks
 from strategies.dims import Layout, LayoutError
 from strategies.options import Options
@@ -90,6 +90,7 @@ class FirstStep:
             takes larger ones.
         recomputing_error: How the model fails in backward if it is recomputed as the configuration
             says, but not without that; "" if it does not fail.
+        offloading_error: The same if what blocks save is moved to host memory.
     """
 
     observations: tuple[Observation, ...] = ()
@@ -99,6 +100,7 @@ class FirstStep:
     is_stateful: bool = False
     refused_sizes: Mapping[int, str] = field(default_factory=dict)
     recomputing_error: str = ""
+    offloading_error: str = ""
 
     def is_kept_by(self, layout: Layout, options: Options) -> bool:
         """Whether a layout trains this model as one device would."""
@@ -144,6 +146,12 @@ class FirstStep:
             raise LayoutError(
                 f"the model cannot be recomputed as train.activation_checkpointing={mode} does "
                 f"({self.recomputing_error}): write {alternative} instead"
+            )
+        if options.activation_offloading and self.offloading_error:
+            raise LayoutError(
+                "what the model saves for backward cannot be moved as train.activation_offloading "
+                f"does ({self.offloading_error}): leave it out, or write "
+                "train.activation_checkpointing=full instead"
             )
 
     def notes(self, layout: Layout, micro_batches: int, *, gathers: bool = False) -> Iterator[str]:
@@ -325,6 +333,7 @@ def _step_with_numbers(
         coupling=clause,
         refused_sizes=refused_sizes,
         recomputing_error=_recomputing_error(config, task, batches[0]),
+        offloading_error=_offloading_error(config, task, batches[0]),
     )
 
 
@@ -404,28 +413,78 @@ def _recomputing_error(config: Config, task: Task, batch: Batch) -> str:
     if mode == "none":
         return ""
 
-    def take_step(*, recompute: bool) -> dict[str, Tensor]:
+    def recompute(model: nn.Module, blocks: list[str]) -> None:
+        activation_checkpointing.apply(model, blocks, mode)
+
+    return _error_because_of(
+        recompute,
+        config=config,
+        task=task,
+        batch=batch,
+        otherwise="gradients change, because a block overwrites a result that is kept",
+    )
+
+
+def _offloading_error(config: Config, task: Task, batch: Batch) -> str:
+    """How a step fails, or gets other gradients, only because saved tensors are moved.
+
+    Returns:
+        A clause; "" if moving changes nothing.
+    """
+    if not config.train.activation_offloading:
+        return ""
+
+    def move(model: nn.Module, blocks: list[str]) -> None:
+        activation_offloading.apply(model, blocks, CPU)
+
+    return _error_because_of(
+        move, config=config, task=task, batch=batch, otherwise="gradients change"
+    )
+
+
+def _error_because_of(
+    change: Callable[[nn.Module, list[str]], None],
+    *,
+    config: Config,
+    task: Task,
+    batch: Batch,
+    otherwise: str,
+) -> str:
+    """How a step fails only because the model was changed.
+
+    Args:
+        change: Changes a model, whose blocks it is given too.
+        config: The configuration.
+        task: Its loss is computed.
+        batch: The samples.
+        otherwise: A clause for a step that does not fail but has other gradients.
+
+    Returns:
+        A clause; "" if the change makes no difference.
+    """
+
+    def take_step(*, changed: bool) -> dict[str, Tensor]:
         model = _build(config, task, CPU).train()
-        if recompute:
-            activation_checkpointing.apply(model, find_blocks(model, task.blocks(model)), mode)
+        if changed:
+            change(model, find_blocks(model, task.blocks(model)))
         seed_step(config.train.seed, 0, data_rank=0, device=CPU)
         task.loss(model, clone_tensors(batch)).backward()
         parameters = model.named_parameters()
         return {name: each.grad for name, each in parameters if each.grad is not None}
 
     try:
-        gradients = take_step(recompute=False)
+        gradients = take_step(changed=False)
     except Exception:  # the workers meet it too, and their logs say where
         return ""
     try:
-        recomputed_gradients = take_step(recompute=True)
+        changed_gradients = take_step(changed=True)
     except Exception as error:
         return _first_line(error)
     for name, gradient in gradients.items():
-        recomputed = recomputed_gradients.get(name, torch.zeros_like(gradient))
-        difference = (recomputed - gradient).abs().norm()
+        changed_gradient = changed_gradients.get(name, torch.zeros_like(gradient))
+        difference = (changed_gradient - gradient).abs().norm()
         if difference > RECOMPUTING_TOLERANCE * gradient.abs().norm():
-            return "gradients change, because a block overwrites a result that is kept"
+            return otherwise
     return ""
 
 

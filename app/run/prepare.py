@@ -261,11 +261,11 @@ def _first_step(config: Config, task: Task, workers: int) -> FirstStep:
     has_micro_batches = (
         train.micro_batch_size is not None and train.micro_batch_size < train.global_batch_size
     )
-    recomputes = train.activation_checkpointing != "none"
+    changes_blocks = train.activation_checkpointing != "none" or train.activation_offloading
     strategy_is_limited = config.strategy != "auto" and any(
         record.cannot_keep for record in registry.records(config.strategy)
     )
-    if workers == 1 and not (has_micro_batches or recomputes or strategy_is_limited):
+    if workers == 1 and not (has_micro_batches or changes_blocks or strategy_is_limited):
         return FirstStep()
     return take_first_step(config, task)
 

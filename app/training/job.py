@@ -135,6 +135,7 @@ def strategy_options(config: Config) -> Options:
         compile=train.compile,
         compile_backend=train.compile_backend,
         activation_checkpointing=train.activation_checkpointing,
+        activation_offloading=train.activation_offloading,
         reduce_dtype=parallel.reduce_dtype,
         bucket_mb=parallel.bucket_mb,
         find_unused_parameters=parallel.find_unused_parameters,

@@ -151,6 +151,7 @@ class Training:
             batches=self.global_batches,
             unit=self.task.unit,
             utilization=Utilization.of(self.task, job.layout, place, precision=train.precision),
+            moved=self.parallel.moved,
         )
         self.evaluator = Evaluator(
             config=self.config,

@@ -15,6 +15,7 @@ from app.config import OptimizerConfig, ScheduleConfig
 from app.config.check import unknown_optimizer
 from app.errors import NonFiniteError, UserError, nearest
 from app.tasks.user_code import user_module
+from app.training.eight_bit import AdamW8bit
 from app.training.whole_matrix import Adafactor, Muon, Rprop
 from app.training.width_transfer import Widths, decays_with_rate, rate_factor
 
@@ -25,6 +26,7 @@ BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamax": torch.optim.Adamax,
     "adamw": torch.optim.AdamW,
+    "adamw8bit": AdamW8bit,
     "asgd": torch.optim.ASGD,
     "muon": Muon,
     "nadam": torch.optim.NAdam,
@@ -33,8 +35,8 @@ BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {
     "rprop": Rprop,
     "sgd": torch.optim.SGD,
 }
-"""Every optimizer of torch that needs neither sparse gradients nor the loss again."""
-TAKES_BETAS = ("adam", "adamw", "nadam", "radam", "adamax")
+"""AdamW in 8 bits, and those of torch that need neither sparse gradients nor the loss again."""
+TAKES_BETAS = ("adam", "adamw", "adamw8bit", "nadam", "radam", "adamax")
 OPTIONS_OF = {
     "betas": (*TAKES_BETAS, "muon"),
     "eps": (*TAKES_BETAS, "muon"),

@@ -10,6 +10,7 @@ from app.training.flops import Utilization
 from app.training.job import Channel, Place, memory_bytes
 from app.training.persistence import Progress
 from app.training.step_sync import Agreement, LoggedStep
+from strategies.activation_offloading import Moved
 
 SAMPLES_SEEN = "train/samples_seen"
 """The metric of a run whose batch changes that says where in the data a step is."""
@@ -59,6 +60,7 @@ class Reporter:
         batches: Samples of a step on all workers.
         unit: What the task's items are, such as tokens.
         utilization: Of the GPUs; None if their peak is not known.
+        moved: What activation offloading has moved on this rank; None without it.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Reporter:
         batches: BatchSchedule,
         unit: str,
         utilization: Utilization | None,
+        moved: Moved | None = None,
     ) -> None:
         self.speed = Speed()
         self._channel = channel
@@ -82,6 +85,10 @@ class Reporter:
         """The samples seen at the last agreement."""
         self._unit = unit
         self._utilization = utilization
+        self._moved = moved
+        self._moved_bytes_reported = 0
+        self._steps_since_moved = 0
+        """Steps since `_moved_bytes_reported` was written."""
         self._last_logged_step = 0
 
     def log(self, step: int, values: Mapping[str, float], when: float | None = None) -> None:
@@ -111,6 +118,7 @@ class Reporter:
         samples = self._progress.samples_seen - self._samples_reported
         items = samples if self._unit == "samples" else agreed.items
         self.speed.add(agreed.seconds, items, samples)
+        self._steps_since_moved += agreed.steps
         for entry in agreed.logged:
             values = _metrics_of(entry)
             if not self._batches.is_constant:
@@ -119,6 +127,7 @@ class Reporter:
                 values["train/loss_scale"] = loss_scale
             if entry is agreed.logged[-1]:  # the steps since the last agreement have one throughput
                 values |= self._throughput(items / agreed.seconds, samples / agreed.seconds)
+                values |= self._moved_bytes()
             self.log(entry.step, values, entry.time)
             self._last_logged_step = entry.step
         self._samples_reported += samples
@@ -147,6 +156,16 @@ class Reporter:
             values["train/mfu"] = self._utilization.mfu(samples_per_second)
             values[f"train/{unit}_per_second_per_gpu"] = items_per_second / gpus
         return values
+
+    def _moved_bytes(self) -> dict[str, float]:
+        """The bytes that this rank has moved to its host in a step, since it last said so."""
+        if self._moved is None:
+            return {}
+        moved_bytes = self._moved.bytes - self._moved_bytes_reported
+        steps = self._steps_since_moved
+        self._moved_bytes_reported = self._moved.bytes
+        self._steps_since_moved = 0
+        return {"train/activation_bytes_to_host": moved_bytes / steps}
 
     def _steps_done(self, agreed: Agreement, samples: int) -> StepsDone:
         utilization = self._utilization

@@ -32,7 +32,9 @@ from torch import Tensor, nn
 from app.errors import UserError
 
 KEY = "optimizer.width_transfer"
-ADAPTIVE = ("adadelta", "adagrad", "adam", "adamax", "adamw", "nadam", "radam", "rmsprop")
+ADAPTIVE = (
+    *("adadelta", "adagrad", "adam", "adamax", "adamw", "adamw8bit", "nadam", "radam", "rmsprop"),
+)
 """Optimizers whose update does not change if all gradients are multiplied by a number."""
 GRADIENT_DESCENT = ("asgd", "sgd")
 NOT_TRANSFERABLE = {
@@ -147,7 +149,7 @@ def decays_with_rate(optimizer: str, arguments: Mapping[str, Any]) -> bool:
         optimizer: Its name.
         arguments: Its arguments.
     """
-    always = ("adamw", "muon", *GRADIENT_DESCENT)
+    always = ("adamw", "adamw8bit", "muon", *GRADIENT_DESCENT)
     return optimizer in always or bool(arguments.get("decoupled_weight_decay"))
 
 

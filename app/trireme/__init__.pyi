@@ -151,6 +151,9 @@ class TrainKeys(TypedDict, total=False):
     """Recompute activations in backward instead of keeping them: none, full (each block), every_2
     (every second block; any number), or selective (each block, but the results of matrix products
     are kept)."""
+    activation_offloading: bool
+    """Keep what blocks save for backward in host memory instead of the GPU's, copied while other
+    blocks compute: it takes no arithmetic, but time where copying takes longer than computing."""
     seed: int
     """Decides initial weights, data order and dropout; the same whatever the number of workers."""
     matmul_precision: str
@@ -190,9 +193,10 @@ class OptimizerKeys(TypedDict, total=False):
     """The optimizer."""
 
     name: str
-    """adamw, adam, sgd, muon (matrices of hidden layers, adamw for the others), adafactor,
-    adadelta, adagrad, adamax, asgd, nadam, radam, rmsprop, rprop (torch.optim's), or the import
-    path of a class (my_package.my_module:MyOptimizer)."""
+    """adamw, adamw8bit (its moments in 8 bits: 2 bytes a weight instead of 8), adam, sgd, muon
+    (matrices of hidden layers, adamw for the others), adafactor, adadelta, adagrad, adamax, asgd,
+    nadam, radam, rmsprop, rprop (torch.optim's), or the import path of a class
+    (my_package.my_module:MyOptimizer)."""
     lr: float
     """Learning rate at the top of the schedule."""
     lr_scaling: str
@@ -204,8 +208,8 @@ class OptimizerKeys(TypedDict, total=False):
     weight_decay: float
     """Weight decay; parameters with fewer than two dimensions (biases, norms) are not decayed."""
     betas: Sequence[float]
-    """Decay rates of the first and second moment of adam, adamw, adamax, nadam, radam and muon's
-    adamw; those of others are in optimizer.args."""
+    """Decay rates of the first and second moment of adam, adamw, adamw8bit, adamax, nadam, radam
+    and muon's adamw; those of others are in optimizer.args."""
     eps: float
     """Epsilon of the same ones."""
     momentum: float

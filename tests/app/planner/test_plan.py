@@ -184,6 +184,46 @@ def test_recomputing_trades_time_for_memory(large: Reader) -> None:
     )
 
 
+def test_activations_in_host_memory_take_copies_beside_the_computation(large: Reader) -> None:
+    """By hand: all blocks but the last, on the host; two blocks' on the device."""
+
+    def both(name: str, *overrides: str, gpu: str = "h100-80gb") -> list[Estimate]:
+        overrides = ("train.precision=bf16", "train.micro_batch_size=8", *overrides)
+        return [
+            _predicted(
+                large,
+                name,
+                f"train.activation_offloading={is_moved}",
+                *overrides,
+                machine=gpus(8, gpu),
+            )
+            for is_moved in ("false", "true")
+        ]
+
+    blocks = large.blocks
+    kept, moved = both("fsdp")
+    of_blocks = (kept.memory["activations"] - moved.memory["activations"]) * blocks / (blocks - 2)
+    assert 0.5 < of_blocks / kept.memory["activations"] < 1.05
+    assert moved.host_memory_bytes == pytest.approx(8 * of_blocks * (1 - 1 / blocks), rel=0.05)
+    assert kept.host_memory_bytes == kept.seconds["host"] == 0
+    assert moved.seconds["compute"] == kept.seconds["compute"]
+    # Each way of a copy of 50 GB/s beside a third and two thirds of the computation.
+    copying = of_blocks * (1 - 1 / blocks) / 50e9
+    computing = moved.seconds["compute"]
+    assert moved.seconds["host"] < 2 * copying
+    assert moved.seconds["host"] > 2 * copying - computing
+    _, slow = both("fsdp", gpu="a100-80gb")
+    _, fast = both("fsdp", gpu="gh200")
+    assert fast.seconds["host"] <= moved.seconds["host"] and fast.seconds["host"] < 0.1 * computing
+    assert slow.memory["activations"] < kept.memory["activations"]
+    recomputed, only_inputs = both("fsdp", "train.activation_checkpointing=full")
+    assert only_inputs.host_memory_bytes < 0.2 * moved.host_memory_bytes
+    # The first block's backward needs the most, when no other input is there any more.
+    assert only_inputs.memory_bytes <= recomputed.memory_bytes
+    _, selective = both("fsdp", "train.activation_checkpointing=selective")
+    assert selective.host_memory_bytes == pytest.approx(only_inputs.host_memory_bytes, rel=0.01)
+
+
 def test_muon_is_planned_with_its_products_and_its_one_momentum(large: Reader) -> None:
     adamw, muon, adafactor = (
         _predicted(large, "fsdp", f"optimizer.name={name}")
@@ -194,6 +234,19 @@ def test_muon_is_planned_with_its_products_and_its_one_momentum(large: Reader) -
     # Five iterations of 2·(2·4096²·n + 4096³) FLOPs for each matrix of 16 blocks, n = 4096 or more.
     least = 16 * 4 * 5 * 6 * 4096**3 / 989e12
     assert least < muon.seconds["optimizer"] - adamw.seconds["optimizer"] < 20 * least
+
+
+def test_adamw_in_8_bits_has_two_bytes_of_state_a_weight(large: Reader) -> None:
+    for name in ("ddp", "fsdp", "tensor"):
+        adamw, eight_bit = (
+            _predicted(large, name, f"optimizer.name={optimizer}")
+            for optimizer in ("adamw", "adamw8bit")
+        )
+        ratio = eight_bit.memory["optimizer"] / adamw.memory["optimizer"]
+        # The rows of 10,922 of the second product of each block stay in float32.
+        assert 2.03 / 8 < ratio < 0.4, name
+        assert eight_bit.memory["gradients"] == adamw.memory["gradients"]
+        assert eight_bit.seconds["optimizer"] < adamw.seconds["optimizer"]
 
 
 def test_async_tensor_parallelism_hides_no_more_than_products_take(large: Reader) -> None:

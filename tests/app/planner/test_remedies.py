@@ -23,6 +23,7 @@ ORDER = [
     "activation checkpointing",
     "16 bits",
     "smaller micro-batch",
+    "activations to host",
     "LoRA",
     "offload",
     "more GPUs",
@@ -58,7 +59,8 @@ def test_each_thing_to_try_has_its_figures_and_stands_in_order(
         keys[0].startswith("train.activation_checkpointing=") and keys[1] == "train.precision=bf16"
     )
     assert keys[2].startswith("train.micro_batch_size=") and "huggingface" in by_name["LoRA"].reason
-    assert not any(by_name[name].fits for name in ORDER[:4]), "the state alone is too much"
+    assert not any(by_name[name].fits for name in ORDER[:5]), "the state alone is too much"
+    assert by_name["activations to host"].keys == "train.activation_offloading=true"
     shown = text(plan)
     rows = [
         next(line for line in shown.splitlines() if line.startswith(f"{name}  ")) for name in ORDER
@@ -68,8 +70,9 @@ def test_each_thing_to_try_has_its_figures_and_stands_in_order(
         if remedy.row is not None:
             assert remedy.row.verdict in row and f"{remedy.row.step_seconds:.3g}" in row
     in_json = as_json(plan, 1)["remedies"]
-    assert [one["name"] for one in in_json] == ORDER and in_json[4]["fits"]
-    assert in_json[4]["step_seconds"] == by_name["offload"].row.step_seconds  # type: ignore[union-attr]
+    offload = in_json[ORDER.index("offload")]
+    assert [one["name"] for one in in_json] == ORDER and offload["fits"]
+    assert offload["step_seconds"] == by_name["offload"].row.step_seconds  # type: ignore[union-attr]
 
 
 def test_offloading_says_how_much_host_memory_it_takes(
@@ -133,7 +136,9 @@ def test_the_number_of_gpus_named_is_the_fewest_that_a_plan_of_that_many_finds(
         return plan_of(small, with_memory(find_machine(options, "auto"), memory), *BATCH)
 
     plan = planned(1)
-    named = {remedy.gpus: remedy for remedy in remedies(plan) if remedy.fits}
+    # A plan does not look for activations in host memory by itself.
+    searched = (remedy for remedy in remedies(plan) if remedy.name != "activations to host")
+    named = {remedy.gpus: remedy for remedy in searched if remedy.fits}
     assert needs_remedies(plan) and named
     for count in (1, 2, 4, 8, 16):
         best = planned(count).best
@@ -148,6 +153,32 @@ def test_the_number_of_gpus_named_is_the_fewest_that_a_plan_of_that_many_finds(
             break
     words = " ".join(advice(plan))
     assert (plan.best is None) == ("What would fit: " in words)
+
+
+def test_ways_to_save_activations_are_compared_in_a_sentence(small: Reader) -> None:
+    batch = ("train.precision=bf16", "train.global_batch_size=64")
+    fixed = ("parallel.offload", "train.activation_checkpointing", "train.micro_batch_size")
+    kept = plan_of(
+        small,
+        gpus(1),
+        *batch,
+        "train.micro_batch_size=64",
+        "parallel.offload=false",
+        "train.activation_checkpointing=none",
+        fixed_keys=fixed,
+    ).rows[0]
+    state = sum(kept.memory.values()) - kept.memory["activations"] - kept.memory["margin"]
+    machine = with_memory(gpus(1), 0.5 * state)
+    (sentence,) = [one for one in advice(plan_of(small, machine, *batch)) if "With all" in one]
+    assert sentence.startswith("With all activations on the GPU single in bf16 needs ")
+    ways = ("checkpointing (", "offloading activations (", "both (", "accumulation (micro-batches ")
+    for way in ways:
+        (clause,) = [part for part in sentence.split("; ") if f"with {way}" in part]
+        assert "it does not fit (" in clause, "the state alone is too much"
+        times = float(clause.split(" and takes ")[1].split(" times")[0])
+        assert times > 0.99, clause
+    plan = plan_of(small, gpus(1), *batch, "parallel.offload=false", fixed_keys=fixed[:1])
+    assert not any("With all" in one for one in advice(plan)), "it fits without any of them"
 
 
 def test_a_layout_that_nobody_has_to_keep_comes_first(small: Reader) -> None:

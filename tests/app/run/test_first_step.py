@@ -263,6 +263,18 @@ class Overwriting(nn.Module):
         return self.down(F.relu(self.up(x), inplace=True))
 
 
+class TakesGradients(OverwritesProducts):
+    """Blocks in which torch.func takes a gradient, where torch allows no hooks of saved tensors."""
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 8), WithGradient(), WithGradient(), nn.Linear(8, 4))
+
+
+class WithGradient(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.func.grad(lambda y: y.sin().sum())(x)
+
+
 class OverwritesParts(OverwritesProducts):
     """Parts of a product are overwritten of which torch does not know that they are parts."""
 
@@ -475,6 +487,16 @@ def test_a_checkpointing_mode_that_fails_is_refused_and_another_named() -> None:
     full = "train.activation_checkpointing=full"
     for task in ("OverwritesProducts", "OverwritesParts"):
         assert prepared(task, "strategy=ddp", full).layout.name == "ddp"
+
+
+def test_a_model_whose_saved_tensors_cannot_be_moved_is_refused() -> None:
+    moving = "train.activation_offloading=true"
+    message = r"as train.activation_offloading does \(.*hooks.*\): leave it out"
+    for workers, strategy in ((1, "single"), (2, "ddp")):
+        run_config = config(f"task={HERE}:TakesGradients", f"strategy={strategy}", moving)
+        with pytest.raises(LayoutError, match=message):
+            prepare(run_config, read_task(run_config), workers, devices_per_node=2)
+    assert prepared("OverwritesProducts", "strategy=ddp", moving).layout.name == "ddp"
 
 
 def test_a_large_model_is_examined_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

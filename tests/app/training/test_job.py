@@ -19,6 +19,7 @@ WRITTEN: dict[str, tuple[str, Any]] = {
     "train.compile": ("true", True),
     "train.compile_backend": ("aot_eager", "aot_eager"),
     "train.activation_checkpointing": ("every_2", "every_2"),
+    "train.activation_offloading": ("true", True),
     "parallel.reduce_dtype": ("bf16", "bf16"),
     "parallel.bucket_mb": ("4.5", 4.5),
     "parallel.find_unused_parameters": ("true", True),

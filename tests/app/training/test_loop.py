@@ -421,6 +421,19 @@ def test_where_mfu_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.pure
+def test_the_loop_logs_the_bytes_of_activations_that_go_to_the_host(tmp_path: Path) -> None:
+    """Of the first of two layers, which saves its input: 2 numbers for each of 256 samples."""
+    words = ("task=tests.tasks:Plain", "train.steps=3", "train.global_batch_size=256")
+    for is_moving in (True, False):
+        run_config = config(*words, f"train.activation_offloading={is_moving}")
+        training, events = training_of(run_config, tmp_path / str(is_moving))
+        training.run()
+        name = "train/activation_bytes_to_host"
+        moved = [event.values[name] for event in logged(events, name)]
+        assert set(moved) == ({256 * 2 * 4.0} if is_moving else set())
+
+
+@pytest.mark.pure
 def test_the_loop_logs_and_shows_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     utilization = Utilization(flops=2e6, peak=1e12, gpus=4)
     monkeypatch.setattr(loop.Utilization, "of", lambda *_, **__: utilization)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from experiments.parity.rows import (
     THREE_DIMENSIONS,
     Row,
 )
-from strategies import one_process, registry
+from strategies import activation_offloading, one_process, registry
 from strategies.context.apply import METHODS
 from strategies.context.attention import register_group
 from strategies.parallelize import Options
@@ -255,6 +256,41 @@ def _train_two_steps(
         "numbers": numbers,
         "on_host": [] if parallel_options.offload else devices_of_host_tensors,
     }
+
+
+def _trial_of_many_blocks(row: Row) -> Callable[..., Trial]:
+    """So many that the tensors of some, on every stage, leave the device and return."""
+    return partial(gpt_trial, layers=8 if row.layout.dims.pp > 1 else 4)
+
+
+def _move_activations(row: Row, rank: int, **options: Any) -> Result:
+    """Two steps in which blocks keep what they save in pinned memory of the host."""
+    values = {"activation_offloading": True, **options}
+    make_trial = _trial_of_many_blocks(row)
+    copies = activation_offloading._StreamCopies
+    counted = mock.patch.object(copies, "to_device", autospec=True, side_effect=copies.to_device)
+    with mock.patch.dict(activation_offloading.SMALLEST_BYTES, {"cuda": 1}), counted as to_device:
+        result = _train_two_steps(make_trial, row, values, "cuda", rank)
+    assert to_device.call_count > 0, "nothing has come back from the host"
+    return result
+
+
+def _moving_case(row: Row, *, slow: bool = False, **options: Any) -> Case:
+    """Activation offloading, whose copies nothing may wait for on the host.
+
+    Args:
+        row: The layout.
+        slow: Whether `make test` leaves it out.
+        options: Other options of parallelism.
+    """
+    make_trial = _trial_of_many_blocks(row)
+    return Case(
+        name=" ".join([str(row), "activations to host", *options]),
+        workers=row.workers,
+        work=partial(_move_activations, row, **options),
+        reference=partial(_train_two_steps, make_trial, SINGLE, {}, "cpu"),
+        slow=slow,
+    )
 
 
 def _is_of_measurement(wait: Wait) -> bool:
@@ -553,6 +589,10 @@ def _row_cases() -> list[Case]:
         *(_row_case(row, slow=True) for row in MIXTURES_OF_MORE_DIMENSIONS),
         _row_case(SINGLE, precision="fp8"),
         _row_case(Row("fsdp", 2), offload=True),
+        _moving_case(SINGLE),
+        _moving_case(Row("fsdp", 2)),
+        _moving_case(Row("pipeline", 2), slow=True),
+        _moving_case(Row("model_parallel", 1), slow=True),
         _row_case(Row("tensor", 2), sequence_parallel=False),
         _row_case(Row("ddp", 2), has_images=True),
         _row_case(Row("fsdp", 2), has_images=True),
