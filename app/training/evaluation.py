@@ -137,7 +137,7 @@ def evaluate(
         heartbeat: Ticks with each batch.
 
     Returns:
-        The same metrics on every rank.
+        The same metrics on every rank, without those whose names begin with _.
     """
     dims = parallel.layout.dims
     items = torch.zeros((), dtype=torch.float64, device=device)
@@ -167,4 +167,9 @@ def evaluate(
     if dims.pp > 1:  # the ranks of the last stage tell the others
         metrics = next(each for each in Ranks().all_gather(metrics) if each is not None)
     assert metrics is not None
-    return metrics | task.derived(metrics)
+    return shown(metrics | task.derived(metrics))
+
+
+def shown(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics without those that only others are derived from, whose names begin with _."""
+    return {name: value for name, value in metrics.items() if not name.startswith("_")}

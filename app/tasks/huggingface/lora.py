@@ -32,15 +32,6 @@ from app.tasks.parts import one_of, require_known, whole_number
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
-TASK_TYPES = {
-    "causal_lm": "CAUSAL_LM",
-    "instructions": "CAUSAL_LM",
-    "preferences": "CAUSAL_LM",
-    "seq2seq_lm": "SEQ_2_SEQ_LM",
-    "sequence_classification": "SEQ_CLS",
-    "image_classification": "SEQ_CLS",
-}
-"""What peft calls each kind of model."""
 OPTIONS = ("r", "alpha", "targets", "dropout", "use_rslora", "use_dora", "quantize")
 
 
@@ -61,12 +52,12 @@ def library() -> ModuleType:
     return peft
 
 
-def adapter_config(options: Any, kind: str, folder: Path | None) -> LoraConfig:
+def adapter_config(options: Any, task_type: str | None, folder: Path | None) -> LoraConfig:
     """The configuration of adapters.
 
     Args:
         options: `task_args.lora`.
-        kind: The kind of the model.
+        task_type: What peft calls the kind of the model; None if it has no name for it.
         folder: The folder of the weights that are adapted; None if there are none.
 
     Raises:
@@ -111,7 +102,7 @@ def adapter_config(options: Any, kind: str, folder: Path | None) -> LoraConfig:
         target_modules="all-linear" if targets == "auto" else list(targets),
         use_rslora=options.get("use_rslora", False),
         use_dora=options.get("use_dora", False),
-        task_type=TASK_TYPES[kind],
+        task_type=task_type,
         base_model_name_or_path=str(folder.resolve()),
     )
 
