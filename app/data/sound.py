@@ -39,9 +39,10 @@ def read_sound(path: Path, rate: int, place: str) -> Samples:
         )
     numbers = samples.astype(np.float32)
     if samples.dtype == np.uint8:  # WAV files of 8 bits have silence at 128
-        numbers = (numbers - 128) / 128
+        numbers -= np.float32(128)
+        numbers /= np.float32(128)
     elif samples.dtype.kind == "i":
-        numbers /= -float(np.iinfo(samples.dtype).min)
+        numbers /= np.float32(-np.iinfo(samples.dtype).min)
     return numbers if numbers.ndim == 1 else numbers.mean(1, dtype=np.float32)
 
 

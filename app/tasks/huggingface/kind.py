@@ -113,7 +113,7 @@ class Kind(SplitDataTask):
 
     gathers: bool = False
     config_keys: ConfigKeys
-    sequence_length: int | None = None
+    sequence_length: Any = None
     keywords: Mapping[str, Any] = {}
     tokenizer: Any = None
 

@@ -144,7 +144,7 @@ class Instructions(Kind, Conversations):
             eval_samples=settings.eval_samples,
         )
         self.tokenizer = settings.tokenizer
-        self.sequence_length: int = settings.sequence_length
+        self.sequence_length = settings.sequence_length
         self.config_keys = _answering_keys(settings)
         self._makes_mask = False
 
@@ -221,7 +221,7 @@ class PreferencePairs(Kind, Preferences):
             eval_samples=settings.eval_samples,
         )
         self.tokenizer = settings.tokenizer
-        self.sequence_length: int = self.longest
+        self.sequence_length = self.longest
         self.tokens_per_sample = self.mean_tokens
         self.config_keys = _answering_keys(settings)
 

@@ -70,7 +70,7 @@ class MaskedLM(Kind, Answers):
                 "which masked_lm needs; write the tokenizer of a masked language model"
             )
         self.tokenizer = tokenizer
-        self.sequence_length: int = settings.sequence_length
+        self.sequence_length = settings.sequence_length
         around = sum(len(marks) for marks in _marks_around(tokenizer))
         if settings.sequence_length <= around:
             raise UserError(
