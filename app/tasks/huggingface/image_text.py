@@ -58,7 +58,6 @@ class ImageText(Kind):
     default_length = 77
     text_key = "text_config"
     gathers = True
-    adapter_type = "FEATURE_EXTRACTION"
     reads_files = True
 
     def __init__(self, settings: Settings, *, text: str = "text") -> None:

@@ -16,6 +16,7 @@ new head is trained without an adapter.
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -129,18 +130,38 @@ def _is_list_of_names(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
 
 
-def with_adapters(model: nn.Module, config: LoraConfig) -> PeftModel:
+def with_adapters(model: nn.Module, config: LoraConfig, *, trains_head: bool) -> PeftModel:
     """peft's model around a model, whose linear layers then have adapters.
+
+    Args:
+        model: The model.
+        config: The configuration of the adapters.
+        trains_head: Whether what comes after the model's body is new, and trained as it is.
 
     Raises:
         UserError: The model does not have the layers that are to have adapters.
     """
     # peft writes this into its configuration: an absolute path serves from any current folder.
     model.name_or_path = config.base_model_name_or_path
+    config = copy.deepcopy(config)  # peft changes it
+    if trains_head and config.task_type != "SEQ_CLS":  # of which peft itself knows the head
+        heads = _names_after_body(model)
+        config.modules_to_save = heads
+        config.exclude_modules = rf"({'|'.join(map(re.escape, heads))})(\..*)?"
     try:
         # transformers warns of how peft calls it.
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
-            return library().get_peft_model(model, copy.deepcopy(config))  # peft changes the config
+            return library().get_peft_model(model, config)
     except ValueError as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(f"task_args.lora does not fit the model: {reason}") from error
+
+
+def _names_after_body(model: nn.Module) -> list[str]:
+    """The names of the children with parameters, but for the body that pretrained weights have."""
+    body = getattr(model, "base_model_prefix", "")
+    return [
+        name
+        for name, child in model.named_children()
+        if name != body and any(True for _ in child.parameters())
+    ]

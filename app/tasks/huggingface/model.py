@@ -330,7 +330,9 @@ class Recipe:
 
     def build_with_adapters(self) -> PeftModel:
         """peft's model around the model with its adapters; see `build`."""
-        model = lora.with_adapters(self.build_base(), self.adapters)
+        model = lora.with_adapters(
+            self.build_base(), self.adapters, trains_head=self.may_have_new_head
+        )
         if self.quantize is not None:
             quantize_layers(model, self.quantize)
         return model

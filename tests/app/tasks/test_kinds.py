@@ -6,6 +6,7 @@ import math
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,13 @@ from scipy.io import wavfile
 
 from app.config.io import load_config
 from app.data.loader import tensors
+from app.data.sound import read_sound, sound_length
 from app.errors import UserError
 from app.planner.read import BATCHES, Reader
 from app.tasks.huggingface.conversations import IGNORED
 from app.tasks.huggingface.questions import _scores
 from app.tasks.huggingface.spans import LONGEST_ANSWER, best_spans
+from app.tasks.huggingface.speech import changes
 from app.tasks.huggingface.tagging import Entities
 from app.tasks.huggingface.task import HuggingFace
 from app.training.evaluation import evaluate
@@ -455,9 +458,8 @@ def test_answers_are_found_where_they_are(data: Path) -> None:
             logits[torch.arange(rows), flat[:, 0], 0] = torch.where(has_answer, 9.0, 1.0)
             logits[torch.arange(rows), flat[:, 1], 1] = torch.where(has_answer, 9.0, 1.0)
             logits[torch.arange(rows), 0] += 2.0
-            return type(
-                "Output", (), {"start_logits": logits[..., 0], "end_logits": logits[..., 1]}
-            )
+            start, end = logits.unbind(-1)
+            return SimpleNamespace(start_logits=start, end_logits=end)
 
     samples: Any = task.eval_data()
     batch = samples.__getitems__(range(len(samples)))
@@ -579,6 +581,133 @@ def test_a_wrong_argument_of_a_kind_is_told(data: Path) -> None:
     (data / "wrong.conll").write_text("Ada B-PER\nsleeps\n")
     with pytest.raises(UserError, match=re.escape("wrong.conll:2 has a word without a label")):
         make_task("token_classification", data, data="wrong.conll")
+
+
+SAID = {"audio": "clips/0.wav", "text": "low"}
+SHOWN = {"image": "pictures/0.png", "text": "a picture"}
+DRAWN = {"image": "drawn/images/0.png", "mask": "drawn/masks/0.png"}
+WRONG_FILES = [
+    ("ctc", {"sound": "a.wav", "text": "a"}, "jsonl:2 does not name a file and its text; write"),
+    ("ctc", SAID | {"audio": "clips/no.wav"}, "jsonl:2 names "),
+    ("ctc", SAID | {"audio": "said.jsonl"}, "soundfile"),
+    ("ctc", SAID | {"audio": "broken.wav"}, "broken.wav cannot be read as sound"),
+    ("ctc", SAID | {"text": " "}, "jsonl:2 has an empty text; leave the line out"),
+    ("ctc", SAID | {"text": "ab" * 20}, "frames of sound for 40 characters; leave the line"),
+    ("speech_seq2seq", SAID | {"audio": "long.wav"}, "takes 1.5 s, of which the model hears 1;"),
+    ("image_text", SHOWN | {"text": 3}, "jsonl:2 does not name a file and its text; write"),
+    ("semantic_segmentation", DRAWN | {"mask": "pictures/0.png"}, "has RGB pixels; a mask has"),
+    ("semantic_segmentation", DRAWN | {"mask": "no.png"}, "no.png, which is not there"),
+]
+
+
+@pytest.mark.parametrize(("kind", "line", "message"), WRONG_FILES)
+def test_a_wrong_file_is_named_in_one_sentence(
+    kind: str, line: dict[str, Any], message: str, files: Path
+) -> None:
+    (files / "broken.wav").write_bytes(b"RIFF????WAVE")
+    wavfile.write(files / "long.wav", 16_000, np.zeros(24_000, np.int16))
+    right = {"image_text": SHOWN, "semantic_segmentation": DRAWN}.get(kind, SAID)
+    (files / "wrong.jsonl").write_text(f"{json.dumps(right)}\n{json.dumps(line)}")
+    with pytest.raises(UserError) as raised:
+        make_task(kind, files, data="wrong.jsonl")
+    sentence = str(raised.value)
+    assert message in sentence and "\n" not in sentence and len(sentence) < 400
+
+
+def test_a_recording_of_another_rate_or_a_missing_picture_is_told(files: Path) -> None:
+    """They are read when they are fetched."""
+    wavfile.write(files / "slow.wav", 8_000, np.zeros(16_000, np.int16))
+    lines = [SAID, SAID | {"audio": "slow.wav"}]
+    (files / "wrong.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    task = make_task("ctc", files, data="wrong.jsonl", eval_samples=0)
+    with pytest.raises(UserError, match=r"jsonl:2: .* has 8,000 samples a second, .* -ar 16000"):
+        task.train_data().__getitems__([0, 1])
+    lines = [SHOWN, SHOWN | {"image": "no.png"}]
+    (files / "wrong.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    task = make_task("image_text", files, data="wrong.jsonl", eval_samples=0)
+    with pytest.raises(UserError, match=r"jsonl:2 names .*no\.png, which is not there"):
+        task.train_data().__getitems__([0, 1])
+
+
+# --- speech ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "offset"),
+    [(np.int16, 32_768, 0), (np.int32, 2**31, 0), (np.uint8, 128, 128), (np.float32, 1, 0)],
+)
+def test_sound_of_every_type_is_read_alike(
+    dtype: Any, scale: float, offset: int, tmp_path: Path
+) -> None:
+    wave = np.array([[0.0, 0.0], [0.5, 0.5], [-1.0, -1.0], [0.25, -0.25]])
+    wavfile.write(tmp_path / "a.wav", 16_000, (wave * scale + offset).astype(dtype))
+    assert read_sound(tmp_path / "a.wav", 16_000, "a line").tolist() == [0.0, 0.5, -1.0, 0.0]
+    assert sound_length(tmp_path / "a.wav", "a line") == 4
+
+
+@pytest.mark.parametrize(
+    ("found", "right", "count"),
+    [("", "abc", 3), ("abc", "abc", 0), ("axc", "abc", 1), ("kitten", "sitting", 3), ("ab", "", 2)],
+)
+def test_changes_are_counted_as_levenshtein_counts_them(found: str, right: str, count: int) -> None:
+    assert changes(found, right) == changes(right, found) == count
+
+
+def test_error_rates_are_those_of_what_is_read(files: Path) -> None:
+    """A model that writes the text with one wrong word and repetitions of frames."""
+    task = make_task("ctc", files, eval_samples=6)
+    samples: Any = task.eval_data()
+    inputs, targets = samples.__getitems__(range(6))
+    wrong = task.tokenizer("low")["input_ids"]
+
+    class Writer:
+        def __call__(self, **arguments: Any) -> Any:
+            frames = int(task._data.frames(arguments["input_values"].shape[1]))
+            logits = torch.zeros(6, frames, len(task.tokenizer))
+            for row, labels in enumerate(targets["labels"].tolist()):
+                ids = [label for label in labels if label != IGNORED]
+                ids = ids if row else wrong
+                twice = [each for label in ids for each in (label, label, 0)]
+                for frame in range(frames):
+                    logits[row, frame, twice[frame] if frame < len(twice) else 0] = 9.0
+            return SimpleNamespace(logits=logits)
+
+    metrics = task.metrics(Writer(), (inputs, targets))
+    figures = task.derived({name: float(value) for name, value in metrics.items()})
+    texts = [recording.text for recording in samples.recordings]
+    words = sum(len(text.split()) for text in texts)
+    assert figures["word_error_rate"] == pytest.approx(changes(["low"], texts[0].split()) / words)
+    assert figures["character_error_rate"] == pytest.approx(
+        changes("low", texts[0]) / sum(map(len, texts))
+    )
+
+
+def test_a_mamba_is_split_in_every_way_but_along_its_sequence(data: Path) -> None:
+    config = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+    args: Any = {"model": "mamba", "config": config, "data": str(data / "text.txt")}
+    task = HuggingFace(**args)
+    assert task.kind == "causal_lm" and len(task.blocks(task.structure()) or []) == 2
+    with pytest.raises(UserError, match=r"layers of \w+, which parallel\.cp cannot split"):
+        task.context_plan(task.structure())
+
+
+def test_adapters_are_trained_with_a_new_head(data: Path) -> None:
+    """What people do with a masked language model."""
+    folder = data / "bert"
+    masked = make_task("masked_lm", data)
+    built_model(masked).save_pretrained(folder)
+    masked.write_folder(folder)
+    for kind, head in (
+        ("token_classification", "classifier"),
+        ("question_answering", "qa_outputs"),
+    ):
+        args = {"model": str(folder), "config": {}, "pretrained": True, "lora": {"r": 2}}
+        task = make_task(kind, data, **args)
+        model = built_model(task)
+        trained = {name for name, p in model.named_parameters() if p.requires_grad}
+        assert all("lora" in name or head in name for name in trained)
+        assert any(head in name for name in trained) and any("lora" in name for name in trained)
+        assert task.loss(model, one_batch(task)).isfinite()
 
 
 # --- layouts --------------------------------------------------------------------------------------
