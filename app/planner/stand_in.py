@@ -158,22 +158,29 @@ def _task_without_data(name: str, args: dict[str, Any], error: MissingData) -> T
 
 def _huggingface_args(args: Mapping[str, Any], error: MissingData) -> dict[str, Any]:
     """Arguments of the huggingface task with made-up samples, in place of those of the data."""
-    from app.tasks.huggingface.model import choose_kind, find_model
+    from app.tasks.huggingface.kinds import choose
+    from app.tasks.huggingface.model import find_model
 
     model = find_model(args.get("model"), weights=bool(args.get("pretrained")))
-    kind = choose_kind(model, args.get("kind", "auto"))
+    kind_class = choose(model, args.get("kind", "auto"))
+    kind = kind_class.name
+    if kind_class.reads_files:
+        raise UserError(
+            f"{error}; planning needs it, too, since its lines name files: a few of the longest do"
+        ) from error
     overrides = dict(args.get("config") or {})
     if kind == "causal_lm":
         if model.folder is None and "vocab_size" not in overrides:
             overrides["vocab_size"] = _vocabulary(args, "task_args.config.vocab_size")
         return {"config": overrides, "data": _token_file(args), "token_dtype": "uint16"}
-    text = " ".join(str(number) for number in range(_length(args)))  # each is a token or more
-    if kind == "instructions":
-        return {"data": _conversations_file(text)}
-    if kind == "preferences":
-        return {"data": _pairs_file(text)}
+    words = [str(number) for number in range(_length(args))]  # each is a token or more
+    text = " ".join(words)
+    if kind == "masked_lm":
+        return {"data": _text_file("txt", [text] * (ROWS + 1))}
     if kind == "seq2seq_lm":
         return {"data": _table_file(args, "target", labels=[text] * ROWS, text=text)}
+    if not kind_class.has_classes:
+        return {"data": _lines_file(kind_class.made_up(words, args, classes=0))}
     classes = overrides.get("num_labels") or None
     if classes is None and model.folder is not None:
         classes = model.base.num_labels
@@ -185,6 +192,9 @@ def _huggingface_args(args: Mapping[str, Any], error: MissingData) -> dict[str, 
     if kind == "sequence_classification":
         labels = [f"class {row % classes}" for row in range(rows)]
         return {"data": _table_file(args, "label", labels=labels, text=text)}
+    row = kind_class.made_up(words, args, classes=classes)
+    if row is not None:
+        return {"data": _lines_file(row)}
     size = overrides.get("image_size") or getattr(model.base, "image_size", None)
     channels = overrides.get("num_channels") or getattr(model.base, "num_channels", None)
     if not size or not channels:
@@ -234,15 +244,9 @@ def _token_file(args: Mapping[str, Any]) -> str:
     return str(cached(f"stand-in-{size}.bin", make))
 
 
-def _conversations_file(text: str) -> str:
-    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]
-    line = json.dumps({"messages": messages})
-    return _text_file("jsonl", [line] * ROWS)
-
-
-def _pairs_file(text: str) -> str:
-    line = json.dumps({"prompt": "?", "chosen": text, "rejected": text})
-    return _text_file("jsonl", [line] * ROWS)
+def _lines_file(row: Any) -> str:
+    """A file of JSON lines with the same value in each."""
+    return _text_file("jsonl", [json.dumps(row)] * ROWS)
 
 
 def _table_file(args: Mapping[str, Any], label: str, *, labels: list[str], text: str) -> str:

@@ -244,7 +244,8 @@ def _metric_mistake(config: Config, task: Task, metrics: Mapping[str, Any]) -> s
         metrics: Those of a batch of the held-out data; empty if there is none.
     """
     wanted = config.checkpoint.metric
-    names = [*metrics, *task.derived(dict.fromkeys(metrics, 1.0))]
+    derived = task.derived(dict.fromkeys(metrics, 1.0))
+    names = [name for name in (*metrics, *derived) if not name.startswith("_")]
     if config.train.ema_decay is not None:
         names += [f"ema_{name}" for name in names]
     # A person's on_evaluation may log numbers under names that only the evaluation shows.

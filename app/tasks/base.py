@@ -140,6 +140,9 @@ class Task:
 
     # --- in a step ---
 
+    gathers: bool | None = None
+    """Whether `loss` calls `gather`; None: that is seen from the code of the task's own modules."""
+
     gathering: Callable[[Tensor], Tensor] | None = None
     """What `gather` calls. The training loop sets it."""
 
@@ -236,7 +239,12 @@ class Task:
         return rows(batch)
 
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Evaluation metrics by name, each a scalar mean over the batch's items; also `loss`."""
+        """Evaluation metrics by name, each a scalar mean over the batch's items; also `loss`.
+
+        One whose name begins with _ is not shown: `derived` makes others of it. So a figure that is
+        no mean over items, such as F1, is the ratio of sums over all the held-out data: count
+        `_right`, `_found` and `_there` for each item, and derive 2·right / (found + there).
+        """
         return {"loss": self.loss(model, batch)}
 
     def derived(self, means: dict[str, float]) -> dict[str, float]:

@@ -113,6 +113,8 @@ def _obstacle(layout: Layout) -> str:
 
 def may_gather(task: Task) -> bool:
     """Whether the code of the task's classes, or of their modules, mentions `gather`."""
+    if task.gathers is not None:
+        return task.gathers
     classes = [
         cls for cls in type(task).__mro__ if not cls.__module__.startswith(("app.", "builtins"))
     ]

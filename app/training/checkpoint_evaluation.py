@@ -25,7 +25,7 @@ from app.tasks.build import build_model
 from app.tasks.by_value import read_task_file
 from app.training import hooks
 from app.training.average import Average
-from app.training.evaluation import Evaluator, means_of, metric_sums
+from app.training.evaluation import Evaluator, means_of, metric_sums, shown
 from app.training.events import Event, FilesWritten
 from app.training.job import Job, Place, SilentChannel
 from app.training.process import configure_torch
@@ -173,7 +173,7 @@ class ShareEvaluator(Evaluator):
         for share in range(1, self.plan.shares):
             totals = totals + torch.stack([*sums_by_share[share].values()])
         metrics = means_of(sums_by_share[0], totals)
-        return metrics | self.task.derived(metrics)
+        return shown(metrics | self.task.derived(metrics))
 
 
 class _EventList(SilentChannel):

@@ -145,7 +145,7 @@ def evaluate(
         heartbeat: Ticks with each batch.
 
     Returns:
-        The same metrics on every rank.
+        The same metrics on every rank, without those whose names begin with _.
     """
     dims = parallel.layout.dims
     sums = metric_sums(
@@ -164,7 +164,7 @@ def evaluate(
     if dims.pp > 1:  # the ranks of the last stage tell the others
         metrics = next(each for each in Ranks().all_gather(metrics) if each is not None)
     assert metrics is not None
-    return metrics | task.derived(metrics)
+    return shown(metrics | task.derived(metrics))
 
 
 ITEMS = ""
@@ -230,3 +230,8 @@ def means_of(names: Iterable[str], totals: Tensor) -> dict[str, float]:
     """
     _, *metrics = names
     return dict(zip(metrics, (totals[1:] / totals[0]).tolist(), strict=True))
+
+
+def shown(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics without those that only others are derived from, whose names begin with _."""
+    return {name: value for name, value in metrics.items() if not name.startswith("_")}

@@ -33,6 +33,7 @@ from app.data.sets import document
 from app.data.tables import column_of, read_table
 from app.data.text import PYTHON, find_files
 from app.errors import UserError
+from app.tasks.huggingface.tokenizer import longest_text
 from app.tasks.language import MAX_EXPONENT
 from app.tasks.parts import SplitDataTask
 
@@ -41,21 +42,13 @@ if TYPE_CHECKING:
 
 IGNORED = -100  # the target of a token that is not learnt, as in torch's cross entropy
 DEFAULT_EVAL_FRACTION = 0.1
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-"""The chat template of tokenizers that have none
-(https://github.com/openai/openai-python/blob/v0.27.0/chatml.md)."""
 UNSUPPORTED_PARTS = ("tool_calls", "function_call", "tool_call_id", "audio")
 """Parts of a message that only some chat templates take."""
 TEXT_TYPES = ("text", "input_text", "output_text")
 """Types of the parts of a message's content that are text."""
 
 Int32s = npt.NDArray[np.int32]
-AnswerBatch = tuple[tuple[Tensor, ...], Tensor]
+AnswerBatch = tuple[Any, Tensor]
 """A batch: the model's inputs, and targets (B, T)."""
 PackedBatch = tuple[tuple[Tensor, Tensor], Tensor]
 """A batch: tokens and positions, and targets, each int64 (B, T)."""
@@ -542,6 +535,9 @@ class Pairs(Dataset[Any]):
         tokenizer: The library's tokenizer, with padding and an end of text.
         longest: How many tokens of a text are used.
         start: The decoder's first token.
+
+    Attributes:
+        longest_sample: The number of the pair with the most tokens.
     """
 
     def __init__(
@@ -556,6 +552,9 @@ class Pairs(Dataset[Any]):
         self.tokenizer = tokenizer
         self.longest = longest
         self.start = start
+        self.longest_sample = longest_text(
+            [f"{source} {target}" for source, target in pairs], tokenizer, limit=2 * longest
+        )
 
     def __len__(self) -> int:
         return len(self.pairs)

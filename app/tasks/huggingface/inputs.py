@@ -5,19 +5,30 @@ MLflow keeps them with a model. The names of their fields are part of what is st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from app.models.prediction import Preprocessor, classes_table, texts_of
+from app.models.prediction import (
+    Preprocessor,
+    call_model,
+    classes_table,
+    logits_of,
+    texts_of,
+)
+from app.tasks.huggingface.spans import best_spans, windows_of
 from app.tasks.language import PREDICTED_TOKENS, TextInput
 from app.tasks.vision import ImageInput
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+SMALLEST_VARIANCE = 1e-7  # added to that of a recording, as the library's Wav2Vec2 does
 
 
 @dataclass(kw_only=True)
@@ -73,6 +84,21 @@ def fitted(images: Tensor, channels: int, sides: tuple[int, int] | None) -> Tens
     return images
 
 
+def sides_of(config: Any) -> tuple[int, int] | None:
+    """Height and width of the images that a model is made for; None if it takes any.
+
+    Args:
+        config: The model's configuration.
+    """
+    size = getattr(config, "image_size", None)
+    if isinstance(size, int):
+        return size, size
+    if isinstance(size, (list, tuple)) and len(size) == 2:
+        height, width = size
+        return int(height), int(width)
+    return None
+
+
 @dataclass(kw_only=True)
 class TextsInput(Preprocessor):
     """Texts to classify.
@@ -114,6 +140,399 @@ class TextsInput(Preprocessor):
     def read(self, output: Any) -> DataFrame:
         """Each text's most probable class."""
         return classes_table("label", self.classes, output)
+
+
+@dataclass(kw_only=True)
+class FillInput(TextsInput):
+    """Texts with mask tokens, in whose place the model puts the most probable tokens."""
+
+    classes: list[str] = field(default_factory=list)
+
+    @property
+    def example(self) -> DataFrame:
+        """A table of texts with one row."""
+        import pandas
+
+        return pandas.DataFrame({"text": [f"a {self.tokenizer.mask_token} text"]})
+
+    def predict(self, model: nn.Module, texts: Any) -> DataFrame:
+        """Each text with its masks filled."""
+        import pandas
+
+        arguments = self(texts)
+        tokens_BT = arguments["input_ids"]
+        logits_BTV = logits_of(call_model(model, arguments))
+        filled_BT = torch.where(
+            tokens_BT == self.tokenizer.mask_token_id, logits_BTV.argmax(-1).cpu(), tokens_BT
+        )
+        filled = self.tokenizer.batch_decode(filled_BT, skip_special_tokens=True)
+        return pandas.DataFrame({"text": filled})
+
+
+@dataclass(kw_only=True)
+class WordsInput(TextsInput):
+    """Texts, each of whose words gets a class."""
+
+    def predict(self, model: nn.Module, texts: Any) -> DataFrame:
+        """The words of each text, which white space separates, and their classes.
+
+        Words beyond the length have none.
+        """
+        import pandas
+
+        sentences = [text.split() for text in texts_of(texts)]
+        joined = [" ".join(words) for words in sentences]
+        logits_BTC = logits_of(call_model(model, self(joined)))
+        spans = self.tokenizer(
+            joined, truncation=True, max_length=self.longest, return_offsets_mapping=True
+        )["offset_mapping"]
+        labels = []
+        for words, spans_T, classes_T in zip(
+            sentences, spans, logits_BTC.argmax(-1).tolist(), strict=True
+        ):
+            first = [token for token in first_tokens(spans_T, words) if token is not None]
+            labels.append([self.classes[classes_T[token]] for token in first])
+        return pandas.DataFrame({"words": sentences, "labels": labels})
+
+
+def first_tokens(spans: Sequence[Sequence[int]], words: Sequence[str]) -> list[int | None]:
+    """Which token of a sentence each word begins with; None if it begins beyond the tokens.
+
+    Args:
+        spans: The first character of each token and the one after its last. Marks and padding,
+            which are no part of the sentence, have empty ones.
+        words: The words, between which the sentence has a space.
+    """
+    first: list[int | None] = []
+    begin = 0
+    token = 0
+    for word in words:
+        end = begin + len(word)
+        # A token may begin with the space before its word.
+        while token < len(spans) and spans[token][1] <= begin:
+            token += 1
+        is_of_word = token < len(spans) and spans[token][0] < end
+        first.append(token if is_of_word else None)
+        begin = end + 1
+    return first
+
+
+@dataclass(kw_only=True)
+class QuestionsInput(Preprocessor):
+    """Tables of questions and contexts, in which the model finds the answers.
+
+    Args:
+        tokenizer: The library's tokenizer.
+        longest: Tokens of a window at most.
+        stride: Tokens of a context that neighbouring windows share.
+        may_lack_answer: Whether a context may not have the answer.
+        names: The arguments that the model takes.
+        keywords: Further arguments of the model.
+    """
+
+    tokenizer: Any
+    longest: int
+    stride: int
+    may_lack_answer: bool
+    names: list[str]
+    keywords: dict[str, Any]
+
+    @property
+    def example(self) -> DataFrame:
+        """A table with one row."""
+        import pandas
+
+        return pandas.DataFrame({"question": ["Who sleeps?"], "context": ["Ada sleeps."]})
+
+    def __call__(self, table: Any) -> dict[str, Any]:
+        """The model's arguments for the windows of a table's first row."""
+        arguments, _ = self._windows(str(table["question"].iloc[0]), str(table["context"].iloc[0]))
+        return arguments
+
+    def predict(self, model: nn.Module, table: Any) -> DataFrame:
+        """The answer to each question; "" where the context does not have one."""
+        import pandas
+
+        rows = zip(table["question"], table["context"], strict=True)
+        answers = [self._answer(model, str(question), str(context)) for question, context in rows]
+        return pandas.DataFrame({"answer": answers})
+
+    def _answer(self, model: nn.Module, question: str, context: str) -> str:
+        arguments, spans_WT = self._windows(question, context)
+        output = call_model(model, arguments)
+        logits_WT2 = torch.stack([output.start_logits, output.end_logits], -1).float().cpu()
+        is_context_WT = torch.tensor([[begin >= 0 for begin, _ in spans] for spans in spans_WT])
+        best = best_spans(logits_WT2[None], is_context_WT[None])
+        if self.may_lack_answer and best.margin.item() < 0:
+            return ""
+        spans = spans_WT[int(best.window)]
+        return context[spans[int(best.first)][0] : spans[int(best.last)][1]]
+
+    def _windows(
+        self, question: str, context: str
+    ) -> tuple[dict[str, Any], list[list[tuple[int, int]]]]:
+        """The model's arguments for the windows of a question, and the spans of their tokens."""
+        windows = windows_of(
+            self.tokenizer, [question], [context], longest=self.longest, stride=self.stride
+        )
+        length = max(len(window.ids) for window in windows)
+
+        def padded(rows: list[list[int]], value: int) -> Tensor:
+            return torch.tensor([row + [value] * (length - len(row)) for row in rows])
+
+        inputs = {
+            "input_ids": padded([window.ids for window in windows], self.tokenizer.pad_token_id),
+            "attention_mask": padded([[1] * len(window.ids) for window in windows], 0),
+            "token_type_ids": padded([window.types for window in windows], 0),
+        }
+        arguments = {name: inputs[name] for name in self.names}
+        spans = [window.spans + [(-1, -1)] * (length - len(window.ids)) for window in windows]
+        return {**arguments, **self.keywords}, spans
+
+
+@dataclass(kw_only=True)
+class SoundInput(Preprocessor):
+    """Recordings, of which the model reads the text.
+
+    Args:
+        tokenizer: The library's tokenizer of characters.
+        has_mask: Whether the model is told which samples are padding.
+        rate: How many samples a second has.
+        keywords: Further arguments of the model.
+    """
+
+    tokenizer: Any
+    has_mask: bool
+    rate: int
+    keywords: dict[str, Any]
+
+    @property
+    def example(self) -> Any:
+        """One recording of a second, (1, samples)."""
+        return np.zeros((1, self.rate), np.float32)
+
+    def __call__(self, recordings: Any) -> dict[str, Any]:
+        """The model's arguments for recordings from -1 to 1."""
+        rows = [np.asarray(recording, np.float32) for recording in recordings]
+        return {**standardised_sound(rows, has_mask=self.has_mask), **self.keywords}
+
+    def read(self, output: Any) -> DataFrame:
+        """The text of each recording."""
+        import pandas
+
+        texts = self.tokenizer.batch_decode(logits_of(output).argmax(-1))
+        return pandas.DataFrame({"text": texts})
+
+
+@dataclass(kw_only=True)
+class SpectrogramInput(Preprocessor):
+    """Recordings, which a model with an encoder and a decoder writes down.
+
+    Args:
+        tokenizer: The library's tokenizer.
+        extractor: The library's extractor of spectrograms.
+        rate: How many samples a second has.
+        start: The decoder's first token.
+        longest: How many tokens of a text the model can.
+        keywords: Further arguments of the model.
+    """
+
+    tokenizer: Any
+    extractor: Any
+    rate: int
+    start: int
+    longest: int
+    keywords: dict[str, Any]
+
+    @property
+    def example(self) -> Any:
+        """One recording of a second, (1, samples)."""
+        return np.zeros((1, self.rate), np.float32)
+
+    def __call__(self, recordings: Any) -> dict[str, Any]:
+        """The model's arguments for recordings from -1 to 1, with the decoder at its start."""
+        rows = [np.asarray(recording, np.float32) for recording in recordings]
+        features = self.extractor(rows, sampling_rate=self.rate, return_tensors="pt")
+        return {
+            "input_features": features["input_features"],
+            "decoder_input_ids": torch.full((len(rows), 1), self.start),
+            **self.keywords,
+        }
+
+    def predict(self, model: nn.Module, recordings: Any) -> DataFrame:
+        """The most probable text of each recording."""
+        import pandas
+
+        device = next(model.parameters()).device
+        tokens = model.generate(  # type: ignore[operator]
+            input_features=self(recordings)["input_features"].to(device),
+            max_new_tokens=min(PREDICTED_TOKENS, self.longest // 2),
+            do_sample=False,
+            decoder_start_token_id=self.start,
+            eos_token_id=self.tokenizer.eos_token_id,
+        )
+        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return pandas.DataFrame({"text": texts})
+
+
+def standardised_sound(
+    recordings: Sequence[Any], *, padded: int | None = None, has_mask: bool
+) -> dict[str, Tensor]:
+    """Recordings as a model takes them: each with mean 0 and deviation 1, then padded by zeros.
+
+    Args:
+        recordings: Arrays of float32 (samples,).
+        padded: The length of a row; None: that of the longest recording.
+        has_mask: Whether the model is told which samples are padding.
+
+    Returns:
+        `input_values` (B, S), and if it is wanted `attention_mask` (B, S).
+    """
+    length = padded or max(len(recording) for recording in recordings)
+    values = np.zeros((len(recordings), length), np.float32)
+    mask = np.zeros(values.shape, np.int64)
+    for row, recording in enumerate(recordings):
+        deviation = np.sqrt(recording.var() + SMALLEST_VARIANCE)
+        values[row, : len(recording)] = (recording - recording.mean()) / deviation
+        mask[row, : len(recording)] = 1
+    inputs = {"input_values": torch.from_numpy(values)}
+    return {**inputs, "attention_mask": torch.from_numpy(mask)} if has_mask else inputs
+
+
+@dataclass(kw_only=True)
+class ImagesAndTextsInput(Preprocessor):
+    """Tables of pictures and texts, of which the model says how well they fit.
+
+    Args:
+        tokenizer: The library's tokenizer.
+        longest: How many tokens of a text are used.
+        side: Pixels of a side of the pictures that the model takes.
+        mean: The mean of each channel, (3, 1, 1), of numbers from 0 to 1.
+        std: Their deviation.
+        keywords: Further arguments of the model.
+    """
+
+    tokenizer: Any
+    longest: int
+    side: int
+    mean: Tensor
+    std: Tensor
+    keywords: dict[str, Any]
+
+    @property
+    def example(self) -> DataFrame:
+        """A table with one row: the path of a picture, and a text."""
+        import pandas
+
+        return pandas.DataFrame({"image": [""], "text": ["a text"]})
+
+    def __call__(self, table: Any) -> dict[str, Any]:
+        """The model's arguments for a table of paths and texts; no path is a black picture."""
+        encoded = self.tokenizer(
+            texts_of(table[["text"]]),
+            padding=True,
+            truncation=True,
+            max_length=self.longest,
+            return_tensors="pt",
+        )
+        pictures = [picture_or_black(path) for path in table["image"]]
+        return {
+            "input_ids": encoded["input_ids"],
+            "attention_mask": encoded["attention_mask"],
+            "pixel_values": squares(pictures, self.side, self.mean, self.std),
+            **self.keywords,
+        }
+
+    def read(self, output: Any) -> DataFrame:
+        """For each picture the number of the text that fits best, and its probability."""
+        import pandas
+
+        probability, text = output.logits_per_image.float().softmax(-1).max(-1)
+        return pandas.DataFrame(
+            {"best_text": text.cpu().numpy(), "probability": probability.cpu().numpy()}
+        )
+
+
+def picture_or_black(path: str) -> Any:
+    """The picture of a file; a black one if the path is empty."""
+    from PIL import Image
+
+    return Image.open(path) if path else Image.new("RGB", (1, 1))
+
+
+def squares(pictures: Sequence[Any], side: int, mean: Tensor, std: Tensor) -> Tensor:
+    """The squares in the middle of pictures, as a model takes them: (n, 3, side, side).
+
+    Args:
+        pictures: Pictures of pillow, of any size.
+        side: The pixels of a side; the shorter side of a picture is brought to it.
+        mean: The mean of each channel, (3, 1, 1), of numbers from 0 to 1.
+        std: Their deviation.
+    """
+    from PIL import Image
+
+    rows = []
+    for picture in pictures:
+        width, height = picture.size
+        scale = side / min(width, height)
+        size = (max(side, round(width * scale)), max(side, round(height * scale)))
+        resized = picture.convert("RGB").resize(size, Image.Resampling.BICUBIC)
+        left = (size[0] - side) // 2
+        top = (size[1] - side) // 2
+        square = resized.crop((left, top, left + side, top + side))
+        rows.append(torch.from_numpy(np.array(square)).permute(2, 0, 1))
+    return (torch.stack(rows).float() / 255 - mean) / std
+
+
+@dataclass(kw_only=True)
+class PicturesInput(Preprocessor):
+    """Pictures, each of whose pixels gets a class.
+
+    Args:
+        side: Pixels of a side of the pictures that the model takes.
+        mean: The mean of each channel, (3, 1, 1), of numbers from 0 to 1.
+        std: Their deviation.
+    """
+
+    side: int
+    mean: Tensor
+    std: Tensor
+
+    @property
+    def example(self) -> Any:
+        """One picture, (1, height, width, 3) from 0 to 255."""
+        return np.zeros((1, self.side, self.side, 3), np.uint8)
+
+    def __call__(self, pictures: Any) -> dict[str, Any]:
+        """The model's arguments for pictures (n, height, width, 3) from 0 to 255."""
+        from PIL import Image
+
+        opened = [Image.fromarray(np.asarray(picture, np.uint8)) for picture in pictures]
+        return {"pixel_values": stretched(opened, self.side, self.mean, self.std)}
+
+    def read(self, output: Any) -> Any:
+        """The class of each pixel, (n, side, side)."""
+        size = (self.side, self.side)
+        logits = F.interpolate(logits_of(output).float(), size=size, mode="bilinear")
+        return logits.argmax(1).cpu().numpy()
+
+
+def stretched(pictures: Sequence[Any], side: int, mean: Tensor, std: Tensor) -> Tensor:
+    """Pictures as squares, as a model takes them: (n, 3, side, side).
+
+    Args:
+        pictures: Pictures of pillow, of any size.
+        side: The pixels of a side, to which both sides of a picture are brought.
+        mean: The mean of each channel, (3, 1, 1), of numbers from 0 to 1.
+        std: Their deviation.
+    """
+    from PIL import Image
+
+    rows = []
+    for picture in pictures:
+        resized = picture.convert("RGB").resize((side, side), Image.Resampling.BILINEAR)
+        rows.append(torch.from_numpy(np.array(resized)).permute(2, 0, 1))
+    return (torch.stack(rows).float() / 255 - mean) / std
 
 
 @dataclass(kw_only=True)

@@ -16,6 +16,7 @@ new head is trained without an adapter.
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,15 +33,6 @@ from app.tasks.parts import one_of, require_known, whole_number
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
-TASK_TYPES = {
-    "causal_lm": "CAUSAL_LM",
-    "instructions": "CAUSAL_LM",
-    "preferences": "CAUSAL_LM",
-    "seq2seq_lm": "SEQ_2_SEQ_LM",
-    "sequence_classification": "SEQ_CLS",
-    "image_classification": "SEQ_CLS",
-}
-"""What peft calls each kind of model."""
 OPTIONS = ("r", "alpha", "targets", "dropout", "use_rslora", "use_dora", "quantize")
 
 
@@ -61,12 +53,12 @@ def library() -> ModuleType:
     return peft
 
 
-def adapter_config(options: Any, kind: str, folder: Path | None) -> LoraConfig:
+def adapter_config(options: Any, task_type: str | None, folder: Path | None) -> LoraConfig:
     """The configuration of adapters.
 
     Args:
         options: `task_args.lora`.
-        kind: The kind of the model.
+        task_type: What peft calls the kind of the model; None if it has no name for it.
         folder: The folder of the weights that are adapted; None if there are none.
 
     Raises:
@@ -111,7 +103,7 @@ def adapter_config(options: Any, kind: str, folder: Path | None) -> LoraConfig:
         target_modules="all-linear" if targets == "auto" else list(targets),
         use_rslora=options.get("use_rslora", False),
         use_dora=options.get("use_dora", False),
-        task_type=TASK_TYPES[kind],
+        task_type=task_type,
         base_model_name_or_path=str(folder.resolve()),
     )
 
@@ -138,18 +130,38 @@ def _is_list_of_names(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
 
 
-def with_adapters(model: nn.Module, config: LoraConfig) -> PeftModel:
+def with_adapters(model: nn.Module, config: LoraConfig, *, trains_head: bool) -> PeftModel:
     """peft's model around a model, whose linear layers then have adapters.
+
+    Args:
+        model: The model.
+        config: The configuration of the adapters.
+        trains_head: Whether what comes after the model's body is new, and trained as it is.
 
     Raises:
         UserError: The model does not have the layers that are to have adapters.
     """
     # peft writes this into its configuration: an absolute path serves from any current folder.
     model.name_or_path = config.base_model_name_or_path
+    config = copy.deepcopy(config)  # peft changes it
+    if trains_head and config.task_type != "SEQ_CLS":  # of which peft itself knows the head
+        heads = _names_after_body(model)
+        config.modules_to_save = heads
+        config.exclude_modules = rf"({'|'.join(map(re.escape, heads))})(\..*)?"
     try:
         # transformers warns of how peft calls it.
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
-            return library().get_peft_model(model, copy.deepcopy(config))  # peft changes the config
+            return library().get_peft_model(model, config)
     except ValueError as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(f"task_args.lora does not fit the model: {reason}") from error
+
+
+def _names_after_body(model: nn.Module) -> list[str]:
+    """The names of the children with parameters, but for the body that pretrained weights have."""
+    body = getattr(model, "base_model_prefix", "")
+    return [
+        name
+        for name, child in model.named_children()
+        if name != body and any(True for _ in child.parameters())
+    ]

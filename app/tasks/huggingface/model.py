@@ -30,22 +30,6 @@ if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel
 
-KINDS = {
-    "causal_lm": "AutoModelForCausalLM",
-    "instructions": "AutoModelForCausalLM",
-    "preferences": "AutoModelForCausalLM",
-    "seq2seq_lm": "AutoModelForSeq2SeqLM",
-    "sequence_classification": "AutoModelForSequenceClassification",
-    "image_classification": "AutoModelForImageClassification",
-}
-"""For each kind of model, the library's class that makes it."""
-LIBRARY_KINDS = {
-    "instructions": "causal_lm",
-    "preferences": "causal_lm",
-    "seq2seq_lm": "seq_to_seq_causal_lm",
-}
-"""What the library's tables of models call a kind, if they have another name for it."""
-
 WEIGHTS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -235,59 +219,13 @@ def _has_weights(folder: Path) -> bool:
     return any((folder / name).is_file() for name in WEIGHTS)
 
 
-# --- its kind ---
-
-
-def choose_kind(source: ModelSource, kind: str) -> str:
-    """The kind of model to train.
+def is_in_table(table: str, model_type: str) -> bool:
+    """Whether one of the library's tables of models has a model type.
 
     Args:
-        source: The model.
-        kind: `task_args.kind`. For auto it is what the configuration says the model was, else what
-            such models are mostly used for.
-
-    Raises:
-        UserError: The library has no such model of this kind; or the model is made of several, and
-            has no vocabulary of its own.
+        table: The name of the table.
+        model_type: Such as llama.
     """
-    base = source.base
-    possible = [kind for kind in KINDS if _is_in_table(_table_of(kind), base.model_type)]
-    if getattr(base, "is_encoder_decoder", False):
-        possible = [kind for kind in possible if kind == "seq2seq_lm"]
-    if not possible or kind not in ("auto", *possible):
-        made_for = " or ".join(possible) or "none of the kinds"
-        raise UserError(
-            f"task_args.kind is {kind}, but {base.model_type} is made for {made_for}; write another"
-        )
-    if kind == "auto":
-        kind = _automatic_kind(base, possible)
-    if kind != "image_classification" and not hasattr(base, "vocab_size"):
-        parts = ", ".join(base.sub_configs) or "others"
-        raise UserError(
-            f"task_args.model: {base.model_type} is made of several models ({parts}); "
-            "give the one of the text"
-        )
-    return kind
-
-
-def _automatic_kind(base: PreTrainedConfig, possible: list[str]) -> str:
-    """The kind that a configuration names, else classification for encoders, else the first."""
-    architecture = (base.architectures or [""])[0].replace("LMHeadModel", "ForCausalLM")
-    for kind in possible:
-        if architecture.endswith(KINDS[kind].removeprefix("AutoModel")):
-            return kind
-    is_encoder = _is_in_table("MODEL_FOR_MASKED_LM_MAPPING_NAMES", base.model_type)
-    if is_encoder and "sequence_classification" in possible:
-        return "sequence_classification"
-    return possible[0]
-
-
-def _table_of(kind: str) -> str:
-    return f"MODEL_FOR_{LIBRARY_KINDS.get(kind, kind).upper()}_MAPPING_NAMES"
-
-
-def _is_in_table(table: str, model_type: str) -> bool:
-    """Whether one of the library's tables of models has this model type."""
     tables = importlib.import_module("transformers.models.auto.modeling_auto")
     return model_type in getattr(tables, table)
 
@@ -326,13 +264,13 @@ def resolve_config(
                 f"key{hint}; it has {', '.join(sorted(values)[:12])}, …"
             )
     changed = {
-        aliases.get(key, key): value
+        aliases.get(key, key): _merged(derived.get(key), value)
         for key, value in {**derived, **written}.items()
         if key in known
     }
     for key, value in changed.items():
         if isinstance(values.get(key), dict) and isinstance(value, Mapping):
-            changed[key] = {**values[key], **value}
+            changed[key] = _merged(values[key], value)
     try:
         if source.folder is None:
             return library().AutoConfig.for_model(base.model_type, **changed)
@@ -347,6 +285,12 @@ def resolve_config(
         ) from error
 
 
+def _merged(under: Any, value: Any) -> Any:
+    """A value; a mapping with the keys of another mapping that it does not have."""
+    both = isinstance(under, Mapping) and isinstance(value, Mapping)
+    return {**under, **value} if both else value
+
+
 # --- building it ---
 
 
@@ -355,17 +299,19 @@ class Recipe:
     """Builds a model, as often as it is needed.
 
     Args:
-        kind: The kind of model.
+        model_class: The library's class that makes it, such as AutoModelForCausalLM.
         config: Its configuration.
         folder: The folder of the weights to start from; None for new weights.
+        may_have_new_head: Whether those weights may lack the head.
         attention: The library's name of the attention; None for its choice.
         adapters: The configuration of LoRA adapters; None for none.
         quantize: How the layers with adapters are quantized; None: they are not.
     """
 
-    kind: str
+    model_class: str
     config: PreTrainedConfig
     folder: Path | None
+    may_have_new_head: bool = False
     attention: str | None = None
     adapters: LoraConfig | None = None
     quantize: str | None = None
@@ -384,14 +330,16 @@ class Recipe:
 
     def build_with_adapters(self) -> PeftModel:
         """peft's model around the model with its adapters; see `build`."""
-        model = lora.with_adapters(self.build_base(), self.adapters)
+        model = lora.with_adapters(
+            self.build_base(), self.adapters, trains_head=self.may_have_new_head
+        )
         if self.quantize is not None:
             quantize_layers(model, self.quantize)
         return model
 
     def build_base(self) -> nn.Module:
         """The model in training mode, without adapters; see `build`."""
-        auto_class = getattr(library(), KINDS[self.kind])
+        auto_class = getattr(library(), self.model_class)
         options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
         if self.attention is not None:
             options["attn_implementation"] = self.attention
@@ -441,7 +389,7 @@ class Recipe:
         which a masked language model does not have. peft saves a head with its adapters, but not a
         pooler.
         """
-        if not self.kind.endswith("classification"):
+        if not self.may_have_new_head:
             return False
         body = f"{model.base_model_prefix}."
         is_head = not name.startswith(body)

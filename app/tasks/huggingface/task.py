@@ -1,12 +1,7 @@
-"""Any language model, text classifier or image classifier of Hugging Face's `transformers`.
-
-Language models may be causal, instructed, or have an encoder and a decoder.
-"""
+"""Any model of Hugging Face's `transformers`, of a kind that kinds.py lists."""
 
 from __future__ import annotations
 
-import inspect
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,22 +16,11 @@ from app.errors import UserError
 from app.models.prediction import Preprocessor
 from app.tasks.base import Batch, EvaluationLog
 from app.tasks.huggingface import balance, plan
-from app.tasks.huggingface import data as reading
 from app.tasks.huggingface import lora as lora_options
-from app.tasks.huggingface.answers import log_answer
-from app.tasks.huggingface.conversations import end_of_answer
-from app.tasks.huggingface.inputs import (
-    ChatInput,
-    FittedImages,
-    PairsInput,
-    PromptInput,
-    TextsInput,
-    fitted,
-)
+from app.tasks.huggingface.kind import PACKED, UNPADDED, Kind, Settings
+from app.tasks.huggingface.kinds import KINDS, choose, takers
 from app.tasks.huggingface.model import (
-    KINDS,
     Recipe,
-    choose_kind,
     find_model,
     meta_model,
     position_limits,
@@ -44,10 +28,8 @@ from app.tasks.huggingface.model import (
     takes_registered_attention,
     unmasked_attention,
 )
-from app.tasks.huggingface.preferences import PreferenceLoss, Preferences, split_pairs
-from app.tasks.language import TextInput, log_sample
+from app.tasks.huggingface.tokenizer import accepted, choose_tokenizer
 from app.tasks.parts import SplitDataTask, one_of, whole_number
-from app.tasks.vision import ImageInput
 from strategies.context.apply import ContextPlan
 from strategies.mixtures import find_mixtures
 
@@ -55,25 +37,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 GENERATION = "generation_config.json"
-DEFAULT_LENGTHS = {
-    "causal_lm": 256,
-    "instructions": 512,
-    "preferences": 1024,
-    "seq2seq_lm": 512,
-    "sequence_classification": 512,
-}
-"""Tokens of a sample for each kind of model of texts."""
-TEXT_KINDS = tuple(DEFAULT_LENGTHS)
-ONLY_FOR = {
-    "tokenizer": TEXT_KINDS,
-    "token_dtype": ("causal_lm",),
-    "sequence_length": TEXT_KINDS,
-    "text": ("seq2seq_lm", "sequence_classification"),
-    "label": ("seq2seq_lm", "sequence_classification"),
-    "augment_shift": ("image_classification",),
-    "dpo": ("preferences",),
-}
-"""The kinds of model that have a use for an argument, for arguments that not all kinds have."""
 
 
 class HuggingFace(SplitDataTask):
@@ -86,18 +49,19 @@ class HuggingFace(SplitDataTask):
         model: A model type (`llama`, `gpt2`, `qwen2`, `bert`, `vit`, …), a folder with a
             config.json, or an id on the hub (looked for on this machine first).
         config: Keys of the model's configuration to set, such as hidden_size or num_hidden_layers.
-        kind: `causal_lm`, `instructions`, `preferences`, `seq2seq_lm`, `sequence_classification`,
-            `image_classification`, or `auto`: what the configuration says.
+        kind: A name below, or `auto`: what the configuration says the model was, else
+            sequence_classification for encoders and causal_lm for decoders. masked_lm must be
+            written, since people mostly begin from such models to train others.
         pretrained: Begin from the weights in the folder (or on the hub) instead of new ones. A
-            classifier gets a new head.
+            classifier gets a new head, and so does a model that answers from contexts.
         lora: Leave those weights as they are and train adapters beside them (lora.py): a mapping of
             r (default 16), alpha (default 2·r), dropout (default 0), targets (`auto`: every linear
             layer but the last, or names of layers), use_rslora, use_dora, and quantize: `nf4` or
             `int8` keeps the layers with adapters in 4 or 8 bits (quantized.py).
         attention: `sdpa`, `eager`, `flash_attention_2`, … (default: the library's choice).
         eval_samples: How many samples are held out.
-        data, tokenizer, token_dtype, sequence_length, text, label, augment_shift, dpo: As the kind
-            has them, below.
+        data, tokenizer, token_dtype, sequence_length, text, label, mask_fraction, stride,
+            image_size, augment_shift, dpo: As the kind has them, below.
 
     Kinds:
         causal_lm: data, token_dtype and sequence_length (default 256) as for language_modelling;
@@ -118,6 +82,36 @@ class HuggingFace(SplitDataTask):
         sequence_classification: data: a .csv or .parquet file with columns `text` and `label`;
             tokenizer as above; sequence_length: tokens of a text that are used (default: 512, or
             what the model can).
+        masked_lm (BERT, ModernBERT): data and token_dtype as for causal_lm; sequence_length
+            (default 512), marks such as [CLS] among them; mask_fraction (default 0.15): how many
+            tokens are hidden. Evaluations show the accuracy of hidden tokens.
+        token_classification: data: files of JSON lines such as {"tokens": ["Ada", "sleeps"],
+            "labels": ["B-PER", "O"]} (other keys: task_args.text and task_args.label; labels may be
+            numbers), or in CoNLL's form: a word and its label on each line, and a blank line after
+            a sentence. Evaluations show the accuracy of words, and for labels B-X, I-X and O the
+            precision, recall and F1 of entities.
+        question_answering: data: files of JSON lines such as {"question": "Who sleeps?",
+            "context": "Ada sleeps.", "answers": {"text": ["Ada"], "answer_start": [0]}}, with empty
+            lists where the context has no answer, or SQuAD's own JSON. Contexts that are longer
+            than sequence_length (default 384, with the question) are read in windows that share
+            stride tokens (default 128). Evaluations show SQuAD's exact match and F1.
+        ctc (wav2vec2, HuBERT, WavLM): data: files of JSON lines such as {"audio": "clips/1.wav",
+            "text": "what is said"} (or file_name; another key of the text: task_args.text); names
+            are relative to the file's folder, and recordings have 16,000 samples a second. The
+            characters of the texts become the vocabulary, unless the folder has a vocab.json. No
+            layer is skipped at random (layerdrop 0). Evaluations show the word error rate and the
+            character error rate.
+        speech_seq2seq (Whisper): data as for ctc; tokenizer and sequence_length (default 448) of
+            the texts. Evaluations show the accuracy of each token after the right ones.
+        image_text (CLIP): data: files of JSON lines such as {"image": "pictures/1.jpg", "text":
+            "what it shows"}; tokenizer, and sequence_length (default 77) of the texts. The loss is
+            that of the global batch on every layout. Evaluations show how often the own text, and
+            the own picture, is the nearest in a batch of train.eval_batch_size.
+        semantic_segmentation (SegFormer, BEiT): data: a folder with images/ and masks/ of the same
+            names, masks as .png of a class for each pixel (255: none), or files of JSON lines such
+            as {"image": "images/1.jpg", "mask": "masks/1.png"}; image_size: the side of the squares
+            that pictures become (default: the model's, or 512). Evaluations show the accuracy of
+            pixels and the mean IoU.
         image_classification: data and augment_shift as for image_classification. A model type gets
             the images' size and channels; with a folder or a hub id images are resized to what its
             configuration says.
@@ -138,6 +132,9 @@ class HuggingFace(SplitDataTask):
         sequence_length: int | None = None,
         text: str | None = None,
         label: str | None = None,
+        mask_fraction: float | None = None,
+        stride: int | None = None,
+        image_size: int | None = None,
         augment_shift: int | None = None,
         dpo: dict[str, Any] | None = None,
         eval_samples: int | None = None,
@@ -149,65 +146,109 @@ class HuggingFace(SplitDataTask):
             raise UserError(f"task_args.config is {config!r}; it must be a mapping of key to value")
         written = dict(config or {})
         self.source = find_model(model, weights=pretrained)
-        self.kind = choose_kind(self.source, kind)
-        self._refuse_arguments_of_other_kinds(
+        kind_class = choose(self.source, kind)
+        self.kind = kind_class.name
+        options = self._options_of_kind(
             {
                 "tokenizer": tokenizer,
                 "token_dtype": token_dtype,
                 "sequence_length": sequence_length,
                 "text": text,
                 "label": label,
+                "mask_fraction": mask_fraction,
+                "stride": stride,
+                "image_size": image_size,
                 "augment_shift": augment_shift,
                 "dpo": dpo,
             }
         )
-        preference_loss = PreferenceLoss.of(dpo)
         weights_folder = self.source.folder if pretrained else None
-        adapters = _adapters(lora, self.kind, weights_folder)
-        # Mistakes in the configuration are reported before the data is read.
-        base = resolve_config(self.source, derived={}, written=written)
-
-        self.tokenizer: Any = None  # for texts the library's PreTrainedTokenizerFast
-        self._data: SplitDataTask
-        if self.kind == "image_classification":
-            self._data, derived = reading.images(
-                self.source, data, augment_shift=augment_shift, eval_samples=eval_samples
-            )
-        else:
-            settings = self._text_settings(
-                base,
-                tokenizer,
-                pretrained=pretrained,
-                sequence_length=sequence_length,
-                vocab_size_is_written="vocab_size" in written,
-                eval_samples=eval_samples,
-            )
-            self.tokenizer = settings.tokenizer
-            if self.kind in ("causal_lm", "instructions"):  # the only kinds with one length
-                self.sequence_length = settings.sequence_length
-            if self.kind == "preferences":
-                pairs, derived = reading.preferences(settings, data, preference_loss)
-                self._data = pairs
-                self.sequence_length = pairs.longest
-                self.tokens_per_sample = pairs.mean_tokens
-            else:
-                self._data, derived = self._read_texts(
-                    settings, data, token_dtype=token_dtype, text=text, label=label
-                )
-        self._train = self._data.train_data()
-        self._eval = self._data.eval_data()
-        self.unit = self._data.unit
-        self.float_output = self._data.float_output
-        self.config = resolve_config(self.source, derived=derived, written=written)
-        self.recipe = Recipe(
-            kind=self.kind,
-            config=self.config,
+        adapters: Any = None
+        if lora is not None:
+            adapters = lora_options.adapter_config(lora, kind_class.adapter_type, weights_folder)
+        recipe = Recipe(
+            model_class=kind_class.model_class,
+            # Mistakes in the configuration are reported before the data is read.
+            config=resolve_config(self.source, derived={}, written=written),
             folder=weights_folder,
+            may_have_new_head=kind_class.may_have_new_head,
             attention=attention,
             adapters=adapters,
             quantize=lora_options.quantize_method(lora),
         )
+        settings = Settings(
+            source=self.source, base=recipe.config, data=data, eval_samples=eval_samples
+        )
+        if kind_class.default_length is not None:
+            settings = self._with_texts(
+                settings,
+                kind_class,
+                tokenizer=options.pop("tokenizer", None),
+                pretrained=pretrained,
+                sequence_length=options.pop("sequence_length", None),
+                vocab_size_is_written="vocab_size" in kind_class.of_texts(written),
+            )
+        self._data: Kind = kind_class(settings, **options)  # type: ignore[call-arg]
+        self.tokenizer = self._data.tokenizer
+        if self._data.sequence_length is not None:
+            self.sequence_length = self._data.sequence_length
+        self.tokens_per_sample = self._data.tokens_per_sample
+        self._train = self._data.train_data()
+        self._eval = self._data.eval_data()
+        self.unit = self._data.unit
+        self.float_output = self._data.float_output
+        self.gathers = self._data.gathers
+        self.config = resolve_config(self.source, derived=self._data.config_keys, written=written)
+        self.recipe = replace(recipe, config=self.config)
         self._prepare_model()
+
+    def _options_of_kind(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of some arguments that are written.
+
+        Raises:
+            UserError: One is for other kinds of models.
+        """
+        written = {name: value for name, value in arguments.items() if value is not None}
+        for name in written:
+            if name not in KINDS[self.kind].options:
+                kinds = " and ".join(takers(name))
+                raise UserError(
+                    f"task_args.{name} is for {kinds}, but this model is for {self.kind}; "
+                    "leave it out"
+                )
+        return written
+
+    def _with_texts(
+        self,
+        settings: Settings,
+        kind: type[Kind],
+        *,
+        tokenizer: str | None,
+        pretrained: bool,
+        sequence_length: int | None,
+        vocab_size_is_written: bool,
+    ) -> Settings:
+        """The settings with what a model of texts depends on.
+
+        Args:
+            settings: What does not depend on texts.
+            kind: The kind of model.
+            tokenizer: `task_args.tokenizer`.
+            pretrained: Whether training starts from the folder's weights.
+            sequence_length: `task_args.sequence_length`.
+            vocab_size_is_written: Whether `task_args.config` has the size of the vocabulary.
+        """
+        path = choose_tokenizer(self.source, tokenizer, pretrained=pretrained)
+        opened = kind.open_tokenizer(self.source, path)
+        has_vocab_size = self.source.folder is not None or vocab_size_is_written
+        vocab_size = int(kind.of_texts(settings.base).vocab_size)
+        return replace(
+            settings,
+            vocab_size=vocab_size if has_vocab_size else None,
+            tokenizer_path=path,
+            tokenizer=opened,
+            sequence_length=_length(kind, sequence_length, settings.base),
+        )
 
     def _prepare_model(self) -> None:
         """Decide, from the model's structure, how the recipe's model is built and called.
@@ -217,109 +258,20 @@ class HuggingFace(SplitDataTask):
         """
         self._build = self.recipe.build
         structure = self.structure()
-        forward_parameters = inspect.signature(structure.forward).parameters
-        self._keywords: dict[str, Any] = {}
-        if "use_cache" in forward_parameters:
-            # Training has no use for keys and values that are kept for the next token.
-            self._keywords["use_cache"] = False
-        if self.kind == "instructions" and "position_ids" not in forward_parameters:
-            raise UserError(
-                f"{self.config.model_type} takes no position_ids, "
-                "so conversations cannot share a row"
-            )
-        self._choose_attention(structure)
-        self._add_balance_loss(structure)
-        self._heads = plan.heads(self.config, self.tensor_plan(structure))
-        self._check_patches()
-
-    def _refuse_arguments_of_other_kinds(self, arguments: Mapping[str, Any]) -> None:
-        for name, value in arguments.items():
-            if value is not None and self.kind not in ONLY_FOR[name]:
-                kinds = " and ".join(ONLY_FOR[name])
-                raise UserError(
-                    f"task_args.{name} is for {kinds}, but this model is for {self.kind}; "
-                    "leave it out"
-                )
-
-    def _text_settings(
-        self,
-        base: PreTrainedConfig,
-        tokenizer: str | None,
-        *,
-        pretrained: bool,
-        sequence_length: int | None,
-        vocab_size_is_written: bool,
-        eval_samples: int | None,
-    ) -> reading.TextSettings:
-        """What the data of a model of texts depends on.
-
-        Args:
-            base: The model's configuration before the data is read.
-            tokenizer: `task_args.tokenizer`.
-            pretrained: Whether training starts from the folder's weights.
-            sequence_length: `task_args.sequence_length`.
-            vocab_size_is_written: Whether `task_args.config` has the size of the vocabulary.
-            eval_samples: `task_args.eval_samples`.
-        """
-        path = reading.choose_tokenizer(self.source, tokenizer, pretrained=pretrained)
-        if self.kind == "instructions":
-            opened = reading.chat_tokenizer(self.source, path)
-        elif self.kind == "preferences":
-            opened = reading.preference_tokenizer(self.source, path)
-        elif self.kind == "seq2seq_lm":
-            opened = reading.pair_tokenizer(self.source, path)
-        else:
-            padded = self.kind == "sequence_classification"
-            opened = reading.open_tokenizer(self.source, path, padded=padded)
-        has_vocab_size = self.source.folder is not None or vocab_size_is_written
-        return reading.TextSettings(
-            source=self.source,
-            base=base,
-            vocab_size=int(base.vocab_size) if has_vocab_size else None,
-            tokenizer_path=path,
-            tokenizer=opened,
-            sequence_length=_length(self.kind, sequence_length, base),
-            eval_samples=eval_samples,
-        )
-
-    def _read_texts(
-        self,
-        settings: reading.TextSettings,
-        data: Any,
-        *,
-        token_dtype: str | None,
-        text: str | None,
-        label: str | None,
-    ) -> tuple[SplitDataTask, reading.Derived]:
-        match self.kind:
-            case "causal_lm":
-                return reading.running_text(settings, data, token_dtype=token_dtype)
-            case "instructions":
-                return reading.instructions(settings, data)
-            case "seq2seq_lm":
-                return reading.text_pairs(settings, data, text=text, label=label)
-            case _:
-                return reading.labelled_text(settings, data, text=text, label=label)
-
-    def _choose_attention(self, structure: PreTrainedModel) -> None:
-        """Choose how attention is masked.
-
-        Rows of one text need no mask. For rows of several conversations the mask is made here if
-        the model takes torch's attention: the library would find out where positions begin anew,
-        and the host would wait for the GPU.
-        """
-        self._makes_mask = False
-        if self.kind == "instructions":
-            is_sdpa = structure.config._attn_implementation == "sdpa"
-            self._makes_mask = is_sdpa and self._attends_fully()
-            return
-        is_unpadded = self.kind in ("causal_lm", "preferences")  # or padded where none attends to
-        can_be_unmasked = is_unpadded and takes_registered_attention(structure)
+        # Training has no use for keys and values that are kept for the next token.
+        self._data.keywords = dict.fromkeys(accepted(["use_cache"], structure), False)
+        self._data.prepare(structure, attends_fully=self._attends_fully())
+        # Rows of one text need no mask.
+        can_be_unmasked = self._data.rows == UNPADDED and takes_registered_attention(structure)
         if can_be_unmasked and self._attends_fully():
             self._build = replace(self.recipe, attention=unmasked_attention()).build
+        self._add_balance_loss(structure)
+        self._heads = plan.heads(self.config, self.tensor_plan(structure))
 
     def _attends_fully(self) -> bool:
         """Whether every layer attends to all earlier tokens."""
+        if self._data.rows not in (UNPADDED, PACKED):
+            return False
         try:
             plan.require_full_attention(self.config, self.sequence_length)
         except UserError:
@@ -340,17 +292,6 @@ class HuggingFace(SplitDataTask):
             balance.sum_over_layers(lambda: structure)  # to find out here whether that is possible
             self._build = partial(balance.sum_over_layers, self._build)
 
-    def _check_patches(self) -> None:
-        patch = getattr(self.config, "patch_size", None)
-        sides = _sides(self.config)
-        if not isinstance(patch, int) or sides is None:
-            return
-        if any(side % patch for side in sides):  # the model would ignore the remaining pixels
-            raise UserError(
-                f"task_args.config.patch_size is {patch}, "
-                f"which does not divide images of {sides[0]}×{sides[1]}; write one that does"
-            )
-
     # --- the task ---
 
     def build_trained(self) -> nn.Module:
@@ -359,15 +300,14 @@ class HuggingFace(SplitDataTask):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The loss of the data's task, and the balance of experts if that is trained."""
-        logits_model = self._logits_model(model)
-        self._data.recorded = self.recorded
+        answering_model = self._answering_model(model)
         if not self._balanced_layers:
-            return self._data.loss(logits_model, batch)
+            return self._data.loss(answering_model, batch)
         tokens = tensors(batch)[0]
         sequences = tokens.numel() // tokens.size(-1)
         weight = float(getattr(self.config, "router_aux_loss_coef", 0.0))
         with balance.summed(sequences, self._experts, tokens.device):
-            loss = self._data.loss(logits_model, batch)
+            loss = self._data.loss(answering_model, batch)
             return loss + weight * balance.balance_loss(self._balanced_layers)
 
     @property
@@ -377,22 +317,21 @@ class HuggingFace(SplitDataTask):
 
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """The metrics of the data's task."""
-        return self._data.metrics(self._logits_model(model), batch)
+        return self._data.metrics(self._answering_model(model), batch)
 
     def reference(self, model: nn.Module, batch: Batch) -> Tensor:
         """What the data's task needs to know of the model before the first step."""
-        return self._data.reference(self._logits_model(model), batch)
+        return self._data.reference(self._answering_model(model), batch)
 
-    def _logits_model(self, model: nn.Module) -> nn.Module:
+    def _answering_model(self, model: nn.Module) -> nn.Module:
         """The model as the data's task calls one, which does nothing but call it."""
-        return cast(nn.Module, LogitsModel(self, model))
+        self._data.recorded = self.recorded
+        self._data.gathering = self.gathering
+        return cast(nn.Module, AnsweringModel(self, model))
 
     def on_evaluation(self, model: nn.Module, log: EvaluationLog) -> None:
-        """Log a sample of what a language model writes."""
-        if self.kind == "causal_lm":
-            log_sample(self, model, log)
-        elif self.kind in ("instructions", "preferences", "seq2seq_lm"):
-            log_answer(self, model, log)
+        """Log what the model answers."""
+        self._data.log_example(self, model, log)
 
     def derived(self, means: dict[str, float]) -> dict[str, float]:
         """The further metrics of the data's task."""
@@ -404,86 +343,15 @@ class HuggingFace(SplitDataTask):
         Args:
             inputs: The inputs of a batch.
         """
-        match self.kind:
-            case "image_classification":
-                return {"pixel_values": self.fitted(inputs)}
-            case "causal_lm":
-                return {"input_ids": inputs, **self._keywords}
-            case "preferences":  # the model takes rows one by one
-                return {"input_ids": inputs.flatten(0, -2), **self._keywords}
-            case "instructions":
-                return self._conversation_arguments(*inputs)
-            case "seq2seq_lm":
-                tokens_BS, mask_BS, decoder_BT = inputs
-                return {
-                    "input_ids": tokens_BS,
-                    "attention_mask": mask_BS,
-                    "decoder_input_ids": decoder_BT,
-                    **self._keywords,
-                }
-            case _:
-                tokens_BT, mask_BT = inputs
-                return {"input_ids": tokens_BT, "attention_mask": mask_BT, **self._keywords}
+        return self._data.arguments(inputs)
 
-    def _conversation_arguments(self, tokens_BT: Tensor, positions_BT: Tensor) -> dict[str, Any]:
-        arguments = {"input_ids": tokens_BT, "position_ids": positions_BT, **self._keywords}
-        if self._makes_mask:
-            conversation_BT = (positions_BT == 0).cumsum(1)
-            is_same_B1TT = conversation_BT[:, None, :, None] == conversation_BT[:, None, None]
-            arguments["attention_mask"] = is_same_B1TT.tril()
-        return arguments
-
-    def fitted(self, images: Tensor) -> Tensor:
-        """Images (n, channels, height, width) in the size and with the channels of the model."""
-        channels = getattr(self.config, "num_channels", images.shape[1])
-        return fitted(images, channels, _sides(self.config))
+    def answer(self, output: Any) -> Any:
+        """What the loss and the metrics need of the model's output."""
+        return self._data.answer(output)
 
     def preprocessor(self) -> Preprocessor | None:
         """What makes the model's arguments of images, texts or questions."""
-        of_data = self._data.preprocessor()
-        if isinstance(of_data, ImageInput):
-            return FittedImages(
-                **vars(of_data), channels=self.config.num_channels, sides=_sides(self.config)
-            )
-        if isinstance(of_data, TextInput):
-            return replace(of_data, keyword="input_ids", keywords=self._keywords)
-        match self.kind:
-            case "causal_lm":  # token files, whose text is not known
-                return None
-            case "instructions":
-                return ChatInput(
-                    tokenizer=self.tokenizer,
-                    longest=self.sequence_length,
-                    keyword="input_ids",
-                    keywords=self._keywords,
-                    end=end_of_answer(self.tokenizer),
-                )
-            case "preferences":
-                has_messages = cast(Preferences, self._data).has_messages
-                end = end_of_answer(self.tokenizer) if has_messages else self.tokenizer.eos_token
-                return (ChatInput if has_messages else PromptInput)(
-                    tokenizer=self.tokenizer,
-                    longest=self.sequence_length,
-                    keyword="input_ids",
-                    keywords=self._keywords,
-                    end=end,
-                )
-            case "seq2seq_lm":
-                return PairsInput(
-                    tokenizer=self.tokenizer,
-                    longest=self._train.longest,
-                    classes=[],
-                    keywords=self._keywords,
-                    start=self._train.start,
-                )
-            case _:
-                data = cast(reading.LabelledText, self._data)
-                return TextsInput(
-                    tokenizer=self.tokenizer,
-                    longest=self._train.longest,
-                    classes=list(data.classes),
-                    keywords=self._keywords,
-                )
+        return self._data.model_input(self.config)
 
     def blocks(self, model: nn.Module) -> list[str] | None:
         """The names of the model's layers."""
@@ -493,7 +361,7 @@ class HuggingFace(SplitDataTask):
         """The library's plan; None with adapters, so that every layer and adapter is gathered."""
         if self.recipe.adapters is not None:
             return None
-        return plan.tensor_plan(model, parallel_head=not self.kind.endswith("classification"))
+        return plan.tensor_plan(model, parallel_head=self._data.has_parallel_head)
 
     def context_plan(self, model: nn.Module) -> ContextPlan | None:
         """How the model is told the positions of its tokens.
@@ -501,10 +369,10 @@ class HuggingFace(SplitDataTask):
         Raises:
             UserError: The model is not a causal one that attends to all earlier tokens.
         """
-        if self.kind not in ("causal_lm", "preferences"):
+        if not self._data.splits_sequence:
+            kinds = " and ".join(name for name, kind in KINDS.items() if kind.splits_sequence)
             raise UserError(
-                "parallel.cp splits the sequences of causal_lm and preferences, "
-                f"but this model is for {self.kind}"
+                f"parallel.cp splits the sequences of {kinds}, but this model is for {self.kind}"
             )
         plan.require_full_attention(self.config, self.sequence_length)
 
@@ -513,8 +381,7 @@ class HuggingFace(SplitDataTask):
             mask_1T = positions_1T.new_ones(1, positions_1T.size(1))
             return {"position_ids": positions_1T, "attention_mask": mask_1T}
 
-        context_plan = ContextPlan(keywords)
-        return split_pairs(context_plan) if self.kind == "preferences" else context_plan
+        return self._data.split_context(ContextPlan(keywords))
 
     def heads(self) -> int | None:
         """The number that the degree of tensor parallelism must divide."""
@@ -541,14 +408,11 @@ class HuggingFace(SplitDataTask):
             generation = self.source.folder / GENERATION
             if generation.is_file():
                 shutil.copyfile(generation, folder / GENERATION)
-        preprocessor = self.preprocessor()
-        if isinstance(preprocessor, FittedImages):
-            text = json.dumps(preprocessor.for_transformers(), indent=1)
-            (folder / "preprocessor_config.json").write_text(text)
+        self._data.write_files(folder)
 
 
-class LogitsModel:
-    """A function from the inputs of a batch to the logits of a model of the library.
+class AnsweringModel:
+    """A function from the inputs of a batch to what the kind takes as a model's answer.
 
     Args:
         task: The task, which knows the model's arguments.
@@ -559,16 +423,11 @@ class LogitsModel:
         self.task = task
         self.model = model
 
-    def __call__(self, inputs: Any) -> Tensor:
-        return self.model(**self.task.arguments(inputs)).logits
+    def __call__(self, inputs: Any) -> Any:
+        return self.task.answer(self.model(**self.task.arguments(inputs)))
 
 
-def _adapters(options: Any, kind: str, folder: Path | None) -> Any:
-    """The configuration of LoRA adapters; None if `task_args.lora` is not written."""
-    return None if options is None else lora_options.adapter_config(options, kind, folder)
-
-
-def _length(kind: str, written: int | None, base: PreTrainedConfig) -> int:
+def _length(kind: type[Kind], written: int | None, base: PreTrainedConfig) -> int:
     """The tokens of a sample: as written, else the kind's default, or what the model can.
 
     Args:
@@ -579,13 +438,13 @@ def _length(kind: str, written: int | None, base: PreTrainedConfig) -> int:
     Raises:
         UserError: The model has fewer positions than are written.
     """
-    untrained = meta_model(Recipe(kind=kind, config=base, folder=None))
+    untrained = meta_model(Recipe(model_class=kind.model_class, config=base, folder=None))
     positions = min(position_limits(untrained), default=None)
     if written is None:
         limits = (
-            DEFAULT_LENGTHS[kind],
+            kind.default_length,
             positions,
-            getattr(base, "max_position_embeddings", None),
+            getattr(kind.of_texts(base), "max_position_embeddings", None),
         )
         return min(limit for limit in limits if isinstance(limit, int) and limit > 0)
     whole_number("sequence_length", written)
@@ -595,14 +454,3 @@ def _length(kind: str, written: int | None, base: PreTrainedConfig) -> int:
             f"write at most {positions}, or a larger task_args.config.max_position_embeddings"
         )
     return written
-
-
-def _sides(config: PreTrainedConfig) -> tuple[int, int] | None:
-    """Height and width of the images that a model is made for; None if it takes any."""
-    size = getattr(config, "image_size", None)
-    if isinstance(size, int):
-        return size, size
-    if isinstance(size, (list, tuple)) and len(size) == 2:
-        height, width = size
-        return int(height), int(width)
-    return None

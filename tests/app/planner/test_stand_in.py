@@ -26,6 +26,9 @@ SMALL = "hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 2"
 BERT = (
     f"model: bert, kind: sequence_classification, data: no.csv, tokenizer: bytes, config: {{{SMALL}"
 )
+MASKED = BERT.replace("sequence_classification", "masked_lm") + "}"
+TAGS = BERT.replace("sequence_classification", "token_classification") + ", num_labels: 5}"
+QUESTIONS = BERT.replace("sequence_classification", "question_answering") + "}"
 PREFERENCES = (
     "model: llama, kind: preferences, data: no.jsonl, tokenizer: bytes, "
     f"config: {{{SMALL}, intermediate_size: 64}}"
@@ -118,7 +121,9 @@ def test_the_same_model_is_planned_without_its_data(tmp_path: Path, own_cache: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("args", [BERT + ", num_labels: 5}", T5, VIT, PREFERENCES])
+@pytest.mark.parametrize(
+    "args", [BERT + ", num_labels: 5}", T5, VIT, PREFERENCES, MASKED, TAGS, QUESTIONS]
+)
 def test_every_kind_of_transformers_model_is_planned_without_its_data(
     args: str, own_cache: Path
 ) -> None:
@@ -137,6 +142,7 @@ def test_every_kind_of_transformers_model_is_planned_without_its_data(
             "config.vocab_size",
         ),
         ("huggingface", BERT + "}", "config.num_labels"),
+        ("huggingface", "model: wav2vec2, data: no.jsonl", "its lines name files: a few"),
         ("image_classification", "data: no.npz", "no.npz"),
         ("tabular", "target: price", "a few samples"),
     ],

@@ -11,8 +11,8 @@ from app.tasks import load_task
 
 @pytest.fixture
 def data(tmp_path: Path, text: str, own_cache: Path) -> Path:
-    """A folder with text.txt, reviews.csv, talk.jsonl (conversations), pairs.csv (of texts) and
-    preferred.jsonl (of answers)."""
+    """A folder with text.txt, reviews.csv, talk.jsonl (conversations), pairs.csv (of texts),
+    preferred.jsonl (of answers), tagged.jsonl (sentences) and asked.jsonl (questions)."""
     rows = []
     for i in range(40):
         mood, label = ("good", "yes") if i % 2 else ("bad", "no")
@@ -33,6 +33,21 @@ def data(tmp_path: Path, text: str, own_cache: Path) -> Path:
         for i in range(24)
     ]
     (tmp_path / "preferred.jsonl").write_text("\n".join(map(json.dumps, answers)))
+    people = ("Ada", "Alan Turing", "Grace Hopper")
+    sentences = []
+    questions = []
+    for i in range(24):
+        person = people[i % 3].split()
+        verbs = ["never"] * (i % 4) + ["sleeps"]
+        labels = ["B-PER", "I-PER"][: len(person)] + ["O"] * len(verbs)
+        sentences.append({"tokens": [*person, *verbs], "labels": labels})
+        context = f"{'It was late. ' * (i % 4)}{people[i % 3]} {' '.join(verbs)}."
+        answers = {"text": [people[i % 3]], "answer_start": [context.index(people[i % 3])]}
+        if i % 6 == 5:
+            answers = {"text": [], "answer_start": []}
+        questions.append({"question": "Who sleeps?", "context": context, "answers": answers})
+    (tmp_path / "tagged.jsonl").write_text("\n".join(map(json.dumps, sentences)))
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, questions)))
     return tmp_path
 
 

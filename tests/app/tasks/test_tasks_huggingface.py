@@ -132,6 +132,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         GROUPED | BALANCED | {"num_local_experts": 2},
         "preferred.jsonl",
     ),
+    "mamba": (
+        "mamba",
+        {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 256},
+        "text.txt",
+    ),
     "lora": ("base", {}, "text.txt"),
     "lora classifier": ("base", {}, "reviews.csv"),
     "lora instructions": ("base", {}, "talk.jsonl"),
@@ -425,9 +430,11 @@ SINGLE_DEVICE: dict[str, Curve] = {}
 """Curves on one device by the model's name, each computed once."""
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 PARITY = [
-    slow("ddp", 2, {}, ("lora instructions", "bart"), 1e-5),
+    slow("ddp", 2, {}, ("lora instructions", "bart", "mamba"), 1e-5),
     ("fsdp", 2, {}, ("llama tied", "mixtral", "lora classifier", "lora nf4"), 1e-5),
-    slow("fsdp", 2, {}, ("vit", "gpt2 instructions", "t5", "lora dora", "lora int8"), 1e-5),
+    slow(
+        "fsdp", 2, {}, ("vit", "gpt2 instructions", "t5", "lora dora", "lora int8", "mamba"), 1e-5
+    ),
     ("tensor", 2, {}, ("llama tied", "gpt2", "mixtral", "bert"), 2e-5),
     slow("tensor", 2, {}, ("qwen3", "gemma2", "phi3"), 2e-5),
     slow(
@@ -436,7 +443,7 @@ PARITY = [
         {},
         (
             *("lora", "lora nf4", "lora dora", "instructions", "lora instructions"),
-            *("t5", "qwen3 moe", "olmoe", "deepseek"),
+            *("t5", "qwen3 moe", "olmoe", "deepseek", "mamba"),
         ),
         2e-5,
     ),
@@ -458,7 +465,7 @@ PARITY = [
         "pipeline",
         2,
         {"pp": 2},
-        ("lora", "lora nf4", "lora dora", "instructions", "preferences of experts"),
+        ("lora", "lora nf4", "lora dora", "instructions", "preferences of experts", "mamba"),
         1e-5,
     ),
     ("ddp+context+expert", 2, {"cp": 2, "ep": 2}, ("mixtral",), 1e-5),
