@@ -21,7 +21,7 @@ import hashlib
 import io
 import os
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import IO, Any, cast
 
 import torch
@@ -298,6 +298,38 @@ class HashedFiles(FileSystemBase):
 
     def rm_file(self, path: _Path) -> None:
         self.storage.remove(os.fspath(path))
+
+
+class KnownResults:
+    """What DCP has to know of each shard that was written, which rank 0 is told if it has changed.
+
+    Where a shard is in a file mostly stays as it was in the save before, and the results of all
+    ranks are as large as DCP's table. A rank whose results are the same says only that. After a
+    save that has failed, everything is told again.
+    """
+
+    def __init__(self) -> None:
+        self._own: list[WriteResult] | None = None
+        """This rank's, which rank 0 knows; None if it may not know them."""
+        self._by_rank: dict[int, list[WriteResult]] = {}
+        """On rank 0: those of all ranks."""
+
+    def news(self, results: list[WriteResult]) -> list[WriteResult] | None:
+        """What a rank tells rank 0 of a save: its results, or None if rank 0 knows them."""
+        is_known = results == self._own
+        self._own = results
+        return None if is_known else results
+
+    def complete(self, news: Sequence[list[WriteResult] | None]) -> list[list[WriteResult]]:
+        """On rank 0: the results of all ranks, from what they have told, by rank."""
+        for rank, results in enumerate(news):
+            if results is not None:
+                self._by_rank[rank] = results
+        return [self._by_rank[rank] for rank in range(len(news))]
+
+    def forget(self) -> None:
+        """Tell everything with the next save."""
+        self._own = None
 
 
 class Writer(FileSystemWriter):

@@ -123,6 +123,16 @@ class Ranks:
         value: T = received[0]
         return value
 
+    def send(self, value: object, to: int) -> None:
+        """Send a value to another rank, which calls `receive`."""
+        dist.send_object_list([value], dst=to, group=self.group)
+
+    def receive(self, source: int) -> Any:
+        """The value that another rank sends to this one."""
+        received: list[Any] = [None]
+        dist.recv_object_list(received, src=source, group=self.group)
+        return received[0]
+
     def first_of(self, texts: Sequence[str]) -> tuple[str, int]:
         """The first text of the first rank that has one, and how many there are on all ranks."""
         if not self.distributed:

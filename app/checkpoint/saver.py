@@ -5,8 +5,9 @@ interleaves with the collectives of training:
 
 1. Rank 0 chooses the folder and makes it.
 2. Each rank writes its part, as DCP has planned it, and hashes what it writes.
-3. Rank 0 learns how it went on each rank. If it went well, and `fence()` still allows it, rank 0
-   writes DCP's metadata and the marker: now the checkpoint exists.
+3. Rank 0 learns how it went on each rank, and where the shards are if that has changed. If it went
+   well, and `fence()` still allows it, rank 0 writes DCP's metadata and the marker: now the
+   checkpoint exists.
 4. All ranks learn that; then rank 0 removes the checkpoints that are no longer kept.
 """
 
@@ -31,7 +32,7 @@ from app.checkpoint.commit import (
     folder_name,
     survey,
 )
-from app.checkpoint.dcp import StagedState, Stager, Writer
+from app.checkpoint.dcp import KnownResults, StagedState, Stager, Writer
 from app.checkpoint.ranks import (
     SUPERSEDED,
     CheckpointError,
@@ -45,8 +46,9 @@ from app.checkpoint.retention import Retention, prune
 from app.storage.storage import Storage
 
 _log = logging.getLogger(__name__)
-_Written = tuple[dict[str, File], list[WriteResult]]
-"""(the files that a rank has written, what DCP has to know of each tensor in them)"""
+_Written = tuple[dict[str, File], list[WriteResult] | None]
+"""(the files that a rank has written, what DCP has to know of each shard in them or None if rank 0
+knows it)"""
 
 
 class Checkpointer:
@@ -99,9 +101,10 @@ class Checkpointer:
         self._fence = fence
         self._ranks = Ranks(own_group=True)
         self._stager = Stager(self._ranks)
+        self._results = KnownResults()
         self._earlier_commits: list[Commit] = []
         """On rank 0: those before the newest one."""
-        self._pending: Future[Commit] | None = None
+        self._pending: Future[None] | None = None
 
     def save(
         self,
@@ -196,19 +199,19 @@ class Checkpointer:
     # --- in the background ------------------------------------------------------------------------
 
     def _run(
-        self, commit: Commit, staged: StagedState, started: float, outcome: Future[Commit]
+        self, commit: Commit, staged: StagedState, started: float, outcome: Future[None]
     ) -> None:
-        result: Commit | CheckpointError
+        failure: CheckpointError | None = None
         try:
             self.last_stall_seconds += staged.wait()
-            result = self._save(commit, staged)
+            self._save(commit, staged)
         except BaseException as error:  # the exception of a thread would be lost
-            result = self._failure(commit, error)
+            failure = self._failure(commit, error)
         self.last_total_seconds = time.perf_counter() - started
-        if isinstance(result, CheckpointError):
-            outcome.set_exception(result)
+        if failure is not None:
+            outcome.set_exception(failure)
         else:
-            outcome.set_result(result)
+            outcome.set_result(None)
 
     def _failure(self, commit: Commit, error: BaseException) -> CheckpointError:
         reason = describe(error)
@@ -223,22 +226,25 @@ class Checkpointer:
             superseded=superseded,
         )
 
-    def _save(self, commit: Commit, staged: StagedState) -> Commit:
+    def _save(self, commit: Commit, staged: StagedState) -> None:
         name = self._ranks.run_on_first(lambda: self._make_folder(commit.step))
         folder = self._storage.join(name)
         commit = replace(commit, path=folder.url)
+
+        def commit_files(by_rank: list[_Written]) -> None:
+            # The other ranks do not learn of all files, which are as many as there are ranks.
+            nonlocal commit
+            commit = self._commit(folder, staged, commit, by_rank=by_rank)
+
         try:
-            commit = self._ranks.run_and_combine(
-                lambda: self._write(folder, staged),
-                lambda by_rank: self._commit(folder, staged, commit, by_rank=by_rank),
-            )
+            self._ranks.run_and_combine(lambda: self._write(folder, staged), commit_files)
         except BaseException:
+            self._results.forget()
             if self._ranks.rank == 0:
                 self._discard(folder)
             raise
         if self._ranks.rank == 0:
             self._prune(commit)
-        return commit
 
     def _check_fence(self) -> None:
         if not self._fence():
@@ -256,7 +262,7 @@ class Checkpointer:
         folder.make()
         writer = Writer(folder)
         results = writer.write_data(staged.plan, staged).wait()
-        return writer.files.written, results
+        return writer.files.written, self._results.news(results)
 
     def _commit(
         self, folder: Storage, staged: StagedState, commit: Commit, *, by_rank: list[_Written]
@@ -267,7 +273,8 @@ class Checkpointer:
         for files_of_rank, _ in by_rank:
             files |= files_of_rank
         writer = Writer(folder)
-        writer.finish(staged.checkpoint_metadata, [results for _, results in by_rank])
+        results = self._results.complete([news for _, news in by_rank])
+        writer.finish(staged.checkpoint_metadata, results)
         files |= writer.files.written
         self._earlier_commits = survey(self._storage).commits
         newest = max((earlier.sequence for earlier in self._earlier_commits), default=0)

@@ -2,7 +2,9 @@
 
 The table, `.metadata`, lists every shard that any rank has saved, so it grows with the number of
 ranks. Rank 0 alone reads it. Each rank tells what it wants, and gets the entries of its own names,
-with the shards that overlap its own. Ranks that want the same, as replicas do, tell it once.
+with the shards that overlap its own. Of ranks that want the same, as replicas do, the first asks
+rank 0 and hands the answer on to two others, and so do these: rank 0 cuts one part after another,
+holds one at a time, and sends each once, however many ranks want it.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import hashlib
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
@@ -28,8 +30,8 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """A part of a tensor: its offsets and its sizes."""
 Wish = Mapping[str, Sequence[Box]]
 """The parts of each entry that a rank has, by the entry's name; none for what is not a tensor."""
-FEW_PARTS = 4
-"""Every rank gets all parts if they are together at most so many times the largest."""
+FAN_OUT = 2
+"""To how many ranks a rank hands on its part of the table."""
 
 
 def wish_of(state: dict[str, Any]) -> Wish:
@@ -128,6 +130,41 @@ class Table:
         return list(overlapping.values())
 
 
+class Route(NamedTuple):
+    """How a rank gets its part of the table.
+
+    Attributes:
+        asks: Whether it says what the ranks want that want the same as it does.
+        source: The rank that sends the part; 0 for a rank that asks.
+        targets: The ranks that it hands the part on to.
+    """
+
+    asks: bool
+    source: int
+    targets: Sequence[int]
+
+
+def routes(digests: Sequence[bytes]) -> list[Route]:
+    """How each rank gets its part.
+
+    Args:
+        digests: By rank, what tells apart what the ranks want.
+    """
+    ranks_of: dict[bytes, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        ranks_of.setdefault(digest, []).append(rank)
+    by_rank: dict[int, Route] = {}
+    for ranks in ranks_of.values():
+        for place, rank in enumerate(ranks):
+            first_target = FAN_OUT * place + 1
+            by_rank[rank] = Route(
+                asks=place == 0,
+                source=ranks[(place - 1) // FAN_OUT] if place else 0,
+                targets=ranks[first_target : first_target + FAN_OUT],
+            )
+    return [by_rank[rank] for rank in range(len(digests))]
+
+
 def divide(table: Table | None, state: dict[str, Any], ranks: Ranks) -> tuple[bytes, set[str]]:
     """A rank's part of the table, pickled. Collective.
 
@@ -143,35 +180,67 @@ def divide(table: Table | None, state: dict[str, Any], ranks: Ranks) -> tuple[by
         RankFailed: Something went wrong on a rank.
     """
     pickled_wish = b""
-    digests: list[bytes] = []
-    parts: dict[bytes, bytes] = {}
-    wanted_names: set[str] = set()
+    asking: list[int] = []
 
     def tell() -> bytes:
         nonlocal pickled_wish
         pickled_wish = pickle.dumps(wish_of(state))
         return hashlib.sha256(pickled_wish).digest()
 
-    def choose(told: list[bytes]) -> list[tuple[bytes, bool]]:
-        """Of the ranks that want the same, the first is to say what."""
-        digests.extend(told)
-        first_ranks = {digest: rank for rank, digest in reversed(list(enumerate(told)))}
-        return [(digest, first_ranks[digest] == rank) for rank, digest in enumerate(told)]
+    def choose(digests: list[bytes]) -> list[Route]:
+        by_rank = routes(digests)
+        asking.extend(rank for rank, route in enumerate(by_rank) if route.asks)
+        return by_rank
 
-    def cut(wishes: list[bytes]) -> list[bytes]:
-        assert table is not None
-        for digest, pickled in zip(digests, wishes, strict=True):
-            if pickled:
-                wish: Wish = pickle.loads(pickled)
-                wanted_names.update(wish)
-                parts[digest] = pickle.dumps(table.part(wish))
-        sizes = [len(part) for part in parts.values()]
-        if sum(sizes) <= FEW_PARTS * max(sizes):
-            return [b""] * ranks.size
-        return [parts[digest] for digest in digests]
+    route = ranks.run_and_divide(tell, choose)
+    if table is None:
+        if route.asks:
+            ranks.send(pickled_wish, to=0)
+        part = ranks.receive(route.source)
+        _hand_on(part, route, ranks)
+        ranks.run_on_first(lambda: None)
+        return part, set()
+    answers = _Answers(table)
+    part = answers.to(pickled_wish)
+    _hand_on(part, route, ranks)
+    for rank in asking:
+        if rank != 0:
+            ranks.send(answers.to(ranks.receive(rank)), to=rank)
+    ranks.run_on_first(answers.check)
+    return part, answers.wanted_names
 
-    digest, is_first = ranks.run_and_divide(tell, choose)
-    part = ranks.run_and_divide(lambda: pickled_wish if is_first else b"", cut)
-    if not part:
-        part = ranks.from_first(parts)[digest]
-    return part, wanted_names
+
+def _hand_on(part: bytes, route: Route, ranks: Ranks) -> None:
+    for target in route.targets:
+        ranks.send(part, to=target)
+
+
+class _Answers:
+    """What rank 0 answers to the ranks that ask.
+
+    Args:
+        table: The checkpoint's table.
+
+    Attributes:
+        wanted_names: The names that any of them wants.
+    """
+
+    def __init__(self, table: Table) -> None:
+        self.wanted_names: set[str] = set()
+        self._table = table
+        self._failure: Exception | None = None
+
+    def to(self, pickled_wish: bytes) -> bytes:
+        """The part of the table for a wish, pickled; empty if it cannot be cut."""
+        try:
+            wish: Wish = pickle.loads(pickled_wish)
+            self.wanted_names.update(wish)
+            return pickle.dumps(self._table.part(wish))
+        except Exception as error:  # the ranks that wait must get an answer, whatever it is
+            self._failure = self._failure or error
+            return b""
+
+    def check(self) -> None:
+        """Raises why a part could not be cut, if any could not."""
+        if self._failure is not None:
+            raise self._failure

@@ -12,12 +12,14 @@ import gc
 import json
 import math
 import pickle
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import click
 import torch
@@ -30,8 +32,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from app.checkpoint import Checkpointer
 from app.checkpoint.commit import Commit, File, decode, divided, encode
-from app.checkpoint.table import Table, Wish
+from app.checkpoint.table import Table, Wish, routes
 from app.launchers import blame
 from app.launchers.actors import placement
 from app.launchers.aggregator import DIRECT_RANKS, Aggregator, Report, RootAggregator, parents
@@ -54,6 +57,8 @@ REPEAT_SECONDS = 0.2
 """A quick measurement is repeated for so long, and the mean is taken."""
 TENSORS = 4
 """Of a checkpoint whose table is measured."""
+FILE = File(1_000_000, "a" * 64)
+"""What a rank writes into a checkpoint."""
 EVENTS = 2000
 """Metric events in a checkpoint, as a run keeps them."""
 
@@ -218,7 +223,11 @@ def bytes_of_meeting(ranks: int) -> Measured:
 
 
 class RecordingRanks:
-    """Rank 0 of so many, which notes what it sends to each other rank."""
+    """Rank 0 of so many, which notes what it sends to each other rank.
+
+    Args:
+        size: The number of ranks.
+    """
 
     distributed = True
     rank = 0
@@ -237,10 +246,42 @@ class RecordingRanks:
         self.bytes_of_a_rank += len(pickle.dumps(values[self.size // 2]))
         return values[0]
 
+    def any(self, *flags: bool) -> list[bool]:
+        """Flags that no other rank has set."""
+        return list(flags)
+
+    def run_on_first(self, function: Callable[[], Any]) -> Any:
+        """Notes a result that every rank gets."""
+        return self.from_first(function())
+
+    def run_and_divide(self, function: Callable[[], Any], divide: Callable[..., Any]) -> Any:
+        """The share of rank 0, of which alone the checkpoint is planned."""
+        return divide([function()])[0]
+
+    def run_and_combine(self, function: Callable[[], Any], combine: Callable[..., Any]) -> Any:
+        """Every other rank has written a file and knows of no shard."""
+        others = [({f"__{rank}_0.distcp": FILE}, []) for rank in range(1, self.size)]
+        return self.from_first(combine([function(), *others]))
+
+
+def bytes_of_save(ranks: int) -> Measured:
+    """What a rank learns of a checkpoint that all of them save, after it has its plan."""
+    recording = RecordingRanks(ranks)
+
+    def work() -> int:
+        with tempfile.TemporaryDirectory() as folder:
+            with mock.patch("app.checkpoint.saver.Ranks", return_value=recording):
+                saver = Checkpointer(folder)
+            saver.save({"weight": torch.ones(4)}, meta={"step": 1})
+            saver.close()
+        return recording.bytes_of_a_rank
+
+    return work
+
 
 def commit_of(ranks: int) -> Commit:
     """A checkpoint into which so many ranks have written a file each."""
-    files = {f"__{rank}_0.distcp": File(1_000_000, "a" * 64) for rank in range(ranks)}
+    files = {f"__{rank}_0.distcp": FILE for rank in range(ranks)}
     files[".metadata"] = File(1000, "b" * 64)
     events = [f'{{"type": "metrics", "step": {step}, "values": {{}}}}' for step in range(EVENTS)]
     meta = {"step": 1, "events": events}
@@ -296,6 +337,17 @@ def bytes_of_table(ranks: int) -> Measured:
     """What a rank gets of a checkpoint's table."""
     table = Table(table_of(ranks))
     return lambda: len(pickle.dumps(table.part(wish_of_row(ranks // 2))))
+
+
+def parts_sent_by_rank_0(ranks: int) -> Measured:
+    """How many parts rank 0 sends if the ranks are replicas of 8, each with its own shards."""
+    digests = [bytes([rank % NODE_RANKS]) for rank in range(ranks)]
+
+    def work() -> int:
+        by_rank = routes(digests)
+        return sum(route.asks for route in by_rank) + len(by_rank[0].targets)
+
+    return work
 
 
 def marker(ranks: int) -> Measured:
@@ -453,9 +505,11 @@ ROWS = (
     Row("placement of actors", place_workers),
     Row("room on all nodes, and without each", room),
     Row("checkpoint: marker written and read", marker),
+    Row("checkpoint: what a rank learns of it", bytes_of_save, 0, "bytes"),
     Row("resume: what a rank learns of the checkpoint", bytes_of_resume, 0, "bytes"),
     Row("resume: cutting the table into the ranks' parts", parts_of_table),
     Row("resume: what a rank gets of the table", bytes_of_table, 0, "bytes"),
+    Row("resume: parts that rank 0 sends to replicas of 8", parts_sent_by_rank_0, 0, "parts"),
     Row("a lost rack: what ended the run, of lost peers alone", classify_lost_peers),
     Row("a hang: which rank the others wait for", blame_a_rank),
     Row("a hang: stacks that are kept", report_of_stacks, 1, "bytes"),

@@ -1,14 +1,20 @@
 """What a sweep remembers, in its folder.
 
-    FOLDER/sweep.json         what the sweep is, and its MLflow run
-    FOLDER/TRIAL/             the run of each trial: see app/run/manifest.py
-    FOLDER/TRIAL/trial.json   the trial's values, its reports, and how it ended
+    FOLDER/sweep.json            what the sweep is, and its MLflow run
+    FOLDER/TRIAL/                the run of each trial: see app/run/manifest.py
+    FOLDER/TRIAL/trial.json      the trial's values, its reports, and how it ended
+    FOLDER/TRIAL/reports.jsonl   the reports of a running trial since trial.json was written
 
-One process writes these files, the sweep's driver, each in one step. When the same command is run
-again, they say which trials have ended, which are to be continued, and what Tune's searcher and
-scheduler knew.
+One process writes these files, the sweep's driver. When the same command is run again, they say
+which trials have ended, which are to be continued, and what Tune's searcher and scheduler knew.
+
+`trial.json` is replaced in one step and is on the disk before the driver goes on, at the beginning
+and at the end of a trial. A report is a line more, for which the driver does not wait: it is kept
+if the driver is killed, and if the machine loses its newest lines, the trial reports those
+evaluations again, which its checkpoint holds.
 """
 
+import contextlib
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,6 +24,7 @@ from app.storage.storage import Storage
 from experiments.study import load_manifest
 
 FILE = "trial.json"
+REPORTS = "reports.jsonl"
 ENDED = ("finished", "reached", "pruned", "diverged", "failed")
 """How a trial may end.
 
@@ -115,9 +122,19 @@ def _position(report: Report, over: str) -> float:
 def load_trial(folder: Path) -> Trial | None:
     """The trial in a folder; None if there is none yet."""
     try:
-        return Trial(**json.loads((folder / FILE).read_text()))
+        trial = Trial(**json.loads((folder / FILE).read_text()))
     except FileNotFoundError:
         return None
+    try:
+        lines = (folder / REPORTS).read_bytes().splitlines()
+    except FileNotFoundError:
+        return trial
+    for line in lines:
+        with contextlib.suppress(ValueError):  # the machine lost a part of it
+            report = json.loads(line)
+            if report["step"] > trial.last.get("step", 0):
+                trial.reports.append(report)
+    return trial
 
 
 class TrialStore:
@@ -145,10 +162,19 @@ class TrialStore:
         self.trials = {trial.name: trial for trial in trials}
 
     def save(self, trial: Trial) -> None:
-        """Writes a trial into its folder."""
+        """Writes a trial into its folder; it is on the disk when this returns."""
         self.trials[trial.name] = trial
         text = json.dumps(asdict(trial), indent=1, default=float)
         Storage(self.folder / trial.name).write_bytes(FILE, text.encode())
+        (self.folder / trial.name / REPORTS).unlink(missing_ok=True)
+
+    def add_report(self, trial: Trial, report: Report) -> None:
+        """Adds a report to a trial that was saved, without waiting for the disk."""
+        trial.reports.append(report)
+        # The line break comes first, so that a line that was cut off does not spoil this one.
+        line = "\n" + json.dumps(report, default=float)
+        with (self.folder / trial.name / REPORTS).open("a") as file:
+            file.write(line)
 
     @property
     def ended(self) -> list[Trial]:

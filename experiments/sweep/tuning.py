@@ -317,8 +317,7 @@ class Observer(tune.Callback, tune.Stopper):
             return
         if report["step"] <= record.last.get("step", 0):
             return  # a repeated report of an earlier start
-        record.reports.append(report)
-        self.store.save(record)
+        self.store.add_report(record, report)
 
     def on_trial_complete(
         self,

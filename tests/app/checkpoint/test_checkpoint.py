@@ -153,15 +153,13 @@ def test_a_save_that_fails_has_committed_only_if_its_marker_is_written(
         save(tmp_path, 2, fence=iter([True, False]).__next__)
     assert steps(tmp_path) == [1] and len(list(tmp_path.iterdir())) == 1
     checkpointer = Checkpointer(str(tmp_path))
-    run_on_first = checkpointer._ranks.run_on_first
+    run_and_combine = checkpointer._ranks.run_and_combine
 
-    def lose_commit(function: Any) -> Any:
-        result = run_on_first(function)
-        if isinstance(result, Commit):
-            raise RuntimeError("Connection closed by peer")
-        return result
+    def lose_outcome(*functions: Any) -> None:
+        run_and_combine(*functions)
+        raise RuntimeError("Connection closed by peer")
 
-    monkeypatch.setattr(checkpointer._ranks, "run_on_first", lose_commit)
+    monkeypatch.setattr(checkpointer._ranks, "run_and_combine", lose_outcome)
     checkpointer.save(state_of(10), meta={"step": 10})
     with pytest.raises(CheckpointError, match="Connection closed by peer"):
         checkpointer.close()

@@ -4,6 +4,7 @@ Any layout reads the checkpoints of any other. When a rank fails, all ranks name
 A committed checkpoint is always complete.
 """
 
+import contextlib
 import multiprocessing
 import os
 import re
@@ -26,6 +27,7 @@ from app.checkpoint import Checkpointer, CheckpointError, NotFinite
 from app.checkpoint.dcp import HashingStream
 from app.checkpoint.ranks import RankFailed, Ranks
 from app.errors import UserError
+from experiments.benchmarks.scale_resume import Told
 from experiments.parity.curves import parallelize_trial, run_steps
 from experiments.parity.rows import Row
 from strategies.parallelize import Options
@@ -136,6 +138,45 @@ def _plan(rank: int, folder: str) -> None:
 def test_each_rank_gets_its_plan_and_none_saves_a_state_not_finite_on_one(tmp_path: Path) -> None:
     run_distributed(_plan, 2, str(tmp_path))
     assert steps(tmp_path) == [2]
+
+
+def _bytes_of_saves(rank: int, folder: str, tensors: int) -> list[int]:
+    """What this rank exchanges for each of six saves; the fourth fails, the sixth has more."""
+    state: dict[str, Any] = {f"w{number}": torch.ones(8) for number in range(tensors)}
+    counts = []
+    told = Told()
+    with told.counting():
+        checkpointer = Checkpointer(folder, keep_last=9)
+        for step in range(1, 7):
+            if step == 6:
+                state["another"] = torch.ones(8)
+            with pytest.MonkeyPatch.context() as failing:
+                if step == 4 and rank == 0:
+                    failing.setattr(Checkpointer, "_commit", Mock(side_effect=DISK_FULL))
+                checkpointer.save({"model": state}, meta={"step": step})
+                with contextlib.suppress(CheckpointError):
+                    checkpointer.wait()
+            counts.append(told.count - sum(counts))
+    for commit in checkpoint.commits(folder):
+        loaded = {"model": {f"w{number}": torch.zeros(8) for number in range(tensors)}}
+        if commit.step == 6:
+            loaded["model"]["another"] = torch.zeros(8)
+        checkpoint.load(commit, loaded)
+        assert all(float(tensor.sum()) == 8 for tensor in loaded["model"].values())
+    return counts
+
+
+def test_what_ranks_tell_each_other_for_a_save_is_told_once(tmp_path: Path) -> None:
+    few = run_distributed(_bytes_of_saves, 2, str(tmp_path / "few"), 10)
+    many = run_distributed(_bytes_of_saves, 2, str(tmp_path / "many"), 200)
+    assert steps(tmp_path / "many") == [6, 5, 3, 2, 1]
+    for of_few, of_many in zip(few, many, strict=True):
+        first, second, third, _, after_failure, changed = of_many
+        assert first > 10 * of_few[0] / 2 > 0, "the plan and the places of all tensors"
+        assert second <= of_few[1] + 64 and third <= of_few[2] + 64, "of any number of tensors"
+        assert second < first / 20
+        assert second < after_failure < first, "the places are told again, the plan is not"
+        assert changed > after_failure, "a tensor more changes the plan"
 
 
 # -- ranks that fail

@@ -1,7 +1,9 @@
 """A rank gets of a checkpoint's table what it needs to read its own state, and no more."""
 
 import itertools
+import math
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from app.checkpoint.table import Box, Table, wish_of
+from app.checkpoint.table import FAN_OUT, Box, Table, routes, wish_of
 
 pytestmark = pytest.mark.pure
 
@@ -93,3 +95,22 @@ def test_a_rank_wants_its_own_names_and_the_whole_of_plain_tensors() -> None:
         "model.b": [((), ())],
         "step": [],
     }
+
+
+@pytest.mark.parametrize("wishes", [1, 8, 3000, 16_384])
+def test_rank_0_sends_each_part_once_however_many_ranks_want_it(wishes: int) -> None:
+    ranks = 16_384
+    digests = [str(rank % wishes).encode() for rank in range(ranks)]
+    by_rank = routes(digests)
+    asking = [rank for rank, route in enumerate(by_rank) if route.asks]
+    assert asking == list(range(wishes)), "the first of those that want the same"
+    sources = Counter(target for route in by_rank for target in route.targets)
+    assert sources == Counter(dict.fromkeys(range(wishes, ranks), 1)), "each gets one part"
+    for rank, route in enumerate(by_rank):
+        assert len(route.targets) <= FAN_OUT
+        for target in route.targets:
+            assert by_rank[target].source == rank and digests[target] == digests[rank]
+    hops = [0] * ranks
+    for rank, route in enumerate(by_rank):
+        hops[rank] = 1 if route.asks else hops[route.source] + 1
+    assert max(hops) <= 1 + math.log2(1 + ranks / wishes)

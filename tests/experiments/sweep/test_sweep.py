@@ -4,12 +4,14 @@ import json
 import os
 import re
 import signal
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mlflow.tracking import MlflowClient
 
+from experiments.sweep.trials import load_trial
 from tests.running import ROOT, end_tree, finish, start, trireme, wait_until
 
 pytestmark = pytest.mark.slow
@@ -38,10 +40,12 @@ def trials(tmp_path: Path) -> dict[int, dict[str, Any]]:
     """The records of all trials, with the number of starts and the driver's log of each."""
     trials_by_index = {}
     for file in sorted((tmp_path / "s").glob("*/trial.json")):
+        record = load_trial(file.parent)
+        assert record is not None
         run = file.with_name("run.json")
         log = file.parent / "logs" / "driver.log"
         starts = json.loads(run.read_text())["starts"] if run.exists() else 0
-        trial = json.loads(file.read_text()) | {
+        trial = asdict(record) | {
             "starts": starts,
             "log": log.read_text() if log.exists() else "",
         }

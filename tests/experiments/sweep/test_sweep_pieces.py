@@ -24,7 +24,7 @@ from experiments.sweep.run import next_run
 from experiments.sweep.search import Search, make_scheduler, make_searcher
 from experiments.sweep.spec import Sweep, read_sweep
 from experiments.sweep.trial import REACHED, STOP_FILE, TrialContext, TrialRun
-from experiments.sweep.trials import BATCH, RATE, Trial, TrialStore
+from experiments.sweep.trials import BATCH, RATE, REPORTS, Trial, TrialStore
 from tests.running import committed
 
 pytestmark = pytest.mark.pure
@@ -126,6 +126,42 @@ def report(step: int, loss: float, batch: int = 16, seconds: float = 0.1) -> dic
         "steps": 40,
         "workers": 1,
     }
+
+
+def test_a_report_does_not_wait_for_the_disk_and_none_is_lost_or_doubled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = mock.Mock(side_effect=os.fsync)
+    monkeypatch.setattr(os, "fsync", synced)
+    store = TrialStore(tmp_path / "s", "s", {})
+    trial = Trial(0, "t0", {RATE: 0.5})
+    store.save(trial)
+    begun = synced.call_count
+    assert begun > 0, "a trial that has begun is on the disk"
+    for step in (1, 2, 3):
+        store.add_report(trial, report(step, 1.0 / step))
+    assert synced.call_count == begun
+
+    def reports() -> list[dict[str, object]]:
+        return TrialStore(tmp_path / "s", "s", {}).trials["t0"].reports  # type: ignore[return-value]
+
+    assert reports() == [report(step, 1.0 / step) for step in (1, 2, 3)]
+    lines = tmp_path / "s" / "t0" / REPORTS
+    for length in range(lines.stat().st_size):  # a machine that fails may keep any part of it
+        whole = lines.read_bytes()
+        lines.write_bytes(whole[:length] + b"\0\0")
+        left = reports()
+        assert left == [report(step, 1.0 / step) for step in (1, 2, 3)][: len(left)]
+        store.add_report(trial, report(9, 0.1))
+        assert reports() == [*left, report(9, 0.1)], "the next report is whole"
+        trial.reports.pop()
+        lines.write_bytes(whole)
+    trial.status = "finished"
+    before_the_end = lines.read_bytes()
+    store.save(trial)
+    assert synced.call_count > begun and not lines.exists()
+    lines.write_bytes(before_the_end)  # the driver was killed between the two
+    assert reports() == [report(step, 1.0 / step) for step in (1, 2, 3)]
 
 
 LOSS = Search(space={})
