@@ -246,16 +246,17 @@ def _halve(replay: Replay, *, budget: float) -> None:
     longest = _whole(truth)
     sweep = replace(truth.sweep, scheduler="asha", time="samples")
     scheduler = make_scheduler(sweep, longest=longest, report_every=longest // 10)
+    controller: Any = None  # the scheduler asks nothing of it
     waiting = replay.cells()
-    running: list[tuple[_TuneTrial, Trial, list[Any]]] = []
+    running: list[tuple[Any, Trial, list[Any]]] = []
     spent = 0.0
     while waiting or running:
         while waiting and len(running) < CONCURRENT and spent < budget:
             cell = waiting.pop()
             recorded = truth.trials[cell][replay.seeds[0]]
             trial = replay.start(cell, replay.seeds[0])
-            tune_trial = _TuneTrial(trial.name)
-            scheduler.on_trial_add(None, tune_trial)
+            tune_trial: Any = _TuneTrial(trial.name)
+            scheduler.on_trial_add(controller, tune_trial)
             running.append((tune_trial, trial, list(recorded.reports)))
         if not running:
             break
@@ -269,7 +270,7 @@ def _halve(replay: Replay, *, budget: float) -> None:
         trial.reports.append(report)
         value = report["metrics"].get(sweep.metric, 1e30)
         result = {sweep.metric: value, "samples": report["samples"], "training_iteration": 1}
-        decision = scheduler.on_trial_result(None, tune_trial, result)
+        decision = scheduler.on_trial_result(controller, tune_trial, result)
         is_last = not reports
         if decision == TrialScheduler.STOP and not is_last:
             trial.status = "pruned"

@@ -171,7 +171,8 @@ def _cost(sweep: Sweep) -> Callable[[Trial], float]:
 
 def _common_seeds(by_seed: Iterable[Mapping[int, float]]) -> list[int]:
     """The seeds that most settings have: those of the setting with the most of them."""
-    return sorted(max(by_seed, key=len, default={}))
+    seeds = [list(of_setting) for of_setting in by_seed]
+    return sorted(max(seeds, key=len, default=[]))
 
 
 def _judged(
