@@ -171,8 +171,11 @@ def _cost(sweep: Sweep) -> Callable[[Trial], float]:
 
 def _common_seeds(by_seed: Iterable[Mapping[int, float]]) -> list[int]:
     """The seeds that most settings have: those of the setting with the most of them."""
-    seeds = [list(of_setting) for of_setting in by_seed]
-    return sorted(max(seeds, key=len, default=[]))
+    most: set[int] = set()
+    for costs in by_seed:
+        if len(costs) > len(most):
+            most = set(costs)
+    return sorted(most)
 
 
 def _judged(
