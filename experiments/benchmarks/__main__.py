@@ -19,10 +19,11 @@ BENCHMARKS = {
     "published": "what the plain plan command says of published runs, by kind, size and GPU",
     "laws": "laws of scaling beside published series, fitted to their two smallest numbers of GPUs",
     "scale-out": "what the control plane costs up to 16,384 ranks, which are simulated",
-    "scale-resume": "a checkpoint read by real gloo ranks, with what each holds of its table",
+    "scale-resume": "a checkpoint saved and read by real gloo ranks: what each tells and holds",
     "scale-failures": "a node, a rack and a hang of simulated ranks, until the supervisor decides",
     "scale-sweep": "what a sweep of a thousand trials costs its driver",
     "scale-points": "MLflow's answers for a run of a million points",
+    "scale-uploads": "whether MLflow keeps up with a run that logs a hundred steps a second",
     "width-transfer": "the best rate of each width, with optimizer.width_transfer and without",
     "chaos": "kills of anything at any moment: what is lost, and seconds to the next step",
 }
