@@ -57,6 +57,10 @@ COMMANDS = {
 """For each command, the module of app.cli that defines it, and its line in `trireme --help`."""
 
 
+EXTRA = "Got unexpected extra argument"
+"""The beginning of Click's sentence about words after the last argument of a command."""
+
+
 class LazyGroup(click.Group):
     """A group that lists its commands without importing them. Its methods are Click's hooks."""
 
@@ -193,6 +197,11 @@ def usage_error(error: click.ClickException) -> str:
             shown = " ".join(filter(None, (name, metavar)))
             missing = name or parameter.human_readable_name
             return f"{missing} is missing: write {command} {shown}; {command} --help explains it"
+        case click.BadOptionUsage(option_name=option, message=message) if "requires" in message:
+            return f"{option} has no value: write {option} VALUE"
+        case click.UsageError(message=message) if message.startswith(EXTRA):
+            words = message.rpartition("(")[2].rstrip(")")
+            return f"{words} is too much: `{command} --help` says what it takes"
     return error.format_message()
 
 

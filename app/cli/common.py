@@ -280,6 +280,33 @@ def files_and_overrides(arguments: tuple[str, ...]) -> tuple[list[str], list[str
     return files, overrides
 
 
+def refuse_spaces(
+    option: str, value: str | None, arguments: tuple[str, ...], *, is_item: Callable[[str], bool]
+) -> None:
+    """Check that the items of an option are divided by commas, not by spaces.
+
+    After a space they are arguments of their own, as in `--workers 1 2`.
+
+    Args:
+        option: The option, such as --workers.
+        value: Its value; None if it is not given.
+        arguments: Arguments that should be YAML files and key=value.
+        is_item: Whether a word may be an item of the option.
+
+    Raises:
+        UserError: There are items among the arguments.
+    """
+    if value is None:
+        return
+    words = [word for word in arguments if "=" not in word and not Path(word).exists()]
+    strays = [word for word in words if all(map(is_item, filter(None, word.split(","))))]
+    if strays:
+        items = [item for word in (value, *strays) for item in word.split(",") if item]
+        raise UserError(
+            f"{' '.join([option, value, *strays])} has spaces: write {option} {','.join(items)}"
+        )
+
+
 def read_experiment(arguments: tuple[str, ...], *, needs_file: bool = True) -> Config:
     """The configuration that a command's arguments describe.
 

@@ -282,7 +282,9 @@ def fields(cli: Invocation, words: tuple[str, ...]) -> None:
     name = " ".join(words)
     chosen = [command for command in FIELDS if not name or f"{command} ".startswith(f"{name} ")]
     if not chosen:
-        raise UserError(f"there is no command {name!r}{nearest(name, FIELDS)}")
+        raise UserError(
+            f"there is no command {name!r}{nearest(name, FIELDS)}: `trireme fields` lists them"
+        )
     meanings = {command: fields_of(command) for command in chosen}
     lines = []
     for command, by_path in meanings.items():

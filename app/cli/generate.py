@@ -72,14 +72,16 @@ def generate(
     on this machine's GPU if it has one. One with an encoder (T5, BART) makes its text of the one
     given.
     """
-    from app.results.generate import Sampling, Writer
     from app.run.look import open_run
 
     if text is None and not interactive:
         raise UserError('no text is given: write one, such as "def main(", or --interactive')
+    storage = open_run(run)
+    from app.results.generate import Sampling, Writer  # imports torch
+
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
     cli.console.status("reading the checkpoint")
-    writer = Writer(open_run(run), step, cli.console.say)
+    writer = Writer(storage, step, cli.console.say)
     generator = writer.generator(seed)
 
     def print_continuation(prompt: str) -> str:

@@ -89,10 +89,12 @@ def compare(cli: Invocation, runs: tuple[str, ...], metric: str, last: float) ->
     Values over the same samples are compared pair by pair, so forks of one checkpoint need few
     steps to differ. Runs of another seed or other data are compared less sharply.
     """
-    from app.results.compare import compare_runs, sentence
     from app.run.look import open_run
 
-    differences = compare_runs([open_run(run) for run in runs], metric=metric, share=last)
+    storages = [open_run(run) for run in runs]
+    from app.results.compare import compare_runs, sentence  # imports torch
+
+    differences = compare_runs(storages, metric=metric, share=last)
     values = [{**dataclasses.asdict(each), "verdict": each.verdict} for each in differences]
     cli.answer({"comparisons": values}, "\n".join(map(sentence, differences)))
 
@@ -111,9 +113,10 @@ def profile(cli: Invocation, run: str) -> None:
     computed. The traces beside the table open in https://ui.perfetto.dev.
     """
     from app.run.look import open_run
-    from app.training.profiler import read_profile, table
 
     storage = open_run(run)
+    from app.training.profiler import read_profile, table  # imports torch
+
     profile_values, folder = read_profile(storage)
     url = f"{storage.url}/{folder}"
     cli.answer({**profile_values, "folder": url}, f"{table(profile_values)}traces are in {url}")

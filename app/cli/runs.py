@@ -102,7 +102,13 @@ def _explain_task_args(task_name: str) -> str:
 
 @verb("export")
 @click.argument("run_folder", metavar="RUN_FOLDER")
-@click.option("--to", default="", metavar="FORMAT", help="safetensors, huggingface, peft or torch.")
+@click.option(
+    "--to",
+    default="safetensors",
+    show_default=True,
+    metavar="FORMAT",
+    help="safetensors, huggingface, peft or torch.",
+)
 @click.option(
     "--out",
     metavar="FOLDER",
@@ -125,6 +131,9 @@ def export(cli: Invocation, run_folder: str, to: str, out: str | None, step: int
     Safetensors are written file by file (5 GB at most), so the model need not fit in memory.
     """
     from app.console.terminal import size
+    from app.run.look import open_run
+
+    open_run(run_folder)  # a wrong folder is told before torch is imported
     from app.results.export import export_run
 
     cli.console.status("reading the checkpoint")

@@ -7,11 +7,13 @@ from app.cli.common import (
     experiment_arguments,
     files_and_overrides,
     read_experiment,
+    refuse_spaces,
     verb,
 )
 from app.cli.document import with_units
 from app.config.task_source import refuse_wrong_task
 from app.errors import RunFailed, UserError
+from strategies.options import STRATEGIES
 
 COUNT = click.IntRange(min=1)
 
@@ -88,6 +90,8 @@ def scale(
     Every point runs alone, in a placement group of its own. No weights are kept. Run it again to
     continue.
     """
+    refuse_spaces("--workers", workers, arguments, is_item=str.isdecimal)
+    refuse_spaces("--strategy", strategy, arguments, is_item=_is_strategy)
     config = read_experiment(arguments)
     refuse_wrong_task(config.task, config.task_args)
     worker_counts = _whole_numbers("--workers", workers, example="1,2,4")
@@ -145,6 +149,8 @@ def parity(
     REFUSED, with the reason. A model with dropout differs under every row: set it to 0. Exit code 1
     if a row differs or fails.
     """
+    refuse_spaces("--rows", names, arguments, is_item=_is_strategy)
+    refuse_spaces("--workers", workers, arguments, is_item=str.isdecimal)
     config = read_experiment(arguments)
     refuse_wrong_task(config.task, config.task_args)
     from experiments.parity import experiment
@@ -187,6 +193,7 @@ def coordinate_check(cli: Invocation, arguments: tuple[str, ...], widths: str, s
     follows, and that of its change since the first step. The rate holds if no change grows with the
     width (µP, arXiv 2203.03466). Exit code 1 if it does not hold.
     """
+    refuse_spaces("--widths", widths, arguments, is_item=str.isdecimal)
     config = read_experiment(arguments)
     from experiments import coordinate_check as study
 
@@ -194,6 +201,11 @@ def coordinate_check(cli: Invocation, arguments: tuple[str, ...], widths: str, s
     cli.answer(outcome, study.table(outcome))
     if not outcome.holds:
         raise RunFailed(outcome.verdict)
+
+
+def _is_strategy(word: str) -> bool:
+    """Whether a word is the name of a strategy, or several that are combined."""
+    return set(word.split("+")) <= {"auto", *STRATEGIES}
 
 
 def _whole_numbers(option: str, text: str, *, example: str) -> tuple[int, ...]:

@@ -70,6 +70,8 @@ NOT_NEGATIVE = (
     "fault.elastic_seconds",
 )
 """Keys whose value, unless it is null, must be 0 or greater."""
+LARGEST = 2**63
+"""Whole numbers must be smaller, as torch has them in 64 bits."""
 FRACTIONS = {"optimizer.momentum": 0.9, "schedule.final_fraction": 0.1}
 """Keys whose value must be from 0 to 1, each with an example."""
 RESOURCES = {
@@ -195,7 +197,9 @@ def _ranges(config: Config) -> Iterator[str]:
         value = _value(config, key)
         if value is None:
             continue
-        if not math.isfinite(value):
+        if isinstance(value, int) and abs(value) >= LARGEST:
+            yield f"{key} is {value}, but it must be less than {LARGEST:.1e}"
+        elif not math.isfinite(value):
             yield f"{key} is {value}, but it must be a finite number"
         elif key in POSITIVE and not value > 0:
             yield f"{key} is {value}, but it must be greater than 0"

@@ -31,7 +31,7 @@ from app.config.words import meant_key, meant_number, remark_on
 from app.errors import UserError
 from app.names import parsed
 from cluster.document import read_document
-from strategies.options import Options
+from strategies.options import STRATEGIES, Options
 
 SECTIONS = tuple(
     field.name
@@ -42,6 +42,7 @@ SECTIONS = tuple(
 NUMBERS = (WORDS[int], WORDS[float])
 NOT_YAML = (".py", ".ipynb", ".toml", ".csv", ".tsv", ".txt", ".jsonl", ".parquet", ".pt", ".npz")
 """Suffixes of files that are given in the place of an experiment."""
+TYPOGRAPHIC_QUOTES = tuple("“”„‘’‚«»")
 COMMENT_WIDTH = 110  # columns up to which `explain` fills a line of documentation
 
 
@@ -226,18 +227,19 @@ def read_yaml(file: Path) -> DictConfig:
         example = f", such as {files[0]}" if files else ""
         raise UserError(f"{file} is a folder: write the path of a YAML file{example}")
     if not file.exists():
-        key = str(file).rstrip(":")
-        if key in documentation() and key not in SECTIONS:
-            raise UserError(f"{file} has no value: write {key}=VALUE, in one word")
         hint = _similar_file(file)
-        raise UserError(f"there is no file {file}{hint}: write the path of a YAML file")
+        mistake = None if hint else _stray_word(str(file))
+        missing = f"there is no file {file}{hint}: write the path of a YAML file"
+        raise UserError(mistake or missing)
     if file.suffix in NOT_YAML:
         raise UserError(f"{file} is not a YAML file: {_instead_of(file)}")
     try:
         document = read_document(str(file), file.read_text())
         tree = OmegaConf.create(document.data if document.data is not None else {})
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} is not a text in UTF-8: write the path of a YAML file") from error
+        raise UserError(
+            f"{file} is not a text in UTF-8: write the path of a YAML file that is"
+        ) from error
     except (yaml.YAMLError, OmegaConfBaseException, OSError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}" if mark else ""
@@ -247,6 +249,8 @@ def read_yaml(file: Path) -> DictConfig:
                 "a line begins with a tab, or a value with @ or `: indent with spaces, and put "
             )
             reason += "such a value in quotes"
+        if reason == "but found another document":
+            reason = "a line of --- begins another document: leave it out, or write two files"
         if isinstance(error, UnsupportedValueType):
             reason = f"the value of {error.full_key} is read as a date: put it in quotes"
         raise UserError(f"{file} cannot be read as YAML{place}: {reason}") from error
@@ -268,6 +272,30 @@ def _instead_of(file: Path) -> str:
     return f"a task is written as task={'.'.join(file.with_suffix('').parts)}:{name}"
 
 
+def _stray_word(word: str) -> str | None:
+    """What is wrong with a word that is neither a file nor key=value; None if that is not known."""
+    key = word.rstrip(":")
+    is_plain = re.fullmatch(r"[\w-]+", word) is not None
+    if word in STRATEGIES:
+        return f"{word} is a strategy: write strategy={word}, or several, strategy=fsdp+{word}"
+    if key not in documentation() and is_plain:
+        key = meant_key(word) or key
+    if key in documentation() and key not in SECTIONS:
+        return f"{word} has no value: write {key}=VALUE, in one word"
+    if word[0] in "–—":
+        return f"{word} begins with a long dash: write --{word.lstrip('–—-')}"
+    if word[0] == "~" and word[1:] in documentation():
+        return f"{word} is written for Hydra: write {word[1:]}=null"
+    if word[-1] in "]})":
+        return (
+            f"{word} closes a bracket of the word before it: put key=value in quotes if it has "
+            "spaces, such as 'profile.steps=[1, 3]'"
+        )
+    if "\\" in word:
+        return f"there is no file {word}: divide folders by /, as {word.replace(chr(92), '/')}"
+    return None
+
+
 def _similar_file(file: Path) -> str:
     """The end of a sentence about a file that is not there: a YAML file with a similar name."""
     stems = {path.stem: path for path in file.parent.glob("*.y*ml")}
@@ -281,13 +309,43 @@ def _read_override(override: str) -> DictConfig:
         raise UserError(
             f"{override!r} is neither a YAML file nor key=value: write for instance train.steps=100"
         )
+    value = override.partition("=")[2]
+    if key[0] == "+":
+        raise UserError(f"{override!r} is written for Hydra: write {override.lstrip('+')}")
+    if value[:1] in TYPOGRAPHIC_QUOTES:
+        raise UserError(
+            f"the value of {key} is in typographic quotes: write it without, or with ' and \""
+        )
     try:
-        return OmegaConf.from_dotlist([override])
+        read = OmegaConf.from_dotlist([override])
+        _refuse_glued_keys(key, OmegaConf.to_container(read))
+        return read
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise UserError(
             f"the value of {key} on the command line is not valid YAML: "
             f"""put it in double quotes within single ones, as '{key}="…"'"""
         ) from error
+
+
+def _refuse_glued_keys(key: str, value: Any) -> None:
+    """Check that no colon in braces lacks its space: {GPU:1} has the key "GPU:1" and no value.
+
+    Raises:
+        UserError: One does.
+    """
+    if isinstance(value, list):
+        for item in value:
+            _refuse_glued_keys(key, item)
+    if not isinstance(value, dict):
+        return
+    for name, below in value.items():
+        glued = re.fullmatch(r"(\w+):(\S+)", str(name))
+        if glued is not None and below is None:
+            raise UserError(
+                f"{key} has {name!r}, in which a space after the colon is missing: write "
+                f"{{{glued[1]}: {glued[2]}}}, and the whole of key=value in quotes"
+            )
+        _refuse_glued_keys(key, below)
 
 
 def _merge_valid(

@@ -8,6 +8,11 @@ like `batch_size` is optimizer.lr_batch_size.
 import re
 
 FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+OPTIMIZER_ARGUMENTS = (
+    *("amsgrad", "centered", "dampening", "foreach", "maximize", "momentum_decay", "nesterov"),
+    *("ns_steps", "rho"),
+)
+"""Arguments of torch's optimizers that `optimizer` has no key for, and that mean nothing else."""
 OTHER_NAMES = {
     "train.global_batch_size": "batch_size global_batch train_batch_size bs",
     "train.micro_batch_size": (
@@ -39,6 +44,7 @@ OTHER_NAMES = {
     "optimizer.betas": "betas adam_beta1 adam_beta2 beta1 beta2",
     "optimizer.eps": "eps adam_epsilon",
     "optimizer.groups": "param_groups parameter_groups no_decay",
+    **{f"optimizer.args.{name}": name for name in OPTIMIZER_ARGUMENTS},
     "schedule.name": "scheduler lr_scheduler lr_scheduler_type",
     "schedule.decay_steps": "lr_decay_iters cooldown_steps num_decay_steps step_size",
     "schedule.warmup_steps": "warmup warmup_steps num_warmup_steps warmup_iters",
@@ -91,10 +97,12 @@ OTHER_VALUES = {
 """For some keys, the words that other trainers use for each of its values; "" if it has none."""
 
 CONTINUES = "a run continues when its command is run again"
+MERGED = "several files are merged in their order: trireme train base.yaml this.yaml"
 METRICS = "metrics go to MLflow: tracking.uri says to which"
 REMARKS = {
     **dict.fromkeys(("resume", "auto_resume", "restart", "continue", "resume_training"), CONTINUES),
     **dict.fromkeys(("wandb", "logger", "report_to", "tensorboard", "mlflow", "log_with"), METRICS),
+    **dict.fromkeys(("defaults", "includes", "extends", "_base_"), MERGED),
     **dict.fromkeys(("config", "cfg", "file", "yaml"), "an experiment's file is written as it is"),
 }
 """What is said of words that other trainers have keys for, and Trireme does without."""

@@ -30,6 +30,11 @@ def existing(path: str | Path, key: str) -> Path:
         MissingData: There is nothing at the path that `task_args.data` holds.
         UserError: There is nothing at the path that another key holds.
     """
+    if "://" in str(path):
+        raise UserError(
+            f"{key} is the address {str(path)!r}, but data is read from this machine's folders: "
+            "download it and write its path"
+        )
     expanded = Path(path).expanduser()
     if not expanded.exists():
         kind = MissingData if key == "task_args.data" else UserError

@@ -159,6 +159,11 @@ def _in_a_run(
         else:
             # A driver on this machine is seen at once, before anything starts.
             run.lease.refuse_if_held(seconds=0.0)
+        if config.train.steps is not None:
+            # Before torch and Ray are imported, which takes longer than anything else here.
+            outcome = run.outcome_if_finished(config.train.steps, console.say)
+            if outcome is not None:
+                return outcome
         if config.checkpoint.fork:
             from app.run.fork import find_origin  # imports torch, which starts without need of it
 
@@ -391,6 +396,13 @@ def _in_ray(
     else:
         waits_for = "Ray to start on this machine"
     console.waits_for("the task to be checked")
+    if run.finished:  # how many steps train.epochs are is known once the data is read
+        from app.data.loader import length
+
+        steps = config.train.steps_for(length(future_task.result().train_data()))
+        outcome = run.outcome_if_finished(steps, console.say)
+        if outcome is not None:
+            return outcome
     cluster = connect(
         worker_setup=names.worker_setup(),
         say=console.say,

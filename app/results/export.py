@@ -70,8 +70,7 @@ def export_run(
             folder cannot be written.
     """
     if to not in FORMATS:
-        problem = f"is {to!r}{nearest(to, FORMATS)}" if to else "is not given"
-        raise UserError(f"--to {problem}; it can be {', '.join(FORMATS)}")
+        raise UserError(f"--to is {to!r}{nearest(to, FORMATS)}; it can be {', '.join(FORMATS)}")
     storage = open_run(run)
     commit = checkpoint_of(storage, step, warn)
     folder = _output_folder(storage, out, name=f"{to}-step-{commit.step:08d}")

@@ -41,8 +41,9 @@ def train_run(
     """
     run = driver.run
     console = driver.console
-    if run.finished and run.manifest.steps >= prepared.steps:
-        return _already_finished(driver)
+    earlier_outcome = run.outcome_if_finished(prepared.steps, console.say)
+    if earlier_outcome is not None:
+        return earlier_outcome
     origin = find_origin(prepared.config, run, prepared.steps)
     run.manifest.sources = prepared.sources
     run.open(prepared.config, prepared.steps, console.say)
@@ -254,14 +255,3 @@ def _print_summary(driver: Driver, outcome: Outcome) -> None:
         console.say(f"  MLflow    {ui_command(driver.settings)}")
         if outcome.mlflow["url"]:
             console.say(f"            then open {outcome.mlflow['url']}")
-
-
-def _already_finished(driver: Driver) -> Outcome:
-    run = driver.run
-    manifest = run.manifest
-    driver.console.say(
-        f"{manifest.name} has finished already ({manifest.steps:,} steps, {run.folder}): raise "
-        "train.steps or train.epochs to train it further, or add --again to train it anew"
-    )
-    mlflow = {"run_id": manifest.mlflow_run_id, "url": "", "complete": True}
-    return Outcome("already_finished", manifest.name, run.folder, manifest.summary, mlflow)

@@ -85,16 +85,19 @@ def open_run(run: str) -> Storage:
 
 
 def list_runs(folder: str) -> list[RunState]:
-    """Every run in a folder, the newest first.
+    """Every run in a folder, the newest first; if the folder is itself a run's, that one.
 
     Raises:
         UserError: There is no such folder.
     """
     storage = Storage(folder)
+    advice = "write the run.storage of your experiments, such as runs"
     if not storage.exists():
-        raise UserError(
-            f"there is no folder {folder}: write the run.storage of your experiments, such as runs"
-        )
+        raise UserError(f"there is no folder {folder}: {advice}")
+    if storage.is_local and not storage.local_path.is_dir():
+        raise UserError(f"{folder} is a file: {advice}")
+    if storage.exists("run.json"):
+        return [look(storage)]
     folders = [storage.join(name) for name in storage.list() if not name.startswith(".")]
     runs = [look(folder) for folder in folders if folder.exists("run.json")]
     return sorted(runs, key=lambda run: -run.created)

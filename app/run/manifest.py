@@ -155,6 +155,27 @@ class Run:
         """Whether the run's latest start has finished."""
         return self.manifest.status == "finished"
 
+    def outcome_if_finished(self, steps: int, say: Callable[[str], None]) -> Outcome | None:
+        """The outcome of the latest start, if it has finished and no step is left to take.
+
+        Args:
+            steps: Optimizer steps that this start is to reach.
+            say: Tells a person that nothing is left to do.
+
+        Returns:
+            None if there is something to train.
+        """
+        manifest = self.manifest
+        if not self.finished or manifest.steps < steps:
+            return None
+        say(
+            f"{manifest.name} has finished already ({manifest.steps:,} steps, {self.folder}): "
+            "raise train.steps or train.epochs to train it further, or add --again to train it "
+            "anew"
+        )
+        mlflow = {"run_id": manifest.mlflow_run_id, "url": "", "complete": True}
+        return Outcome("already_finished", manifest.name, self.folder, manifest.summary, mlflow)
+
     def _read_or_new(self) -> Manifest:
         identity = self._identity()
         try:

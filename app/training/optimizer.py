@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from app.config import OptimizerConfig, ScheduleConfig
+from app.config.arguments import no_such_argument
 from app.config.check import unknown_optimizer
 from app.errors import NonFiniteError, UserError, nearest
 from app.tasks.user_code import user_module
@@ -80,7 +81,7 @@ def check_optimizer(config: OptimizerConfig) -> None:
     Raises:
         UserError: There is no such optimizer, or it does not take the arguments.
     """
-    optimizer_class(config.name)
+    _check_args(config)
     if config.name not in BUILT_IN:
         return
     shapes = ((2, 2), (2,))
@@ -94,6 +95,36 @@ def check_optimizer(config: OptimizerConfig) -> None:
                     f"optimizer.groups[{pattern!r}].{key}: {config.name} has no such argument"
                     f"{nearest(key, known)}; it has {', '.join(sorted(known))}"
                 )
+
+
+def _check_args(config: OptimizerConfig) -> None:
+    """Check the names of optimizer.args.
+
+    Raises:
+        UserError: The optimizer's class takes no such argument, or gets it from another key.
+    """
+    takers = {
+        "lr": (config.name,),
+        "weight_decay": (config.name,),
+        "betas": TAKES_BETAS,
+        "eps": TAKES_BETAS,
+        "momentum": OPTIONS_OF["momentum"],
+    }
+    for name in config.args:
+        if config.name in takers.get(name, ()):
+            raise UserError(
+                f"optimizer.args.{name}: {config.name} gets it from optimizer.{name}: "
+                f"write optimizer.{name}={config.args[name]}"
+            )
+    parameters = inspect.signature(optimizer_class(config.name)).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    from_elsewhere = {"params", *(name for name in takers if config.name in takers[name])}
+    known = [name for name in parameters if name not in from_elsewhere]
+    for name in config.args:
+        if name not in known:
+            owner = f"optimizer {config.name!r}"
+            raise UserError(no_such_argument(name, known, key="optimizer.args", owner=owner))
 
 
 def build_optimizer(

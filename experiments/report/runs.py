@@ -57,8 +57,10 @@ def report(folders: list[str], out: str | None) -> tuple[Path, str]:
     paths = [Path(folder).expanduser() for folder in folders]
     for path in paths:
         if not path.is_dir():
-            advice = "write one that `trireme train`, sweep or scale named"
-            raise UserError(f"there is no folder {path}: {advice}")
+            advice = "that `trireme train`, sweep or scale named"
+            if path.exists():
+                raise UserError(f"{path} is a file: write the folder {advice}")
+            raise UserError(f"there is no folder {path}: write one {advice}")
         if len(paths) > 1 and _is_study(path):
             problem = f"{path} is a sweep or a study, which has a page of its own"
             raise UserError(f"{problem}: report on it alone")

@@ -6,6 +6,7 @@ What is written stands beside the beginning of its sentence; "…" stands for a 
 import itertools
 import re
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from tests.running import ROOT, here, torchrun, trireme
+from app.config.io import load_config
+from app.run.manifest import Run
+from tests.running import ROOT, environment, here, torchrun, trireme
 
 SECONDS = 8.0
 """Of a processor until the sentence: ten times what the slowest takes when all is imported."""
@@ -434,6 +437,43 @@ TRAIN = [
         "checkpoint.mode is min, but … write checkpoint.mode=max, or another checkpoint.metric",
     ),
     ("cluster.file=nowhere.yaml", "there is no file nowhere.yaml: … names those of Trireme"),
+    # Options of torch's optimizers.
+    (
+        "optimizer.args.amsgrda=true",
+        "optimizer.args.amsgrda: … (did you mean 'amsgrad'?); it takes",
+    ),
+    (
+        "optimizer.name=rmsprop optimizer.args.momentun=0.9",
+        "optimizer.args.momentun: optimizer 'rmsprop' has no … 'momentum'?); it takes alpha, eps",
+    ),
+    ("optimizer.args.lr=0.1", "optimizer.args.lr: adamw gets it … write optimizer.lr=0.1"),
+    ("optimizer.args.betas=[0.9,0.95]", "optimizer.args.betas: adamw gets … optimizer.betas=[0.9,"),
+    ("optimizer.nesterov=true", "there is no key … did you mean 'optimizer.args.nesterov'?"),
+    ("optimizer.args=amsgrad", "optimizer.args … write for instance optimizer.args.KEY=VALUE"),
+    # What a shell or an editor makes of a word.
+    ("profile.steps=[1, 3]", "3] closes a bracket of the word before it: put key=value in quotes"),
+    ("task_args={width: 8}", "8} closes a bracket of the word before it: put key=value in quotes"),
+    ("'task_args={width:8}'", "task_args has 'width:8', in … is missing: write {width: 8}, and"),
+    ("'parallel.stage_resources=[{GPU:1}]'", "parallel.stage_resources has 'GPU:1', in which a"),
+    ("–-again", "–-again begins with a long dash: write --again"),
+    ("task=“mine:Points”", "the value of task is in typographic quotes: write it without, or"),
+    ("strategy=fsdp tensor", "tensor is a strategy: write … or several, strategy=fsdp+tensor"),
+    ("lr 0.1", "lr has no value: write optimizer.lr=VALUE, in one word"),
+    ("experiments\\\\mnist.yaml", "there is no file experiments\\mnist.yaml: divide folders by /"),
+    ("train.steps==4", "train.steps (on the command line) is '=4', but it must be a whole number"),
+    ("+train.steps=4", "'+train.steps=4' is written for Hydra: write train.steps=4"),
+    ("~train.steps", "~train.steps is written for Hydra: write train.steps=null"),
+    ("optimizer.lr=0.1,0.01", "optimizer.lr (on the command line) is '0.1,0.01', but it must be a"),
+    ("--optimizer.lr 0.1", "there is no option --optimizer.lr: write optimizer.lr=VALUE, without"),
+    ("train.seed=99999999999999999999", "train.seed is 99999999999999999999, but it must be less"),
+    (
+        "train.steps=99999999999999999999",
+        "train.steps is 99999999999999999999, but it must be less",
+    ),
+    ("schedule.warmup_steps=0.1", "schedule.warmup_steps (on the … must be a whole number"),
+    ("task=tabular task_args.data=https://a.org/b.csv", "task_args.data is the address 'https"),
+    ("tracking.uri=localhost:5000", "tracking.uri='localhost:5000' is … http://HOST:PORT"),
+    ("cluster.file=good.yaml", "good.yaml:1: not a cluster file: it has task, train, run, but"),
     ("task=mine:Forgot", "task 'mine:Forgot' is not a task: Forgot must be a subclass"),
 ]
 """Written after `trireme train good.yaml`."""
@@ -602,6 +642,26 @@ OTHERS = [
     ("train indent.yaml", "train (in indent.yaml) is empty, but it is a section: indent its keys"),
     ("train unset.yaml", "run.name cannot be resolved: Environment variable 'NOT_SET' not found"),
     ("train date.yaml", "date.yaml cannot be read … run.name is read as a date: put it in quotes"),
+    ("scale good.yaml --workers 1 2", "--workers 1 2 has spaces: write --workers 1,2"),
+    ("scale good.yaml --workers 1, 2, 4", "--workers 1, 2, 4 has spaces: write --workers 1,2,4"),
+    ("scale good.yaml --workers 1-4", "--workers is '1-4': write numbers with commas, such as"),
+    ("scale good.yaml --workers 1,2 --strategy ddp fsdp", "--strategy ddp fsdp has spaces: write"),
+    ("parity good.yaml --rows ddp fsdp+tensor", "… write --rows ddp,fsdp+tensor"),
+    ("parity good.yaml --workers 2 4", "--workers 2 4 has spaces: write --workers 2,4"),
+    ("coordinate-check good.yaml --widths 64 128", "… has spaces: write --widths 64,128"),
+    ("runs good.yaml", "good.yaml is a file: write the run.storage of your experiments, such as"),
+    ("report good.yaml", "good.yaml is a file: write the folder that `trireme train`, sweep or"),
+    ("compare folder", "folder is not a run's folder: write the one"),
+    ("fork good.yaml --at 3", "good.yaml is not a run's folder: write the one"),
+    ("fields nope", "there is no command 'nope': `trireme fields` lists them"),
+    ("calibrate good.yaml", "good.yaml is too much: `trireme calibrate --help` says what it takes"),
+    ("plan good.yaml --gpu", "--gpu has no value: write --gpu VALUE"),
+    (
+        "train utf16.yaml",
+        "utf16.yaml is not a text in UTF-8: write the path of a YAML file that is",
+    ),
+    ("train two.yaml", "two.yaml cannot be read as YAML at line 2: a line of --- begins another"),
+    ("train hydra.yaml", "there is no key 'defaults' … several files are merged in their order"),
     ("parity good.yaml --rows single", "every row is compared with single, which has no row"),
     ("plan good.yaml task=mine:Pointz --gpus 8", "task 'mine:Pointz': module mine has no Pointz"),
     ("scale good.yaml task=min:Points --workers 1,2", "… there is no module 'min' on Python's"),
@@ -705,6 +765,9 @@ FILES: dict[str, str | bytes] = {
     "indent.yaml": "task: mine:Points\ntrain:\nsteps: 4\n",
     "unset.yaml": "task: mine:Points\nrun: {name: '${oc.env:NOT_SET}'}\n",
     "date.yaml": "task: mine:Points\nrun: {name: 2026-11-27}\n",
+    "utf16.yaml": "task: mine:Points\n".encode("utf-16"),
+    "two.yaml": "task: mine:Points\n---\ntrain: {steps: 4}\n",
+    "hydra.yaml": "defaults: [base]\ntask: mine:Points\n",
     "mnist.yaml": "",
     "empty.yaml": "",
     "broken.yaml": "task: a\n  b: : c",
@@ -771,6 +834,25 @@ def test_a_mistake_is_told_before_anything_starts(
     )
     assert matches(said, expected), said
     assert seconds < SECONDS, f"{seconds:.1f} s"
+
+
+def test_a_run_that_has_finished_says_so_before_torch_and_ray_are_imported(folder: Path) -> None:
+    run = Run(load_config(["good.yaml"]))
+    run.open(run.config, steps=4)
+    run.end("finished", {"step": 4})
+    command = (
+        "import sys; from app.cli import _run_command; code = _run_command(); "
+        "print(code, {'torch', 'ray', 'mlflow'} & sys.modules.keys())"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", command, "train", "good.yaml"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.startswith("first has finished already (4 steps, ")
+    assert ended.stdout.endswith("\n0 set()\n")
 
 
 def test_there_are_a_hundred_and_no_two_alike() -> None:

@@ -80,7 +80,10 @@ def test_completion_offers_keys_and_files(monkeypatch: pytest.MonkeyPatch) -> No
 def test_words_of_other_trainers_are_answered_with_the_key() -> None:
     """Each key that is named instead exists."""
     keys = {key: documentation() for key in OTHER_NAMES}
-    assert all(key in docs or key.startswith("task_args.") for key, docs in keys.items())
+    assert all(
+        key in docs or key.startswith(("task_args.", "optimizer.args."))
+        for key, docs in keys.items()
+    )
     words = [word for words in OTHER_NAMES.values() for word in words.split()]
     assert len(words) == len(set(words)), "a word means one key"
     for other_name, key in (

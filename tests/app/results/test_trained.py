@@ -126,7 +126,7 @@ def test_a_wrong_export_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     for message, arguments in (
         ("did you mean 'huggingface'", (run, "--to", "hugging_face")),
         ("it can be safetensors, huggingface, peft, torch", (run, "--to", "onnx")),
-        ("--to is not given; it can be", (run,)),
+        ("--to is ''; it can be", (run, "--to", "")),
         ("is not a run's folder", (tmp_path / "nowhere", *to_torch)),
         ("whose model transformers does not have", (run, "--to", "huggingface")),
         ("no checkpoint of step 7", (run, *to_torch, "--step", "7")),

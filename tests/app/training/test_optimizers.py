@@ -1,6 +1,7 @@
 """Optimizers, parameter groups and schedules: those of torch, under every layout."""
 
 import functools
+import inspect
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from app.config import OptimizerConfig, ScheduleConfig
 from app.config.check import OPTIMIZERS
 from app.config.io import load_config
+from app.config.words import OPTIMIZER_ARGUMENTS
 from app.errors import UserError
 from app.training.optimizer import (
     BUILT_IN,
@@ -136,6 +138,12 @@ def test_muon_is_for_matrices_of_hidden_layers() -> None:
 
 
 @pytest.mark.pure
+def test_an_argument_that_is_named_for_optimizer_args_is_one_of_an_optimizer() -> None:
+    taken = {name for chosen in BUILT_IN.values() for name in inspect.signature(chosen).parameters}
+    assert set(OPTIMIZER_ARGUMENTS) <= taken
+
+
+@pytest.mark.pure
 def test_groups_by_pattern() -> None:
     text = "optimizer.groups={'*.bias': {weight_decay: 0.5}, 'head.*': {lr: 0.3, weight_decay: 0}}"
     config = load_config([], [text, "optimizer.weight_decay=0.1", "optimizer.lr=0.1"]).optimizer
@@ -164,8 +172,17 @@ def test_groups_by_pattern() -> None:
         UserError, match=r"optimizer\.groups\['\*'\] is 3, but it must be a mapping"
     ):
         load_config([], ["optimizer.groups={'*': 3}"])
-    with pytest.raises(UserError, match="muon does not take these arguments"):
+    with pytest.raises(
+        UserError, match=r"args\.amsgrad: optimizer 'muon' has no such argument; it"
+    ):
         check_optimizer(OptimizerConfig(name="muon", args={"amsgrad": True}))
+    check_optimizer(OptimizerConfig(name="muon", args={"eps": 1e-6, "momentum": 0.9}))
+    check_optimizer(OptimizerConfig(name="rmsprop", args={"eps": 1e-6, "momentum": 0.9}))
+    for name, taken in (("adamw", "eps"), ("sgd", "momentum"), ("muon", "weight_decay")):
+        with pytest.raises(UserError, match=f"{name} gets it from optimizer.{taken}: write"):
+            check_optimizer(OptimizerConfig(name=name, args={taken: 0.1}))
+    with pytest.raises(UserError, match="adamw does not take these arguments: Invalid epsilon"):
+        build_optimizer(OptimizerConfig(eps=-1.0), [nn.Parameter(torch.zeros(2))])
     with pytest.raises(UserError, match="lbfgs computes the loss several times"):
         load_config([], ["optimizer.name=LBFGS"])
     with pytest.raises(UserError, match="rprop has none"):
