@@ -105,7 +105,13 @@ def _check_args(config: OptimizerConfig) -> None:
     Raises:
         UserError: The optimizer's class takes no such argument, or gets it from another key.
     """
-    takers = {"lr": (config.name,), "weight_decay": (config.name,), **OPTIONS_OF}
+    takers = {
+        "lr": (config.name,),
+        "weight_decay": (config.name,),
+        "betas": TAKES_BETAS,
+        "eps": TAKES_BETAS,
+        "momentum": OPTIONS_OF["momentum"],
+    }
     for name in config.args:
         if config.name in takers.get(name, ()):
             raise UserError(

@@ -260,7 +260,7 @@ class RecordingRanks:
 
     def run_and_combine(self, function: Callable[[], Any], combine: Callable[..., Any]) -> Any:
         """Every other rank has written a file and knows of no shard."""
-        others = [({f"__{rank}_0.distcp": FILE}, []) for rank in range(1, self.size)]
+        others: list[Any] = [({f"__{rank}_0.distcp": FILE}, []) for rank in range(1, self.size)]
         return self.from_first(combine([function(), *others]))
 
 

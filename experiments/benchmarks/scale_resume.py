@@ -16,7 +16,7 @@ import resource
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,9 +62,10 @@ class Told:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Counts while the block runs, in every thread."""
-        originals = {name: getattr(dist, name) for name in self.FUNCTIONS}
-        counted = {name: partial(self._call, each) for name, each in originals.items()}
-        with mock.patch.multiple(dist, **counted):
+        with ExitStack() as patches:
+            for name in self.FUNCTIONS:
+                counted = partial(self._call, getattr(dist, name))
+                patches.enter_context(mock.patch.object(dist, name, counted))
             yield
 
     def _call(self, function: Callable[..., object], first: Any, *args: Any, **options: Any) -> Any:

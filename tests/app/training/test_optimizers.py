@@ -176,6 +176,11 @@ def test_groups_by_pattern() -> None:
         UserError, match=r"args\.amsgrad: optimizer 'muon' has no such argument; it"
     ):
         check_optimizer(OptimizerConfig(name="muon", args={"amsgrad": True}))
+    check_optimizer(OptimizerConfig(name="muon", args={"eps": 1e-6, "momentum": 0.9}))
+    check_optimizer(OptimizerConfig(name="rmsprop", args={"eps": 1e-6, "momentum": 0.9}))
+    for name, taken in (("adamw", "eps"), ("sgd", "momentum"), ("muon", "weight_decay")):
+        with pytest.raises(UserError, match=f"{name} gets it from optimizer.{taken}: write"):
+            check_optimizer(OptimizerConfig(name=name, args={taken: 0.1}))
     with pytest.raises(UserError, match="adamw does not take these arguments: Invalid epsilon"):
         build_optimizer(OptimizerConfig(eps=-1.0), [nn.Parameter(torch.zeros(2))])
     with pytest.raises(UserError, match="lbfgs computes the loss several times"):
