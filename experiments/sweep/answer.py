@@ -383,7 +383,7 @@ def _sentences(sweep: Sweep, store: TrialStore, answer: Answer) -> list[str]:
         lines.append(f"batch     {'; '.join(estimates)}")
     lines += _workers_in_words(answer.by_workers, target)
     if answer.by_workers:
-        lines.append(f"rests on  {_basis_in_words(answer)}")
+        lines.append(f"basis     {_basis_in_words(answer)}")
     spent = f"{answer.spent['worker_seconds']:,.0f} worker-seconds of training"
     if "dollars" in answer.spent:
         spent += f", cost {answer.spent['dollars']:.3g}"
