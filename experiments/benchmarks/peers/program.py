@@ -203,6 +203,8 @@ def measure(command: Sequence[str], *, steps: int, folder: Path, uri: str) -> Me
         "RAY_TRAIN_V2_ENABLED": "1",
         FOLDER: str(records),
     }
+    # Where it is set, as in many images, each process would compile its modules again.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     began = time.time()
     try:
         process = subprocess.run(
