@@ -146,7 +146,8 @@ class _Staying:
 
     def _read(self) -> None:
         tensors = [*self._block.parameters(), *self._block.buffers()]
-        weights = [local(tensor.detach()) for tensor in tensors]
+        with torch.no_grad():
+            weights = [local(tensor) for tensor in tensors]
         self._addresses = {
             tensor.untyped_storage().data_ptr()
             for tensor in [*weights, *self._shared]

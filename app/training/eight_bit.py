@@ -234,8 +234,12 @@ def _update_piece(
 
 @functools.cache
 def _compiled_update() -> Callable[..., None]:
-    """The step as one kernel, which reads and writes each number once."""
-    return torch.compile(_update_piece, fullgraph=True, dynamic=True)
+    """The step as few kernels, which read and write each number about once.
+
+    It is compiled once for a kind of shape. Where there are more kinds than torch compiles a
+    function for, it runs the others as they are.
+    """
+    return torch.compile(_update_piece, dynamic=True)
 
 
 def _read(moments: dict[str, Tensor], name: str, levels: dict[str, Tensor]) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -71,6 +72,19 @@ def test_pieces_of_a_parameter_have_the_numbers_of_the_whole(
     monkeypatch.setattr(eight_bit, "PIECE", 1500)
     parts = _parameters()
     for one, other in zip(expected, _train(parts, AdamW8bit(parts)), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.pure
+def test_a_step_is_one_graph_with_the_same_numbers() -> None:
+    """As it is compiled on GPUs, here without a code generator."""
+    expected = _parameters()[:1]
+    _train(expected, AdamW8bit(expected))
+    compiled = torch.compile(eight_bit._update_piece, fullgraph=True, dynamic=True, backend="eager")
+    parameters = _parameters()[:1]
+    with mock.patch.object(eight_bit, "_update_piece", compiled):
+        _train(parameters, AdamW8bit(parameters))
+    for one, other in zip(expected, parameters, strict=True):
         assert torch.equal(one, other)
 
 
