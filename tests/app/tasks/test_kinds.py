@@ -753,8 +753,14 @@ def trained(
     return results
 
 
+SLOW = ("speech_seq2seq", "semantic_segmentation")
+
+
 @pytest.mark.alone
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind for kind in LAYOUTS],
+)
 def test_every_layout_has_the_losses_and_the_figures_of_one_device(
     kind: str, files: Path, tmp_path: Path
 ) -> None:
