@@ -196,7 +196,9 @@ def prepare(
             samples_per_worker=samples_per_worker,
             workers_per_machine=min(dims.dp, devices_per_node or os.cpu_count() or 1),
         )
-    gather_notes = tuple(batch_gather.check(config, task, layout)) if gathered else ()
+    # A loss that looks at numbers is not tried there, and shows nothing.
+    gathers = bool(gathered or task.gathers)
+    gather_notes = tuple(batch_gather.check(config, task, layout)) if gathers else ()
     model = build_on_meta(task, layout)
     if dims.cp > 1:
         _check_sequences(config, task, layout, model)
@@ -235,7 +237,7 @@ def prepare(
     notes = (
         *resolved.notes,
         *hooks.check(config, task, layout, logged_names),
-        *first_step.notes(layout, micro_batches, gathers=bool(gathered)),
+        *first_step.notes(layout, micro_batches, gathers=gathers),
         *gather_notes,
         *_notes_on_optimizer(config, task),
         *_notes_on_batches(config, samples),

@@ -20,6 +20,7 @@ from app.data.loader import tensors
 from app.data.sound import read_sound, sound_length
 from app.errors import UserError
 from app.planner.read import BATCHES, Reader
+from app.run.prepare import prepare, read_task
 from app.tasks.huggingface.conversations import IGNORED
 from app.tasks.huggingface.questions import _scores
 from app.tasks.huggingface.spans import LONGEST_ANSWER, best_spans
@@ -691,6 +692,30 @@ def test_a_mamba_is_split_in_every_way_but_along_its_sequence(data: Path) -> Non
         task.context_plan(task.structure())
 
 
+def test_a_contrastive_loss_is_known_to_gather_before_it_starts(files: Path) -> None:
+    """Else people would be told that their samples depend on one another."""
+    task_args = json.dumps(arguments("image_text", files))
+
+    def notes(*overrides: str) -> tuple[str, ...]:
+        run_config = load_config(
+            [],
+            [
+                "task=huggingface",
+                f"task_args={task_args}",
+                "train.steps=2",
+                "train.global_batch_size=4",
+                "train.eval_every=1",
+                *overrides,
+            ],
+        )
+        return tuple(prepare(run_config, read_task(run_config), 2, devices_per_node=2).notes)
+
+    (note,) = notes("strategy=ddp")
+    assert "write train.eval_batch_size" in note
+    with pytest.raises(UserError, match="a pipeline has one micro-batch at a time"):
+        notes("strategy=pipeline", "parallel.pp=2")
+
+
 def test_adapters_are_trained_with_a_new_head(data: Path) -> None:
     """What people do with a masked language model."""
     folder = data / "bert"
@@ -753,8 +778,14 @@ def trained(
     return results
 
 
+SLOW = ("speech_seq2seq", "semantic_segmentation")
+
+
 @pytest.mark.alone
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind for kind in LAYOUTS],
+)
 def test_every_layout_has_the_losses_and_the_figures_of_one_device(
     kind: str, files: Path, tmp_path: Path
 ) -> None:
