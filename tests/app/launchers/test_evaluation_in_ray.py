@@ -46,7 +46,8 @@ def evaluator(folder: Path) -> list[psutil.Process]:
     return [process for process in psutil.process_iter() if running.writes(process, log)]
 
 
-@pytest.mark.parametrize("kills_trainer", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills_trainer", [False, True])
 def test_evaluations_survive_kills_and_each_step_has_one_result(
     tmp_path: Path, ray_environment: dict[str, str], kills_trainer: bool
 ) -> None:
