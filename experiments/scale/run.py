@@ -1,6 +1,7 @@
 """`trireme scale`: measures an experiment on numbers of workers; says what more would bring."""
 
 import os
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -126,6 +127,17 @@ class Outcome:
     page: str
 
 
+def study_name(config: Config, *, weak: bool) -> str:
+    """The name of a study's folder: after the run, or after the task where the run has no name.
+
+    Args:
+        config: The experiment.
+        weak: Whether the batch grows with the workers.
+    """
+    task = re.split(r"[:./]", config.task)[-1].lower()
+    return f"{config.run.name or task}-{'weak' if weak else 'strong'}-scaling"
+
+
 def scale(config: Config, plan: StudyPlan, console: Console, *, verbose: bool = False) -> Outcome:
     """Measures what is not measured yet, fits the laws, and writes the page.
 
@@ -149,7 +161,7 @@ def scale(config: Config, plan: StudyPlan, console: Console, *, verbose: bool = 
         (strategy, workers): _prepare_point(config, plan, task, strategy=strategy, workers=workers)
         for strategy, workers in plan.keys
     }
-    name = f"{config.run.name}-{'weak' if plan.weak else 'strong'}-scaling"
+    name = study_name(config, weak=plan.weak)
     with locked_folder(config, name, kind=KIND, console=console, verbose=verbose) as folder:
         manifest = _load_manifest(config, plan, folder, name)
         with tracked_study(config, folder, manifest, kind=KIND, console=console) as tracker:

@@ -16,7 +16,7 @@ from app.console.terminal import Console
 from app.training.job import Job
 from experiments.scale import answer, laws, run
 from experiments.scale.point import WorkerTimes, combine
-from experiments.scale.run import StudyPlan
+from experiments.scale.run import StudyPlan, study_name
 from strategies.pipeline.simulate import Span
 from tests.running import POINTS, invoke, mlflow_run, trireme
 
@@ -64,6 +64,19 @@ def test_each_law_is_fitted_relative_to_the_smallest_measured_number(base: int) 
     faster = laws.fit_law("logarithm", repeated({base: 1.0, 2 * base: 0.9}))
     assert faster is not None
     assert faster.values["a"] == 0, "no law says that more workers make a sample cheaper"
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["task=unet:Denoise", "run.name=mine"], "mine-strong-scaling"),
+        (["task=unet:Denoise"], "denoise-strong-scaling"),
+        (["task=image_classification"], "image_classification-strong-scaling"),
+    ],
+)
+def test_a_study_without_a_runs_name_has_its_tasks(words: list[str], name: str) -> None:
+    assert study_name(load_config([], words), weak=False) == name
 
 
 def test_two_numbers_of_workers_or_one_repeat_allow_no_verdict() -> None:
