@@ -20,6 +20,8 @@ from experiments.sweep.trials import FAILURES, SEED, Trial, setting_of, trial_na
 
 INTERVAL = 0.8
 """What share of the intervals contains the true mean."""
+POOLED = 5
+"""Settings whose noise is pooled: the best ones, since far worse ones vary more."""
 MOST_SEEDS = 64
 """More seeds than this are not proposed."""
 
@@ -196,9 +198,10 @@ def _judged(
     sign = 1 if sweep.next == SOONEST else sweep.sign
     count = len(seeds)
     sound = table[np.isfinite(table).all(axis=1)]
-    variance, freedom = residual_variance([row[None] for row in sound])
+    nearest = sound[:POOLED]
+    variance, freedom = residual_variance([row[None] for row in nearest])
     smallest_shown = shown_difference(variance, freedom=freedom, seeds=count, batches=len(sound))
-    half_width = _half_width(sound)
+    half_width = _half_width(nearest)
     settings = []
     for number, (trial, row) in enumerate(zip(trials, table, strict=True)):
         excess = float(row.mean() - table[0].mean())
@@ -241,7 +244,7 @@ def _more_seeds(gap: float, variance: float, *, settings: int, seeds: int) -> in
     if not variance or seeds < 2:
         return None
     for count in range(seeds + 1, MOST_SEEDS + 1):
-        freedom = (settings - 1) * (count - 1)
+        freedom = (min(settings, POOLED) - 1) * (count - 1)
         shown = shown_difference(variance, freedom=freedom, seeds=count, batches=settings)
         if gap > shown:
             return count - seeds
