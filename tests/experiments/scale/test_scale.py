@@ -66,7 +66,6 @@ def test_each_law_is_fitted_relative_to_the_smallest_measured_number(base: int) 
     assert faster.values["a"] == 0, "no law says that more workers make a sample cheaper"
 
 
-@pytest.mark.pure
 @pytest.mark.parametrize(
     ("words", "name"),
     [
