@@ -280,19 +280,19 @@ class _Call:
 
     def pack(self, tensor: Tensor) -> _Packed:
         """The hook that is called with every tensor that is saved."""
-        own = local(tensor.detach())
-        if not self._moves.is_moved(own, self._staying):
+        local_part = local(tensor.detach())
+        if not self._moves.is_moved(local_part, self._staying):
             # Not the tensor itself: an operation that saves its own result would never be freed.
             return _Packed(call=self, kept=tensor.detach())
-        whole = tensor if isinstance(tensor, DTensor) else None
+        split = tensor if isinstance(tensor, DTensor) else None
         return _Packed(
             call=self,
-            storage=self._storage_of(own),
-            dtype=own.dtype,
-            offset=int(own.storage_offset()),
-            size=own.size(),
-            stride=own.stride(),
-            distribute=_distribute_like(whole) if whole is not None else None,
+            storage=self._storage_of(local_part),
+            dtype=local_part.dtype,
+            offset=int(local_part.storage_offset()),
+            size=local_part.size(),
+            stride=local_part.stride(),
+            distribute=_distribute_like(split) if split is not None else None,
         )
 
     def _storage_of(self, tensor: Tensor) -> _Storage:

@@ -154,9 +154,10 @@ def compare_ways_to_save_activations(plan: Plan) -> str:
     at_once = plan.config.train.micro_batch_size or plan.config.train.global_batch_size
     fixed: Fixed = {key: value for key, value in plan.fixed.items() if key in LAYOUT_KEYS}
     fixed |= {"parallel.offload": False, "train.precision": _sixteen_bits(plan)}
-    whole: Fixed = {"train.micro_batch_size": at_once}
+    unaccumulated: Fixed = {"train.micro_batch_size": at_once}
     kept: Fixed = {"train.activation_checkpointing": "none"}
-    rows = plan.on_gpus(world, fixed | whole | kept | {MOVES_ACTIVATIONS: False}, as_planned=True)
+    everything_stays = fixed | unaccumulated | kept | {MOVES_ACTIVATIONS: False}
+    rows = plan.on_gpus(world, everything_stays, as_planned=True)
     everything = min(rows, key=lambda row: row.step_seconds, default=None)
     if everything is None:
         return ""
@@ -176,9 +177,9 @@ def compare_ways_to_save_activations(plan: Plan) -> str:
 
     stays: Fixed = {MOVES_ACTIVATIONS: False}
     ways = {
-        "checkpointing": best(whole | stays, recomputed=True),
-        "offloading activations": best(whole | kept | {MOVES_ACTIVATIONS: True}),
-        "both": best(whole | {MOVES_ACTIVATIONS: True}, recomputed=True),
+        "checkpointing": best(unaccumulated | stays, recomputed=True),
+        "offloading activations": best(unaccumulated | kept | {MOVES_ACTIVATIONS: True}),
+        "both": best(unaccumulated | {MOVES_ACTIVATIONS: True}, recomputed=True),
         "accumulation": best(kept | stays),
     }
     clauses = []

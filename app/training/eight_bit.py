@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from app.errors import UserError
+from app.training.whole_matrix import ByParameter
 from strategies.costs import EIGHT_BIT_BLOCK, eight_bit_block, row_length
 from strategies.grad_sync import local
 
@@ -40,8 +41,8 @@ PIECE = 2**24
 """Numbers that are updated at once, which bounds the memory of what is computed in float32."""
 
 
-class AdamW8bit(torch.optim.Optimizer):
-    """AdamW with moments in 8 bits, over parameters that may be split over workers.
+class AdamW8bit(ByParameter):
+    """AdamW with moments in 8 bits, over parameters that may be split; workers exchange nothing.
 
     Args:
         params: The parameters, or groups of them.
@@ -70,14 +71,6 @@ class AdamW8bit(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._require_whole_blocks(parameter)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take a step, each worker on its own part; no communication."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

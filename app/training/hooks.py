@@ -83,9 +83,9 @@ def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()
             "use fsdp"
         )
     if is_engine and config.optimizer.name in ("muon", "adafactor", "adamw8bit"):
-        whole = "rows" if config.optimizer.name == "adamw8bit" else "matrices"
+        indivisible = "rows" if config.optimizer.name == "adamw8bit" else "matrices"
         raise UserError(
-            f"optimizer.name is {config.optimizer.name}, which needs whole {whole}, but "
+            f"optimizer.name is {config.optimizer.name}, which needs whole {indivisible}, but "
             f"{layout.name} gives optimizers flat parts of them: use fsdp"
         )
     if dims.pp * dims.cp == 1:

@@ -15,6 +15,7 @@ gathers the matrix and its gradient, and every worker has the means.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -29,16 +30,30 @@ _RPROP = ("lr", "etas", "step_sizes", "maximize")
 _ADAFACTOR = ("lr", "beta2_decay", "eps", "d", "weight_decay", "maximize")
 
 
-class Muon(torch.optim.Muon):
-    """torch's Muon, over matrices that may be split over workers."""
+class ByParameter(torch.optim.Optimizer):
+    """An optimizer that updates one parameter after another."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take a step; collective over the workers that share a matrix."""
+        """Take a step."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._update(parameter, parameter.grad, group)
+
+    @abstractmethod
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Update a parameter.
+
+        Args:
+            parameter: The parameter.
+            gradient: Its gradient.
+            group: The group that it is in, with its arguments.
+        """
+
+
+class Muon(ByParameter, torch.optim.Muon):
+    """torch's Muon, over matrices that may be split; a step is collective where they are."""
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -65,49 +80,37 @@ def _orthogonal_change(momentum: Tensor, group: dict[str, Any]) -> Tensor:
     return change.detach()
 
 
-class Adafactor(torch.optim.Adafactor):
-    """torch's Adafactor, over tensors that may be split over workers."""
+class Adafactor(ByParameter, torch.optim.Adafactor):
+    """torch's Adafactor, over tensors that may be split; a step is collective where they are."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take a step; collective over the workers that share a tensor."""
-        for group in self.param_groups:
-            arguments = {name: group[name] for name in _ADAFACTOR}
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                matrix = parameter
-                if isinstance(parameter, DTensor):
-                    matrix = nn.Parameter(_whole(parameter.detach()))
-                    matrix.grad = _whole(parameter.grad)
-                optimizer = torch.optim.Adafactor([matrix], foreach=False, **arguments)
-                optimizer.state[matrix] = self.state[parameter]  # the same dictionary
-                optimizer.step()
-                if matrix is not parameter:
-                    copy_whole_or_shard(parameter, matrix.detach())
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        matrix = parameter
+        if isinstance(parameter, DTensor):
+            matrix = nn.Parameter(_whole(parameter.detach()))
+            matrix.grad = _whole(gradient)
+        arguments = {name: group[name] for name in _ADAFACTOR}
+        optimizer = torch.optim.Adafactor([matrix], foreach=False, **arguments)
+        optimizer.state[matrix] = self.state[parameter]  # the same dictionary
+        optimizer.step()
+        if matrix is not parameter:
+            copy_whole_or_shard(parameter, matrix.detach())
 
 
-class Rprop(torch.optim.Rprop):
+class Rprop(ByParameter, torch.optim.Rprop):
     """torch's Rprop, on each worker's own parts: it indexes tensors as split ones cannot be."""
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take a step."""
-        for group in self.param_groups:
-            arguments = {name: group[name] for name in _RPROP}
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = torch.zeros(())
-                    state["prev"] = torch.zeros_like(parameter.grad)
-                    state["step_size"] = torch.full_like(parameter.grad, group["lr"])
-                own_part = nn.Parameter(local(parameter.detach()))
-                own_part.grad = local(parameter.grad)
-                optimizer = torch.optim.Rprop([own_part], foreach=False, **arguments)
-                optimizer.state[own_part] = {name: local(value) for name, value in state.items()}
-                optimizer.step()
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())
+            state["prev"] = torch.zeros_like(gradient)
+            state["step_size"] = torch.full_like(gradient, group["lr"])
+        own_part = nn.Parameter(local(parameter.detach()))
+        own_part.grad = local(gradient)
+        arguments = {name: group[name] for name in _RPROP}
+        optimizer = torch.optim.Rprop([own_part], foreach=False, **arguments)
+        optimizer.state[own_part] = {name: local(value) for name, value in state.items()}
+        optimizer.step()
 
 
 def _whole(tensor: Tensor) -> Tensor:

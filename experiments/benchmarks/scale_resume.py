@@ -41,7 +41,7 @@ Answer = dict[str, float]
 COLUMNS = ("cpu_seconds", "told_bytes", "private_bytes", "peak_bytes")
 
 
-class Told:
+class ExchangedBytes:
     """Counts the bytes that this rank tells others, and is told, as objects.
 
     Attributes:
@@ -101,15 +101,15 @@ def private_bytes() -> int:
 
 def measured(work: Callable[[], object]) -> Answer:
     """What a call costs this rank."""
-    told = Told()
+    exchanged = ExchangedBytes()
     private = private_bytes()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start_cpu = time.process_time()
-    with told.counting():
+    with exchanged.counting():
         work()
     return {
         "cpu_seconds": time.process_time() - start_cpu,
-        "told_bytes": told.count,
+        "told_bytes": exchanged.count,
         "private_bytes": private_bytes() - private,
         "peak_bytes": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak),
     }

@@ -94,12 +94,12 @@ def test_all_that_a_block_saves_is_moved_once_but_its_weights(autocast: bool) ->
     transposed = {tuple(weight.shape[::-1]) for weight in weights if weight.dim() == 2}
     with saved_for_backward() as tensors, torch.autocast("cpu", torch.bfloat16, autocast):
         block(x)
-    own = {weight.untyped_storage().data_ptr() for weight in weights}
+    addresses_of_weights = {weight.untyped_storage().data_ptr() for weight in weights}
     copies = [t for t in tensors if t.dtype == torch.bfloat16 and tuple(t.shape) in transposed]
     assert bool(copies) == autocast
-    own |= {copy.untyped_storage().data_ptr() for copy in copies}
+    addresses_of_weights |= {copy.untyped_storage().data_ptr() for copy in copies}
     storages = [tensor.untyped_storage() for tensor in tensors]
-    sizes = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in own}
+    sizes = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in addresses_of_weights}
     with _everything_moved(), torch.autocast("cpu", torch.bfloat16, autocast):
         moved = activation_offloading.apply(block, [], CPU)
         block(x)

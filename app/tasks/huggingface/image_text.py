@@ -126,19 +126,20 @@ class ImageText(Kind):
     def metrics(self, model: nn.Module, batch: PictureBatch) -> dict[str, Tensor]:
         """The loss of the batch, and how often the own text and the own picture is the nearest."""
         inputs, _ = batch
-        loss, logits, own = self._compared(model(inputs))
+        loss, logits, partners = self._compared(model(inputs))
         return {
             "loss": loss,
-            "text_accuracy": (logits.argmax(1) == own).float().mean(),
-            "image_accuracy": (logits.argmax(0) == own).float().mean(),
+            "text_accuracy": (logits.argmax(1) == partners).float().mean(),
+            "image_accuracy": (logits.argmax(0) == partners).float().mean(),
         }
 
     def _compared(self, vectors: Vectors) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss, the logits of pictures and texts, and the number of each one's own."""
+        """The loss, the logits of pictures and texts, and the number of each one's partner."""
         images, texts, scale = vectors
         logits = scale * self.gather(images) @ self.gather(texts).t()
-        own = torch.arange(len(logits), device=logits.device)
-        return (F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own)) / 2, logits, own
+        partners = torch.arange(len(logits), device=logits.device)
+        loss = (F.cross_entropy(logits, partners) + F.cross_entropy(logits.t(), partners)) / 2
+        return loss, logits, partners
 
     def model_input(self, config: PreTrainedConfig) -> Preprocessor:
         """Pictures and texts to compare."""

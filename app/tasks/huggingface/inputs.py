@@ -291,18 +291,16 @@ class QuestionsInput(Preprocessor):
 
 
 @dataclass(kw_only=True)
-class SoundInput(Preprocessor):
-    """Recordings, of which the model reads the text.
+class RecordingsInput(Preprocessor):
+    """Recordings, as numbers from -1 to 1.
 
     Args:
-        tokenizer: The library's tokenizer of characters.
-        has_mask: Whether the model is told which samples are padding.
+        tokenizer: The library's, for the text.
         rate: How many samples a second has.
         keywords: Further arguments of the model.
     """
 
     tokenizer: Any
-    has_mask: bool
     rate: int
     keywords: dict[str, Any]
 
@@ -311,9 +309,24 @@ class SoundInput(Preprocessor):
         """One recording of a second, (1, samples)."""
         return np.zeros((1, self.rate), np.float32)
 
+    def _rows(self, recordings: Any) -> list[Any]:
+        """The samples of each recording."""
+        return [np.asarray(recording, np.float32) for recording in recordings]
+
+
+@dataclass(kw_only=True)
+class SoundInput(RecordingsInput):
+    """Recordings, of which the model reads the text, character by character.
+
+    Args:
+        has_mask: Whether the model is told which samples are padding.
+    """
+
+    has_mask: bool
+
     def __call__(self, recordings: Any) -> dict[str, Any]:
         """The model's arguments for recordings from -1 to 1."""
-        rows = [np.asarray(recording, np.float32) for recording in recordings]
+        rows = self._rows(recordings)
         return {**standardised_sound(rows, has_mask=self.has_mask), **self.keywords}
 
     def read(self, output: Any) -> DataFrame:
@@ -325,33 +338,22 @@ class SoundInput(Preprocessor):
 
 
 @dataclass(kw_only=True)
-class SpectrogramInput(Preprocessor):
+class SpectrogramInput(RecordingsInput):
     """Recordings, which a model with an encoder and a decoder writes down.
 
     Args:
-        tokenizer: The library's tokenizer.
         extractor: The library's extractor of spectrograms.
-        rate: How many samples a second has.
         start: The decoder's first token.
         longest: How many tokens of a text the model can.
-        keywords: Further arguments of the model.
     """
 
-    tokenizer: Any
     extractor: Any
-    rate: int
     start: int
     longest: int
-    keywords: dict[str, Any]
-
-    @property
-    def example(self) -> Any:
-        """One recording of a second, (1, samples)."""
-        return np.zeros((1, self.rate), np.float32)
 
     def __call__(self, recordings: Any) -> dict[str, Any]:
         """The model's arguments for recordings from -1 to 1, with the decoder at its start."""
-        rows = [np.asarray(recording, np.float32) for recording in recordings]
+        rows = self._rows(recordings)
         features = self.extractor(rows, sampling_rate=self.rate, return_tensors="pt")
         return {
             "input_features": features["input_features"],

@@ -262,11 +262,15 @@ class PreferencePairs(Kind, Preferences):
 
 def _answering_keys(settings: Settings) -> ConfigKeys:
     """The keys of a model that answers, which its tokenizer decides."""
-    special_tokens = {
-        "pad_token_id": settings.tokenizer.pad_token_id,
-        "eos_token_id": settings.tokenizer.eos_token_id,
+    return causal_keys(settings.base) | vocabulary_keys(settings, _ends(settings.tokenizer))
+
+
+def _ends(tokenizer: Any) -> dict[str, Any]:
+    """The tokens of padding and of a text's end, by their keys in a model's configuration."""
+    return {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
     }
-    return causal_keys(settings.base) | vocabulary_keys(settings, special_tokens)
 
 
 class TextToText(Kind, TextPairs):
@@ -285,10 +289,7 @@ class TextToText(Kind, TextPairs):
         self, settings: Settings, *, text: str | None = None, label: str | None = None
     ) -> None:
         tokenizer = settings.tokenizer
-        special_tokens = {
-            "pad_token_id": tokenizer.pad_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-        }
+        special_tokens = _ends(tokenizer)
         start = getattr(settings.base, "decoder_start_token_id", None)
         if settings.source.folder is None or start is None:
             start = tokenizer.pad_token_id

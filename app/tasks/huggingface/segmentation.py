@@ -101,30 +101,31 @@ class SemanticSegmentation(Kind):
         logits_NCHW = _in_size(model(inputs), masks_NHW)
         has_class = masks_NHW != NO_CLASS
         pixels = has_class.sum().clamp(min=1)
-        found = logits_NCHW.argmax(1)[has_class]
-        there = masks_NHW[has_class]
+        predicted = logits_NCHW.argmax(1)[has_class]
+        labelled = masks_NHW[has_class]
         count = len(self.classes)
-        both = torch.bincount(there[found == there], minlength=count)
-        either = torch.bincount(there, minlength=count) + torch.bincount(found, minlength=count)
-        either = either - both
+        intersection = torch.bincount(labelled[predicted == labelled], minlength=count)
+        of_labels = torch.bincount(labelled, minlength=count)
+        of_predictions = torch.bincount(predicted, minlength=count)
+        union = of_labels + of_predictions - intersection
         counts = {
             f"_{name}_{number}": values[number] / pixels
-            for name, values in (("both", both), ("either", either))
+            for name, values in (("intersection", intersection), ("union", union))
             for number in range(count)
         }
         return {
             "loss": self._loss(logits_NCHW, masks_NHW),
-            "accuracy": both.sum() / pixels,
+            "accuracy": intersection.sum() / pixels,
             **counts,
         }
 
     def derived(self, means: dict[str, float]) -> dict[str, float]:
         """The mean IoU of the classes that occur."""
         pairs = [
-            (means[f"_both_{number}"], means[f"_either_{number}"])
+            (means[f"_intersection_{number}"], means[f"_union_{number}"])
             for number in range(len(self.classes))
         ]
-        each = [both / either for both, either in pairs if either]
+        each = [intersection / union for intersection, union in pairs if union]
         return {"mean_iou": sum(each) / len(each) if each else 0.0}
 
     def model_input(self, config: PreTrainedConfig) -> Preprocessor:

@@ -27,7 +27,7 @@ from app.checkpoint import Checkpointer, CheckpointError, NotFinite
 from app.checkpoint.dcp import HashingStream
 from app.checkpoint.ranks import RankFailed, Ranks
 from app.errors import UserError
-from experiments.benchmarks.scale_resume import Told
+from experiments.benchmarks.scale_resume import ExchangedBytes
 from experiments.parity.curves import parallelize_trial, run_steps
 from experiments.parity.rows import Row
 from strategies.parallelize import Options
@@ -144,8 +144,8 @@ def _bytes_of_saves(rank: int, folder: str, tensors: int) -> list[int]:
     """What this rank exchanges for each of six saves; the fourth fails, the sixth has more."""
     state: dict[str, Any] = {f"w{number}": torch.ones(8) for number in range(tensors)}
     counts = []
-    told = Told()
-    with told.counting():
+    exchanged = ExchangedBytes()
+    with exchanged.counting():
         checkpointer = Checkpointer(folder, keep_last=9)
         for step in range(1, 7):
             if step == 6:
@@ -156,7 +156,7 @@ def _bytes_of_saves(rank: int, folder: str, tensors: int) -> list[int]:
                 checkpointer.save({"model": state}, meta={"step": step})
                 with contextlib.suppress(CheckpointError):
                     checkpointer.wait()
-            counts.append(told.count - sum(counts))
+            counts.append(exchanged.count - sum(counts))
     for commit in checkpoint.commits(folder):
         loaded = {"model": {f"w{number}": torch.zeros(8) for number in range(tensors)}}
         if commit.step == 6:

@@ -140,7 +140,8 @@ def test_patience_that_cannot_run_out_is_noted() -> None:
         ),
         (
             ["strategy=ddp", "optimizer.name=sgd", "optimizer.betas=[0.8,0.9]"],
-            "optimizer.betas is [0.8, 0.9], but it is for adam, adamw",
+            "optimizer.betas is [0.8, 0.9], but it is for adam, adamw, adamw8bit, "
+            "nadam, radam, adamax, muon",
         ),
     ],
 )

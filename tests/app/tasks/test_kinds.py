@@ -91,8 +91,8 @@ TEXTS: dict[str, dict[str, Any]] = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     **{kind: {"model": "bert", "config": BERT, **args} for kind, args in TEXTS.items()},
-    "ctc": {"model": "wav2vec2", "config": WAV2VEC2, "data": "said.jsonl"},
-    "speech_seq2seq": {"model": "whisper", "config": WHISPER, "data": "said.jsonl"},
+    "ctc": {"model": "wav2vec2", "config": WAV2VEC2, "data": "transcripts.jsonl"},
+    "speech_seq2seq": {"model": "whisper", "config": WHISPER, "data": "transcripts.jsonl"},
     "image_text": {"model": "clip", "config": CLIP, "data": "shown.jsonl"},
     "semantic_segmentation": {
         "model": "segformer",
@@ -118,7 +118,7 @@ FIGURES = {
 def files(data: Path) -> Path:
     """The folder of `data` with recordings, pictures and masks."""
     generator = np.random.default_rng(0)
-    said = []
+    transcripts = []
     shown = []
     for name in ("clips", "pictures", "drawn/images", "drawn/masks"):
         (data / name).mkdir(parents=True)
@@ -128,7 +128,7 @@ def files(data: Path) -> Path:
         wave = np.sin(2 * np.pi * (200 + 100 * (i % 3)) * times) / 2
         wavfile.write(data / f"clips/{i}.wav", 16_000, (wave * 32_000).astype(np.int16))
         text = " ".join(["low", "mid", "high"][(i + k) % 3] for k in range(1 + i % 2))
-        said.append({"audio": f"clips/{i}.wav", "text": text})
+        transcripts.append({"audio": f"clips/{i}.wav", "text": text})
         pixels = generator.integers(0, 256, (20 + i, 24, 3)).astype(np.uint8)
         Image.fromarray(pixels).save(data / f"pictures/{i}.png")
         shown.append({"image": f"pictures/{i}.png", "text": f"picture {'very ' * (i % 3)}{i}"})
@@ -136,7 +136,7 @@ def files(data: Path) -> Path:
         classes[:2] = 255
         Image.fromarray(pixels).save(data / f"drawn/images/{i}.png")
         Image.fromarray(classes.astype(np.uint8)).save(data / f"drawn/masks/{i}.png")
-    (data / "said.jsonl").write_text("\n".join(map(json.dumps, said)))
+    (data / "transcripts.jsonl").write_text("\n".join(map(json.dumps, transcripts)))
     (data / "shown.jsonl").write_text("\n".join(map(json.dumps, shown)))
     return data
 
@@ -226,9 +226,9 @@ def gradients(loss: torch.Tensor, model: torch.nn.Module) -> dict[str, torch.Ten
 def test_figures_are_those_of_all_the_data_in_batches_of_any_size(kind: str, files: Path) -> None:
     task = make_task(kind, files, eval_samples=11)
     model = built_model(task)
-    whole = evaluated(task, model, batch_size=11)
-    assert evaluated(task, model, batch_size=2) == pytest.approx(whole, rel=1e-5)
-    assert whole.keys() == {"loss"} | FIGURES[kind]
+    in_one_batch = evaluated(task, model, batch_size=11)
+    assert evaluated(task, model, batch_size=2) == pytest.approx(in_one_batch, rel=1e-5)
+    assert in_one_batch.keys() == {"loss"} | FIGURES[kind]
 
 
 @pytest.mark.parametrize(
@@ -376,10 +376,10 @@ def test_entities_are_counted_as_conlleval_counts_them() -> None:
     for _ in range(200):
         rows = 3
         words = 9
-        there = [[generator.choice(classes) for _ in range(words)] for _ in range(rows)]
-        found = [
+        labelled = [[generator.choice(classes) for _ in range(words)] for _ in range(rows)]
+        predicted = [
             [label if generator.random() < 0.7 else generator.choice(classes) for label in row]
-            for row in there
+            for row in labelled
         ]
         is_word = [[generator.random() < 0.7 for _ in range(words)] for _ in range(rows)]
         targets = torch.tensor(
@@ -388,17 +388,17 @@ def test_entities_are_counted_as_conlleval_counts_them() -> None:
                     classes.index(label) if used else IGNORED
                     for label, used in zip(*row, strict=True)
                 ]
-                for row in zip(there, is_word, strict=True)
+                for row in zip(labelled, is_word, strict=True)
             ]
         )
-        answers = torch.tensor([[classes.index(label) for label in row] for row in found])
+        answers = torch.tensor([[classes.index(label) for label in row] for row in predicted])
         counts = counter.count(answers, targets)
         pairs = [
             (
                 spans([label for label, used in zip(found_row, use, strict=True) if used]),
                 spans([label for label, used in zip(there_row, use, strict=True) if used]),
             )
-            for found_row, there_row, use in zip(found, there, is_word, strict=True)
+            for found_row, there_row, use in zip(predicted, labelled, is_word, strict=True)
         ]
         assert counts["found"] == sum(len(mine) for mine, _ in pairs)
         assert counts["there"] == sum(len(right) for _, right in pairs)
@@ -590,7 +590,7 @@ DRAWN = {"image": "drawn/images/0.png", "mask": "drawn/masks/0.png"}
 WRONG_FILES = [
     ("ctc", {"sound": "a.wav", "text": "a"}, "jsonl:2 does not name a file and its text; write"),
     ("ctc", SAID | {"audio": "clips/no.wav"}, "jsonl:2 names "),
-    ("ctc", SAID | {"audio": "said.jsonl"}, "soundfile"),
+    ("ctc", SAID | {"audio": "transcripts.jsonl"}, "soundfile"),
     ("ctc", SAID | {"audio": "broken.wav"}, "broken.wav cannot be read as sound"),
     ("ctc", SAID | {"text": " "}, "jsonl:2 has an empty text; leave the line out"),
     ("ctc", SAID | {"text": "ab" * 20}, "frames of sound for 40 characters; leave the line"),

@@ -87,9 +87,10 @@ def job_of(folder: Path, run_config: Config) -> Job:
 
 def planned(folder: Path, plan: Plan) -> list[Commit]:
     """The checkpoints of a run, the oldest first, as if each waited for its evaluation."""
-    found = commits(str(folder / "checkpoints"))
+    newest_first = commits(str(folder / "checkpoints"))
     return [
-        replace(commit, meta={**commit.meta, PLAN: plan.to_meta()}) for commit in reversed(found)
+        replace(commit, meta={**commit.meta, PLAN: plan.to_meta()})
+        for commit in reversed(newest_first)
     ]
 
 
@@ -136,11 +137,11 @@ def test_checkpoints_of_every_layout_are_evaluated_whole(
     arguments = (world, world, strategy, str(tmp_path), task, *overrides)
     in_training = run_distributed(train, *arguments)[0]
     run_config = config(task, f"strategy={strategy}", *overrides)
-    whole = evaluated(tmp_path, run_config, Plan(batch_size=8, shares=shares))
-    assert whole.keys() == in_training.keys() == {2, 4}
+    separate = evaluated(tmp_path, run_config, Plan(batch_size=8, shares=shares))
+    assert separate.keys() == in_training.keys() == {2, 4}
     for step, metrics in in_training.items():
         assert "ema_accuracy" in metrics
-        assert whole[step] == pytest.approx(metrics, rel=2e-5)
+        assert separate[step] == pytest.approx(metrics, rel=2e-5)
 
 
 @pytest.mark.pure
@@ -192,8 +193,8 @@ def test_a_task_hears_of_every_evaluation_and_is_asked_whether_to_stop(tmp_path:
     class_of_a_person = type("Own", (Gan,), {"training_step": Points.training_step})
     for separate, notes in ((False, 1), (True, 0)):
         own_config = with_values(run_config, {"train.eval_separate": separate})
-        said = list(check(own_config, class_of_a_person(), pipeline))
-        assert len(said) == notes, said
+        sentences = list(check(own_config, class_of_a_person(), pipeline))
+        assert len(sentences) == notes, sentences
 
 
 @pytest.mark.pure

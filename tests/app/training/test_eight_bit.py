@@ -55,20 +55,20 @@ def test_one_device_has_the_numbers_of_torchao_to_the_bit() -> None:
     theirs = _parameters()
     with torch.compiler.set_stance("force_eager"):
         expected = _train(theirs, TorchAO(theirs, lr=torch.tensor(1e-2), **values))
-    own = _parameters()
-    optimizer = AdamW8bit(own, lr=1e-2, **values)
-    for one, other in zip(expected, _train(own, optimizer), strict=True):
+    ours = _parameters()
+    optimizer = AdamW8bit(ours, lr=1e-2, **values)
+    for one, other in zip(expected, _train(ours, optimizer), strict=True):
         assert torch.equal(one, other)
-    assert optimizer.state[own[0]]["exp_avg"].dtype == torch.uint8
-    assert optimizer.state[own[2]]["exp_avg"].dtype == torch.float32
+    assert optimizer.state[ours[0]]["exp_avg"].dtype == torch.uint8
+    assert optimizer.state[ours[2]]["exp_avg"].dtype == torch.float32
 
 
 @pytest.mark.pure
 def test_pieces_of_a_parameter_have_the_numbers_of_the_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole = _parameters()
-    expected = _train(whole, AdamW8bit(whole))
+    at_once = _parameters()
+    expected = _train(at_once, AdamW8bit(at_once))
     monkeypatch.setattr(eight_bit, "PIECE", 1500)
     parts = _parameters()
     for one, other in zip(expected, _train(parts, AdamW8bit(parts)), strict=True):
@@ -183,14 +183,14 @@ def test_a_layout_that_splits_blocks_is_refused_in_a_sentence() -> None:
 def test_a_gpu_has_the_same_numbers_but_for_rounding() -> None:
     expected = _parameters()
     _train(expected, AdamW8bit(expected))
-    own = [nn.Parameter(parameter.detach().cuda()) for parameter in _parameters()]
+    on_gpu = [nn.Parameter(parameter.detach().cuda()) for parameter in _parameters()]
     generator = torch.Generator().manual_seed(1)
-    optimizer = AdamW8bit(own)
+    optimizer = AdamW8bit(on_gpu)
     for _ in range(STEPS):
-        for parameter in own:
+        for parameter in on_gpu:
             gradient = torch.randn(parameter.shape, generator=generator)
             scale = 10 ** torch.randn(parameter.shape, generator=generator)
             parameter.grad = (gradient * scale).cuda()
         optimizer.step()
-    for one, other in zip(expected, own, strict=True):
+    for one, other in zip(expected, on_gpu, strict=True):
         assert torch.allclose(one, other.cpu(), atol=1e-5)

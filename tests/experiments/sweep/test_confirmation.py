@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from app.errors import UserError
 from experiments.sweep.answer import work_out
-from experiments.sweep.confirmation import confirmation_of, plan_confirmation
+from experiments.sweep.confirmation import Confirmation, confirmation_of, plan_confirmation
 from experiments.sweep.page import content
 from experiments.sweep.run import next_run
 from experiments.sweep.spec import Sweep, read_sweep
-from experiments.sweep.trials import BATCH, RATE, SEED, Trial, TrialStore
+from experiments.sweep.trials import BATCH, RATE, SEED, Report, Trial, TrialStore
 
 pytestmark = pytest.mark.pure
 
@@ -38,7 +39,7 @@ def ended(
     confirms: str = "",
 ) -> Trial:
     """A trial with one report."""
-    report = {
+    report: Report = {
         "step": 40,
         "samples": 640,
         "seconds": 4.0,
@@ -47,7 +48,7 @@ def ended(
         "workers": 1,
     }
     name = f"t{index:03d}"
-    return Trial(index, name, values, status, reports=[report], confirms=confirms)  # type: ignore[list-item]
+    return Trial(index, name, values, status, reports=[report], confirms=confirms)
 
 
 def searched(losses: dict[tuple[int, float], float]) -> list[Trial]:
@@ -183,6 +184,17 @@ def test_the_soonest_setting_is_judged_by_seconds(tmp_path: Path) -> None:
     assert next_run(sweep, store, answer).optimizer.lr == 0.1
 
 
+def without_a_difference(sweep: Sweep, random_number: random.Random) -> Confirmation:
+    """What a sweep of settings says whose losses are drawn alike."""
+    trials = searched({cell: random_number.gauss(1, 0.1) for cell in LOSSES})
+    for trial in plan_confirmation(sweep, trials):
+        loss = random_number.gauss(1, 0.1)
+        trials.append(ended(trial.index, loss, values=trial.values, confirms=trial.confirms))
+    confirmation = confirmation_of(sweep, trials)
+    assert confirmation is not None
+    return confirmation
+
+
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_settings_that_do_not_differ_are_rarely_called_worse(tmp_path: Path, mode: str) -> None:
     """In at most 5 % of 1,000 sweeps of settings that are alike is one of them worse."""
@@ -190,12 +202,7 @@ def test_settings_that_do_not_differ_are_rarely_called_worse(tmp_path: Path, mod
     random_number = random.Random(5)
     mistakes = 0
     for _ in range(1000):
-        trials = searched({cell: random_number.gauss(1, 0.1) for cell in LOSSES})
-        for trial in plan_confirmation(sweep, trials):
-            loss = random_number.gauss(1, 0.1)
-            trials.append(ended(trial.index, loss, values=trial.values, confirms=trial.confirms))
-        confirmation = confirmation_of(sweep, trials)
-        assert confirmation is not None
+        confirmation = without_a_difference(sweep, random_number)
         mistakes += any(setting.verdict == "worse" for setting in confirmation.settings)
     assert mistakes <= 50
 
@@ -206,12 +213,7 @@ def test_intervals_contain_the_true_mean_as_often_as_they_say(tmp_path: Path) ->
     random_number = random.Random(6)
     inside = []
     for _ in range(500):
-        trials = searched({cell: random_number.gauss(1, 0.1) for cell in LOSSES})
-        for trial in plan_confirmation(sweep, trials):
-            loss = random_number.gauss(1, 0.1)
-            trials.append(ended(trial.index, loss, values=trial.values, confirms=trial.confirms))
-        confirmation = confirmation_of(sweep, trials)
-        assert confirmation is not None
+        confirmation = without_a_difference(sweep, random_number)
         for setting in confirmation.settings:
             assert setting.low is not None and setting.high is not None
             inside.append(setting.low <= 1 <= setting.high)
@@ -228,8 +230,6 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("override", "sentence"), MISTAKES)
 def test_a_mistake_is_one_sentence(tmp_path: Path, override: str, sentence: str) -> None:
-    from app.errors import UserError
-
     with pytest.raises(UserError) as error:
         sweep_of(tmp_path, override)
     assert sentence in str(error.value)

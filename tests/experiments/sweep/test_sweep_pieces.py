@@ -148,14 +148,14 @@ def test_a_report_does_not_wait_for_the_disk_and_none_is_lost_or_doubled(
     assert reports() == [report(step, 1.0 / step) for step in (1, 2, 3)]
     lines = tmp_path / "s" / "t0" / REPORTS
     for length in range(lines.stat().st_size):  # a machine that fails may keep any part of it
-        whole = lines.read_bytes()
-        lines.write_bytes(whole[:length] + b"\0\0")
+        uncut = lines.read_bytes()
+        lines.write_bytes(uncut[:length] + b"\0\0")
         left = reports()
         assert left == [report(step, 1.0 / step) for step in (1, 2, 3)][: len(left)]
         store.add_report(trial, report(9, 0.1))
         assert reports() == [*left, report(9, 0.1)], "the next report is whole"
         trial.reports.pop()
-        lines.write_bytes(whole)
+        lines.write_bytes(uncut)
     trial.status = "finished"
     before_the_end = lines.read_bytes()
     store.save(trial)
