@@ -14,6 +14,7 @@ BENCHMARKS = {
     "figures": "the tables of RESULTS.md: how old each is, and --measure measures them anew",
     "step": "a step under each strategy or schedule, beside the same written by hand",
     "peers": "whole commands: the same training by hand, with other libraries, with Trireme",
+    "timeline": "which process uses the processors when, from a command to its prompt",
     "gpu first": "the first minutes on a GPU: checks with predictions, as many as fit --budget",
     "one-gpu": "trainings on one GPU beside what the plan says of their step and memory",
     "published": "what the plain plan command says of published runs, by kind, size and GPU",
@@ -33,6 +34,7 @@ MODULES = {
     "gpu first": "gpu_first.program",
     "one-gpu": "gpu_first.one_gpu",
     "peers": "peers.program",
+    "timeline": "peers.timeline",
 }
 """The modules of benchmarks that are not of this folder."""
 

@@ -59,6 +59,7 @@ class Peer:
         strategies: Those that it can apply to CPUs.
         package: What it needs to be installed.
         uses_torchrun: Whether torchrun starts its workers.
+        includes: Other files of this folder whose lines a user writes too.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Peer:
     strategies: tuple[str, ...]
     package: str
     uses_torchrun: bool = True
+    includes: tuple[str, ...] = ()
 
     def command(self, *, model: str, strategy: str, folder: Path) -> list[str]:
         """The command of a training in a folder."""
@@ -79,8 +81,8 @@ class Peer:
 
     @property
     def lines(self) -> int:
-        """The lines of its file that are code."""
-        return lines_of_code((HERE / self.file).read_text())
+        """The lines of its files that are code."""
+        return sum(lines_of_code((HERE / file).read_text()) for file in (self.file, *self.includes))
 
 
 PEERS = (
@@ -108,6 +110,14 @@ PEERS = (
         file="with_transformers.py",
         strategies=("ddp",),
         package="transformers",
+    ),
+    Peer(
+        name="Ray actors",
+        file="with_ray_actors.py",
+        strategies=("ddp", "fsdp"),
+        package="ray",
+        uses_torchrun=False,
+        includes=("by_hand.py",),
     ),
     Peer(
         name="Ray Train",
@@ -299,7 +309,7 @@ def _median_and_range(values: Sequence[float]) -> str:
 
 
 @contextlib.contextmanager
-def _mlflow_database() -> Iterator[str]:
+def mlflow_database() -> Iterator[str]:
     """An MLflow database that exists already, as a user's does after the first run."""
     with tempfile.TemporaryDirectory() as folder:
         uri = f"sqlite:///{folder}/mlflow.db"
@@ -332,7 +342,7 @@ def main(model: str, strategy: str, turns: int, only: str | None, as_json: bool)
             )
         peers.append(peer)
     measurements: Measurements = defaultdict(list)
-    with _mlflow_database() as uri:
+    with mlflow_database() as uri:
         for name, measurement in take_turns(
             peers, model=model, strategy=strategy, turns=turns, uri=uri
         ):
