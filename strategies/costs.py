@@ -20,6 +20,8 @@ Number = int | float
 """A count or a size; also a bool, which counts as 0 or 1."""
 
 FLOAT32_BYTES = 4
+ITEMSIZES = {"fp32": FLOAT32_BYTES, "bf16": 2}
+"""Bytes of a number, by the name of its type."""
 
 EIGHT_BIT_BLOCK = 256
 """The most numbers of a row that share a scale in the state of adamw8bit."""
@@ -82,6 +84,7 @@ class ParameterSize:
         is_expert: Whether it has a row per expert of a mixture, which expert parallelism splits.
         is_uneven: Whether tensor parallelism has left some ranks fewer rows than others.
         narrows: Whether it is kept in the type of products, if that has 16 bits (frozen.py).
+        block: The most numbers that share a scale in the state of adamw8bit.
     """
 
     name: str
@@ -94,6 +97,7 @@ class ParameterSize:
     is_expert: bool = False
     is_uneven: bool = False
     narrows: bool = False
+    block: int = EIGHT_BIT_BLOCK
 
     @property
     def numel(self) -> int:
@@ -106,7 +110,7 @@ class ParameterSize:
     @property
     def eight_bit_state(self) -> int:
         """Bytes of the two moments that adamw8bit keeps."""
-        block = eight_bit_block(self.shape)
+        block = eight_bit_block(self.shape, self.block)
         if not block:
             return 2 * FLOAT32_BYTES * self.numel
         return 2 * (self.numel + FLOAT32_BYTES * self.numel // block)
@@ -201,6 +205,15 @@ class StepShape:
     """Of a sharded strategy: whether every micro-batch's gradients are reduced, instead of the
     sum of all at the end of the step."""
     optimizer: str = "adamw"
+    gradient_itemsize: int = FLOAT32_BYTES
+    """Bytes of a gradient's number."""
+    state_itemsize: int = FLOAT32_BYTES
+    """Bytes of a number of optimizer state."""
+
+    @property
+    def state_scale(self) -> float:
+        """Bytes of a number of optimizer state over those of a gradient's."""
+        return self.state_itemsize / self.gradient_itemsize
 
 
 CollectiveName = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce"]
@@ -253,6 +266,7 @@ def model_size(
     blocks: list[str] | None = None,
     split: dict[str, int] | None = None,
     narrow: Collection[str] = (),
+    block: int = EIGHT_BIT_BLOCK,
 ) -> ModelSize:
     """Reads the sizes of a module.
 
@@ -261,6 +275,7 @@ def model_size(
         blocks: Names of its repeating blocks, each a unit of sharding.
         split: Parameter name → the dimension that tensor parallelism splits.
         narrow: Names of the parameters that are kept in the type of products.
+        block: See ParameterSize.
     """
     split = split or {}
     expert_names = {name for mixture in find_mixtures(module) for name in mixture.parameter_names()}
@@ -278,6 +293,7 @@ def model_size(
             split_dim=split.get(name),
             is_expert=name in expert_names,
             narrows=name in narrow,
+            block=block,
         )
         for name, parameter in module.named_parameters()
     )
@@ -397,6 +413,7 @@ def optimizer_bytes(
     optimizer: str,
     outside: Number = 0,
     eight_bit_state: Number = 0,
+    state_scale: float = 1.0,
 ) -> Number:
     """Bytes of optimizer state.
 
@@ -410,13 +427,14 @@ def optimizer_bytes(
         outside: The share of the gradients that is of what is outside of the blocks, which Muon
             leaves to AdamW.
         eight_bit_state: The bytes of adamw8bit's moments.
+        state_scale: See StepShape.
     """
     if optimizer == "muon":
         return gradients + int(gradients * outside)
     step_bytes = STEP_NUMBERS.get(optimizer, 1) * FLOAT32_BYTES * tensors
     if optimizer == "adamw8bit":
         return eight_bit_state + step_bytes
-    return STATES.get(optimizer, 2) * gradients + step_bytes
+    return STATES.get(optimizer, 2) * int(gradients * state_scale) + step_bytes
 
 
 def autocast_bytes(numbers: Number, step: StepShape) -> Number:
@@ -435,6 +453,7 @@ def replicated(size: RankSize, step: StepShape) -> Cost:
             step.optimizer,
             outside=size.outside,
             eight_bit_state=size.eight_bit_state,
+            state_scale=step.state_scale,
         ),
         buffers=size.buffers,
         transient=autocast_bytes(size.float32_numel, step),

@@ -35,7 +35,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies.costs import (
-    FLOAT32_BYTES,
     Collective,
     Cost,
     RankSize,
@@ -173,7 +172,7 @@ def cost(size: RankSize, step: StepShape) -> Cost:
 
 def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
     """One all-reduce of the gradients per step, however many micro-batches it has."""
-    size = unit.gradients * step.reduce_itemsize // FLOAT32_BYTES
+    size = unit.gradients * step.reduce_itemsize // step.gradient_itemsize
     return (
         Collective(name="all_reduce", over="dp_replicate", bytes=size, times=1, phase="backward"),
     )

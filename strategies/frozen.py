@@ -1,14 +1,18 @@
-"""Frozen matrices in 16 bits: what is not trained is kept in the type that it is multiplied in.
+"""Weights in 16 bits: frozen matrices always, and with train.weight_dtype=bf16 all weights.
 
-A trained weight needs float32, because a step is too small for 16 bits. A frozen one (beside LoRA's
-adapters) needs only the 16 bits that products read. In float32 it takes twice the memory, and a
-cast in every forward, since autocast remembers copies of trained weights only.
+A trained weight needs float32, because a step is too small for 16 bits, unless the optimizer rounds
+at random (app/training/stochastic.py). A frozen one (beside LoRA's adapters) needs only the 16 bits
+that products read. In float32 it takes twice the memory, and a cast in every forward, since
+autocast remembers copies of trained weights only.
 
 Autocast rounds the float32 weight in each forward, and here it is rounded once, so the products are
 the same to the last bit. An embedding, which autocast does not touch, gives the rows of the rounded
 table as float32. Norms and everything else of one dimension stay float32. So do weights of classes
 that may compute in another way than torch's own layers. Sharded layouts cast all of them, these
 too, before they gather them: there only the shards take less.
+
+With train.weight_dtype=bf16 all weights in float32 are cast, norms too, because `fully_shard` takes
+trained ones of one type only. Their gradients have the same type.
 
 A checkpoint has the weights in the type that they are trained in, and is read into either.
 """
@@ -26,32 +30,36 @@ CASTS_WEIGHTS = "casts_weights"
 """The attribute of a module of another class whose forward casts its weights to autocast's type."""
 
 
-def narrowed(build: Callable[[], nn.Module], precision: str) -> Callable[[], nn.Module]:
-    """A function that builds a model with its frozen matrices in the type of products.
+def narrowed(
+    build: Callable[[], nn.Module], precision: str, weight_dtype: str = "fp32"
+) -> Callable[[], nn.Module]:
+    """A function that builds a model with its weights in the types that they are kept in.
 
     Args:
         build: Builds the model, in float32.
         precision: A key of `DTYPES`; with fp32 nothing changes.
+        weight_dtype: One of `WEIGHT_DTYPES`.
     """
 
     def build_narrowed() -> nn.Module:
         module = build()
-        narrow(module, precision)
+        narrow(module, precision, weight_dtype)
         return module
 
     return build if precision == "fp32" else build_narrowed
 
 
-def narrow(module: nn.Module, precision: str) -> None:
-    """Cast a model's frozen matrices to the type of products, in place.
+def narrow(module: nn.Module, precision: str, weight_dtype: str = "fp32") -> None:
+    """Cast a model's frozen matrices, or all its weights, to the type of products, in place.
 
     Args:
         module: The model, for real or on the meta device.
         precision: A key of `DTYPES`; with fp32 nothing changes.
+        weight_dtype: One of `WEIGHT_DTYPES`.
     """
     if precision == "fp32":
         return
-    names = frozen_matrices(module)
+    names = narrow_parameters(module, weight_dtype)
     for name, parameter in module.named_parameters():
         if name in names:
             parameter.data = parameter.data.to(DTYPES[precision])
@@ -60,11 +68,21 @@ def narrow(module: nn.Module, precision: str) -> None:
             layer.register_forward_hook(_widen)
 
 
-def frozen_matrices(module: nn.Module) -> set[str]:
+def narrow_parameters(module: nn.Module, weight_dtype: str = "fp32") -> set[str]:
     """The names of the parameters that `narrow` casts.
 
-    One that several layers share is cast if all of them allow it.
+    A frozen one that several layers share is cast if all of them allow it.
+
+    Args:
+        module: The model, for real or on the meta device.
+        weight_dtype: One of `WEIGHT_DTYPES`.
     """
+    if weight_dtype != "fp32":
+        return {
+            name
+            for name, parameter in module.named_parameters()
+            if parameter.dtype == torch.float32
+        }
     allowed: dict[nn.Parameter, bool] = {}
     for layer in module.modules():
         casts = type(layer) in _CLASSES or is_transposed_linear(layer)

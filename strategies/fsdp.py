@@ -58,7 +58,6 @@ from torch.distributed.tensor import DTensor, Shard
 from strategies import precision
 from strategies.blocks import separable
 from strategies.costs import (
-    FLOAT32_BYTES,
     Collective,
     Cost,
     Number,
@@ -439,7 +438,7 @@ def cost(size: RankSize, step: StepShape) -> Cost:
     waits_for_last = step.micro_batches > 1 and not _reduces_each_microbatch(step)
     waiting: Number = 0
     if waits_for_last or step.pp > 1:
-        waiting = size.gradients // FLOAT32_BYTES * step.reduce_itemsize
+        waiting = size.gradients // step.gradient_itemsize * step.reduce_itemsize
     return Cost(
         parameters=size.sharded_parameters,
         gradients=size.sharded_gradients,
@@ -449,6 +448,7 @@ def cost(size: RankSize, step: StepShape) -> Cost:
             step.optimizer,
             outside=size.outside,
             eight_bit_state=size.sharded_eight_bit_state,
+            state_scale=step.state_scale,
         ),
         buffers=size.buffers,
         transient=unsharded * step.compute_itemsize + in_flight + waiting,
@@ -466,7 +466,7 @@ def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:
     # The root stays gathered from forward to backward.
     backward_gathers = 0 if keeps_gathered or unit.is_root else step.micro_batches
     reductions = step.micro_batches if _reduces_each_microbatch(step) else 1
-    shard_numel = (unit.sharded_gradients - unit.whole_gradients) // FLOAT32_BYTES
+    shard_numel = (unit.sharded_gradients - unit.whole_gradients) // step.gradient_itemsize
     shard_bytes = shard_numel * step.reduce_itemsize
 
     forward = functools.partial(Collective, phase="forward")

@@ -26,6 +26,7 @@ from strategies.options import (
     PIPELINE_SCHEDULES,
     PRECISIONS,
     REDUCE_DTYPES,
+    WEIGHT_DTYPES,
     Options,
 )
 from strategies.pipeline import partition, schedules
@@ -276,11 +277,17 @@ def _check_options(layout: Layout, strategies: list[Strategy], options: Options)
     require_one_of("train.precision", options.precision, PRECISIONS)
     require_one_of("parallel.context", options.context, ("auto", *CONTEXT_METHODS))
     require_one_of("parallel.reduce_dtype", options.reduce_dtype, REDUCE_DTYPES)
+    require_one_of("train.weight_dtype", options.weight_dtype, WEIGHT_DTYPES)
     checkpoint_every(options.activation_checkpointing)
     if any(options.precision not in record.precisions for record in strategies):
         raise LayoutError(
             f"train.precision={options.precision} does not work with strategy {layout.name}: "
             "write train.precision=bf16, or strategy=fsdp"
+        )
+    if options.weight_dtype != "fp32" and options.precision not in ("bf16", "fp8"):
+        raise LayoutError(
+            f"train.weight_dtype={options.weight_dtype} needs products in bfloat16, but "
+            f"train.precision is {options.precision}: write train.precision=bf16"
         )
     for record in strategies:
         if record.check_options is not None:

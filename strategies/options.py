@@ -43,6 +43,7 @@ OTHER_NAMES = {
 """For some strategies, the names that other libraries have for them, separated by spaces."""
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 REDUCE_DTYPES = ("fp32", "bf16")
+WEIGHT_DTYPES = ("fp32", "bf16")
 CONTEXT_METHODS = ("ring", "allgather", "ulysses")
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zbv")
 
@@ -61,6 +62,10 @@ class Options:
     """Type of the arithmetic: fp32, bf16, fp16 (with loss scaling), or fp8: bf16 with the blocks'
     linear layers in float8 (GPUs since Ada and Hopper). Parameters, optimizer and loss stay
     float32."""
+    weight_dtype: str = "fp32"
+    """Type that weights and gradients are kept in: fp32, or with precision bf16 or fp8 also bf16,
+    in half the memory. adamw and adamw8bit then round weights up or down at random, right in the
+    mean, so that steps too small for 16 bits are not lost."""
     compile: bool = False
     """Compile each block with torch.compile."""
     compile_backend: str = "inductor"

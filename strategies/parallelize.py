@@ -93,7 +93,7 @@ def parallelize(
     """
     options = options or Options()
     check(layout, options)
-    build = narrowed(build, options.precision)
+    build = narrowed(build, options.precision, options.weight_dtype)
     strategy = registry.data_strategy(layout, offload=options.offload)
     dims = layout.dims.for_parameters(strategy.is_sharded)
 
@@ -163,6 +163,10 @@ def parallelize(
     moved = None
     if options.activation_offloading:
         moved = activation_offloading.apply(module, names, device, is_pipeline=division is not None)
+
+    applies_casts = strategy.is_sharded and division is None
+    if options.weight_dtype != "fp32" and not applies_casts:
+        precision.cast_calls(module, options.precision, options.float_output)
 
     def load() -> None:
         if not on_meta:
@@ -245,7 +249,9 @@ def _apply_data_strategy(
     step = applied.micro_step
     if split is not None:
         step = tensor_parallel.GradientSums(setup.module, split).micro_step(step)
-    autocast = precision.autocast(setup.options.precision, setup.device.type)
+    autocast = precision.autocast(
+        setup.options.precision, setup.device.type, setup.options.weight_dtype
+    )
     make_parallel = applied.make_parallel or Parallel
     return make_parallel(
         applied.module,

@@ -15,7 +15,8 @@ How the cast happens depends on the layout:
   The module's output comes back as float32 for the loss, unless `float_output` is false: a loss
   that accepts 16 bits saves a float32 copy of the logits.
 
-The two round in different places, so their results agree to bfloat16's rounding (2⁻⁸ relative per
+With train.weight_dtype=bf16 every layout computes as sharded ones do. The two round in different
+places, so their results agree to bfloat16's rounding (2⁻⁸ relative per
 number), not bit by bit. The second also adds up the residual stream in 16 bits and is the noisier
 one (experiments/parity/matrix.py).
 
@@ -74,9 +75,14 @@ DTYPES = {
 """The type of matrix products. With fp8, those that `use_float8` does not change have it."""
 
 
-def autocast(precision: str, device_type: str) -> Callable[[], AbstractContextManager[object]]:
-    """A maker of the context that casts inside a forward, for replicated parameters."""
-    if precision == "fp32":
+def autocast(
+    precision: str, device_type: str, weight_dtype: str = "fp32"
+) -> Callable[[], AbstractContextManager[object]]:
+    """A maker of the context that casts inside a forward, for replicated parameters.
+
+    Weights in 16 bits need none: the model's calls are cast (`cast_calls`), under every layout.
+    """
+    if precision == "fp32" or weight_dtype != "fp32":
         return contextlib.nullcontext
     dtype = DTYPES[precision]
     return lambda: torch.autocast(device_type, dtype=dtype)

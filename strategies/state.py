@@ -349,29 +349,44 @@ def copy_whole_or_shard(target: torch.Tensor, source: torch.Tensor) -> None:
 def shard_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
     """The part of a tensor that this rank holds; no communication.
 
+    Args:
+        whole: The whole tensor.
+        like: A tensor that is distributed as the result is.
+    """
+    part = whole
+    for dim, (start, length) in enumerate(shard_bounds(like)):
+        part = part.narrow(dim, start, length)
+    return part
+
+
+def shard_bounds(like: DTensor) -> list[tuple[int, int]]:
+    """Where in the whole tensor the part of this rank is; no communication.
+
     The dimensions of the mesh split in order, but one that is marked strided (fsdp on top of tp)
     splits after those to its right. Each splits as torch.chunk does: into equal parts, rounded up,
     the last ones smaller or empty.
 
     Args:
-        whole: The whole tensor.
-        like: A tensor that is distributed as the result is.
+        like: A distributed tensor.
+
+    Returns:
+        (first index, length) of each dimension.
     """
     mesh = like.device_mesh
     placements = like.placements
     mesh_dims = list(range(mesh.ndim))
     strided = [i for i in mesh_dims if type(placements[i]).__name__ == "_StridedShard"]
     in_order = [i for i in mesh_dims if i not in strided]
-    part = whole
+    bounds = [(0, size) for size in like.shape]
     for mesh_dim in in_order + strided:
         tensor_dim = getattr(placements[mesh_dim], "dim", None)
         if tensor_dim is None:
             continue
-        size = part.size(tensor_dim)
+        first, size = bounds[tensor_dim]
         length = -(-size // mesh.size(mesh_dim))
         start = min(size, length * mesh.get_local_rank(mesh_dim))
-        part = part.narrow(tensor_dim, start, min(length, size - start))
-    return part
+        bounds[tensor_dim] = (first + start, min(length, size - start))
+    return bounds
 
 
 def whole_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

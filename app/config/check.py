@@ -20,6 +20,7 @@ from strategies.options import (
     PRECISIONS,
     REDUCE_DTYPES,
     STRATEGIES,
+    WEIGHT_DTYPES,
 )
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -85,14 +86,18 @@ OPTIMIZERS = (
     *("asgd", "nadam", "radam", "rmsprop", "rprop"),
 )
 """The optimizers that have a short name (app/training/optimizer.py)."""
+ROUNDS_WEIGHTS = ("adamw", "adamw8bit")
+"""The optimizers that can train weights in 16 bits."""
 CHOICES = {
     "run.log_format": ("text", "json"),
     "launcher": ("auto", "ray", "actors", "local", "torchrun"),
     "train.precision": PRECISIONS,
     "train.matmul_precision": ("highest", "high", "medium"),
+    "train.weight_dtype": WEIGHT_DTYPES,
     "parallel.reduce_dtype": REDUCE_DTYPES,
     "parallel.context": ("auto", *CONTEXT_METHODS),
     "parallel.schedule": PIPELINE_SCHEDULES,
+    "optimizer.state_dtype": WEIGHT_DTYPES,
     "optimizer.lr_scaling": ("none", "linear", "sqrt"),
     "schedule.name": ("constant", "linear", "cosine", "wsd", "inverse_sqrt", "one_cycle", "step"),
     "checkpoint.mode": ("min", "max"),
@@ -205,6 +210,7 @@ def _mistakes(config: Config) -> Iterator[str]:
     yield from _training(config)
     yield from _workers_and_profile(config)
     yield from _optimizer(config)
+    yield from _sixteen_bits(config)
     yield from _resources("resources_per_worker", config.resources_per_worker)
     yield from _resources("train.eval_resources", config.train.eval_resources)
     for stage, resources in enumerate(config.parallel.stage_resources):
@@ -333,6 +339,33 @@ def _optimizer(config: Config) -> Iterator[str]:
                     f"optimizer.groups[{pattern!r}] has {name} {values[name]!r}, "
                     "but it must be a number"
                 )
+
+
+def _sixteen_bits(config: Config) -> Iterator[str]:
+    """Weights and optimizer state in bfloat16 where they cannot be."""
+    name = config.optimizer.name
+    if config.optimizer.state_dtype != "fp32" and name != "adamw":
+        yield (
+            f"optimizer.state_dtype=bf16 is for adamw, but optimizer.name is {name}: write "
+            "optimizer.name=adamw, or leave it out"
+        )
+    if config.train.weight_dtype == "fp32":
+        return
+    if name not in ROUNDS_WEIGHTS:
+        yield (
+            f"train.weight_dtype=bf16 needs an optimizer that rounds at random, but optimizer.name "
+            f"is {name}: write optimizer.name=adamw, or adamw8bit"
+        )
+    if config.train.precision not in ("bf16", "fp8"):
+        yield (
+            f"train.weight_dtype=bf16 needs products in bfloat16, but train.precision is "
+            f"{config.train.precision}: write train.precision=bf16"
+        )
+    if config.train.ema_decay is not None:
+        yield (
+            "train.ema_decay averages weights in float32, but train.weight_dtype is bf16: leave "
+            "one of them out"
+        )
 
 
 def _resources(key: str, resources: Mapping[str, float]) -> Iterator[str]:

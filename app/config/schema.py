@@ -95,6 +95,7 @@ class TrainConfig:
     """Samples that one worker computes at once; gradients are accumulated over its share of the
     global batch. null: its whole share."""
     precision: str = Options.precision
+    weight_dtype: str = Options.weight_dtype
     clip_norm: Optional[float] = None
     """Scale the gradient down to this total norm when it is longer. null: never."""
     compile: bool = Options.compile
@@ -166,6 +167,9 @@ class OptimizerConfig:
     (matrices of hidden layers, adamw for the others), adafactor, adadelta, adagrad, adamax, asgd,
     nadam, radam, rmsprop, rprop (torch.optim's), or the import path of a class
     (my_package.my_module:MyOptimizer)."""
+    state_dtype: str = "fp32"
+    """Type of adamw's moments between steps: fp32, or bf16 (4 bytes a weight instead of 8), rounded
+    at random to the number above or below, right in the mean. The same under every layout."""
     lr: float = 1e-3
     """Learning rate at the top of the schedule."""
     lr_scaling: str = "none"

@@ -28,7 +28,16 @@ from app.planner.trace import AFTER, BEFORE
 from strategies.activation_checkpointing import recomputed_blocks
 from strategies.activation_offloading import ON_DEVICE, moved_blocks
 from strategies.context.apply import choose_method
-from strategies.costs import RankSize, StepShape, UnitSize, part_of, rank_size, unit_size
+from strategies.costs import (
+    FLOAT32_BYTES,
+    ITEMSIZES,
+    RankSize,
+    StepShape,
+    UnitSize,
+    part_of,
+    rank_size,
+    unit_size,
+)
 from strategies.dims import ParallelDims
 from strategies.fsdp import gradients_are_large, parameters_are_large
 from strategies.options import Options
@@ -185,6 +194,7 @@ class Estimator:
         options: Of the configuration. What a candidate decides (precision, recomputation,
             schedule and so on) is taken from the candidate.
         optimizer: The optimizer's name.
+        state_itemsize: Bytes of a number of its state.
         clips: Whether gradients are clipped.
     """
 
@@ -192,6 +202,7 @@ class Estimator:
     machine: Machine
     options: Options
     optimizer: str = "adamw"
+    state_itemsize: int = FLOAT32_BYTES
     clips: bool = False
 
     def __post_init__(self) -> None:
@@ -277,6 +288,7 @@ class Estimator:
                 tp=dims.tp,
                 pp=dims.pp,
                 precision=candidate.precision,
+                weight_dtype=self.options.weight_dtype,
             ),
             checkpointing=candidate.checkpointing,
             moves_activations=candidate.moves_activations,
@@ -345,6 +357,8 @@ class Estimator:
                 gradients_are_large(numbers * reduce_itemsize, gpu_memory),
             ),
             optimizer=self.optimizer,
+            gradient_itemsize=ITEMSIZES[options.weight_dtype],
+            state_itemsize=self.state_itemsize,
         )
 
     def _expert_bytes(self, candidate: Candidate, work: Work) -> float:

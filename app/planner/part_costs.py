@@ -24,6 +24,7 @@ from app.planner.read import AUTOCAST, CAST, PLAIN, Variant
 from app.planner.trace import AFTER
 from strategies.activation_checkpointing import kept_bytes, recomputed_blocks
 from strategies.dims import checkpoint_every
+from strategies.options import Options
 
 FUSED_VALUES = ("moved_forward", "moved_backward", "operations_forward", "operations_backward")
 """The values of a trace that a compiler makes smaller."""
@@ -77,20 +78,23 @@ class Work(NamedTuple):
         return 4 if self.precision == "fp32" else 2
 
 
-def variant_of(*, is_sharded: bool, tp: int, pp: int, precision: str) -> Variant:
+def variant_of(
+    *, is_sharded: bool, tp: int, pp: int, precision: str, weight_dtype: str = Options.weight_dtype
+) -> Variant:
     """Which computation of the model a layout runs.
 
-    Sharded layouts cast every number to 16 bits; the others use autocast.
+    Sharded layouts and weights in 16 bits cast every number to 16 bits; the others use autocast.
 
     Args:
         is_sharded: Whether data-parallel workers shard the parameters.
         tp: The degree of tensor parallelism.
         pp: The number of pipeline stages.
         precision: fp32, bf16, fp16 or fp8.
+        weight_dtype: What weights are kept in, fp32 or bf16.
     """
     if precision == "fp32":
         casting = PLAIN
-    elif is_sharded:
+    elif is_sharded or weight_dtype != "fp32":
         casting = CAST
     else:
         casting = AUTOCAST

@@ -13,6 +13,7 @@ from app.planner.part_costs import variant_of
 from app.planner.read import Reader
 from app.tasks.base import Task
 from app.training.job import strategy_options
+from strategies.costs import EIGHT_BIT_BLOCK, ITEMSIZES
 from strategies.dims import DEGREES, LayoutError
 from strategies.pipeline import partition
 
@@ -271,6 +272,8 @@ def reader_of(config: Config, task: Task, machine: Machine, *, splits: bool = Tr
         splits=splits,
         sequence_parallel=config.parallel.sequence_parallel,
         loss_parallel=config.parallel.loss_parallel,
+        weight_dtype=config.train.weight_dtype,
+        block=config.optimizer.args.get("block_size", EIGHT_BIT_BLOCK),
     )
 
 
@@ -293,6 +296,7 @@ def estimator_of(
         machine=machine,
         options=options,
         optimizer=config.optimizer.name,
+        state_itemsize=ITEMSIZES[config.optimizer.state_dtype],
         clips=config.train.clip_norm is not None,
     )
 

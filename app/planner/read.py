@@ -34,11 +34,12 @@ from app.tasks.base import Task
 from app.tasks.build import build_model
 from strategies.blocks import find_blocks, separable
 from strategies.context.apply import require_positions
-from strategies.costs import ParameterSize, model_size
+from strategies.costs import EIGHT_BIT_BLOCK, ParameterSize, model_size
 from strategies.dims import LayoutError
 from strategies.expert.exchange import exchanged_bytes
-from strategies.frozen import frozen_matrices, narrow
+from strategies.frozen import narrow, narrow_parameters
 from strategies.mixtures import find_mixtures
+from strategies.options import Options
 from strategies.tensor.apply import one_part
 from strategies.tensor.plan import make_plan
 from strategies.torch_internals import fake_mode
@@ -75,6 +76,8 @@ class Reader:
         sequence_parallel: Whether tensor parallelism splits the sequence outside of products.
         loss_parallel: Whether it splits the loss.
         splits: Whether tensor parallelism is considered; False saves two of three traces.
+        weight_dtype: What weights are kept in: fp32, or bf16 where products have 16 bits.
+        block: The most numbers that share a scale in the state of adamw8bit.
 
     Attributes:
         note: What the user should know of how the model was read.
@@ -103,12 +106,15 @@ class Reader:
         sequence_parallel: bool = True,
         loss_parallel: bool = True,
         splits: bool = True,
+        weight_dtype: str = Options.weight_dtype,
+        block: int = EIGHT_BIT_BLOCK,
     ) -> None:
         self.task = task
         self.note = ""
         self._on_gpu = on_gpu
         self._sequence_parallel = sequence_parallel
         self._loss_parallel = loss_parallel
+        self._weight_dtype = weight_dtype
         self.compiles_loss = on_gpu and task.compiles_loss
         self._runs_for_real = fake_mode() is None
         self._costs: dict[str, ModelCosts] = {}
@@ -143,7 +149,8 @@ class Reader:
             require_positions(structure, task.context_plan(structure))
             self.splits_sequence = True
         units = separable(structure, self._block_names)
-        self.size = model_size(structure, units, split_dims, frozen_matrices(structure))
+        narrow_names = narrow_parameters(structure, weight_dtype)
+        self.size = model_size(structure, units, split_dims, narrow_names, block)
         self.parameters = sum(parameter.numel for parameter in self.size.parameters)
         if not self.parameters:
             raise UserError("the task's model has no parameters, so there is nothing to plan")
@@ -277,10 +284,10 @@ class Reader:
         dtype = torch.bfloat16 if casting == CAST else None
         if fake is None:
             module = build_model(self.task).to(dtype=dtype)
-            narrow(module, _precision(casting))
+            narrow(module, _precision(casting), self._weight_dtype)
             return module
         module = copy.deepcopy(self._skeleton)
-        narrow(module, _precision(casting))
+        narrow(module, _precision(casting), self._weight_dtype)
         fakes: dict[Tensor, Tensor] = {}  # a tensor that is used in two places stays one
         for owner in module.modules():
             tensors_of_owner = [
@@ -300,7 +307,7 @@ class Reader:
 
         A parameter outside of blocks belongs to the part before them if it is listed before the
         first block's parameters, otherwise to the part after them. With a precision of 16 bits
-        frozen matrices are kept in it.
+        frozen matrices are kept in it, and all weights where that is configured.
         """
         kinds: dict[str, str] = {}  # block → part
         if len(trace.order) == len(self._block_names):

@@ -398,7 +398,7 @@ def _orthogonal_seconds(case: Case) -> float:
 
 
 def _optimizer_seconds(case: Case, clips: bool) -> float:
-    """Reading parameters, gradients and state and writing parameters and state, all in float32.
+    """Reading parameters, gradients and state and writing parameters and state.
 
     Clipping adds an all-reduce.
     """
@@ -408,7 +408,8 @@ def _optimizer_seconds(case: Case, clips: bool) -> float:
         gradient_bytes = case.sum_of_parts([unit.sharded_gradients for unit in case.units])
     else:
         gradient_bytes = case.sum_of_parts([unit.gradients for unit in case.units])
-    moved_bytes = gradient_bytes * (3 + 2 * STATES.get(case.step.optimizer, 2) + clips)
+    state = STATES.get(case.step.optimizer, 2) * case.step.state_scale
+    moved_bytes = gradient_bytes * (3 + 2 * state + clips)
     norm_seconds = case.machine.links.reduce(4.0, case.machine.world, 1) if clips else 0.0
     if candidate.offload:  # over PCIe: the shards up for each gathering, the gradients down
         parameter_bytes = case.sum_of_parts([unit.sharded_parameters for unit in case.units])

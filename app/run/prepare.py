@@ -97,7 +97,7 @@ def read_task(config: Config) -> Task:
     Raises:
         UserError: See `app.tasks.load_task` and the task itself, also for what its code raises.
     """
-    check_optimizer(config.optimizer)
+    check_optimizer(config.optimizer, config.train.weight_dtype)
     _check_strategy(config)
     if config.checkpoint.load:
         try:

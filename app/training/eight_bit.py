@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,19 +29,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from app.errors import UserError
-from app.training.whole_matrix import ByParameter
+from app.training.narrow_adamw import MOMENTS, NarrowAdamW
 from strategies.costs import EIGHT_BIT_BLOCK, eight_bit_block, row_length
 from strategies.grad_sync import local
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-SMALLEST_SCALE = 1e-12
 EXPONENTS = 7
 """Decades over which the numbers of 8 bits are spread."""
-PIECE = 2**24
-"""Numbers that are updated at once, which bounds the memory of what is computed in float32."""
 
 
-class AdamW8bit(ByParameter):
+class AdamW8bit(NarrowAdamW):
     """AdamW with moments in 8 bits, over parameters that may be split; workers exchange nothing.
 
     Args:
@@ -51,6 +47,8 @@ class AdamW8bit(ByParameter):
         eps: Added to the root of the second moment.
         weight_decay: Times the rate, what a step shrinks weights by.
         block_size: The most numbers of a row that share a scale.
+        names: See NarrowAdamW.
+        seed: See NarrowAdamW.
     """
 
     def __init__(
@@ -62,43 +60,27 @@ class AdamW8bit(ByParameter):
         weight_decay: float = 1e-2,
         *,
         block_size: int = EIGHT_BIT_BLOCK,
+        names: Mapping[Tensor, str] | None = None,
+        seed: int = 0,
     ) -> None:
         if not (isinstance(block_size, int) and block_size > 0):
             raise ValueError(f"block_size is {block_size}, but it must be a number of weights")
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            names=names,
+            seed=seed,
+        )
         self.block_size = block_size
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._require_whole_blocks(parameter)
 
-    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros(())
-            state |= self._zeros(parameter)
-        state["step"] += 1
-        moments = {name: _real(local(value)) for name, value in state.items() if name != "step"}
-        own_part = _real(local(parameter.detach()))
-        own_gradient = _real(local(gradient))
-        levels = {name: _levels(name, own_part.device) for name in MOMENTS}
-        update = _compiled_update() if own_part.device.type == "cuda" else _update_piece
-        for rows in _pieces(own_part):
-            update(
-                own_part[rows],
-                own_gradient[rows],
-                {name: moment[rows] for name, moment in moments.items()},
-                levels=levels,
-                step=state["step"],
-                # A number would be compiled into the code, and compiled again when it changes.
-                lr=torch.tensor(group["lr"], dtype=torch.float32),
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-            )
-
-    # --- state ------------------------------------------------------------------------------------
+    def _levels(self, device: torch.device) -> dict[str, Tensor]:
+        return {name: _numbers(name, device) for name in MOMENTS}
 
     def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
         """The moments of a parameter before its first step."""
@@ -162,109 +144,14 @@ class AdamW8bit(ByParameter):
             )
 
 
-# --- a step ---------------------------------------------------------------------------------------
-
-
 def _scale_shape(parameter: Tensor, block: int) -> tuple[int, ...]:
     length = row_length(tuple(parameter.shape))
     rows = parameter.shape[:1] if parameter.dim() > 3 else parameter.shape[:-1]
     return (*rows, length // block)
 
 
-def _real(tensor: Tensor) -> Tensor:
-    """A complex tensor as pairs of numbers, which are updated one by one."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _pieces(tensor: Tensor) -> list[Any]:
-    """Indices of its rows, a few at a time."""
-    if tensor.dim() == 0:
-        return [...]
-    rows = max(1, PIECE // max(1, tensor[:1].numel()))
-    return [slice(start, start + rows) for start in range(0, tensor.size(0), rows)]
-
-
-def _update_piece(
-    parameter: Tensor,
-    gradient: Tensor,
-    moments: dict[str, Tensor],
-    *,
-    levels: dict[str, Tensor],
-    step: Tensor,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """AdamW's step of some rows of a parameter, in place.
-
-    Args:
-        parameter: The rows, (rows, …).
-        gradient: Theirs.
-        moments: exp_avg and exp_avg_sq, and where these have 8 bits exp_avg_scale and
-            exp_avg_sq_scale, (rows, …, blocks).
-        levels: The numbers that the 8 bits of each moment stand for.
-        step: The number of the step, 0-dimensional.
-        lr: The learning rate, 0-dimensional.
-        beta1: The decay rate of the first moment.
-        beta2: That of the second.
-        eps: Added to the root of the second moment.
-        weight_decay: Times the rate, what the weights shrink by.
-    """
-    gradient = gradient.float()
-    value = parameter.float()
-    value = value - lr * weight_decay * value
-    mean = _read(moments, "exp_avg", levels).lerp(gradient, 1 - beta1)
-    square = _read(moments, "exp_avg_sq", levels).lerp(gradient.square(), 1 - beta2)
-    _write(moments, "exp_avg", mean, levels)
-    _write(moments, "exp_avg_sq", square, levels)
-    bias1 = 1 - beta1**step
-    bias2 = 1 - beta2**step
-    denominator = square.sqrt() / bias2.sqrt() + eps
-    parameter.copy_(value - lr * (mean / bias1) / denominator)
-
-
 @functools.cache
-def _compiled_update() -> Callable[..., None]:
-    """The step as few kernels, which read and write each number about once.
-
-    It is compiled once for a kind of shape. Where there are more kinds than torch compiles a
-    function for, it runs the others as they are.
-    """
-    return torch.compile(_update_piece, dynamic=True)
-
-
-def _read(moments: dict[str, Tensor], name: str, levels: dict[str, Tensor]) -> Tensor:
-    """A moment in float32."""
-    moment = moments[name]
-    scale = moments.get(f"{name}_scale")
-    if scale is None:
-        return moment
-    blocks = levels[name][moment.int()].reshape(*scale.shape, -1) * scale.unsqueeze(-1)
-    return blocks.reshape(moment.shape)
-
-
-def _write(moments: dict[str, Tensor], name: str, value: Tensor, levels: dict[str, Tensor]) -> None:
-    """Keep a moment; in 8 bits, the nearest of the numbers that there are."""
-    scale = moments.get(f"{name}_scale")
-    if scale is None:
-        moments[name].copy_(value)
-        return
-    numbers = levels[name]
-    blocks = value.reshape(*scale.shape, -1)
-    largest = blocks.abs().amax(-1).clip(SMALLEST_SCALE)
-    blocks = blocks / largest.unsqueeze(-1)
-    below = (torch.bucketize(blocks, numbers, out_int32=True, right=True) - 1).clip(min=0)
-    above = (below + 1).clip(max=len(numbers) - 1)
-    distance = numbers[above] - numbers[below]
-    codes = torch.where(blocks - numbers[below] >= distance * 0.5, above, below)
-    scale.copy_(largest)
-    moments[name].copy_(codes.reshape(value.shape))
-
-
-@functools.cache
-def _levels(name: str, device: torch.device) -> Tensor:
+def _numbers(name: str, device: torch.device) -> Tensor:
     """The 256 numbers of a moment, in order.
 
     In each decade below 1 there are twice as many as in the one below it, evenly spaced; and there

@@ -82,6 +82,19 @@ def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()
             f"train.batch_schedule is not for {layout.name}, whose engine starts with one batch: "
             "use fsdp"
         )
+    is_narrow = train.weight_dtype != "fp32" or config.optimizer.state_dtype != "fp32"
+    if is_engine and is_narrow:
+        key = "optimizer.state_dtype" if train.weight_dtype == "fp32" else "train.weight_dtype"
+        raise UserError(
+            f"{key}=bf16 is not for {layout.name}, which gives optimizers flat parts in float32: "
+            "use fsdp"
+        )
+    if is_narrow and overrides(task, "optimizer"):
+        key = "optimizer.state_dtype" if train.weight_dtype == "fp32" else "train.weight_dtype"
+        raise UserError(
+            f"{key}=bf16 is for adamw, but the task has an optimizer of its own: leave one of the "
+            "two out"
+        )
     if is_engine and config.optimizer.name in ("muon", "adafactor", "adamw8bit"):
         indivisible = "rows" if config.optimizer.name == "adamw8bit" else "matrices"
         raise UserError(
@@ -154,6 +167,8 @@ def build_optimizers(
             names={parameter: name for name, parameter in trained},
             hidden=hidden,
             widths=widths,
+            weight_dtype=config.train.weight_dtype,
+            seed=config.train.seed,
         )
     optimizer = Optimizers(of_task) if isinstance(of_task, Mapping) else of_task
     for group in optimizer.param_groups:  # the schedule multiplies this rate

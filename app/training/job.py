@@ -132,6 +132,7 @@ def strategy_options(config: Config) -> Options:
     parallel = config.parallel
     return Options(
         precision=train.precision,
+        weight_dtype=train.weight_dtype,
         compile=train.compile,
         compile_backend=train.compile_backend,
         activation_checkpointing=train.activation_checkpointing,

@@ -17,8 +17,11 @@ from app.config.check import unknown_optimizer
 from app.errors import NonFiniteError, UserError, nearest
 from app.tasks.user_code import user_module
 from app.training.eight_bit import AdamW8bit
+from app.training.narrow_adamw import NarrowAdamW
 from app.training.whole_matrix import Adafactor, Muon, Rprop
 from app.training.width_transfer import Widths, decays_with_rate, rate_factor
+from strategies.options import Options
+from strategies.precision import DTYPES
 
 BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {
     "adadelta": torch.optim.Adadelta,
@@ -77,18 +80,22 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return chosen
 
 
-def check_optimizer(config: OptimizerConfig) -> None:
+def check_optimizer(config: OptimizerConfig, weight_dtype: str = Options.weight_dtype) -> None:
     """Check the optimizer's arguments, also those of optimizer.groups, without a model.
+
+    Args:
+        config: The optimizer's name and arguments.
+        weight_dtype: `train.weight_dtype`.
 
     Raises:
         UserError: There is no such optimizer, or it does not take the arguments.
     """
-    _check_args(config)
+    _check_args(config, weight_dtype)
     if config.name not in BUILT_IN:
         return
     shapes = ((2, 2), (2,))
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    optimizer = build_optimizer(config, parameters)
+    optimizer = build_optimizer(config, parameters, weight_dtype=weight_dtype)
     known = {key for group in optimizer.param_groups for key in group} - {"params"}
     for pattern, arguments in config.groups.items():
         for key in arguments:
@@ -99,7 +106,13 @@ def check_optimizer(config: OptimizerConfig) -> None:
                 )
 
 
-def _check_args(config: OptimizerConfig) -> None:
+def _has_narrow_class(config: OptimizerConfig, weight_dtype: str) -> bool:
+    """Whether AdamW keeps its moments or its weights in 16 bits."""
+    is_narrow = config.state_dtype != "fp32" or weight_dtype != "fp32"
+    return config.name == "adamw" and is_narrow
+
+
+def _check_args(config: OptimizerConfig, weight_dtype: str) -> None:
     """Check the names of optimizer.args.
 
     Raises:
@@ -118,10 +131,15 @@ def _check_args(config: OptimizerConfig) -> None:
                 f"optimizer.args.{name}: {config.name} gets it from optimizer.{name}: "
                 f"write optimizer.{name}={config.args[name]}"
             )
-    parameters = inspect.signature(optimizer_class(config.name)).parameters
+    chosen = optimizer_class(config.name)
+    if _has_narrow_class(config, weight_dtype):
+        chosen = NarrowAdamW
+    parameters = inspect.signature(chosen).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     from_elsewhere = {"params", *(name for name in takers if config.name in takers[name])}
+    if issubclass(chosen, NarrowAdamW):
+        from_elsewhere |= {"state_dtype", "names", "seed"}
     known = [name for name in parameters if name not in from_elsewhere]
     for name in config.args:
         if name not in known:
@@ -136,6 +154,8 @@ def build_optimizer(
     names: Named | None = None,
     hidden: Collection[str] | None = None,
     widths: Widths | None = None,
+    weight_dtype: str = Options.weight_dtype,
+    seed: int = 0,
 ) -> torch.optim.Optimizer:
     """The configured optimizer over the parameters that are trained.
 
@@ -146,9 +166,11 @@ def build_optimizer(
     Args:
         config: The optimizer's name and arguments.
         parameters: Those of the model.
-        names: Their names, for optimizer.groups and widths; None: there are neither.
+        names: Their names, for optimizer.groups, widths and rounding; None: there are none of them.
         hidden: The names of the matrices that Muon is for; None: all that have two dimensions.
         widths: The parameters beside those of a base model, for optimizer.width_transfer.
+        weight_dtype: `train.weight_dtype`.
+        seed: Of rounding at random.
 
     Raises:
         UserError: The optimizer does not take the arguments.
@@ -156,7 +178,14 @@ def build_optimizer(
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     try:
         if config.name != "muon":
-            return _optimizer(config, trainable, names=names, widths=widths)
+            return _optimizer(
+                config,
+                trainable,
+                names=names,
+                widths=widths,
+                is_narrow=_has_narrow_class(config, weight_dtype),
+                seed=seed,
+            )
         name_of = names or {}
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
@@ -196,6 +225,8 @@ def _optimizer(
     names: Named | None,
     widths: Widths | None,
     adamw_for_the_rest: bool = False,
+    is_narrow: bool = False,
+    seed: int = 0,
 ) -> torch.optim.Optimizer:
     """One optimizer; the arguments in optimizer.args are not for the AdamW beside Muon."""
     name = "adamw" if adamw_for_the_rest else config.name
@@ -209,9 +240,14 @@ def _optimizer(
         options["eps"] = config.eps
     elif name == "sgd":
         options["momentum"] = config.momentum
-    if name in FUSED:
-        options["fused"] = True
     name_of = names or {}
+    chosen = NarrowAdamW if is_narrow else optimizer_class(name)
+    if is_narrow:
+        options["state_dtype"] = DTYPES[config.state_dtype]
+    elif name in FUSED:
+        options["fused"] = True
+    if issubclass(chosen, NarrowAdamW):
+        options |= {"names": name_of, "seed": seed}
     factors: dict[Tensor, float] = {}
     for parameter in trainable:
         width = (widths or {}).get(name_of.get(parameter, ""))
@@ -224,7 +260,7 @@ def _optimizer(
         rate_factors=factors,
         divides_decay=decays_with_rate(name, options),
     )
-    return optimizer_class(name)(groups, **options)
+    return chosen(groups, **options)
 
 
 def _parameter_groups(
@@ -366,7 +402,7 @@ def _kernels(name: str, *, is_distributed: bool, is_complex: bool) -> dict[str, 
     ones.
     """
     if name in FUSED and is_complex:
-        return {"fused": False}
+        return {"fused": False}  # also known to an AdamW of few bits, which has no such kernels
     if name == "sgd" and is_distributed:
         return {"fused": False, "foreach": True}
     return {}

@@ -141,6 +141,10 @@ class TrainKeys(TypedDict, total=False):
     """Type of the arithmetic: fp32, bf16, fp16 (with loss scaling), or fp8: bf16 with the blocks'
     linear layers in float8 (GPUs since Ada and Hopper). Parameters, optimizer and loss stay
     float32."""
+    weight_dtype: str
+    """Type that weights and gradients are kept in: fp32, or with precision bf16 or fp8 also bf16,
+    in half the memory. adamw and adamw8bit then round weights up or down at random, right in the
+    mean, so that steps too small for 16 bits are not lost."""
     clip_norm: float | None
     """Scale the gradient down to this total norm when it is longer. null: never."""
     compile: bool
@@ -197,6 +201,9 @@ class OptimizerKeys(TypedDict, total=False):
     (matrices of hidden layers, adamw for the others), adafactor, adadelta, adagrad, adamax, asgd,
     nadam, radam, rmsprop, rprop (torch.optim's), or the import path of a class
     (my_package.my_module:MyOptimizer)."""
+    state_dtype: str
+    """Type of adamw's moments between steps: fp32, or bf16 (4 bytes a weight instead of 8), rounded
+    at random to the number above or below, right in the mean. The same under every layout."""
     lr: float
     """Learning rate at the top of the schedule."""
     lr_scaling: str

@@ -82,7 +82,9 @@ def make_trial(values: dict[str, Any], steps: int) -> Trial:
         tensor_plan=task.tensor_plan,
         context_plan=task.context_plan,
         heads=task.heads(),
-        optimizer=lambda parameters: build_optimizer(optimizer, parameters),
+        optimizer=lambda parameters: build_optimizer(
+            optimizer, parameters, weight_dtype=config.train.weight_dtype, seed=seed
+        ),
     )
 
 

@@ -160,7 +160,7 @@ class Division:
             stage,
             comm,
             self._placement,
-            autocast=precision.autocast(options.precision, setup.device.type),
+            autocast=precision.autocast(options.precision, setup.device.type, options.weight_dtype),
             wire=_narrow_dtype(options),
             sync=sync,
             deferred=self._deferred,

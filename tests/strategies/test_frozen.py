@@ -12,7 +12,7 @@ from torch import nn
 from experiments.parity.curves import Curve, train
 from strategies import parallelize
 from strategies.costs import StepShape, model_size, rank_size, replicated, unit_size
-from strategies.frozen import CASTS_WEIGHTS, frozen_matrices, narrow
+from strategies.frozen import CASTS_WEIGHTS, narrow, narrow_parameters
 from strategies.parallelize import Options, choose
 from tests.pool import run_distributed
 from tests.strategies.models import PlainGPT, gpt_trial, seeded
@@ -39,7 +39,7 @@ def _curves(
     for name, degrees in layouts:
         arguments = (trial, choose(name, workers, **degrees), Options(precision="bf16"), CPU)
         narrowed = train(*arguments)
-        with mock.patch.object(parallelize, "narrowed", lambda build, precision: build):
+        with mock.patch.object(parallelize, "narrowed", lambda build, *_: build):
             pairs.append([narrowed, train(*arguments)])
     return pairs
 
@@ -96,7 +96,7 @@ def test_only_matrices_of_layers_that_autocast_casts_are_narrowed() -> None:
     narrow(model, "fp32")
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     names = {"table.weight", "linear.weight", "image.weight", "experts.matrices"}
-    assert frozen_matrices(model) == names
+    assert narrow_parameters(model) == names
     narrow(model, "fp16")
     assert {n for n, p in model.named_parameters() if p.dtype == torch.float16} == names
     tokens = torch.tensor([1])
@@ -124,7 +124,7 @@ def test_checkpoints_are_read_into_either_type(tmp_path: Path) -> None:
 @pytest.mark.pure
 def test_costs_count_the_bytes_that_are_held() -> None:
     model = seeded(_adapted)()
-    size = model_size(model, narrow=frozen_matrices(model))
+    size = model_size(model, narrow=narrow_parameters(model))
     narrow(model, "bf16")
     planned = [replace(p, itemsize=2) if p.narrows else p for p in size.parameters]
     cost = replicated(rank_size([unit_size(planned, 1)]), StepShape(compute_itemsize=2))

@@ -124,6 +124,7 @@ def test_a_wrong_name_or_degree_is_refused(
             {},
             ["train.precision is 'half': write fp32, bf16, fp16, fp8"],
         ),
+        (DDP, {"weight_dtype": "bf16"}, {}, ["train.weight_dtype=bf16", "train.precision=bf16"]),
         (DDP, {"activation_checkpointing": "some"}, {}, ["activation_checkpointing", "selective"]),
         (DDP, {"offload": True}, {}, ["parallel.offload", "fsdp"]),
         (DDP, {"bucket_mb": 0.0}, {}, ["parallel.bucket_mb"]),

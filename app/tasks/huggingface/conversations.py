@@ -320,11 +320,20 @@ def _conversations_about(file: Path) -> Iterator[list[Message]]:
 # --- tokens ---
 
 
-def end_of_answer(tokenizer: PreTrainedTokenizerFast) -> str:
-    """What the tokenizer's chat template writes after an answer."""
+def end_of_answer(tokenizer: PreTrainedTokenizerFast, *, as_parts: bool = False) -> str:
+    """What the tokenizer's chat template writes after an answer.
+
+    Args:
+        tokenizer: The tokenizer.
+        as_parts: Whether the template takes the parts of a message.
+    """
+
+    def content(text: str) -> Any:
+        return [{"type": "text", "text": text}] if as_parts else text
+
     example: list[Message] = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": "answer"},
+        {"role": "user", "content": content("?")},
+        {"role": "assistant", "content": content("answer")},
     ]
     text = render(tokenizer, Conversation("an example", example))
     return text.rpartition("answer")[2].strip()
@@ -358,10 +367,14 @@ def render(
         ) from error
 
 
-def _answer_spans(
+def answer_spans(
     tokenizer: PreTrainedTokenizerFast, conversation: Conversation
 ) -> tuple[str, list[tuple[int, int]]]:
     """A conversation as text, and where in it each answer begins and ends.
+
+    Args:
+        tokenizer: The tokenizer, with a chat template.
+        conversation: The conversation.
 
     Raises:
         UserError: The template changes earlier messages when later ones are added.
@@ -432,7 +445,7 @@ def _encode(
     conversation: Conversation, tokenizer: PreTrainedTokenizerFast, length: int
 ) -> tuple[Int32s, Int32s]:
     """The first tokens of a conversation, and the target of each: the next token of an answer."""
-    text, spans = _answer_spans(tokenizer, conversation)
+    text, spans = answer_spans(tokenizer, conversation)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = np.array(encoded["input_ids"][:length], np.int32)
     is_learnt = np.array(

@@ -78,7 +78,7 @@ class ImageText(Kind):
                 f"positions; write at most {positions}"
             )
         self.side = int(base.vision_config.image_size)
-        self.mean, self.std = _statistics(settings.source.folder)
+        self.mean, self.std = statistics_of(settings.source.folder)
         count = held_out(len(pairs), settings.eval_samples, DEFAULT_EVAL_FRACTION)
         train_index, eval_index = hold_out(len(pairs), count)
 
@@ -156,23 +156,40 @@ class ImageText(Kind):
         """Write how pictures are prepared, as the library's processors read it."""
         config = {
             "image_processor_type": "CLIPImageProcessor",
-            "do_convert_rgb": True,
-            "do_resize": True,
-            "size": {"shortest_edge": self.side},
-            "resample": 3,
-            "do_center_crop": True,
-            "crop_size": {"height": self.side, "width": self.side},
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
-            "image_mean": self.mean.flatten().tolist(),
-            "image_std": self.std.flatten().tolist(),
+            **squares_config(self.side, self.mean, self.std),
         }
         (folder / "preprocessor_config.json").write_text(json.dumps(config, indent=1))
 
 
-def _statistics(folder: Path | None) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each channel, (3, 1, 1): what the folder says, else CLIP's."""
+def squares_config(side: int, mean: Tensor, std: Tensor) -> dict[str, Any]:
+    """The configuration of the library's CLIPImageProcessor for what `squares` does.
+
+    Args:
+        side: Pixels of a side of the pictures that the model takes.
+        mean: The mean of each channel, (3, 1, 1), of numbers from 0 to 1.
+        std: Their deviation.
+    """
+    return {
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "size": {"shortest_edge": side},
+        "resample": 3,
+        "do_center_crop": True,
+        "crop_size": {"height": side, "width": side},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": mean.flatten().tolist(),
+        "image_std": std.flatten().tolist(),
+    }
+
+
+def statistics_of(folder: Path | None) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of each channel, (3, 1, 1): what the folder says, else CLIP's.
+
+    Args:
+        folder: The folder of a model; None for a new one.
+    """
     file = None if folder is None else folder / "preprocessor_config.json"
     config = json.loads(file.read_text()) if file is not None and file.is_file() else {}
     values = config.get("image_mean", MEAN), config.get("image_std", STD)

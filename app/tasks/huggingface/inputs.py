@@ -455,6 +455,91 @@ class ImagesAndTextsInput(Preprocessor):
         )
 
 
+@dataclass(kw_only=True)
+class PictureQuestionsInput(Preprocessor):
+    """Tables of pictures and questions, which the model answers.
+
+    Args:
+        tokenizer: The library's tokenizer, with a chat template.
+        longest: How many tokens the model can.
+        image_token: The token in whose places a picture is put.
+        tokens_of_picture: How many of them a picture has.
+        takes_parts: Whether the chat template takes the parts of a message.
+        end: What comes after an answer.
+        side: Pixels of a side of the pictures that the model takes.
+        mean: The mean of each channel, (3, 1, 1), of numbers from 0 to 1.
+        std: Their deviation.
+        keywords: Further arguments of the model.
+    """
+
+    tokenizer: Any
+    longest: int
+    image_token: str
+    tokens_of_picture: int
+    takes_parts: bool
+    end: str
+    side: int
+    mean: Tensor
+    std: Tensor
+    keywords: dict[str, Any]
+
+    @property
+    def example(self) -> DataFrame:
+        """A table with one row: the path of a picture, and a question."""
+        import pandas
+
+        return pandas.DataFrame({"image": [""], "text": ["What is it?"]})
+
+    def __call__(self, table: Any) -> dict[str, Any]:
+        """The model's arguments for a table's first row; no path is a black picture."""
+        return self._arguments(table["image"].iloc[0], str(table["text"].iloc[0]))
+
+    def predict(self, model: nn.Module, table: Any) -> DataFrame:
+        """The answer to each question."""
+        import pandas
+
+        answers = []
+        for path, question in zip(table["image"], table["text"], strict=True):
+            arguments = self._arguments(path, str(question))
+            length = arguments["input_ids"].size(1)
+            device = next(model.parameters()).device
+            on_device = {
+                name: value.to(device) if isinstance(value, Tensor) else value
+                for name, value in arguments.items()
+            }
+            tokens = model.generate(  # type: ignore[operator]
+                **(on_device | {"use_cache": True}),
+                max_new_tokens=PREDICTED_TOKENS,
+                do_sample=False,
+                suppress_tokens=[self.tokenizer.convert_tokens_to_ids(self.image_token)],
+                eos_token_id=self.tokenizer.eos_token_id,
+                pad_token_id=self.tokenizer.pad_token_id,
+            )
+            answer = self.tokenizer.decode(tokens[0, length:])
+            answers.append(answer.partition(self.end)[0] if self.end else answer)
+        return pandas.DataFrame({"text": answers})
+
+    def text(self, question: str) -> str:
+        """A user's question about a picture and what comes before the answer, as text."""
+        content: Any = f"{self.image_token}\n{question}"
+        if self.takes_parts:
+            content = [{"type": "image"}, {"type": "text", "text": question}]
+        return self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+        )
+
+    def _arguments(self, path: str, question: str) -> dict[str, Any]:
+        picture = self.image_token * self.tokens_of_picture
+        text = self.text(question).replace(self.image_token, picture, 1)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        return {
+            "input_ids": encoded["input_ids"],
+            "attention_mask": encoded["attention_mask"],
+            "pixel_values": squares([picture_or_black(path)], self.side, self.mean, self.std),
+            **self.keywords,
+        }
+
+
 def picture_or_black(path: str) -> Any:
     """The picture of a file; a black one if the path is empty."""
     from PIL import Image

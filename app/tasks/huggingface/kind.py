@@ -79,6 +79,7 @@ class Kind(SplitDataTask):
         sequence_length: Tokens of every sample; None if samples differ.
         keywords: Further arguments of the model, the same in every call.
         tokenizer: The library's tokenizer; None for a model without texts.
+        untrained: Parts of the model, by name, of which nothing is learnt.
     """
 
     name: ClassVar[str]
@@ -116,6 +117,7 @@ class Kind(SplitDataTask):
     sequence_length: Any = None
     keywords: Mapping[str, Any] = {}
     tokenizer: Any = None
+    untrained: tuple[str, ...] = ()
 
     @staticmethod
     def open_tokenizer(source: ModelSource, path: str) -> Any:

@@ -44,6 +44,7 @@ from app.tasks.huggingface.kind import (
 from app.tasks.huggingface.labelled_text import LabelledText
 from app.tasks.huggingface.masked import MaskedLM
 from app.tasks.huggingface.model import ModelSource, is_in_table
+from app.tasks.huggingface.pictures_to_text import PicturesToText
 from app.tasks.huggingface.preferences import PreferenceLoss, Preferences, split_pairs
 from app.tasks.huggingface.questions import QuestionAnswering
 from app.tasks.huggingface.segmentation import SemanticSegmentation
@@ -456,6 +457,7 @@ KINDS: dict[str, type[Kind]] = {
         CTC,
         SpeechToText,
         ImageText,
+        PicturesToText,
         SemanticSegmentation,
     )
 }

@@ -41,6 +41,8 @@ HUB_SECONDS = 5.0  # how long the hub may take to answer
 HUB_FILES = ["*.json", "*.txt", "*.model"]
 UNDECLARED = {"head_dim", "decoder_start_token_id"}
 """Keys that models read although their configuration may not declare them."""
+FROM_HEADS = ("num_key_value_heads", "head_dim")
+"""Keys whose default follows from the number of heads."""
 POSITION_TABLES = ("position_embeddings", "embed_positions", "wpe")
 """What models call their learnt embeddings of positions."""
 
@@ -270,7 +272,11 @@ def resolve_config(
     }
     for key, value in changed.items():
         if isinstance(values.get(key), dict) and isinstance(value, Mapping):
-            changed[key] = _merged(values[key], value)
+            under = dict(values[key])
+            if source.folder is None and "num_attention_heads" in value:
+                # What the library derives from these is derived again.
+                under = {name: under[name] for name in under if name not in FROM_HEADS}
+            changed[key] = _merged(under, value)
     try:
         if source.folder is None:
             return library().AutoConfig.for_model(base.model_type, **changed)
@@ -306,6 +312,7 @@ class Recipe:
         attention: The library's name of the attention; None for its choice.
         adapters: The configuration of LoRA adapters; None for none.
         quantize: How the layers with adapters are quantized; None: they are not.
+        untrained: Parts of the model, by name, that stay as they are, such as vision_tower.
     """
 
     model_class: str
@@ -315,6 +322,7 @@ class Recipe:
     attention: str | None = None
     adapters: LoraConfig | None = None
     quantize: str | None = None
+    untrained: tuple[str, ...] = ()
 
     def build(self) -> nn.Module:
         """The model in training mode, with its adapters.
@@ -325,8 +333,13 @@ class Recipe:
             UserError: The weights in the folder are of another model.
         """
         if self.adapters is None:
-            return self.build_base()
-        return self.build_with_adapters().get_base_model()
+            model = self.build_base()
+        else:
+            model = self.build_with_adapters().get_base_model()
+        for name, parameter in model.named_parameters():
+            if any(is_part(name, part) for part in self.untrained):
+                parameter.requires_grad_(False)
+        return model
 
     def build_with_adapters(self) -> PeftModel:
         """peft's model around the model with its adapters; see `build`."""
@@ -395,6 +408,16 @@ class Recipe:
         is_head = not name.startswith(body)
         is_pooler = name.startswith(f"{body}pooler.")
         return is_head or (is_pooler and self.adapters is None)
+
+
+def is_part(name: str, part: str) -> bool:
+    """Whether a parameter belongs to a part of a model.
+
+    Args:
+        name: Its name.
+        part: The name of the part, or the end or the middle of it: whole components.
+    """
+    return f".{part}." in f".{name}."
 
 
 def meta_model(recipe: Recipe) -> PreTrainedModel:

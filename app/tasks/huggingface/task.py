@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor, nn
 
 from app.data.loader import tensors
-from app.errors import UserError
+from app.errors import UserError, nearest
 from app.models.prediction import Preprocessor
 from app.tasks.base import Batch, EvaluationLog
 from app.tasks.huggingface import balance, plan
@@ -22,6 +22,7 @@ from app.tasks.huggingface.kinds import KINDS, choose, takers
 from app.tasks.huggingface.model import (
     Recipe,
     find_model,
+    is_part,
     meta_model,
     position_limits,
     resolve_config,
@@ -58,6 +59,7 @@ class HuggingFace(SplitDataTask):
             r (default 16), alpha (default 2·r), dropout (default 0), targets (`auto`: every linear
             layer but the last, or names of layers), use_rslora, use_dora, and quantize: `nf4` or
             `int8` keeps the layers with adapters in 4 or 8 bits (quantized.py).
+        freeze: Parts of the model that stay as they are, by name, such as [vision_tower].
         attention: `sdpa`, `eager`, `flash_attention_2`, … (default: the library's choice).
         eval_samples: How many samples are held out.
         data, tokenizer, token_dtype, sequence_length, text, label, mask_fraction, stride,
@@ -107,6 +109,12 @@ class HuggingFace(SplitDataTask):
             "what it shows"}; tokenizer, and sequence_length (default 77) of the texts. The loss is
             that of the global batch on every layout. Evaluations show how often the own text, and
             the own picture, is the nearest in a batch of train.eval_batch_size.
+        image_text_to_text (LLaVA): data: files of JSON lines such as {"image": "pictures/1.jpg",
+            "messages": [{"role": "user", "content": "<image> What is it?"}, {"role": "assistant",
+            "content": "…"}]}, or with `conversations` as LLaVA's own data, or with `prompt` and
+            `answer`; tokenizer and chat template as for instructions; sequence_length (default
+            2048), the picture's tokens among them. The loss is over the assistant's messages.
+            Evaluations show the accuracy of each token after the right ones.
         semantic_segmentation (SegFormer, BEiT): data: a folder with images/ and masks/ of the same
             names, masks as .png of a class for each pixel (255: none), or files of JSON lines such
             as {"image": "images/1.jpg", "mask": "masks/1.png"}; image_size: the side of the squares
@@ -126,6 +134,7 @@ class HuggingFace(SplitDataTask):
         kind: str = "auto",
         pretrained: bool = False,
         lora: dict[str, Any] | None = None,
+        freeze: list[str] | None = None,
         attention: str | None = None,
         tokenizer: str | None = None,
         token_dtype: str | None = None,
@@ -175,6 +184,7 @@ class HuggingFace(SplitDataTask):
             attention=attention,
             adapters=adapters,
             quantize=lora_options.quantize_method(lora),
+            untrained=_names_of_parts(freeze),
         )
         settings = Settings(
             source=self.source, base=recipe.config, data=data, eval_samples=eval_samples
@@ -256,17 +266,21 @@ class HuggingFace(SplitDataTask):
         Raises:
             UserError: The configuration does not make a model, or one that the data does not fit.
         """
-        self._build = self.recipe.build
         structure = self.structure()
+        _require_parts(structure, self.recipe.untrained)
         # Training has no use for keys and values that are kept for the next token.
         self._data.keywords = dict.fromkeys(accepted(["use_cache"], structure), False)
         self._data.prepare(structure, attends_fully=self._attends_fully())
+        untrained = (*self.recipe.untrained, *self._data.untrained)
+        self.recipe = replace(self.recipe, untrained=untrained)
+        self._build = self.recipe.build
         # Rows of one text need no mask.
         can_be_unmasked = self._data.rows == UNPADDED and takes_registered_attention(structure)
         if can_be_unmasked and self._attends_fully():
             self._build = replace(self.recipe, attention=unmasked_attention()).build
         self._add_balance_loss(structure)
-        self._heads = plan.heads(self.config, self.tensor_plan(structure))
+        of_texts = self._data.of_texts(self.config)
+        self._heads = plan.heads(of_texts, self.tensor_plan(structure))
 
     def _attends_fully(self) -> bool:
         """Whether every layer attends to all earlier tokens."""
@@ -354,8 +368,12 @@ class HuggingFace(SplitDataTask):
         return self._data.model_input(self.config)
 
     def blocks(self, model: nn.Module) -> list[str] | None:
-        """The names of the model's layers."""
-        return plan.blocks(model)
+        """The names of the model's layers, but for those whose outputs nothing reads."""
+        names = plan.blocks(model)
+        unread = self._data.untrained
+        if names is None or not unread:
+            return names
+        return [name for name in names if not any(part.startswith(f"{name}.") for part in unread)]
 
     def tensor_plan(self, model: nn.Module) -> dict[str, str] | None:
         """The library's plan; None with adapters, so that every layer and adapter is gathered."""
@@ -425,6 +443,36 @@ class AnsweringModel:
 
     def __call__(self, inputs: Any) -> Any:
         return self.task.answer(self.model(**self.task.arguments(inputs)))
+
+
+def _names_of_parts(freeze: Any) -> tuple[str, ...]:
+    """`task_args.freeze`.
+
+    Raises:
+        UserError: It is no list of names.
+    """
+    names = [] if freeze is None else freeze
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        raise UserError(
+            f"task_args.freeze is {freeze!r}; write a list of names such as [vision_tower]"
+        )
+    return tuple(names)
+
+
+def _require_parts(structure: nn.Module, parts: tuple[str, ...]) -> None:
+    """Check that a model has the parts that are to stay as they are.
+
+    Raises:
+        UserError: It does not have one.
+    """
+    names = [name for name, _ in structure.named_parameters()]
+    for part in parts:
+        if not any(is_part(name, part) for name in names):
+            modules = {component for name in names for component in name.split(".")[:-1]}
+            raise UserError(
+                f"task_args.freeze: the model has no part {part!r}{nearest(part, modules)}; the "
+                f"first of its parameters is {names[0]}"
+            )
 
 
 def _length(kind: type[Kind], written: int | None, base: PreTrainedConfig) -> int:

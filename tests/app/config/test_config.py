@@ -12,7 +12,7 @@ from click.shell_completion import ShellComplete
 
 from app.cli import group, usage_error
 from app.config import Config
-from app.config.check import OPTIMIZERS, unfit_for_training
+from app.config.check import OPTIMIZERS, unfit_for_training, validate
 from app.config.io import documentation, explain, flatten, from_dict, load_config, to_dict, to_yaml
 from app.config.words import OTHER_NAMES
 from app.errors import UserError
@@ -142,6 +142,32 @@ def test_evaluations_that_cannot_be_meant_so_are_refused(
     named = ["task=tabular", "run.name=first", "train.steps=9"]
     (sentence,) = unfit_for_training(load_config([], [*named, *overrides]))
     assert re.search(message, sentence)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["optimizer.state_dtype=bf16", "optimizer.name=sgd"],
+            "optimizer.state_dtype=bf16 is for adamw, but optimizer.name is sgd",
+        ),
+        (
+            ["train.weight_dtype=bf16", "train.precision=bf16", "optimizer.name=muon"],
+            "needs an optimizer that rounds at random, but optimizer.name is muon",
+        ),
+        (["train.weight_dtype=bf16"], "train.precision is fp32: write train.precision=bf16"),
+        (
+            ["train.weight_dtype=bf16", "train.precision=bf16", "train.ema_decay=0.9"],
+            "train.ema_decay averages weights in float32, but train.weight_dtype is bf16",
+        ),
+    ],
+)
+def test_weights_and_moments_in_16_bits_are_refused_where_they_cannot_be(
+    overrides: list[str], message: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        validate(load_config([], overrides))
+    assert "\n" not in str(caught.value)
 
 
 def test_separate_evaluations_at_steps_with_checkpoints_are_accepted() -> None:

@@ -1,5 +1,6 @@
 """Plans: every layout with its costs, the reasons against the others, and answers to bad input."""
 
+import copy
 import itertools
 import json
 import math
@@ -23,7 +24,7 @@ from app.planner.estimate import Estimate
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.machine import Machine, cpus
 from app.planner.output import cells, distinct, families
-from app.planner.plan import Plan, make_plan
+from app.planner.plan import Plan, make_plan, reader_of
 from app.planner.read import Reader
 from app.planner.stand_in import plan_experiment
 from app.tasks import load_task
@@ -247,6 +248,44 @@ def test_adamw_in_8_bits_has_two_bytes_of_state_a_weight(large: Reader) -> None:
         assert 2.03 / 8 < ratio < 0.4, name
         assert eight_bit.memory["gradients"] == adamw.memory["gradients"]
         assert eight_bit.seconds["optimizer"] < adamw.seconds["optimizer"]
+
+
+def test_bfloat16_halves_what_is_kept_of_weights_gradients_and_moments(large: Reader) -> None:
+    half = copy.copy(large)
+    half._weight_dtype = "bf16"
+    half._costs = {}
+    half.size = replace(
+        large.size, parameters=tuple(replace(size, narrows=True) for size in large.size.parameters)
+    )
+    half_state = "optimizer.state_dtype=bf16"
+    half_weights = ("train.precision=bf16", "train.weight_dtype=bf16")
+    for name in ("ddp", "fsdp", "tensor"):
+        plain = _predicted(large, name, "train.precision=bf16")
+        state = _predicted(large, name, "train.precision=bf16", half_state)
+        weights = _predicted(half, name, *half_weights)
+        both = _predicted(half, name, *half_weights, half_state)
+        for row, key, ratio in (
+            (state, "optimizer", 0.5),
+            (weights, "optimizer", 1.0),
+            (both, "optimizer", 0.5),
+            (weights, "parameters", 0.5),
+            (weights, "gradients", 0.5),
+        ):
+            assert row.memory[key] == pytest.approx(ratio * plain.memory[key], rel=0.02), (
+                name,
+                key,
+            )
+        assert both.seconds["optimizer"] < 0.6 * plain.seconds["optimizer"]
+
+
+def test_the_blocks_of_8_bits_are_counted_as_they_are_configured() -> None:
+    overrides = [*TINY, "optimizer.name=adamw8bit", "optimizer.args={block_size: 16}"]
+    config = load_config([], overrides)
+    reader = reader_of(config, load_task(config.task, config.task_args), cpus(1))
+    assert {size.block for size in reader.size.parameters} == {16}
+    # Of 64 numbers in a row of 64 four share a scale, and the 10 in others' rows have none.
+    first = reader.size.parameters[0]
+    assert first.shape == (64, 64) and first.eight_bit_state == 2 * (64 * 64 + 4 * 64 * 4)
 
 
 def test_async_tensor_parallelism_hides_no_more_than_products_take(large: Reader) -> None:

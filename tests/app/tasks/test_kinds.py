@@ -69,6 +69,11 @@ CLIP = {
     "vision_config": SMALL | {"image_size": 16, "patch_size": 8},
     "projection_dim": 8,
 }
+LLAVA = {
+    "text_config": SMALL | {"max_position_embeddings": 128},
+    "vision_config": SMALL | {"image_size": 16, "patch_size": 8, "num_hidden_layers": 3},
+    "image_seq_length": 4,
+}
 SEGFORMER = {
     "num_encoder_blocks": 2,
     "depths": [1, 1],
@@ -94,6 +99,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "ctc": {"model": "wav2vec2", "config": WAV2VEC2, "data": "transcripts.jsonl"},
     "speech_seq2seq": {"model": "whisper", "config": WHISPER, "data": "transcripts.jsonl"},
     "image_text": {"model": "clip", "config": CLIP, "data": "shown.jsonl"},
+    "image_text_to_text": {"model": "llava", "config": LLAVA, "data": "asked_of_pictures.jsonl"},
     "semantic_segmentation": {
         "model": "segformer",
         "config": SEGFORMER,
@@ -109,6 +115,7 @@ FIGURES = {
     "ctc": {"word_error_rate", "character_error_rate"},
     "speech_seq2seq": {"accuracy", "perplexity"},
     "image_text": {"text_accuracy", "image_accuracy"},
+    "image_text_to_text": {"accuracy", "perplexity"},
     "semantic_segmentation": {"accuracy", "mean_iou"},
 }
 """What evaluations show besides the loss."""
@@ -120,6 +127,7 @@ def files(data: Path) -> Path:
     generator = np.random.default_rng(0)
     transcripts = []
     shown = []
+    asked = []
     for name in ("clips", "pictures", "drawn/images", "drawn/masks"):
         (data / name).mkdir(parents=True)
     for i in range(12):
@@ -132,11 +140,15 @@ def files(data: Path) -> Path:
         pixels = generator.integers(0, 256, (20 + i, 24, 3)).astype(np.uint8)
         Image.fromarray(pixels).save(data / f"pictures/{i}.png")
         shown.append({"image": f"pictures/{i}.png", "text": f"picture {'very ' * (i % 3)}{i}"})
+        question = {"role": "user", "content": f"<image>\nWhat is {'it ' * (1 + i % 3)}?"}
+        answer = {"role": "assistant", "content": f"a picture {'very ' * (i % 3)}{i}"}
+        asked.append({"image": f"pictures/{i}.png", "messages": [question, answer]})
         classes = (pixels[..., 0] > 128).astype(np.uint8) + (pixels[..., 1] > 200)
         classes[:2] = 255
         Image.fromarray(pixels).save(data / f"drawn/images/{i}.png")
         Image.fromarray(classes.astype(np.uint8)).save(data / f"drawn/masks/{i}.png")
     (data / "transcripts.jsonl").write_text("\n".join(map(json.dumps, transcripts)))
+    (data / "asked_of_pictures.jsonl").write_text("\n".join(map(json.dumps, asked)))
     (data / "shown.jsonl").write_text("\n".join(map(json.dumps, shown)))
     return data
 
@@ -175,6 +187,8 @@ def own_labels(kind: str, targets: Any) -> dict[str, Any]:
         return {"start_positions": first, "end_positions": last}
     if kind == "image_text":
         return {"return_loss": True}
+    if kind == "image_text_to_text":  # the library moves labels by one token itself
+        return {"labels": torch.nn.functional.pad(targets[:, :-1], (1, 0), value=IGNORED)}
     return {"labels": targets["labels"] if kind == "ctc" else targets}
 
 
@@ -274,6 +288,13 @@ def prepared_by_the_library(kind: str, example: Any, folder: Path) -> dict[str, 
         extractor = transformers.AutoFeatureExtractor.from_pretrained(folder)
         return dict(extractor(list(example), sampling_rate=16_000, **options))
     tokenized = {}
+    if kind == "image_text_to_text":
+        processor = transformers.LlavaProcessor.from_pretrained(folder)
+        question = f"<image>\n{example['text'][0]}"
+        text = processor.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True
+        )
+        return dict(processor(images=[Image.new("RGB", (1, 1))], text=[text], **options))
     if kind == "image_text":
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         tokenized = dict(tokenizer(example["text"].tolist(), **options))
@@ -586,6 +607,7 @@ def test_a_wrong_argument_of_a_kind_is_told(data: Path) -> None:
 
 SAID = {"audio": "clips/0.wav", "text": "low"}
 SHOWN = {"image": "pictures/0.png", "text": "a picture"}
+OF_PICTURE = {"image": "pictures/0.png", "prompt": "What is it?", "answer": "a picture"}
 DRAWN = {"image": "drawn/images/0.png", "mask": "drawn/masks/0.png"}
 WRONG_FILES = [
     ("ctc", {"sound": "a.wav", "text": "a"}, "jsonl:2 does not name a file and its text; write"),
@@ -596,6 +618,19 @@ WRONG_FILES = [
     ("ctc", SAID | {"text": "ab" * 20}, "frames of sound for 40 characters; leave the line"),
     ("speech_seq2seq", SAID | {"audio": "long.wav"}, "takes 1.5 s, of which the model hears 1;"),
     ("image_text", SHOWN | {"text": 3}, "jsonl:2 does not name a file and its text; write"),
+    ("image_text_to_text", SHOWN, "jsonl:2 is no conversation about a picture; write lines such"),
+    ("image_text_to_text", OF_PICTURE | {"images": []}, "jsonl:2 has 0 pictures; write one for"),
+    (
+        "image_text_to_text",
+        OF_PICTURE | {"prompt": "<image> or <image>?"},
+        "jsonl:2 has 2 times <image>, but one picture; write it once",
+    ),
+    ("image_text_to_text", OF_PICTURE | {"answer": "<image>"}, "jsonl:2 has <image> in an answer"),
+    (
+        "image_text_to_text",
+        OF_PICTURE | {"prompt": "what " * 40},
+        "jsonl:2: no answer begins in the first 128 tokens; write a larger task_args.sequence_len",
+    ),
     ("semantic_segmentation", DRAWN | {"mask": "pictures/0.png"}, "has RGB pixels; a mask has"),
     ("semantic_segmentation", DRAWN | {"mask": "no.png"}, "no.png, which is not there"),
 ]
@@ -607,7 +642,11 @@ def test_a_wrong_file_is_named_in_one_sentence(
 ) -> None:
     (files / "broken.wav").write_bytes(b"RIFF????WAVE")
     wavfile.write(files / "long.wav", 16_000, np.zeros(24_000, np.int16))
-    right = {"image_text": SHOWN, "semantic_segmentation": DRAWN}.get(kind, SAID)
+    right = {
+        "image_text": SHOWN,
+        "image_text_to_text": OF_PICTURE,
+        "semantic_segmentation": DRAWN,
+    }.get(kind, SAID)
     (files / "wrong.jsonl").write_text(f"{json.dumps(right)}\n{json.dumps(line)}")
     with pytest.raises(UserError) as raised:
         make_task(kind, files, data="wrong.jsonl")
@@ -628,6 +667,134 @@ def test_a_recording_of_another_rate_or_a_missing_picture_is_told(files: Path) -
     task = make_task("image_text", files, data="wrong.jsonl", eval_samples=0)
     with pytest.raises(UserError, match=r"jsonl:2 names .*no\.png, which is not there"):
         task.train_data().__getitems__([0, 1])
+
+
+# --- pictures to text -----------------------------------------------------------------------------
+
+
+def test_conversations_about_pictures_have_the_same_samples_in_every_usual_form(
+    files: Path,
+) -> None:
+    answer = {"role": "assistant", "content": "a picture"}
+    question = [{"type": "image"}, {"type": "text", "text": "\nWhat is it?"}]
+    named = [{"type": "image", "path": "pictures/0.png"}, question[1]]
+    turns = [
+        {"from": "human", "value": "<image>\nWhat is it?"},
+        {"from": "gpt", "value": "a picture"},
+    ]
+    forms: list[dict[str, Any]] = [
+        OF_PICTURE,
+        {"image": "pictures/0.png", "messages": [{"role": "user", "content": question}, answer]},
+        {"messages": [{"role": "user", "content": named}, answer]},
+        {"image": "pictures/0.png", "conversations": turns},
+        {"images": ["pictures/0.png"], "question": "<image>\nWhat is it?", "answer": "a picture"},
+    ]
+    (files / "forms.jsonl").write_text("\n".join(map(json.dumps, forms)))
+    task = make_task("image_text_to_text", files, data="forms.jsonl", eval_samples=0)
+    samples: Any = task.train_data()
+    first_inputs, first_targets = samples[0]
+    learnt = first_targets[first_targets != IGNORED]
+    assert task.tokenizer.decode(learnt) == "a picture<|im_end|>\n"
+    for inputs, targets in map(samples.__getitem__, range(1, len(forms))):
+        assert torch.equal(targets, first_targets)
+        assert all(torch.equal(inputs[name], first_inputs[name]) for name in first_inputs)
+
+
+def test_what_a_model_of_pictures_does_not_read_and_what_is_frozen_is_not_trained(
+    files: Path,
+) -> None:
+    def frozen(**changes: Any) -> set[str]:
+        model = built_model(make_task("image_text_to_text", files, **changes))
+        return {
+            name.partition("vision_tower.")[2] or name
+            for name, parameter in model.named_parameters()
+            if not parameter.requires_grad
+        }
+
+    # LLaVA reads the last layer but one.
+    unread = frozen()
+    assert unread and all(".2." in name or "post_layernorm" in name for name in unread)
+    of_tower = frozen(freeze=["vision_tower"])
+    assert of_tower > unread and not any("language_model" in name for name in of_tower)
+    rest = frozen(freeze=["vision_tower", "language_model", "lm_head"])
+    assert not any("multi_modal_projector" in name for name in rest) and rest > of_tower
+    message = "task_args.freeze: the model has no part 'vision_towr' (did you mean 'vision_tower'?)"
+    with pytest.raises(UserError, match=re.escape(message)):
+        frozen(freeze=["vision_towr"])
+    with pytest.raises(UserError, match="does not make a fixed number of tokens of a picture"):
+        make_task("image_text_to_text", files, model="qwen2_vl", config={})
+
+
+def test_adapters_of_a_model_of_pictures_are_trained_but_where_nothing_is_read(
+    files: Path,
+) -> None:
+    folder = files / "llava"
+    first = make_task("image_text_to_text", files)
+    built_model(first).save_pretrained(folder)
+    first.write_folder(folder)
+    args = {"model": str(folder), "config": {}, "pretrained": True, "lora": {"r": 2}}
+    task = make_task("image_text_to_text", files, **args)
+    model = built_model(task)
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    task.loss(model, one_batch(task)).backward()
+    assert all("lora" in name for name, _ in trained)
+    assert all(parameter.grad is not None for _, parameter in trained)
+    assert torch.equal(task.train_data()[0][0]["input_ids"], first.train_data()[0][0]["input_ids"])
+
+
+def test_the_library_trainer_has_the_same_losses_on_pictures(files: Path, tmp_path: Path) -> None:
+    import transformers
+
+    class InOrder(transformers.Trainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    task = make_task("image_text_to_text", files, eval_samples=0)
+    samples: Any = task.train_data()
+    steps = 6
+
+    def batch(step: int) -> Any:
+        return samples.__getitems__([2 * step, 2 * step + 1])
+
+    def collated(picks: list[int]) -> dict[str, Any]:
+        inputs, targets = samples.__getitems__(picks)
+        labels = torch.nn.functional.pad(targets[:, :-1], (1, 0), value=IGNORED)
+        return {**inputs, "labels": labels}
+
+    model = built_model(task)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    losses = []
+    for step in range(steps):
+        loss = task.loss(model, batch(step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    arguments_of_trainer = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=steps,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=0.0,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    trainer = InOrder(
+        model=built_model(task),
+        args=arguments_of_trainer,
+        train_dataset=list(range(2 * steps)),
+        data_collator=collated,
+    )
+    trainer.train()
+    logged_losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged_losses == pytest.approx(losses, abs=1e-4)  # it logs four digits
+    assert losses[-1] < losses[0]
 
 
 # --- speech ---------------------------------------------------------------------------------------
@@ -747,6 +914,7 @@ LAYOUTS: dict[str, list[tuple[str, dict[str, int], float]]] = {
     "ctc": [*DATA, TENSOR, PIPELINE],
     "speech_seq2seq": [*DATA, TENSOR],
     "image_text": [*DATA, TENSOR],
+    "image_text_to_text": [*DATA, TENSOR, PIPELINE],
     # Its batch normalisation is of each worker's own samples.
     "semantic_segmentation": [TENSOR],
 }
@@ -778,7 +946,7 @@ def trained(
     return results
 
 
-SLOW = ("speech_seq2seq", "semantic_segmentation")
+SLOW = ("speech_seq2seq", "image_text_to_text", "semantic_segmentation")
 
 
 @pytest.mark.alone

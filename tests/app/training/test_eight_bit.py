@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from app.config import OptimizerConfig
 from app.errors import UserError
 from app.tasks.huggingface.quantized import without_warnings_of_torchao
-from app.training import eight_bit
+from app.training import narrow_adamw
 from app.training.eight_bit import AdamW8bit
 from app.training.optimizer import build_optimizer
 from experiments.parity.curves import Curve, difference, train
@@ -69,7 +69,7 @@ def test_pieces_of_a_parameter_have_the_numbers_of_the_whole(
 ) -> None:
     at_once = _parameters()
     expected = _train(at_once, AdamW8bit(at_once))
-    monkeypatch.setattr(eight_bit, "PIECE", 1500)
+    monkeypatch.setattr(narrow_adamw, "PIECE", 1500)
     parts = _parameters()
     for one, other in zip(expected, _train(parts, AdamW8bit(parts)), strict=True):
         assert torch.equal(one, other)
@@ -80,9 +80,11 @@ def test_a_step_is_one_graph_with_the_same_numbers() -> None:
     """As it is compiled on GPUs, here without a code generator."""
     expected = _parameters()[:1]
     _train(expected, AdamW8bit(expected))
-    compiled = torch.compile(eight_bit._update_piece, fullgraph=True, dynamic=True, backend="eager")
+    compiled = torch.compile(
+        narrow_adamw.update_piece, fullgraph=True, dynamic=True, backend="eager"
+    )
     parameters = _parameters()[:1]
-    with mock.patch.object(eight_bit, "_update_piece", compiled):
+    with mock.patch.object(narrow_adamw, "update_piece", compiled):
         _train(parameters, AdamW8bit(parameters))
     for one, other in zip(expected, parameters, strict=True):
         assert torch.equal(one, other)

@@ -219,6 +219,11 @@ def test_what_a_layout_cannot_do_is_refused_and_what_it_does_not_log_is_noted() 
         list(check(config(), gan, pipeline))
     with pytest.raises(UserError, match=r"train.ema_decay is not for deepspeed"):
         list(check(config(), Points(), choose("deepspeed", 2)))
+    with pytest.raises(UserError, match=r"train.weight_dtype=bf16 is not for deepspeed"):
+        narrow = config("train.weight_dtype=bf16", "train.precision=bf16", "train.ema_decay=null")
+        list(check(narrow, Points(), choose("deepspeed", 2)))
+    with pytest.raises(UserError, match=r"optimizer.state_dtype=bf16 is for adamw, but the task"):
+        list(check(config("optimizer.state_dtype=bf16"), gan, ddp))
     task = Logs()
     logged = rehearse(config(), task, samples_per_worker=8, workers_per_machine=1)
     assert logged == ["part"] and task.recorded is None

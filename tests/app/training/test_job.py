@@ -16,6 +16,7 @@ pytestmark = pytest.mark.pure
 
 WRITTEN: dict[str, tuple[str, Any]] = {
     "train.precision": ("bf16", "bf16"),
+    "train.weight_dtype": ("bf16", "bf16"),
     "train.compile": ("true", True),
     "train.compile_backend": ("aot_eager", "aot_eager"),
     "train.activation_checkpointing": ("every_2", "every_2"),
