@@ -34,8 +34,8 @@ class Outcome:
     """What became of `trireme sweep`; `--json` prints it.
 
     Attributes:
-        status: "finished", or "incomplete" if trials failed or the budget was spent before all
-            had ended.
+        status: "finished", "incomplete" if trials failed, or "stopped" if the budget was spent
+            before all had ended.
         sweep: The sweep's name.
         folder: Its folder.
         best: The trial with the best value.
@@ -223,13 +223,13 @@ def _outcome(spec: Sweep, store: TrialStore, answer: Answer, *, page: Path, spen
     counts = Counter(trial.status for trial in store.trials.values())
     failed = [trial for trial in store.trials.values() if trial.status == "failed"]
     message = spent
-    if failed:
+    if failed and not spent:
         first = failed[0]
         problem = f"{len(failed)} of {len(store.trials)} trials failed"
         message = f"{problem}, the first {first.name}: {first.message}"
         message += "; run the same command again to try them again"
     return Outcome(
-        status="incomplete" if failed or spent else "finished",
+        status="stopped" if spent else "incomplete" if failed else "finished",
         sweep=spec.name,
         folder=str(store.folder),
         best=answer.best,

@@ -193,13 +193,11 @@ def test_a_sweep_that_is_killed_stays_within_its_seconds_and_answers(
     assert "budget: at most 45 seconds, over all starts together" in second.err + second.out
     assert before < taken() <= 45
     records = [json.loads(f.read_text()) for f in (tmp_path / "s").glob("*/trial.json")]
-    if any(record["status"] == "finished" for record in records):
-        assert (second.code, second.json["status"]) == (1, "incomplete")
-        assert "trials ended: raise it to go on" in second.json["message"]
+    assert second.code == 130 and "raise it to go on" in second.json["error"]
+    if any(record["status"] == "finished" for record in records):  # unless the machine was too slow
+        assert second.json["status"] == "stopped"
         assert (tmp_path / "s" / "answer.json").exists()
-    else:  # this machine was too slow to end one
-        assert second.code == 130 and "raise it to go on" in second.err
     spent = taken()
     third = trireme(*arguments, env=ray_environment)
-    assert third.code == second.code and "the budget is spent" in third.err + third.out
+    assert third.code == 130 and "the budget is spent" in third.err + third.out
     assert taken() == spent, "nothing has started"
