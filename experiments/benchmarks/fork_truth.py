@@ -2,7 +2,7 @@
 
 --measure trains a run of each task, and from three of its checkpoints every cell of a grid of batch
 sizes, learning rates and seeds; a seed is another order of the next samples. One process does so,
-with the configuration, loop, data and checkpoints of a sweep's trials. fork_truth.csv has the
+with the configuration, loop, data and checkpoints of a sweep's trials. fork_truth.csv.gz has the
 losses. Without --measure sweeps as a person would write them, which train less than a fifth of the
 grid, are replayed on the table: what they name is compared with what the whole grid says.
 
@@ -12,6 +12,7 @@ grid, are replayed on the table: what they name is compared with what the whole 
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import math
 import os
@@ -47,8 +48,10 @@ from experiments.sweep.spec import Sweep, read_sweep
 from experiments.sweep.trials import BATCH, RATE, SEED, Report, Trial, load_trial
 
 HERE = Path(__file__).parent
-TABLE = HERE / "fork_truth.csv"
-COLUMNS = ("task", "step", "batch", "rate", "seed", "losses")
+TABLE = HERE / "fork_truth.csv.gz"
+"""Task, step, batch, rate, seed and the loss after all samples of each branch."""
+Row = tuple[str, int, int, float, int, float]
+"""A line of it."""
 SEEDS = 3
 METRIC = "eval/loss"
 REPORTS = 2
@@ -228,25 +231,29 @@ def measure(name: str, folder: Path) -> None:
     """
     task = TASKS[name]
     train_base(name, folder)
-    known = read_table()
+    kept = folder / f"{name}.csv"
+    rows = read_rows(kept) if kept.exists() else []
+    known = {row[:5] for row in rows}
     for step in task.steps:
         file = sweep_file(
             name, step, folder, batches=task.batches, rates=task.rates, seeds=range(SEEDS)
         )
         sweep = read_sweep(str(file), [f"run.storage={folder}"])
-        known_cells = known.get((name, step), {})
         prepared: dict[int, Prepared] = {}
         for values in sweep.points or ():
-            cell = (int(values[BATCH]), float(values[RATE]))
-            if values[SEED] in known_cells.get(cell, {}):
+            batch = int(values[BATCH])
+            branch = (name, step, batch, float(values[RATE]), int(values[SEED]))
+            if branch in known:
                 continue
-            config = trial_config(sweep, values)
-            if cell[0] not in prepared:
-                prepared[cell[0]] = prepare(config, read_task(config), 1, devices_per_node=None)
-            losses = losses_of_branch(sweep, values, prepared[cell[0]], folder)
-            with TABLE.open("a", newline="") as table:
-                shown = " ".join(f"{loss:.5g}" for loss in losses)
-                csv.writer(table).writerow([name, step, cell[0], cell[1], values[SEED], shown])
+            if batch not in prepared:
+                config = trial_config(sweep, values)
+                prepared[batch] = prepare(config, read_task(config), 1, devices_per_node=None)
+            loss = losses_of_branch(sweep, values, prepared[batch], folder)[-1]
+            rows.append((*branch, float(f"{loss:.5g}")))
+            with kept.open("a", newline="") as opened:
+                csv.writer(opened).writerow(rows[-1])
+    others = [row for row in read_rows(TABLE) if row[0] != name] if TABLE.exists() else []
+    write_rows(sorted([*others, *rows]))
 
 
 def trial_config(sweep: Sweep, values: Values) -> Config:
@@ -291,24 +298,38 @@ def losses_of_branch(sweep: Sweep, values: Values, prepared: Prepared, folder: P
     return channel.losses
 
 
-def read_table() -> dict[tuple[str, int], dict[Cell, dict[int, list[float]]]]:
-    """fork_truth.csv: by task and step, by cell and seed, the losses that were reported."""
-    table: dict[tuple[str, int], dict[Cell, dict[int, list[float]]]] = {}
-    if not TABLE.exists():
-        return table
-    with TABLE.open(newline="") as file:
-        for row in csv.reader(file):
-            name, step, batch, rate, seed, losses = row
-            grid = table.setdefault((name, int(step)), {})
-            by_seed = grid.setdefault((int(batch), float(rate)), {})
-            by_seed[int(seed)] = [float(loss) for loss in losses.split()]
+def read_rows(file: Path) -> list[Row]:
+    """The lines of a table.
+
+    Args:
+        file: Its path; one that ends with .gz is compressed.
+    """
+    content = file.read_bytes()
+    text = gzip.decompress(content) if file.suffix == ".gz" else content
+    return [
+        (name, int(step), int(batch), float(rate), int(seed), float(loss))
+        for name, step, batch, rate, seed, loss in csv.reader(text.decode().splitlines())
+    ]
+
+
+def write_rows(rows: Sequence[Row]) -> None:
+    """Writes the table; the same lines give the same bytes."""
+    text = "".join(",".join(map(str, row)) + "\n" for row in rows)
+    TABLE.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def read_table() -> dict[tuple[str, int], dict[Cell, dict[int, float]]]:
+    """The table: by task and step, by cell and seed, the loss after all samples."""
+    table: dict[tuple[str, int], dict[Cell, dict[int, float]]] = {}
+    for name, step, batch, rate, seed, loss in read_rows(TABLE):
+        table.setdefault((name, step), {}).setdefault((batch, rate), {})[seed] = loss
     return table
 
 
 # --- what sweeps answer ---------------------------------------------------------------------------
 
-Grid = Mapping[Cell, Mapping[int, Sequence[float]]]
-"""By cell and seed the losses that a branch has reported."""
+Grid = Mapping[Cell, Mapping[int, float]]
+"""By cell and seed the loss of a branch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,7 +372,7 @@ def trials_of(task: Task, grid: Grid, design: Design | None = None) -> list[Tria
     """The trials that a sweep would have had: those of a design, or all of the grid."""
     trials: list[Trial] = []
     for (batch, rate), by_seed in grid.items():
-        for seed, reported in by_seed.items():
+        for seed, loss in by_seed.items():
             if design is not None and not (
                 task.batches.index(batch) in design.batches
                 and task.rates.index(rate) in design.rates
@@ -362,13 +383,13 @@ def trials_of(task: Task, grid: Grid, design: Design | None = None) -> list[Tria
             report: Report = {
                 "step": steps,
                 "samples": steps * batch,
-                "metrics": {METRIC: reported[-1]},
+                "metrics": {METRIC: loss},
                 "steps": steps,
                 "workers": 1,
             }
             trial = Trial(len(trials), f"t{len(trials)}", {BATCH: batch, RATE: rate, SEED: seed})
             trial.reports = [report]
-            trial.status = "finished" if math.isfinite(reported[-1]) else "diverged"
+            trial.status = "finished" if math.isfinite(loss) else "diverged"
             trials.append(trial)
     return trials
 
@@ -534,8 +555,8 @@ def compare_with_sweep(name: str, folder: Path) -> list[dict[str, str]]:
     trials = [record for record in records if record is not None]
     differences = []
     for trial in trials:
-        reported = grid[int(trial.values[BATCH]), float(trial.values[RATE])][trial.values[SEED]]
-        differences.append(abs(trial.last["metrics"][METRIC] / reported[-1] - 1))
+        loss = grid[int(trial.values[BATCH]), float(trial.values[RATE])][trial.values[SEED]]
+        differences.append(abs(trial.last["metrics"][METRIC] / loss - 1))
     answer = json.loads((Path(outcome["folder"]) / "answer.json").read_text())
     critical = answer["branches"]["critical"]
     replayed = answer_of(losses_of(trials_of(task, grid, design), SEARCH, {}))
