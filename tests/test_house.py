@@ -196,6 +196,7 @@ SET_CONFIGURATIONS = {
     "app/run/manifest.py",  # --again, before the start
     "app/launchers/elastic.py",  # for another number of workers, before that is resolved
     "experiments/coordinate_check.py",  # the widths of a check, which resolves nothing
+    "experiments/benchmarks/fork_truth.py",  # branches, whose batch was resolved for each rate
     "experiments/scale/run.py",  # a study's points, before they are resolved
     "experiments/sweep/trial.py",  # a trial, before it is resolved
     "experiments/sweep/run.py",  # the file of the next run

@@ -12,7 +12,7 @@ from app.cli.common import (
 )
 from app.cli.document import with_units
 from app.config.task_source import refuse_wrong_task
-from app.errors import RunFailed, UserError
+from app.errors import Interrupted, RunFailed, UserError
 from strategies.options import STRATEGIES
 
 COUNT = click.IntRange(min=1)
@@ -28,7 +28,7 @@ def sweep(cli: Invocation, arguments: tuple[str, ...]) -> None:
     trireme sweep experiments/sweep_gpt.yaml searcher=optuna trials=32 scheduler=asha
 
     Run it again to continue after a crash or Ctrl-C: trials that have ended are kept, the others
-    continue, failed ones are tried again. Exit code 1 if some failed.
+    continue, failed ones are tried again. Exit code 1 if some failed, 130 if the budget is spent.
     """
     files, overrides = files_and_overrides(arguments)
     if len(files) != 1:
@@ -39,6 +39,8 @@ def sweep(cli: Invocation, arguments: tuple[str, ...]) -> None:
 
     outcome = run.sweep(spec.read_sweep(files[0], overrides), cli.console, verbose=cli.verbose)
     cli.answer(outcome)
+    if outcome.status == "stopped":
+        raise Interrupted(outcome.message)
     if outcome.message:
         raise RunFailed(outcome.message)
 

@@ -40,6 +40,8 @@ POSITIVE = (
     "optimizer.lr_batch_size",
     "schedule.decay_steps",
     "schedule.decay_factor",
+    "schedule.steps",
+    "schedule.batch_size",
     "checkpoint.every_steps",
     "checkpoint.every_seconds",
     "checkpoint.keep_last",

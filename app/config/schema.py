@@ -216,6 +216,11 @@ class ScheduleConfig:
     """Steps of wsd's decay (null: a fifth of the run) or between two of step (null: a third)."""
     decay_factor: float = 0.1
     """What step multiplies the rate by."""
+    steps: Optional[int] = None
+    """Steps over which the curve goes; where it ends the rate stays. null: those of the run."""
+    batch_size: Optional[int] = None
+    """The global batch whose steps the schedule counts, so that the curve over samples stays what
+    it was with that batch. A sweep of forks sets both to those of its run. null: the run's own."""
 
 
 @dataclass(frozen=True, kw_only=True)

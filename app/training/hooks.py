@@ -233,16 +233,13 @@ def set_learning_rate(
     base_rate = config.optimizer.lr
     factor = task.schedule(step, steps)
     if factor is None:
-        batches = config.train.batches
-        step_on_curve = batches.step_on_curve(
-            step, samples=samples, first=config.schedule.warmup_steps, steps=steps
-        )
+        step_on_curve, steps_of_curve = _on_curve(config, step=step, steps=steps, samples=samples)
         rate = learning_rate(
             config.optimizer,
             config.schedule,
             step_on_curve,
-            steps=steps,
-            batch_size=batches.batch_at(samples),
+            steps=steps_of_curve,
+            batch_size=config.train.batches.batch_at(samples),
         )
     else:
         rate = base_rate * factor
@@ -252,6 +249,21 @@ def set_learning_rate(
         else:
             group["lr"] = rate
     return _learning_rates(optimizer)
+
+
+def _on_curve(config: Config, *, step: int, steps: int, samples: int) -> tuple[float, int]:
+    """Where the schedule's curve is, and how many steps it has; see `set_learning_rate`."""
+    schedule = config.schedule
+    batches = config.train.batches
+    if schedule.batch_size is not None:
+        samples_at_end = batches.samples_after(steps - step, start=samples)
+        steps_of_curve = schedule.steps or max(1, round(samples_at_end / schedule.batch_size))
+        return samples / schedule.batch_size, steps_of_curve
+    steps_of_curve = schedule.steps or steps
+    step_on_curve = batches.step_on_curve(
+        step, samples=samples, first=schedule.warmup_steps, steps=steps_of_curve
+    )
+    return step_on_curve, steps_of_curve
 
 
 def _learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:

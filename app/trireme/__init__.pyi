@@ -248,6 +248,11 @@ class ScheduleKeys(TypedDict, total=False):
     """Steps of wsd's decay (null: a fifth of the run) or between two of step (null: a third)."""
     decay_factor: float
     """What step multiplies the rate by."""
+    steps: int | None
+    """Steps over which the curve goes; where it ends the rate stays. null: those of the run."""
+    batch_size: int | None
+    """The global batch whose steps the schedule counts, so that the curve over samples stays what
+    it was with that batch. A sweep of forks sets both to those of its run. null: the run's own."""
 
 class CheckpointKeys(TypedDict, total=False):
     """What is saved, when, and what is kept."""
@@ -595,6 +600,7 @@ def sweep(
     file: str | Path,
     *,
     quiet: bool = False,
+    budget: float | Mapping[str, float] = ...,
     concurrent: int | None = ...,
     confirm: int | None = ...,
     confirm_seeds: int = ...,
@@ -618,7 +624,6 @@ def sweep(
     workers: int | str = ...,
     resources_per_worker: Mapping[str, float] = ...,
     launcher: str = ...,
-    budget: float | None = ...,
     cluster: ClusterKeys = ...,
     run: RunKeys = ...,
     parallel: ParallelKeys = ...,
@@ -635,6 +640,7 @@ def sweep(
     Args:
         file: The path of the sweep file.
         quiet: Print nothing.
+        budget: As in a sweep file.
         concurrent: As in a sweep file.
         confirm: As in a sweep file.
         confirm_seeds: As in a sweep file.
@@ -665,9 +671,6 @@ def sweep(
             any strategy), local (this process), or torchrun (the processes that torchrun or Slurm
             started). auto: torchrun in its environment; actors on this machine's CPUs alone, where
             fewer processes start sooner; else ray.
-        budget: US dollars that this run may cost, over all its starts: it saves and stops before it
-            spends more. null: no limit. Needs prices: those of cluster.file, else the list prices
-            of its GPUs (cluster/hardware.yaml).
         cluster: What is asked of the cluster, and what happens when its resources do not come.
         run: Name and place of the run.
         parallel: Degrees of parallelism and how each kind behaves.

@@ -55,7 +55,7 @@ OTHER_TYPES = {
     "parallel.deepspeed": "str | Path | None",
 }
 """Keys for which a program may give something else than the configuration keeps."""
-SWEEP_TYPES = {"space": "Mapping[str, Any]"}
+SWEEP_TYPES = {"space": "Mapping[str, Any]", "budget": "float | Mapping[str, float]"}
 """The same for the keys of a sweep file."""
 
 

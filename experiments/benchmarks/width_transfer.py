@@ -1,12 +1,14 @@
 """`width-transfer`: the best rate of each width, with optimizer.width_transfer and without.
 
-A GPT on bytes (experiments/gpt.yaml) is trained at each width with each rate of a grid, each twice
-the one before, in this process. The loss is that of the held-out data at the end, the mean over all
-seeds. With the transfer the best rate of all widths is to be within one point of the grid.
+A GPT on bytes (experiments/gpt.yaml), or layers of as many units on digits, is trained at each
+width with each rate of a grid, each twice the one before, in this process. The loss is that of the
+held-out data at the end, the mean over all seeds. With the transfer the best rate of all widths is
+to be within one point of the grid.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import statistics
 from collections.abc import Sequence
@@ -28,28 +30,46 @@ from experiments.coordinate_check import at_widths, batch_of, new_model
 
 EXPERIMENT = Path(__file__).parents[1] / "gpt.yaml"
 HEAD_DIM = 16
+MODELS = ("gpt", "mlp")
+COLOURS = ("#9ecae1", "#4292c6", "#2171b5", "#08306b")
+LAYERS = 3
+"""Hidden layers of the mlp."""
 Losses = dict[int, dict[float, float]]
 """By width and rate."""
 
 
-def experiment(base: int, *, rate: float, seed: int, steps: int, batch: int) -> Config:
-    """The GPT with a rate.
+def experiment(model: str, base: int, *, rate: float, seed: int, steps: int, batch: int) -> Config:
+    """The experiment of a model with a rate.
 
     Args:
+        model: Of `MODELS`.
         base: The width of the base model.
         rate: The rate at the top of the schedule.
         seed: Of weights and data.
         steps: Of the training.
-        batch: Sequences in a step.
+        batch: Samples in a step.
     """
-    heads = base // HEAD_DIM
-    return load_config(
-        [EXPERIMENT],
-        [
+    if model == "gpt":
+        heads = base // HEAD_DIM
+        files = [EXPERIMENT]
+        keys = [
             "task_args={n_layers: 2, sequence_length: 64, d_model: 0, n_heads: 0}",
             f"task_args.d_model={base}",
             f"task_args.n_heads={heads}",
             f"optimizer.width_transfer={{base: {{d_model: {base}, n_heads: {heads}}}}}",
+        ]
+    else:
+        sizes = f"{{model_args: {{hidden: {[base] * LAYERS}}}}}"
+        files = []
+        keys = [
+            "task=image_classification",
+            f"task_args={{data: digits, model: mlp, model_args: {{hidden: {[base] * LAYERS}}}}}",
+            f"optimizer.width_transfer={{base: {sizes}}}",
+        ]
+    return load_config(
+        files,
+        [
+            *keys,
             f"optimizer.lr={rate}",
             f"train.seed={seed}",
             f"train.steps={steps}",
@@ -103,6 +123,7 @@ def drift(losses: Losses) -> int:
 
 
 def measure(
+    model: str,
     widths: Sequence[int],
     rates: Sequence[float],
     *,
@@ -116,7 +137,7 @@ def measure(
     for rate in rates:
         collected: dict[tuple[bool, int], list[float]] = {}
         for seed in range(seeds):
-            of_base = experiment(min(widths), rate=rate, seed=seed, steps=steps, batch=batch)
+            of_base = experiment(model, min(widths), rate=rate, seed=seed, steps=steps, batch=batch)
             configs = at_widths(of_base, widths)
             for width, config in configs.items():
                 task = read_task(config)
@@ -130,24 +151,68 @@ def measure(
     return transferred, plain
 
 
+def draw(transferred: Losses, plain: Losses, file: Path) -> None:
+    """Draws loss over rate, a line for each width, with its best rate, without and with it."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    figure = Figure(figsize=(8, 3.2), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    parts = (("without width_transfer", plain), ("with width_transfer", transferred))
+    for axes, (title, losses) in zip(panels, parts, strict=True):
+        for number, (width, by_rate) in enumerate(losses.items()):
+            colour = COLOURS[number % len(COLOURS)]
+            axes.plot(list(by_rate), list(by_rate.values()), color=colour, label=f"width {width}")
+            best = best_rate(by_rate)
+            axes.plot([best], [by_rate[best]], "o", color=colour)
+        axes.set_xscale("log")
+        rates = list(next(iter(losses.values())))
+        axes.set_xticks(rates, [f"{rate:.2g}" for rate in rates], minor=False)
+        axes.set_xticks([], minor=True)
+        axes.set_yscale("log")
+        axes.set_xlabel("learning rate")
+        axes.set_title(title, fontsize=10)
+        axes.tick_params(labelsize=7)
+    panels[0].set_ylabel("held-out loss")
+    panels[0].yaxis.set_major_formatter("{x:g}")
+    panels[0].yaxis.set_minor_formatter("{x:g}")
+    panels[1].legend(fontsize=8)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=90)
+    Image.open(drawn).convert("RGB").quantize(24).save(file, optimize=True)
+
+
 @click.command(help=__doc__)
+@click.option("--model", type=click.Choice(MODELS), default="gpt", show_default=True)
 @click.option("--widths", default="64,128,256", show_default=True, help="The first is the base.")
 @click.option("--lowest", default=0.001, show_default=True, help="The lowest rate.")
 @click.option("--rates", "count", default=7, show_default=True, help="How many rates.")
 @click.option("--steps", default=100, show_default=True)
 @click.option("--batch", default=8, show_default=True)
 @click.option("--seeds", default=1, show_default=True)
+@click.option("--plot", type=Path, help="Draws the losses into this file.")
 @click.option("--json", "as_json", is_flag=True)
 def main(
-    widths: str, lowest: float, count: int, steps: int, batch: int, seeds: int, as_json: bool
+    model: str,
+    widths: str,
+    lowest: float,
+    count: int,
+    steps: int,
+    batch: int,
+    seeds: int,
+    plot: Path | None,
+    as_json: bool,
 ) -> None:
     transferred, plain = measure(
+        model,
         [int(word) for word in widths.split(",")],
         [lowest * 2**index for index in range(count)],
         seeds=seeds,
         steps=steps,
         batch=batch,
     )
+    if plot is not None:
+        draw(transferred, plain, plot)
     results = {
         "with": {"losses": transferred, "drift": drift(transferred)},
         "without": {"losses": plain, "drift": drift(plain)},

@@ -10,7 +10,16 @@ from typing import Any, TypedDict
 
 from experiments.sweep import analysis
 from experiments.sweep.analysis import BestRate, CriticalBatch, ScalingRule, StepTime
-from experiments.sweep.branches import Branches, Gain, Interval, answer_of, gains, losses_of
+from experiments.sweep.branches import (
+    Branches,
+    Gain,
+    Interval,
+    answer_of,
+    best_cell,
+    gains,
+    is_of_cell,
+    losses_of,
+)
 from experiments.sweep.confirmation import Confirmation, confirmation_of
 from experiments.sweep.planned import plan_steps
 from experiments.sweep.prior import Prior
@@ -203,16 +212,20 @@ def _best_trial(
     seeds = 0
     if confirmation is not None and sweep.next != SOONEST:
         best = confirmation.best
-        value, trial = next(pair for pair in ranked if pair[1].name == best.trial)
+        trial = next(each for _, each in ranked if each.name == best.trial)
         mean = best.mean
         seeds = confirmation.seeds
+    return _as_best_trial(trial, sweep, mean=mean, seeds=seeds)
+
+
+def _as_best_trial(trial: Trial, sweep: Sweep, *, mean: float, seeds: int) -> BestTrial:
     report = analysis.best_report(trial, sweep)
     assert report is not None, "a ranked trial has a value"
     curve = trial.curve(sweep.metric)
     return {
         "trial": trial.name,
         "values": trial.values,
-        "value": value,
+        "value": report[1],
         "step": report[0],
         "evaluations": len(curve),
         "last": curve[-1][1],
@@ -225,10 +238,22 @@ def _add_branches(answer: Answer, sweep: Sweep, trials: Sequence[Trial]) -> None
     """Adds what branches say about the batch, and what that would bring."""
     varied = (BATCH, RATE, SEED)
     others = {key: value for key, value in answer.best["values"].items() if key not in varied}
-    branches = answer_of(losses_of(trials, sweep, others))
+    losses = losses_of(trials, sweep, others)
+    branches = answer_of(losses)
     if branches is None:
         return
     answer.branches = branches
+    best = best_cell(losses)
+    first = min(
+        (trial for trial in trials if is_of_cell(trial, best, others)),
+        key=lambda trial: trial.index,
+    )
+    answer.best = _as_best_trial(
+        first,
+        sweep,
+        mean=sweep.sign * branches.loss_of(best[0]),
+        seeds=branches.seeds if branches.seeds > 1 else 0,
+    )
     present_batch = sweep.experiment.train.global_batch_size
     planned = plan_steps(
         sweep,
@@ -402,6 +427,10 @@ def _best_in_words(sweep: Sweep, answer: Answer) -> str:
         f"best of its {best['evaluations']} evaluations, at step {best['step']:,}; the last gave "
         f"{best['last']:.4g}"
     )
+    if answer.branches is not None and answer.branches.seeds > 1:
+        values = {key: value for key, value in best["values"].items() if key != SEED}
+        mean = f"{best['mean']:.4g}, mean of {best['seeds']} seeds after the same samples"
+        return f"{sweep.metric} {mean}: {_in_words(values)}"
     if not best["seeds"] or confirmation is None:
         one_seed = "" if sweep.settings_to_confirm or SEED in best["values"] else "; one seed"
         setting = _in_words(best["values"])

@@ -14,6 +14,7 @@ synthetic cases, which is what the intervals claim.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ Losses = Mapping[Cell, Sequence[float]]
 """The loss of each cell by seed, lower is better; nan where there is none."""
 
 DRAWS = 1000
+TABLES = 4000
+"""Of random losses, by which the median of variances is calibrated."""
 TAILS = (0.05, 0.95)
 """Quantiles of the draws at the ends of an 80 % interval; see above."""
 MISTAKES = 0.05
@@ -113,6 +116,10 @@ class Branches:
         """Whether the critical batch may be larger than the largest that was tried."""
         return self.critical is not None and self.critical.high >= self.batches[-1].batch
 
+    def loss_of(self, batch: int) -> float:
+        """The mean loss of a batch size at the best of the rates that were tried."""
+        return next(each.loss for each in self.batches if each.batch == batch)
+
     def usable(self) -> list[BranchBatch]:
         """The batches up to the critical one; without one, those that are not worse."""
         if self.critical is None:
@@ -152,6 +159,24 @@ def losses_of(trials: Iterable[Trial], search: Search, others: Mapping[str, Any]
     return {
         cell: [losses.get(seed, math.nan) for seed in seeds] for cell, losses in by_cell.items()
     }
+
+
+def is_of_cell(trial: Trial, cell: Cell, others: Mapping[str, Any]) -> bool:
+    """Whether a trial is a branch of this batch and rate, with these values of other keys."""
+    values = dict(trial.values)
+    values.pop(SEED, None)
+    batch = int(values.pop(BATCH, 0))
+    rate = float(values.pop(RATE, WITHOUT_RATE))
+    return (batch, rate) == cell and values == dict(others)
+
+
+def best_cell(losses: Losses) -> Cell:
+    """The batch and rate with the lowest mean loss, of those that have one for every seed.
+
+    The lowest loss of one seed would be in part that of the luckiest.
+    """
+    means = {cell: float(np.mean(values)) for cell, values in losses.items()}
+    return min((cell for cell in means if math.isfinite(means[cell])), key=means.__getitem__)
 
 
 # --- statistics -----------------------------------------------------------------------------------
@@ -268,8 +293,9 @@ def _grid_of(losses: Losses) -> _Grid | None:
 def residual_variance(losses: Sequence[Floats]) -> tuple[float, int]:
     """The variance of a branch's loss, and its degrees of freedom.
 
-    It is the residual variance of a two-way layout, cells by seeds. Of each batch the best rate and
-    its neighbours count, since losses at far too high rates vary more.
+    Of each batch the best rate and its neighbours count. It is the median over these cells, not the
+    mean: at a rate that is somewhat too high for a small batch losses vary ten times as much, which
+    would hide what another seed changes between branches that one might choose.
 
     Args:
         losses: For each batch, (rates, seeds).
@@ -279,11 +305,33 @@ def residual_variance(losses: Sequence[Floats]) -> tuple[float, int]:
         best = int(array.mean(axis=1).argmin())
         cells.append(array[max(0, best - 1) : best + 2])
     table = np.concatenate(cells)
-    freedom = (table.shape[0] - 1) * (table.shape[1] - 1)
-    if not freedom:
+    count, seeds = table.shape
+    if count < 2 or seeds < 2:
         return 0.0, 0
-    residuals = table - table.mean(axis=1, keepdims=True) - table.mean(axis=0) + table.mean()
-    return float((residuals**2).sum()) / freedom, freedom
+    mean, freedom = _of_normal_losses(count, seeds)
+    return float(_median_square(table[None])[0]) / mean, freedom
+
+
+def _median_square(tables: Floats) -> Floats:
+    """For each table of (cells, seeds), the median over cells of the sum of squared residuals.
+
+    What a seed changes for all cells alike is taken off first, as a median too.
+    """
+    centred = tables - tables.mean(axis=2, keepdims=True)
+    residuals = centred - np.median(centred, axis=1, keepdims=True)
+    return np.asarray(np.median((residuals**2).sum(axis=2), axis=1), dtype=np.float64)
+
+
+@functools.cache
+def _of_normal_losses(cells: int, seeds: int) -> tuple[float, int]:
+    """The mean of `_median_square` where all losses have the variance 1, and degrees of freedom.
+
+    A variance with so many degrees of freedom is as uncertain as this median (Satterthwaite 1946).
+    """
+    random = np.random.default_rng(cells * 1000 + seeds)
+    squares = _median_square(random.normal(size=(TABLES, cells, seeds)))
+    mean = float(squares.mean())
+    return mean, max(1, round(2 * mean**2 / float(squares.var())))
 
 
 def _draw(grid: _Grid, means: Sequence[Floats], *, seeds: int, seed: int) -> _Draws:

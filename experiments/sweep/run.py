@@ -13,7 +13,7 @@ from app.config import Config
 from app.config.io import flatten, to_dict, to_yaml, with_values
 from app.console.masking import mask_tree
 from app.console.terminal import Console
-from app.errors import RunFailed
+from app.errors import RunFailed, UserError
 from app.run.fork import origin_name
 from app.tracking.spool import State
 from app.tracking.tracker import Tracker
@@ -22,10 +22,11 @@ from experiments.report.page import write_page
 from experiments.study import locked_folder, save_manifest, tracked_study
 from experiments.sweep import analysis
 from experiments.sweep.answer import Answer, BestTrial, SoonestTrial, work_out
+from experiments.sweep.budget import BudgetSpent
 from experiments.sweep.confirmation import plan_confirmation
 from experiments.sweep.page import content
 from experiments.sweep.spec import SOONEST, Sweep
-from experiments.sweep.trials import ENDED, TrialStore
+from experiments.sweep.trials import ENDED, SEED, TrialStore
 
 
 @dataclass(kw_only=True)
@@ -33,7 +34,8 @@ class Outcome:
     """What became of `trireme sweep`; `--json` prints it.
 
     Attributes:
-        status: "finished", or "incomplete" if trials failed.
+        status: "finished", "incomplete" if trials failed, or "stopped" if the budget was spent
+            before all had ended.
         sweep: The sweep's name.
         folder: Its folder.
         best: The trial with the best value.
@@ -41,7 +43,8 @@ class Outcome:
         recommendation: The trial that reached the target first.
         page: The path of the page.
         mlflow_run_id: The id of the sweep's MLflow run.
-        message: How many trials failed, why the first of them did, and what to do; "" if none did.
+        message: How many trials failed, why the first of them did, and what to do, or that the
+            budget is spent; "" if neither.
     """
 
     status: str
@@ -78,6 +81,8 @@ def sweep(spec: Sweep, console: Console, *, verbose: bool = False) -> Outcome:
         store.retry_failed()
         has_trials_left = not _has_ended(spec, store)
         trials: Trials | None = None
+        spent = ""
+        _check_samples(spec)
         try:
             if has_trials_left:
                 console.status("reading the data and starting Ray")
@@ -85,7 +90,9 @@ def sweep(spec: Sweep, console: Console, *, verbose: bool = False) -> Outcome:
             save_manifest(folder, "sweep", store.manifest)
             if spec.fork and has_trials_left:
                 hold(find(spec.fork), str(folder), until_released=True)
-                console.say(_budget(spec))
+                console.say(_of_fork(spec))
+            if has_trials_left and str(spec.budget):
+                console.say(f"budget: at most {spec.budget}, over all starts together")
             with tracked_study(
                 experiment, folder, store.manifest, kind="sweep", console=console
             ) as tracker:
@@ -93,15 +100,21 @@ def sweep(spec: Sweep, console: Console, *, verbose: bool = False) -> Outcome:
                 del about["experiment"]  # config.yaml has it
                 tracker.params(flatten({"sweep": about}))
                 if trials is not None:
-                    trials.search()
-                    trials.confirm()
+                    try:
+                        trials.search()
+                        trials.confirm()
+                    except BudgetSpent as error:
+                        spent = str(error)
+                        disconnect()  # also from trials that have not ended in time
+                        if not analysis.rank_trials(store.trials.values(), spec):
+                            raise
                 answer, page = _conclude(spec, store, console, tracker=tracker)
             if spec.fork and _has_ended(spec, store):
                 release(spec.fork, str(folder))
         finally:
             if has_trials_left:
                 disconnect()
-    return _outcome(spec, store, answer, page=page)
+    return _outcome(spec, store, answer, page=page, spent=spent)
 
 
 class Trials:
@@ -178,27 +191,45 @@ def _has_ended(spec: Sweep, store: TrialStore) -> bool:
     return all(trial.ended for trial in store.confirming)
 
 
-def _budget(spec: Sweep) -> str:
+def _check_samples(spec: Sweep) -> None:
+    """Checks that the trials are within the budget in samples.
+
+    Raises:
+        UserError: They are not.
+    """
+    most = spec.budget.samples
+    if most is None:
+        return
+    samples = spec.all_samples()
+    if samples > most:
+        advice = "leave values out of the space"
+        if spec.fork:
+            advice += f", or write samples: {max(1, (spec.samples or 0) * most // samples)}"
+        raise UserError(
+            f"the trials of {spec.name} would see {samples:,} samples, and budget.samples is "
+            f"{most:,}: {advice}"
+        )
+
+
+def _of_fork(spec: Sweep) -> str:
     """What the trials of a fork will see, for a person."""
-    assert spec.samples is not None
-    total = spec.count * spec.samples
     return (
         f"{spec.count} trials continue {origin_name(spec.fork)} for {spec.samples:,} samples each, "
-        f"{total:,} in all"
+        f"{spec.all_samples():,} in all"
     )
 
 
-def _outcome(spec: Sweep, store: TrialStore, answer: Answer, *, page: Path) -> Outcome:
+def _outcome(spec: Sweep, store: TrialStore, answer: Answer, *, page: Path, spent: str) -> Outcome:
     counts = Counter(trial.status for trial in store.trials.values())
     failed = [trial for trial in store.trials.values() if trial.status == "failed"]
-    message = ""
-    if failed:
+    message = spent
+    if failed and not spent:
         first = failed[0]
         problem = f"{len(failed)} of {len(store.trials)} trials failed"
         message = f"{problem}, the first {first.name}: {first.message}"
         message += "; run the same command again to try them again"
     return Outcome(
-        status="incomplete" if failed else "finished",
+        status="stopped" if spent else "incomplete" if failed else "finished",
         sweep=spec.name,
         folder=str(store.folder),
         best=answer.best,
@@ -252,7 +283,8 @@ def next_run(spec: Sweep, store: TrialStore, answer: Answer) -> Config:
     """The configuration of the run to train next: that of the best trial.
 
     Where several seeds have judged settings, it is the best one by them. Where the soonest is
-    wanted, it is the one that reached the target first.
+    wanted, it is the one that reached the target first. After branches it goes on from their
+    checkpoint to the end of the run, over its own next samples.
     """
     name = answer.best["trial"]
     if spec.next == SOONEST:
@@ -262,5 +294,8 @@ def next_run(spec: Sweep, store: TrialStore, answer: Answer) -> Config:
             name = answer.soonest["trial"]
     values: dict[str, Any] = store.trials[name].values
     experiment = spec.experiment
+    if spec.fork:
+        spec = spec.to_the_end()
+        values = {key: value for key, value in values.items() if key != SEED}
     config = spec.config(values, name=f"{spec.name}-next", storage=experiment.run.storage)
     return with_values(config, {"tracking.log_model": experiment.tracking.log_model})

@@ -21,6 +21,7 @@ from app.checkpoint import Commit, find
 from app.config import Config
 from app.config.check import RUN_NAME
 from app.config.io import flatten, from_dict, load_config, read_yaml, to_dict
+from app.data.loader import length
 from app.errors import UserError, nearest
 from app.results.trained import checkpoint_of
 from app.run.fork import config_file
@@ -28,6 +29,7 @@ from app.run.look import open_run
 from app.run.manifest import run_folder
 from app.run.prepare import prepare, read_task
 from app.storage.storage import Storage
+from experiments.sweep.budget import Budget, read_budget
 from experiments.sweep.prior import Prior, prior_of
 from experiments.sweep.search import (
     SCHEDULERS,
@@ -63,6 +65,11 @@ class Sweep(Search):
     have the run's configuration."""
     samples: int | None = None
     """With `fork`: the samples that each trial sees from there on."""
+    budget: Budget = dataclasses.field(default_factory=Budget)
+    """What all trials together may take, over all starts: {samples: 200_000, seconds: 3600,
+    dollars: 5}, or a number of dollars, by the prices of the nodes. It is said before the first
+    trial and never exceeded: more samples are refused, and at the end of the others trials save,
+    and the answer is that of the trials that have ended. A higher one goes on."""
     confirm: int | None = None
     """The best settings that are trained again with other seeds before one is recommended; 0: none.
     Default: 3; 0 with `fork`, or where the space has train.seed and so its own seeds."""
@@ -130,6 +137,9 @@ class Sweep(Search):
             tree["train"]["batch_schedule"] = []
         if self.fork:
             tree["checkpoint"]["fork"] = self.fork
+            for key, value in self._curve.items():
+                if tree["schedule"].get(key) is None:
+                    tree["schedule"][key] = value
         if self.samples is not None:
             train = from_dict({"train": tree["train"]}, source="a trial").train
             end = self.origin_samples + self.samples
@@ -141,6 +151,35 @@ class Sweep(Search):
         if tree["workers"] == "auto":
             tree["workers"] = "1"
         return from_dict(tree, source="a trial")
+
+    @cached_property
+    def _whole_run(self) -> tuple[int, int]:
+        """Steps and samples of the run that is forked, or of the experiment."""
+        train = self.experiment.train
+        samples_of_data = None if train.steps else length(read_task(self.experiment).train_data())
+        steps = train.steps_for(samples_of_data)
+        return steps, train.batches.samples_after(steps)
+
+    def to_the_end(self) -> "Sweep":
+        """This sweep of forks, whose trials go on to the end of the run that is forked, if it is
+        further than that of the branches.
+        """
+        _, run_samples = self._whole_run
+        left = max(run_samples - self.origin_samples, self.samples or 0)
+        return dataclasses.replace(self, samples=left)
+
+    @cached_property
+    def _curve(self) -> dict[str, int]:
+        """The keys of `schedule` by which branches stay on the curve of the run that is forked.
+
+        It is one of samples, the same for all batches: over steps a larger batch would begin
+        further along it. A run that has ended, or ends before its branches, has its end moved to
+        theirs.
+        """
+        run_steps, run_samples = self._whole_run
+        batch = max(1, round(run_samples / run_steps))
+        end = max(run_samples, self.origin_samples + (self.samples or 0))
+        return {"steps": -(-end // batch), "batch_size": batch}
 
     @cached_property
     def configs(self) -> list[Config]:
@@ -201,6 +240,27 @@ class Sweep(Search):
         start = self.origin_samples
         return config.train.batches.samples_after(steps, start=start) - start
 
+    def all_samples(self) -> int:
+        """The samples of all trials together, those that confirm the best ones included; of points
+        that are drawn at most so many.
+        """
+        lengths = []
+        samples_of_data: dict[str, int | None] = {}
+        for config in self.configs:
+            key = str((config.task, config.task_args))
+            if config.train.steps is None and key not in samples_of_data:
+                samples_of_data[key] = length(read_task(config).train_data())
+            steps = config.train.steps_for(samples_of_data.get(key)) - self.origin_step
+            lengths.append(self.samples_of(config, steps))
+        confirming = self.settings_to_confirm * self.confirm_seeds * max(lengths)
+        searched = sum(lengths) if self.points is not None else self.count * max(lengths)
+        return searched + confirming
+
+    def workers_of(self, values: Values) -> int:
+        """The number of workers of a trial."""
+        workers = str(values.get("workers", self.experiment.workers))
+        return 1 if workers == "auto" else int(workers)
+
     def _different_configs(self) -> Collection[Config]:
         """Of `configs`, one of each that have the same length and layout."""
         different = {}
@@ -260,9 +320,9 @@ def read_sweep(file: str, overrides: list[str]) -> Sweep:
     experiment_overrides = []
     for override in overrides:
         key, _, value = override.partition("=")
-        if key.startswith("space."):
-            space = keys.setdefault("space", {})
-            space[key.removeprefix("space.")] = yaml.safe_load(value)
+        section, dot, name_in_section = key.partition(".")
+        if dot and section in ("space", "budget"):
+            keys[section] = {**(keys.get(section) or {}), name_in_section: yaml.safe_load(value)}
         elif key in FILE_KEYS - {"experiment", "space"}:
             keys[key] = yaml.safe_load(value)
         else:
@@ -298,6 +358,7 @@ def read_sweep(file: str, overrides: list[str]) -> Sweep:
             "origin_step": checkpoint.step,
             "origin_samples": checkpoint.meta["samples_seen"],
         }
+    keys["budget"] = read_budget(keys.pop("budget", None))
     if not keys.get("next"):
         keys["next"] = SOONEST if keys.get("target") is not None else BEST
     sweep = Sweep(

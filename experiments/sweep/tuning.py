@@ -24,9 +24,11 @@ from app.errors import Interrupted, RunFailed, UserError
 from app.launchers.ray_workers import work_in
 from app.run.cost import check_budget, rate_here
 from app.run.stopping import stop_signals
+from app.storage.storage import Storage
 from app.tracking.settings import resolve_tracking
 from cluster.connect import Cluster
 from cluster.pending import check_feasible
+from experiments.sweep.budget import BudgetSpent, Ledger, end_at_once, watched
 from experiments.sweep.prior import nearest_point
 from experiments.sweep.search import make_scheduler, make_searcher
 from experiments.sweep.spec import Sweep
@@ -64,12 +66,14 @@ class Tuning:
         scheduler: Stops trials early.
         uses_gpus: Whether trials use GPUs.
         earlier_trials: Those whose points are tried first, in this order.
+        dollars_per_hour: Of a trial, by its number of workers; {} if a price is not known.
     """
 
     searcher: Searcher | SearchAlgorithm
     scheduler: TrialScheduler
     uses_gpus: bool
     earlier_trials: list[Trial]
+    dollars_per_hour: dict[int, float]
 
 
 def prepare(
@@ -88,7 +92,8 @@ def prepare(
         longest: The length of the longest trial (`Sweep.longest`).
 
     Raises:
-        UserError: Searcher or scheduler do not take their arguments, or the budget is too small.
+        UserError: Searcher or scheduler do not take their arguments, or there is a budget in
+            dollars and no price.
         ClusterError: Trials do not fit on the cluster.
     """
     os.environ.update(ENVIRONMENT)
@@ -105,11 +110,17 @@ def prepare(
     searcher = make_searcher(sweep, points)
     scheduler = make_scheduler(sweep, longest=longest, report_every=report_every)
     uses_gpus = cluster.gpus > 0
+    dollars_per_hour: dict[int, float] = {}
     for config in sweep.configs:
+        workers = int(config.workers)
         per_worker = trial_bundles(config, uses_gpus=uses_gpus)[-1]
-        check_feasible(cluster.shape, int(config.workers), per_worker)
-    check_budget(experiment.budget, rate_here(experiment, int(config.workers), per_worker))
-    return Tuning(searcher, scheduler, uses_gpus, list(earlier_trials))
+        check_feasible(cluster.shape, workers, per_worker)
+        if workers not in dollars_per_hour:
+            rate = rate_here(experiment, workers, per_worker)
+            check_budget(experiment.budget, rate)
+            check_budget(sweep.budget.dollars, rate)
+            dollars_per_hour |= {} if rate is None else {workers: rate}
+    return Tuning(searcher, scheduler, uses_gpus, list(earlier_trials), dollars_per_hour)
 
 
 def run_trials(
@@ -133,30 +144,51 @@ def run_trials(
         UserError: No trial reports what the sweep compares.
         RunFailed: Tune gave up.
         Interrupted: A person stopped the sweep, and running trials have saved.
+        BudgetSpent: The sweep's budget is spent.
     """
-    observer = Observer(sweep, store, console, earlier_trials=tuning.earlier_trials)
+    observer = Observer(sweep, store, console, tuning=tuning)
+    ledger = Ledger(sweep.budget, Storage(store.folder))
+    if ledger.is_ending(max(tuning.dollars_per_hour.values(), default=0.0)):
+        raise BudgetSpent(f"the budget is spent, {ledger.sentence()}: raise it to go on")
     tuner = _make_tuner(sweep, store, observer, tuning=tuning, trainable=trainable or TrialActor)
     stop_file = store.folder / STOP_FILE
 
+    def save_trials() -> None:
+        if observer.ending is None:
+            observer.ending = set(observer.running)
+            stop_file.touch()
+
     def stop_trials() -> None:
-        observer.ending = set(observer.running)
         advice = "running trials save a checkpoint first (once more to stop at once)"
         console.say(f"stopping: {advice}")
-        stop_file.touch()
+        save_trials()
+
+    def end_within_budget() -> None:
+        observer.is_over_budget = True
+        console.say(f"the budget is nearly spent, {ledger.sentence()}: running trials save")
+        save_trials()
 
     stop_file.unlink(missing_ok=True)
+    counting = watched(ledger, observer.rate, ask=end_within_budget, end=end_at_once)
     with stop_signals(stop_trials):
         try:
-            tuner.fit()
+            with counting:
+                tuner.fit()
         except tune.TuneError as error:
             if observer.problem is None and not observer.is_stopping:
                 reason = str(error).strip().splitlines()[-1]
                 raise RunFailed(f"Ray Tune gave up: {reason}") from error
+        except KeyboardInterrupt:
+            if not observer.is_over_budget:
+                raise
     # trial.json and the folders of the runs are what is kept.
     shutil.rmtree(store.folder / TUNE_FOLDER, ignore_errors=True)
     if observer.problem is not None:
         raise observer.problem
-    if observer.is_stopping:
+    if observer.is_over_budget and observer.has_trials_left:
+        problem = f"the budget is spent, {ledger.sentence()}, with {observer.progress} trials ended"
+        raise BudgetSpent(f"{problem}: raise it to go on")
+    if observer.is_stopping and not observer.is_over_budget:
         raise Interrupted(f"stopped with {observer.progress} trials ended")
 
 
@@ -220,11 +252,12 @@ class Observer(tune.Callback, tune.Stopper):
         sweep: The sweep.
         store: Keeps what trials report.
         console: Writes to the terminal.
-        earlier_trials: Those whose points Tune is given first.
+        tuning: What Tune is given.
 
     Attributes:
-        running: Tune's ids of the running trials.
+        running: Tune's ids of the running trials, and how many workers each has.
         ending: Those that ran when a person stopped the sweep, and still save; None until then.
+        is_over_budget: Whether running trials save because the budget is nearly spent.
         problem: Why the whole sweep ends.
     """
 
@@ -234,17 +267,19 @@ class Observer(tune.Callback, tune.Stopper):
         store: TrialStore,
         console: Console,
         *,
-        earlier_trials: Sequence[Trial],
+        tuning: Tuning,
     ) -> None:
         self.sweep = sweep
         self.store = store
         self.console = console
         self.started = time.monotonic()
-        self.earlier_trials = earlier_trials
-        self.other_names = store.trials.keys() - {trial.name for trial in earlier_trials}
+        self.earlier_trials = tuning.earlier_trials
+        self.dollars_per_hour = tuning.dollars_per_hour
+        self.other_names = store.trials.keys() - {trial.name for trial in self.earlier_trials}
         self.named = 0
-        self.running: set[str] = set()
+        self.running: dict[str, int] = {}
         self.ending: set[str] | None = None
+        self.is_over_budget = False
         self.problem: UserError | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -261,8 +296,18 @@ class Observer(tune.Callback, tune.Stopper):
 
     @property
     def is_stopping(self) -> bool:
-        """Whether a person has stopped the sweep."""
+        """Whether the sweep was stopped, by a person or for its budget."""
         return self.ending is not None
+
+    @property
+    def has_trials_left(self) -> bool:
+        ended = [trial for trial in self.store.ended if trial.name not in self.other_names]
+        return len(ended) < self.sweep.count
+
+    def rate(self) -> float:
+        """Dollars per hour of the trials that run; 0 if a price is not known."""
+        running = list(self.running.values())  # another thread asks
+        return sum(self.dollars_per_hour.get(workers, 0.0) for workers in running)
 
     # --- what Tune asks ---------------------------------------------------------------------------
 
@@ -286,7 +331,7 @@ class Observer(tune.Callback, tune.Stopper):
         """Whether the whole sweep ends (`tune.Stopper`)."""
         if self.problem is not None:
             return True
-        return self.ending is not None and not self.ending & self.running
+        return self.ending is not None and not self.ending & self.running.keys()
 
     # --- what Tune reports (`tune.Callback`) ------------------------------------------------------
 
@@ -297,7 +342,7 @@ class Observer(tune.Callback, tune.Stopper):
         trial: TuneTrial,
         **info: Any,
     ) -> None:
-        self.running.add(trial.trial_id)
+        self.running[trial.trial_id] = self.sweep.workers_of(trial.config)
         name = str(trial)
         if name not in self.store.trials:
             index = int(name[1:].split("-")[0])
@@ -326,7 +371,7 @@ class Observer(tune.Callback, tune.Stopper):
         trial: TuneTrial,
         **info: Any,
     ) -> None:
-        self.running.discard(trial.trial_id)
+        self.running.pop(trial.trial_id, None)
         record = self.store.trials[str(trial)]
         result = trial.last_result or {}
         status = result.get("status", "")
@@ -350,7 +395,7 @@ class Observer(tune.Callback, tune.Stopper):
     ) -> None:
         """The trial's process has died, and again when it was started once more."""
         record = self.store.trials[str(trial)]
-        self.running.discard(trial.trial_id)
+        self.running.pop(trial.trial_id, None)
         if not record.ended and not self.is_stopping:
             log = "logs/sweep.log of the sweep's folder has its last output"
             self._end(record, "failed", f"its process died: {log}")

@@ -1,14 +1,19 @@
 """Sweeps whose trials continue from a checkpoint of a run: branches of one training."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from app.checkpoint import commits
 from app.checkpoint.forks import held, hold
+from app.config import Config
 from app.errors import UserError
+from app.run.prepare import read_task
+from app.training.hooks import set_learning_rate
 from experiments.sweep.spec import read_sweep
 from tests.app.run.test_fork import train_base
 from tests.running import mlflow_run, trireme
@@ -48,6 +53,30 @@ def test_each_trial_continues_the_checkpoint_for_the_same_samples(
     (folder / "sweep.json").write_text(json.dumps({"about": sweep.identity()}))
     again = read_sweep(str(write_sweep(tmp_path, fork=str(base))), here)
     assert (again.fork, again.origin_step) == (checkpoint, 4)
+
+
+def test_branches_of_every_batch_stay_on_the_curve_of_their_run(base: Path, tmp_path: Path) -> None:
+    keys = {"fork": f"{base}@4", "set": {"schedule.name": "cosine", "train.steps": 40}}
+    sweep = read_sweep(str(write_sweep(tmp_path, **keys)), [f"run.storage={tmp_path}"])
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    task = read_task(sweep.experiment)
+
+    def rate(config: Config, step: int, samples: int, steps: int) -> float:
+        rates = set_learning_rate(optimizer, config, task, step=step, steps=steps, samples=samples)
+        return rates["lr"]
+
+    small, large = sweep.configs
+    of_run = replace(small, schedule=sweep.experiment.schedule)
+    for step in range(4, 10):
+        samples = step * 16
+        expected = rate(of_run, step, samples, 40)
+        assert rate(small, step, samples, small.train.steps or 0) == expected, "to the bit"
+        if samples % 32 == 0:
+            on_large = 4 + (samples - 64) // 32
+            assert rate(large, on_large, samples, large.train.steps or 0) == expected
+    # What a sweep recommends goes on to the end of the run, which is further than its branches.
+    assert sweep.to_the_end().samples == 40 * 16 - 64
+    assert read_sweep(str(write_sweep(tmp_path, fork=f"{base}@4")), []).to_the_end().samples == 96
 
 
 def test_a_study_keeps_its_checkpoint_until_it_is_released_or_gone(

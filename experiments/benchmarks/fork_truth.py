@@ -1,0 +1,602 @@
+"""`fork-truth`: what branches of a checkpoint answer, beside grids of branches that are known.
+
+--measure trains a run of each task, and from three of its checkpoints every cell of a grid of batch
+sizes, learning rates and seeds; a seed is another order of the next samples. One process does so,
+with the configuration, loop, data and checkpoints of a sweep's trials. fork_truth.csv.gz has the
+losses. Without --measure sweeps as a person would write them, which train less than a fifth of the
+grid, are replayed on the table: what they name is compared with what the whole grid says.
+
+--real runs one of these sweeps by `trireme sweep` and compares each loss with the table's.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import click
+import torch
+import yaml
+
+from app.checkpoint import commits
+from app.config import Config
+from app.config.io import load_config, with_values
+from app.console.terminal import Console
+from app.errors import NonFiniteError
+from app.launchers.train import train
+from app.run.prepare import Prepared, prepare, read_task
+from app.training.events import Event, MetricsLogged
+from app.training.job import Job, Place, SilentChannel
+from app.training.loop import Training
+from app.training.persistence import Persistence, Progress
+from experiments.benchmarks.harness import show
+from experiments.sweep.branches import Interval, answer_of, best_cell, losses_of
+from experiments.sweep.search import Search, Values
+from experiments.sweep.spec import Sweep, read_sweep
+from experiments.sweep.trials import BATCH, RATE, SEED, Report, Trial, load_trial
+
+HERE = Path(__file__).parent
+TABLE = HERE / "fork_truth.csv.gz"
+"""Task, step, batch, rate, seed and the loss after all samples of each branch."""
+Row = tuple[str, int, int, float, int, float]
+"""A line of it."""
+SEEDS = 3
+METRIC = "eval/loss"
+REPORTS = 2
+Cell = tuple[int, float]
+"""A batch size and a learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A run and the grid of its branches.
+
+    Attributes:
+        experiment: The file of the run, in experiments/.
+        keys: key=value beside it.
+        steps: Of its checkpoints.
+        samples: That each branch sees.
+        batches: The batch sizes, rising.
+        rates: The learning rates, rising.
+    """
+
+    experiment: str
+    keys: tuple[str, ...]
+    steps: tuple[int, ...]
+    samples: int
+    batches: tuple[int, ...]
+    rates: tuple[float, ...]
+
+
+def _doubling(lowest: float, count: int) -> tuple[float, ...]:
+    return tuple(float(f"{lowest * 2**number:.6g}") for number in range(count))
+
+
+TASKS = {
+    "digits": Task(
+        experiment="digits.yaml",
+        keys=("workers=1", "train.eval_batch_size=359"),
+        steps=(50, 150, 300),
+        samples=2048,
+        batches=(16, 32, 64, 128, 256, 512),
+        rates=_doubling(2.5e-4, 7),
+    ),
+    "mnist": Task(
+        experiment="mnist.yaml",
+        keys=(
+            "workers=1",
+            "train.steps=300",
+            "task_args={model_args: {widths: [8, 16]}, eval_samples: 500}",
+            "train.eval_batch_size=250",
+        ),
+        steps=(40, 100, 200),
+        samples=1024,
+        batches=(16, 32, 64, 128, 256),
+        rates=_doubling(2.5e-4, 7),
+    ),
+    "gpt": Task(
+        experiment="gpt.yaml",
+        keys=(
+            "workers=1",
+            "train.steps=300",
+            "task_args={d_model: 32, n_layers: 2, n_heads: 2, sequence_length: 32}",
+            "train.eval_batch_size=128",
+        ),
+        steps=(40, 100, 200),
+        samples=256,
+        batches=(4, 8, 16, 32, 64),
+        rates=_doubling(5e-4, 7),
+    ),
+}
+
+
+# --- training the truth ---------------------------------------------------------------------------
+
+
+class LoadOnly(Persistence):
+    """Loads the checkpoint that is forked, and saves none."""
+
+    def save(self, progress: Progress) -> None: ...
+
+    def finish(self, progress: Progress) -> None: ...
+
+    def keep_weights(self) -> None: ...
+
+
+class Evaluations(SilentChannel):
+    """Keeps what a worker evaluates.
+
+    Attributes:
+        losses: In the order of their steps.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, MetricsLogged) and METRIC in event.values:
+            self.losses.append(event.values[METRIC])
+
+
+def train_base(name: str, folder: Path) -> Path:
+    """Trains a task's run with its checkpoints, or takes the one that is there.
+
+    Args:
+        name: Of `TASKS`.
+        folder: Where the run's folder is.
+
+    Returns:
+        The run's folder.
+    """
+    task = TASKS[name]
+    run = folder / name
+    steps = {commit.step for commit in commits(str(run / "checkpoints"))} if run.exists() else set()
+    if steps >= set(task.steps):
+        return run
+    every = _common_step(task)
+    keys = [
+        *task.keys,
+        "strategy=single",
+        "launcher=local",
+        "tracking.enabled=false",
+        "checkpoint.weights=false",
+        f"checkpoint.every_steps={every}",
+        "checkpoint.keep_last=100",
+        f"run.storage={folder}",
+        f"run.name={name}",
+    ]
+    train(load_config([HERE.parent / task.experiment], keys), Console())
+    return run
+
+
+def _common_step(task: Task) -> int:
+    """The most steps of which all steps of a task are multiples."""
+    return math.gcd(*task.steps)
+
+
+def sweep_file(
+    name: str,
+    step: int,
+    folder: Path,
+    *,
+    batches: Sequence[int],
+    rates: Sequence[float],
+    seeds: Sequence[int],
+) -> Path:
+    """The file of a sweep of branches, as a person would write it.
+
+    Args:
+        name: Of `TASKS`.
+        step: Of the checkpoint.
+        folder: Has the task's run; gets the file.
+        batches: Of the grid.
+        rates: Of the grid.
+        seeds: Other orders of the samples.
+    """
+    file = folder / f"{name}-{step}.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            {
+                "fork": f"{folder / name}@{step}",
+                "samples": TASKS[name].samples,
+                "space": {BATCH: list(batches), RATE: list(rates), SEED: list(seeds)},
+                "set": {"launcher": "auto", "tracking.system_metrics_every": 0},
+                "reports": REPORTS,
+                "time": "samples",
+            }
+        )
+    )
+    return file
+
+
+def measure(name: str, folder: Path) -> None:
+    """Trains every cell of a task's grids that the table does not have yet, and adds it there.
+
+    Args:
+        name: Of `TASKS`.
+        folder: Keeps the task's run.
+    """
+    task = TASKS[name]
+    train_base(name, folder)
+    kept = folder / f"{name}.csv"
+    rows = read_rows(kept) if kept.exists() else []
+    known = {row[:5] for row in rows}
+    for step in task.steps:
+        file = sweep_file(
+            name, step, folder, batches=task.batches, rates=task.rates, seeds=range(SEEDS)
+        )
+        sweep = read_sweep(str(file), [f"run.storage={folder}"])
+        prepared: dict[int, Prepared] = {}
+        for values in sweep.points or ():
+            batch = int(values[BATCH])
+            branch = (name, step, batch, float(values[RATE]), int(values[SEED]))
+            if branch in known:
+                continue
+            if batch not in prepared:
+                config = trial_config(sweep, values)
+                prepared[batch] = prepare(config, read_task(config), 1, devices_per_node=None)
+            loss = losses_of_branch(sweep, values, prepared[batch], folder)[-1]
+            rows.append((*branch, float(f"{loss:.5g}")))
+            with kept.open("a", newline="") as opened:
+                csv.writer(opened).writerow(rows[-1])
+    others = [row for row in read_rows(TABLE) if row[0] != name] if TABLE.exists() else []
+    write_rows(sorted([*others, *rows]))
+
+
+def trial_config(sweep: Sweep, values: Values) -> Config:
+    """The configuration of a trial, which evaluates as often as the sweep says."""
+    config = sweep.config(values, name="branch", storage=sweep.experiment.run.storage)
+    steps = (config.train.steps or 0) - sweep.origin_step
+    every = max(1, -(-steps // (sweep.reports or 1)))
+    return with_values(config, {"train.eval_every": every})
+
+
+def losses_of_branch(sweep: Sweep, values: Values, prepared: Prepared, folder: Path) -> list[float]:
+    """The losses that a trial reports, in the order of its steps.
+
+    Args:
+        sweep: Says what is forked.
+        values: The point of its space.
+        prepared: The preparation of a trial with the same batch.
+        folder: Gets nothing.
+    """
+    keys = {RATE: values[RATE], SEED: values.get(SEED, prepared.config.train.seed)}
+    job = Job(
+        config=with_values(prepared.config, keys),
+        layout=prepared.layout,
+        folder=str(folder / "branch"),
+        attempt="",
+        run_uid="",
+        steps=prepared.steps,
+        cwd=os.getcwd(),
+        sources=prepared.sources,
+        fork=sweep.fork,
+        widths=prepared.widths,
+    )
+    place = Place(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
+    channel = Evaluations()
+    training = Training(job, place, channel, persistence_class=LoadOnly)
+    try:
+        training.run()
+    except NonFiniteError:
+        channel.losses.append(math.nan)
+    finally:
+        training.close()
+    return channel.losses
+
+
+def read_rows(file: Path) -> list[Row]:
+    """The lines of a table.
+
+    Args:
+        file: Its path; one that ends with .gz is compressed.
+    """
+    content = file.read_bytes()
+    text = gzip.decompress(content) if file.suffix == ".gz" else content
+    return [
+        (name, int(step), int(batch), float(rate), int(seed), float(loss))
+        for name, step, batch, rate, seed, loss in csv.reader(text.decode().splitlines())
+    ]
+
+
+def write_rows(rows: Sequence[Row]) -> None:
+    """Writes the table; the same lines give the same bytes."""
+    text = "".join(",".join(map(str, row)) + "\n" for row in rows)
+    TABLE.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def read_table() -> dict[tuple[str, int], dict[Cell, dict[int, float]]]:
+    """The table: by task and step, by cell and seed, the loss after all samples."""
+    table: dict[tuple[str, int], dict[Cell, dict[int, float]]] = {}
+    for name, step, batch, rate, seed, loss in read_rows(TABLE):
+        table.setdefault((name, step), {}).setdefault((batch, rate), {})[seed] = loss
+    return table
+
+
+# --- what sweeps answer ---------------------------------------------------------------------------
+
+Grid = Mapping[Cell, Mapping[int, float]]
+"""By cell and seed the loss of a branch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Design:
+    """A sweep as a person would write it: some of the batches, rates and seeds of a grid.
+
+    Attributes:
+        batches: Positions in the grid's batches, the smallest and the largest among them.
+        rates: Positions in the grid's rates.
+        seeds: The seeds.
+    """
+
+    batches: tuple[int, ...]
+    rates: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+    @property
+    def branches(self) -> int:
+        return len(self.batches) * len(self.rates) * len(self.seeds)
+
+
+def designs(batches: int) -> list[Design]:
+    """Three batches, three or four rates and two seeds: less than a fifth of the grid.
+
+    Args:
+        batches: How many the grid has.
+    """
+    last = batches - 1
+    middles = sorted({last // 2, (last + 1) // 2})
+    rates_tried = [(0, 2, 4, 6)] if batches > 5 else [(1, 3, 5), (0, 3, 6)]
+    return [
+        Design(batches=(0, middle, last), rates=rates, seeds=seeds)
+        for middle in middles
+        for rates in rates_tried
+        for seeds in combinations(range(SEEDS), 2)
+    ]
+
+
+def trials_of(task: Task, grid: Grid, design: Design | None = None) -> list[Trial]:
+    """The trials that a sweep would have had: those of a design, or all of the grid."""
+    trials: list[Trial] = []
+    for (batch, rate), by_seed in grid.items():
+        for seed, loss in by_seed.items():
+            if design is not None and not (
+                task.batches.index(batch) in design.batches
+                and task.rates.index(rate) in design.rates
+                and seed in design.seeds
+            ):
+                continue
+            steps = -(-task.samples // batch)
+            report: Report = {
+                "step": steps,
+                "samples": steps * batch,
+                "metrics": {METRIC: loss},
+                "steps": steps,
+                "workers": 1,
+            }
+            trial = Trial(len(trials), f"t{len(trials)}", {BATCH: batch, RATE: rate, SEED: seed})
+            trial.reports = [report]
+            trial.status = "finished" if math.isfinite(loss) else "diverged"
+            trials.append(trial)
+    return trials
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What one sweep answers beside the truth.
+
+    Attributes:
+        is_inside: Whether the true critical batch is inside its 80 % interval.
+        regret: The loss of the batch and rate that it names, over all seeds, above the grid's best,
+            in standard deviations of the difference between two branches.
+        largest_regret: The same of the largest batch that it says may be used.
+        share: Of the grid's samples.
+        is_decided: Whether it names a critical batch, instead of asking for more seeds.
+    """
+
+    is_inside: bool
+    regret: float
+    largest_regret: float
+    share: float
+    is_decided: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truth:
+    """What the whole grid says.
+
+    Attributes:
+        critical: The critical batch, with its 80 % interval.
+        best: The cell with the lowest mean.
+        noise: The standard deviation, over seeds, of the difference between two branches.
+        means: The mean loss of each cell.
+    """
+
+    critical: Interval
+    best: Cell
+    noise: float
+    means: Mapping[Cell, float]
+
+
+SEARCH = Search(space={}, metric=METRIC)
+
+
+def truth_of(task: Task, grid: Grid) -> Truth:
+    """What the whole grid of a checkpoint says."""
+    losses = losses_of(trials_of(task, grid), SEARCH, {})
+    answer = answer_of(losses)
+    assert answer is not None and answer.critical is not None and answer.noise is not None
+    means = {cell: statistics.fmean(values) for cell, values in losses.items()}
+    return Truth(critical=answer.critical, best=best_cell(losses), noise=answer.noise, means=means)
+
+
+def case_of(task: Task, grid: Grid, truth: Truth, design: Design) -> Case:
+    """What a sweep answers, by the code that answers for `trireme sweep`."""
+    losses = losses_of(trials_of(task, grid, design), SEARCH, {})
+    answer = answer_of(losses)
+    assert answer is not None and answer.critical is not None
+    largest = max(answer.usable(), key=lambda each: each.batch)
+    lowest = truth.means[truth.best]
+    named = truth.means[best_cell(losses)]
+    named_largest = truth.means[largest.batch, _nearest(task.rates, largest.best_rate)]
+    critical = answer.critical
+    return Case(
+        is_inside=critical.low <= truth.critical.value <= critical.high,
+        regret=(named - lowest) / truth.noise,
+        largest_regret=(named_largest - lowest) / truth.noise,
+        share=design.branches / (len(grid) * SEEDS),
+        is_decided=answer.is_decided,
+    )
+
+
+def _nearest(rates: Sequence[float], rate: float) -> float:
+    return min(rates, key=lambda each: abs(math.log(each / rate)))
+
+
+def cases() -> Iterator[tuple[str, int, Truth, list[Case]]]:
+    """For each checkpoint whose grid is whole: task, step, the truth and what sweeps answer."""
+    for (name, step), grid in read_table().items():
+        task = TASKS[name]
+        is_whole = len(grid) == len(task.batches) * len(task.rates)
+        if not is_whole or any(len(by_seed) < SEEDS for by_seed in grid.values()):
+            continue
+        truth = truth_of(task, grid)
+        answers = [case_of(task, grid, truth, each) for each in designs(len(task.batches))]
+        yield name, step, truth, answers
+
+
+def rows() -> list[dict[str, str]]:
+    """A line for each checkpoint, and one for all."""
+    lines = []
+    everything: list[Case] = []
+    for name, step, truth, answers in cases():
+        everything += answers
+        critical = truth.critical
+        lines.append(
+            {
+                "checkpoint": f"{name}@{step}",
+                "critical batch": f"{critical.value:.0f} ({critical.low:.0f}–{critical.high:.0f})",
+                "best cell": f"{truth.best[0]}, {truth.best[1]:.3g}",
+                "noise": f"{truth.noise:.3g}",
+                **_summary(answers),
+            }
+        )
+    if everything:
+        lines.append(
+            {
+                "checkpoint": "all",
+                "critical batch": "",
+                "best cell": "",
+                "noise": "",
+                **_summary(everything),
+            }
+        )
+    return lines
+
+
+def _summary(answers: Sequence[Case]) -> dict[str, str]:
+    inside = sum(case.is_inside for case in answers)
+    regrets = [case.regret for case in answers]
+    largest = [case.largest_regret for case in answers]
+    return {
+        "inside": f"{inside} of {len(answers)}",
+        "decided": f"{sum(case.is_decided for case in answers)}",
+        "regret, mean (largest)": f"{statistics.fmean(regrets):.2f} ({max(regrets):.2f})",
+        "of the largest batch": f"{statistics.fmean(largest):.2f} ({max(largest):.2f})",
+        "of the grid's samples": f"{max(case.share for case in answers):.0%}",
+    }
+
+
+# --- a real sweep ---------------------------------------------------------------------------------
+
+
+def compare_with_sweep(name: str, folder: Path) -> list[dict[str, str]]:
+    """Runs the first design from a task's second checkpoint by `trireme sweep`.
+
+    Args:
+        name: Of `TASKS`.
+        folder: Keeps the task's run, and the sweep.
+
+    Returns:
+        How many branches ended with the table's loss, and both answers.
+    """
+    task = TASKS[name]
+    train_base(name, folder)
+    step = task.steps[1]
+    design = designs(len(task.batches))[0]
+    file = sweep_file(
+        name,
+        step,
+        folder,
+        batches=[task.batches[position] for position in design.batches],
+        rates=[task.rates[position] for position in design.rates],
+        seeds=design.seeds,
+    )
+    command = [sys.executable, "-m", "app", "sweep", str(file), f"run.storage={folder}", "--json"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise click.ClickException(ended.stderr[-2000:])
+    outcome = json.loads(ended.stdout.strip().splitlines()[-1])
+    grid = read_table()[name, step]
+    records = [load_trial(each.parent) for each in Path(outcome["folder"]).glob("*/trial.json")]
+    trials = [record for record in records if record is not None]
+    differences = []
+    for trial in trials:
+        loss = grid[int(trial.values[BATCH]), float(trial.values[RATE])][trial.values[SEED]]
+        differences.append(abs(trial.last["metrics"][METRIC] / loss - 1))
+    answer = json.loads((Path(outcome["folder"]) / "answer.json").read_text())
+    critical = answer["branches"]["critical"]
+    replayed = answer_of(losses_of(trials_of(task, grid, design), SEARCH, {}))
+    assert replayed is not None and replayed.critical is not None
+    return [
+        {
+            "sweep": f"{name}@{step}",
+            "branches": f"{len(trials)}",
+            "with the table's loss": f"{sum(each < 1e-4 for each in differences)}",
+            "largest difference": f"{max(differences):.1e}",
+            "its critical batch": _words(Interval(**critical)),
+            "replayed": _words(replayed.critical),
+        }
+    ]
+
+
+def _words(interval: Interval) -> str:
+    return f"{interval.value:.0f} ({interval.low:.0f}–{interval.high:.0f})"
+
+
+@click.command(help=__doc__)
+@click.option("--measure", "measured", multiple=True, type=click.Choice(list(TASKS)))
+@click.option("--real", multiple=True, type=click.Choice(list(TASKS)))
+@click.option("--folder", type=Path, help="Keeps the runs. Default: a temporary one.")
+@click.option("--json", "as_json", is_flag=True)
+def main(
+    measured: tuple[str, ...], real: tuple[str, ...], folder: Path | None, as_json: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        for name in measured:
+            cpu = time.process_time()
+            measure(name, folder or Path(temporary))
+            print(f"{name}: {time.process_time() - cpu:,.0f} CPU seconds", file=sys.stderr)
+        if real:
+            lines = [
+                line
+                for name in real
+                for line in compare_with_sweep(name, folder or Path(temporary))
+            ]
+            show("fork-truth", {"sweeps": lines}, lines, as_json=as_json)
+    if not measured and not real:
+        lines = rows()
+        show("fork-truth", {"checkpoints": lines}, lines, as_json=as_json)

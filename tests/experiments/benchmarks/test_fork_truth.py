@@ -1,0 +1,97 @@
+"""The truth about branches is trained as branches are, and sweeps on it are judged correctly."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from app.run.prepare import prepare, read_task
+from experiments.benchmarks import fork_truth
+from experiments.benchmarks.fork_truth import SEEDS, Task, case_of, designs, truth_of
+from experiments.sweep.spec import read_sweep
+from experiments.sweep.trials import BATCH, RATE, SEED
+from tests.app.run.test_fork import train_base
+from tests.experiments.sweep.test_branches import write_sweep
+from tests.running import curve, invoke
+
+TASK = Task(
+    experiment="digits.yaml",
+    keys=(),
+    steps=(10,),
+    samples=4096,
+    batches=(16, 32, 64, 128, 256, 512),
+    rates=fork_truth._doubling(0.001, 7),
+)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_cell_of_the_truth_is_a_real_fork_to_the_bit(tmp_path: Path) -> None:
+    base = train_base(tmp_path, "schedule.name=cosine", "train.steps=12", "checkpoint.keep_last=9")
+    space = {BATCH: [32], RATE: [0.01], SEED: [1]}
+    file = write_sweep(tmp_path, fork=f"{base}@4", space=space, reports=3)
+    sweep = read_sweep(str(file), [f"run.storage={tmp_path}"])
+    values = (sweep.points or [])[0]
+    config = fork_truth.trial_config(sweep, values)
+    prepared = prepare(config, read_task(config), 1, devices_per_node=None)
+    losses = fork_truth.losses_of_branch(sweep, values, prepared, tmp_path)
+    assert (config.schedule.steps, config.schedule.batch_size) == (12, 16)
+    invoke(
+        "fork",
+        base,
+        "--at",
+        "4",
+        "run.name=real",
+        "train.global_batch_size=32",
+        "optimizer.lr=0.01",
+        "train.seed=1",
+        "train.steps=7",
+        "train.eval_every=1",
+        "schedule.steps=12",
+        "schedule.batch_size=16",
+    )
+    real = curve(tmp_path, "real", "eval/loss")
+    assert list(real) == [5, 6, 7]
+    assert losses == list(real.values())
+    assert not (tmp_path / "branch" / "checkpoints").exists(), "nothing is saved"
+
+
+def grid_of(*, critical: float, noise: float) -> dict[tuple[int, float], dict[int, float]]:
+    """Losses that rise by the noise at the critical batch, with a best rate of 0.008."""
+    grid: dict[tuple[int, float], dict[int, float]] = {}
+    for batch in TASK.batches:
+        for rate in TASK.rates:
+            loss = 1 + noise * batch / critical + 0.02 * math.log(rate / 0.008) ** 2
+            shifts = {0: 0.0, 1: 0.7 * noise, 2: -0.7 * noise}
+            sign = 1 if (TASK.batches.index(batch) + TASK.rates.index(rate)) % 2 else -1
+            grid[batch, rate] = {seed: loss + sign * shift for seed, shift in shifts.items()}
+    return grid
+
+
+@pytest.mark.pure
+def test_sweeps_on_a_grid_are_judged_by_the_whole_of_it() -> None:
+    grid = grid_of(critical=100, noise=0.01)
+    truth = truth_of(TASK, grid)
+    assert truth.best[1] == 0.008
+    assert 50 < truth.critical.value < 250
+    cases = [case_of(TASK, grid, truth, design) for design in designs(len(TASK.batches))]
+    assert len(cases) == 6
+    assert all(case.share <= 0.2 for case in cases), "at most a fifth of the grid"
+    assert all(case.is_inside for case in cases)
+    # Their rates are 0.001, 0.004, 0.016, 0.064: the best one is not among them.
+    step = 0.02 * math.log(2) ** 2 / truth.noise
+    assert all(case.regret >= step - 2 for case in cases)
+    assert all(case.largest_regret >= case.regret for case in cases)
+
+
+@pytest.mark.pure
+def test_the_table_has_the_cells_of_its_tasks() -> None:
+    rows = fork_truth.read_rows(fork_truth.TABLE)
+    assert len({row[:5] for row in rows}) == len(rows), "each branch is there once"
+    for (name, step), grid in fork_truth.read_table().items():
+        task = fork_truth.TASKS[name]
+        assert step in task.steps
+        for (batch, rate), by_seed in grid.items():
+            assert batch in task.batches and rate in task.rates
+            assert by_seed.keys() <= set(range(SEEDS))
+    for name, step, _, cases in fork_truth.cases():
+        assert max(case.share for case in cases) <= 0.2, (name, step)

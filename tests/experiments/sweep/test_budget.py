@@ -1,0 +1,203 @@
+"""What all trials of a sweep together may take is said before they start, and never exceeded."""
+
+import json
+import math
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import UserError
+from app.storage.storage import Storage
+from experiments.sweep.budget import (
+    AHEAD_SECONDS,
+    FILE,
+    POLL_SECONDS,
+    Budget,
+    Ledger,
+    read_budget,
+)
+from experiments.sweep.run import _check_samples
+from experiments.sweep.spec import read_sweep
+from tests.running import finish, start, trireme, wait_until
+
+pure = pytest.mark.pure
+SLOW: dict[str, Any] = {
+    "experiment": {
+        "task": "tests.tasks:Points",
+        "task_args": {"step_seconds": 0.2},
+        "train": {"steps": 40, "global_batch_size": 16},
+        "checkpoint": {"every_steps": 10, "weights": False},
+        "tracking": {"enabled": False},
+    },
+    "space": {"optimizer.lr": [0.001, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 1.0]},
+    "reports": 4,
+    "concurrent": 1,
+    "confirm": 0,
+}
+
+
+def write(tmp_path: Path, **keys: Any) -> list[str]:
+    """Writes a sweep's file, and returns the arguments that run it."""
+    (tmp_path / "s.yaml").write_text(json.dumps({**SLOW, **keys}))
+    return [str(tmp_path / "s.yaml"), f"run.storage={tmp_path}"]
+
+
+def test_a_budget_is_read_and_what_is_wrong_with_it_is_said(tmp_path: Path) -> None:
+    assert read_budget(None) == Budget() and not str(read_budget(None))
+    assert read_budget(2.5) == Budget(dollars=2.5)
+    file, storage = write(tmp_path, budget={"samples": 9000, "seconds": 600})
+    sweep = read_sweep(file, [storage, "budget.seconds=60"])
+    assert sweep.budget == Budget(samples=9000, seconds=60.0)
+    assert str(sweep.budget) == "9,000 samples, 60 seconds"
+    assert read_sweep(file, [storage, "budget=3"]).budget == Budget(dollars=3.0)
+    with pytest.raises(UserError, match=r"budget has 'second' .did you mean 'seconds'"):
+        read_budget({"second": 3})
+    with pytest.raises(UserError, match=r"budget\.dollars is 0, but it must be a number greater"):
+        read_budget({"dollars": 0})
+
+
+def test_trials_that_would_see_more_samples_are_refused_before_they_start(tmp_path: Path) -> None:
+    file, storage = write(tmp_path, confirm=2, confirm_seeds=3)
+    sweep = read_sweep(file, [storage])
+    samples = (8 + 2 * 3) * 40 * 16
+    assert sweep.all_samples() == samples
+    _check_samples(read_sweep(file, [storage, f"budget.samples={samples}"]))
+    sentence = "s would see 8,960 samples, and budget.samples is 8,959: leave values out"
+    with pytest.raises(UserError, match=sentence):
+        _check_samples(read_sweep(file, [storage, f"budget.samples={samples - 1}"]))
+    drawn = read_sweep(
+        file,
+        [
+            storage,
+            "searcher=random",
+            "trials=5",
+            "confirm=0",
+            "space.train.steps={randint: [10, 99]}",
+        ],
+    )
+    assert drawn.all_samples() == 5 * 99 * 16
+
+
+class Clock:
+    """A time that the test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Memory:
+    """A storage that need not wait for a disk."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+
+    def read_bytes(self, name: str) -> bytes:
+        if name not in self.files:
+            raise FileNotFoundError(name)
+        return self.files[name]
+
+    def write_bytes(self, name: str, content: bytes) -> None:
+        self.files[name] = content
+
+
+@pure
+@given(
+    starts=st.lists(
+        st.tuples(
+            st.integers(1, 400),
+            st.booleans(),
+            st.lists(st.floats(0.0, 40.0), min_size=1, max_size=5),
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    seconds=st.floats(10.0, 300.0),
+    dollars=st.floats(0.05, 3.0),
+)
+def test_kills_at_any_moment_never_make_a_sweep_take_more_than_its_budget(
+    starts: list[tuple[int, bool, list[float]]],
+    seconds: float,
+    dollars: float,
+) -> None:
+    storage: Any = Memory()
+    budget = Budget(seconds=seconds, dollars=dollars)
+    clock = Clock()
+    true_seconds = 0.0
+    true_dollars = 0.0
+    for polls, is_killed, rates in starts:
+        ledger = Ledger(budget, storage, clock)
+        if ledger.is_ending(max(rates)):
+            continue
+        ledger.begin()
+        ledger.count(rates[0])
+        for poll in range(polls):
+            rate = rates[poll % len(rates)]
+            clock.now += POLL_SECONDS
+            true_seconds += POLL_SECONDS
+            true_dollars += POLL_SECONDS * rate / 3600
+            ledger.count(rate)
+            if ledger.is_spent(rate):
+                break
+        if not is_killed:
+            ledger.close()
+        written = json.loads(storage.read_bytes(FILE))
+        assert written["seconds"] >= true_seconds - 1e-6
+        assert written["dollars"] >= true_dollars - 1e-9
+        assert true_seconds <= seconds + 1e-6
+        assert true_dollars <= dollars + 1e-9
+
+
+@pure
+def test_trials_are_asked_to_save_before_they_are_ended(tmp_path: Path) -> None:
+    clock = Clock()
+    ledger = Ledger(Budget(seconds=100.0, dollars=1.0), Storage(tmp_path), clock)
+    assert ledger.left_seconds(0.0) == 100.0
+    assert ledger.left_seconds(72.0) == pytest.approx(50.0), "a dollar lasts 50 s at 72 an hour"
+    clock.now += 91.0
+    ledger.count(0.0)
+    assert ledger.is_ending(0.0) and not ledger.is_spent(0.0)
+    assert ledger.sentence() == "91 of 100 seconds and 0 of 1 dollars"
+    clock.now += 5.0
+    ledger.count(0.0)
+    assert ledger.is_spent(0.0)
+    assert ledger.written.seconds == 96.0 + AHEAD_SECONDS
+    ledger.close()
+    assert Ledger(ledger.budget, Storage(tmp_path)).taken.seconds == 96.0
+    assert Ledger(Budget(), Storage(tmp_path)).left_seconds(1e6) == math.inf
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_killed_stays_within_its_seconds_and_answers(
+    tmp_path: Path, ray_environment: dict[str, str]
+) -> None:
+    arguments = ["sweep", *write(tmp_path, budget={"seconds": 45})]
+    first = start(arguments, env=ray_environment)
+    file = tmp_path / "s" / FILE
+
+    def taken() -> float:
+        return float(json.loads(file.read_text())["seconds"]) if file.exists() else 0.0
+
+    wait_until(lambda: taken() > 10)
+    first.send_signal(signal.SIGKILL)
+    finish(first)
+    before = taken()
+    assert before <= 45
+    second = trireme(*arguments, "--json", env=ray_environment)
+    assert "budget: at most 45 seconds, over all starts together" in second.err + second.out
+    assert before < taken() <= 45
+    records = [json.loads(f.read_text()) for f in (tmp_path / "s").glob("*/trial.json")]
+    assert second.code == 130 and "raise it to go on" in second.json["error"]
+    if any(record["status"] == "finished" for record in records):  # unless the machine was too slow
+        assert second.json["status"] == "stopped"
+        assert (tmp_path / "s" / "answer.json").exists()
+    spent = taken()
+    third = trireme(*arguments, env=ray_environment)
+    assert third.code == 130 and "the budget is spent" in third.err + third.out
+    assert taken() == spent, "nothing has started"
