@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
+from scipy.io import wavfile
 
 from app.data.randomness import seed_everything
 from app.tasks import load_task
@@ -49,6 +52,38 @@ def data(tmp_path: Path, text: str, own_cache: Path) -> Path:
     (tmp_path / "tagged.jsonl").write_text("\n".join(map(json.dumps, sentences)))
     (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, questions)))
     return tmp_path
+
+
+@pytest.fixture
+def files(data: Path) -> Path:
+    """The folder of `data` with recordings, pictures and masks."""
+    generator = np.random.default_rng(0)
+    transcripts = []
+    shown = []
+    asked = []
+    for name in ("clips", "pictures", "drawn/images", "drawn/masks"):
+        (data / name).mkdir(parents=True)
+    for i in range(12):
+        seconds = 0.5 + i % 4 / 10
+        times = np.arange(int(16_000 * seconds)) / 16_000
+        wave = np.sin(2 * np.pi * (200 + 100 * (i % 3)) * times) / 2
+        wavfile.write(data / f"clips/{i}.wav", 16_000, (wave * 32_000).astype(np.int16))
+        text = " ".join(["low", "mid", "high"][(i + k) % 3] for k in range(1 + i % 2))
+        transcripts.append({"audio": f"clips/{i}.wav", "text": text})
+        pixels = generator.integers(0, 256, (20 + i, 24, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(data / f"pictures/{i}.png")
+        shown.append({"image": f"pictures/{i}.png", "text": f"picture {'very ' * (i % 3)}{i}"})
+        question = {"role": "user", "content": f"<image>\nWhat is {'it ' * (1 + i % 3)}?"}
+        answer = {"role": "assistant", "content": f"a picture {'very ' * (i % 3)}{i}"}
+        asked.append({"image": f"pictures/{i}.png", "messages": [question, answer]})
+        classes = (pixels[..., 0] > 128).astype(np.uint8) + (pixels[..., 1] > 200)
+        classes[:2] = 255
+        Image.fromarray(pixels).save(data / f"drawn/images/{i}.png")
+        Image.fromarray(classes.astype(np.uint8)).save(data / f"drawn/masks/{i}.png")
+    (data / "transcripts.jsonl").write_text("\n".join(map(json.dumps, transcripts)))
+    (data / "asked_of_pictures.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    (data / "shown.jsonl").write_text("\n".join(map(json.dumps, shown)))
+    return data
 
 
 @pytest.fixture
