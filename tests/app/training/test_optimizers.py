@@ -68,6 +68,11 @@ def test_optimizers_train_the_same_model_under_every_layout() -> None:
             distance = difference(single, curve)
             if name == "rprop":  # it steps by the sign of a gradient that is zero but for rounding
                 assert distance.loss < 2e-5 and distance.norm < 2e-4, f"{layout}: {distance}"
+            elif name == "muon":
+                # It orthogonalizes in bfloat16, where a rounding that differs moves a weight by a
+                # part of the rate, 1e-2; a part of a matrix alone would move it by the whole rate.
+                assert distance.loss < 2e-5 and distance.norm < 2e-4, f"{layout}: {distance}"
+                assert distance.weights < 1e-3, f"{layout}: {distance}"
             else:
                 assert distance.within(2e-5), f"{name}, {layout}: {distance}"
 
