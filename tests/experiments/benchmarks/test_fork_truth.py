@@ -68,7 +68,6 @@ def grid_of(*, critical: float, noise: float) -> dict[tuple[int, float], dict[in
     return grid
 
 
-@pytest.mark.pure
 def test_sweeps_on_a_grid_are_judged_by_the_whole_of_it() -> None:
     grid = grid_of(critical=100, noise=0.01)
     truth = truth_of(TASK, grid)
@@ -81,7 +80,6 @@ def test_sweeps_on_a_grid_are_judged_by_the_whole_of_it() -> None:
     assert all(case.regret >= 0 and case.largest_regret >= 0 for case in cases)
 
 
-@pytest.mark.pure
 def test_the_table_has_the_cells_of_its_tasks() -> None:
     rows = fork_truth.read_rows(fork_truth.TABLE)
     assert len({row[:5] for row in rows}) == len(rows), "each branch is there once"
