@@ -254,6 +254,18 @@ def _add_branches(answer: Answer, sweep: Sweep, trials: Sequence[Trial]) -> None
         mean=sweep.sign * branches.loss_of(best[0]),
         seeds=branches.seeds if branches.seeds > 1 else 0,
     )
+    # What compares trials by their best evaluation, or by steps to a target, is for other sweeps.
+    answer.confirmation = None
+    answer.steps = {}
+    answer.critical = None
+    answer.rates = [
+        BestRate(batch=each.batch, rate=each.rate.value, value=each.loss, edge=each.edge)
+        for each in branches.batches
+        if each.rate is not None
+    ]
+    answer.rule = analysis.scaling_rule(answer.rates)
+    if sweep.target is None:
+        answer.soonest = None
     present_batch = sweep.experiment.train.global_batch_size
     planned = plan_steps(
         sweep,

@@ -6,7 +6,6 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from app.console.terminal import duration
@@ -15,6 +14,7 @@ from experiments.report.page import MISSING, PageContent, Section, Table
 from experiments.sweep import analysis
 from experiments.sweep.analysis import CriticalBatch, ScalingRule
 from experiments.sweep.answer import Answer
+from experiments.sweep.branches import WITHOUT_RATE
 from experiments.sweep.spec import SOONEST, Sweep
 from experiments.sweep.trials import BATCH, FAILURES, RATE, Trial, TrialStore
 
@@ -45,6 +45,10 @@ CONFIRMATION_NOTE = (
 HEAT_MAP_CAPTION = (
     "The best value of each trial over batch size and learning rate; the best of all is framed. A "
     "value with … is of a trial that was stopped early."
+)
+BRANCH_MAP_CAPTION = (
+    "The loss of branches after the same samples over batch size and learning rate, the mean over "
+    "seeds; the best of all is framed."
 )
 LEARNING_RATE_CAPTION = (
     "The best learning rate at each batch size, and the power law through them. Hollow: the best "
@@ -150,7 +154,20 @@ def _branch_sections(answer: Answer) -> list[Section]:
                 "verdict": each.verdict,
             }
         )
-    by_workers = [asdict(gain) for gain in answer.gains]
+    by_workers = []
+    for gain in answer.gains:
+        row: dict[str, object] = {
+            "workers": gain.workers,
+            "batch size": gain.batch,
+            "learning rate": gain.rate,
+            "steps": gain.steps,
+            "hours": gain.hours,
+        }
+        if gain.dollars is not None:
+            row["dollars"] = gain.dollars
+        if gain.times_faster is not None:
+            row["times as fast as the run's batch"] = gain.times_faster
+        by_workers.append(row)
     return [
         {"title": "The batch now", "tables": [{"rows": rows}], "note": BRANCHES_NOTE},
         {
@@ -221,12 +238,38 @@ def _plots(sweep: Sweep, store: TrialStore, answer: Answer) -> list[tuple[str, s
     """SVG and caption of the plots for which there are data."""
     trials = store.searched
     drawn = [
-        (_heat_map(sweep, trials), HEAT_MAP_CAPTION),
+        _branch_map(sweep, trials) if answer.branches else _trial_map(sweep, trials),
         (_learning_rate(answer), LEARNING_RATE_CAPTION),
         (_steps_to_target(sweep, answer), STEPS_CAPTION),
         (_speed(trials, answer), SPEED_CAPTION),
     ]
     return [(figures.to_svg(figure), caption) for figure, caption in drawn if figure is not None]
+
+
+def _branch_map(sweep: Sweep, trials: Sequence[Trial]) -> tuple[Figure | None, str]:
+    """The mean loss of branches after the same samples, and the caption."""
+    losses: dict[figures.Cell, list[float]] = {}
+    for trial in trials:
+        value = analysis.last_value(trial, sweep)
+        rate = float(trial.values.get(RATE, WITHOUT_RATE))
+        cell = (float(trial.values[BATCH]), rate)
+        has_ended = trial.status in ("finished", "reached") and value is not None
+        losses.setdefault(cell, []).append(value if has_ended and value is not None else math.nan)
+    means = {cell: math.fsum(values) / len(values) for cell, values in losses.items()}
+    if len(means) < 2 or not any(map(math.isfinite, means.values())):
+        return None, ""
+    figure = figures.heat_map(
+        sorted({batch for batch, _ in means}),
+        sorted({rate for _, rate in means}),
+        means,
+        lower_is_better=sweep.mode == "min",
+        unfinished=set(),
+    )
+    return figure, BRANCH_MAP_CAPTION
+
+
+def _trial_map(sweep: Sweep, trials: Sequence[Trial]) -> tuple[Figure | None, str]:
+    return _heat_map(sweep, trials), HEAT_MAP_CAPTION
 
 
 def _heat_map(sweep: Sweep, trials: Sequence[Trial]) -> Figure | None:

@@ -24,7 +24,6 @@ from experiments.sweep.run import _check_samples
 from experiments.sweep.spec import read_sweep
 from tests.running import finish, start, trireme, wait_until
 
-pure = pytest.mark.pure
 SLOW: dict[str, Any] = {
     "experiment": {
         "task": "tests.tasks:Points",
@@ -107,7 +106,6 @@ class Memory:
         self.files[name] = content
 
 
-@pure
 @given(
     starts=st.lists(
         st.tuples(
@@ -154,7 +152,6 @@ def test_kills_at_any_moment_never_make_a_sweep_take_more_than_its_budget(
         assert true_dollars <= dollars + 1e-9
 
 
-@pure
 def test_trials_are_asked_to_save_before_they_are_ended(tmp_path: Path) -> None:
     clock = Clock()
     ledger = Ledger(Budget(seconds=100.0, dollars=1.0), Storage(tmp_path), clock)
