@@ -9,6 +9,7 @@ second model when it is repeated after a lost answer.
 """
 
 import contextlib
+import copy
 import importlib
 import json
 import shutil
@@ -26,6 +27,8 @@ from mlflow.models import Model, ModelSignature, infer_signature
 from mlflow.tracking import MlflowClient
 from mlflow.types import ColSpec, DataType, Schema
 from mlflow.types.schema import AnyType
+from torch import nn
+from torch.nn.utils import parametrize
 
 from app import names as import_names
 from app.data.loader import fetch
@@ -127,11 +130,12 @@ def _save(recipe: dict[str, Any], run_id: str, scratch: Path) -> None:
         example = fetch(task.train_data(), [(0, 0)])
     module.load_state_dict(torch.load(recipe["weights"], map_location="cpu", weights_only=True))
     module.eval()
+    _remove_parametrizations(module)
     preprocessor = task.preprocessor()
     model = Predictor(module, preprocessor) if preprocessor else module
     inputs_of_model = preprocessor or watched_arguments(module, task.loss, example)
     inputs = inputs_of_model.example
-    output = Predictor(module, inputs_of_model).predict(inputs)
+    output = Predictor(_sharing_tensors(module), inputs_of_model).predict(inputs)
     modules, pins = _origins(model, recipe["task"])
     description = Model(artifact_path=NAME, run_id=run_id)
     mlflow.pytorch.save_model(
@@ -150,6 +154,24 @@ def _save(recipe: dict[str, Any], run_id: str, scratch: Path) -> None:
     flavor = description.flavors["python_function"] | {"loader_module": LOADER}
     description.add_flavor("python_function", **flavor)
     description.save(str(scratch / NAME / "MLmodel"))
+
+
+def _remove_parametrizations(module: nn.Module) -> None:
+    """Compute parametrized weights (wav2vec2 normalizes one) once: torch pickles no others."""
+    for part in module.modules():
+        if parametrize.is_parametrized(part):
+            for name in list(part.parametrizations):
+                parametrize.remove_parametrizations(part, name)
+
+
+def _sharing_tensors(module: nn.Module) -> nn.Module:
+    """A copy of a module with the same tensors.
+
+    Some models of transformers, such as SegFormer, hook into themselves when they are first called,
+    and could not be pickled afterwards.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 
 
 def _signature(inputs: Any, output: Any) -> ModelSignature:

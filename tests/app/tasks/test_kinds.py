@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from app.tasks.huggingface.spans import LONGEST_ANSWER, best_spans
 from app.tasks.huggingface.speech import changes
 from app.tasks.huggingface.tagging import Entities
 from app.tasks.huggingface.task import HuggingFace
+from app.tracking.model import _save
 from app.training.evaluation import evaluate
 from app.training.job import Heartbeat
 from strategies.parallelize import choose, parallelize
@@ -274,6 +276,31 @@ def prepared_by_the_library(kind: str, example: Any, folder: Path) -> dict[str, 
     processor_class = getattr(transformers, config["image_processor_type"])
     processor = processor_class.from_pretrained(folder)
     return {**tokenized, **processor(picture, **options)}
+
+
+@pytest.mark.parametrize("kind", ["ctc", "semantic_segmentation"])
+def test_mlflow_gets_a_model_that_answers_what_people_have(
+    kind: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of them has a parametrized weight, and one hooks into itself when it is called."""
+    import mlflow.pyfunc
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    task = make_task(kind, files)
+    model = built_model(task)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    recipe = {
+        "task": "huggingface",
+        "task_args": arguments(kind, files),
+        "cwd": str(tmp_path),
+        "weights": str(tmp_path / "weights.pt"),
+    }
+    _save(recipe, "0" * 32, tmp_path)
+    loaded = mlflow.pyfunc.load_model(str(tmp_path / "model"))
+    preprocessor = task.preprocessor()
+    answer = loaded.predict(preprocessor.example)
+    mine = preprocessor.predict(model.eval(), preprocessor.example)
+    assert str(answer) == str(mine)
 
 
 @pytest.mark.parametrize("kind", KINDS)
