@@ -160,7 +160,8 @@ def _remove_parametrizations(module: nn.Module) -> None:
     """Compute parametrized weights (wav2vec2 normalizes one) once: torch pickles no others."""
     for part in module.modules():
         if parametrize.is_parametrized(part):
-            for name in list(part.parametrizations):
+            parametrizations: Any = part.parametrizations
+            for name in list(parametrizations):
                 parametrize.remove_parametrizations(part, name)
 
 
