@@ -273,7 +273,7 @@ def _training(config: Config) -> Iterator[str]:
     mistake = schedule_mistake(config.train.batch_schedule)
     if mistake:
         yield (
-            f"train.batch_schedule is {config.train.batch_schedule}, but {mistake}: "
+            f"train.batch_schedule is {config.train.batch_schedule!r}, but {mistake}: "
             "write for instance 'train.batch_schedule=[[0,32],[200000,64]]'"
         )
     if config.optimizer.lr_scaling != "none" and config.optimizer.lr_batch_size is None:

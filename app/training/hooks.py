@@ -77,6 +77,11 @@ def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()
         raise UserError(
             f"train.ema_decay is not for {layout.name}, which keeps the weights itself: use fsdp"
         )
+    if train.grows_by_itself and train.eval_separate:
+        raise UserError(
+            "train.batch_schedule is auto, which moves checkpoints away from the steps that "
+            "train.eval_separate evaluates: leave one of them out"
+        )
     if train.batch_schedule and is_engine:
         raise UserError(
             f"train.batch_schedule is not for {layout.name}, whose engine starts with one batch: "
@@ -199,7 +204,8 @@ def set_learning_rate(
     *,
     step: int,
     steps: int,
-    samples: int,
+    step_on_curve: float,
+    batch_size: int,
 ) -> dict[str, float]:
     """Set the learning rate of a step.
 
@@ -209,7 +215,9 @@ def set_learning_rate(
         task: May have a schedule of its own, which takes precedence.
         step: Steps taken so far.
         steps: Steps of the whole run.
-        samples: Samples seen so far, which decide the batch.
+        step_on_curve: The step that the configured schedule is at; another one if the batch
+            changes.
+        batch_size: The global batch size of the step.
 
     Returns:
         The rates by name: "lr" is that of the first parameter group, "lr_NAME" that of one of
@@ -218,16 +226,12 @@ def set_learning_rate(
     base_rate = config.optimizer.lr
     factor = task.schedule(step, steps)
     if factor is None:
-        batches = config.train.batches
-        step_on_curve = batches.step_on_curve(
-            step, samples=samples, first=config.schedule.warmup_steps, steps=steps
-        )
         rate = learning_rate(
             config.optimizer,
             config.schedule,
             step_on_curve,
             steps=steps,
-            batch_size=batches.batch_at(samples),
+            batch_size=batch_size,
         )
     else:
         rate = base_rate * factor

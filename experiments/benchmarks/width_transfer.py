@@ -63,9 +63,17 @@ def final_loss(config: Config, task: Task, widths: Widths) -> float:
     """The loss of the held-out data after a training; inf if it is not finite."""
     model, _, optimizer = new_model(config, task, widths)
     steps = config.train.steps or 1
+    batch_size = config.train.global_batch_size
     for step in range(steps):
-        samples = step * config.train.global_batch_size
-        set_learning_rate(optimizer, config, task, step=step, steps=steps, samples=samples)
+        set_learning_rate(
+            optimizer,
+            config,
+            task,
+            step=step,
+            steps=steps,
+            step_on_curve=step,
+            batch_size=batch_size,
+        )
         loss = task.loss(model, batch_of(config, task, step))
         optimizer.zero_grad()
         loss.backward()
