@@ -23,6 +23,7 @@ BENCHMARKS = {
     "scale-failures": "a node, a rack and a hang of simulated ranks, until the supervisor decides",
     "scale-sweep": "what a sweep of a thousand trials costs its driver",
     "sweep-truth": "how far from the best setting ways to search end, on a grid that is known",
+    "auto-batch": "train.batch_schedule=auto beside a fixed small batch: loss and steps",
     "scale-points": "MLflow's answers for a run of a million points",
     "scale-uploads": "whether MLflow keeps up with a run that logs a hundred steps a second",
     "width-transfer": "the best rate of each width, with optimizer.width_transfer and without",
