@@ -198,15 +198,15 @@ AUTO = (
     "schedule.name=cosine",
     "schedule.warmup_steps=3",
 )
-"""Looks after 10 steps of the first batch, and once or twice more; see `_shorten`."""
+"""Looks after 10 steps of the first batch, and once or twice more; see `shorten`."""
 
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    _shorten(monkeypatch)
+    shorten(monkeypatch)
 
 
-def _shorten(monkeypatch: pytest.MonkeyPatch) -> None:
+def shorten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Branches of 12 pairs or more, of which all are compared, so that runs are short."""
     monkeypatch.setattr(batch_growth, "FIRST_STEPS", 10)
     monkeypatch.setattr(batch_growth, "PIECES", 12)
@@ -222,7 +222,7 @@ def by_step(events: list[Event], metric: str) -> dict[int, float]:
 def trained(rank: int, world: int, strategy: str, *more: str) -> dict[str, Any]:
     """What a run logs, says and decides."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        _shorten(monkeypatch)
+        shorten(monkeypatch)
         run = config(*AUTO, f"strategy={strategy}", *more)
         run = prepare(run, read_task(run), world, devices_per_node=None).config
         training, events = training_of(run, "/nowhere", rank, world, strategy)
