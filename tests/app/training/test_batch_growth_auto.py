@@ -1,6 +1,7 @@
 """A run that decides on its batch while it trains: when it looks, what decides, and the run."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from app.errors import UserError
 from app.run.prepare import prepare, read_task
@@ -186,6 +188,32 @@ class Exploding(Steady):
         return loss * math.nan if len(batch[0]) > 8 else loss
 
 
+class Reading(IterableDataset[Any]):
+    """The points as a stream, whose state is its position."""
+
+    def __init__(self, points: Any) -> None:
+        self.points = points
+        self.position = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            self.position += 1
+            yield self.points[(self.position - 1) % len(self.points)]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class ExplodingOnStream(Exploding):
+    """The same on data that are read from their beginning."""
+
+    def train_data(self) -> Any:
+        return Reading(super().train_data())
+
+
 AUTO = (
     "task=tests.app.training.test_batch_growth_auto:Steady",
     "train.batch_schedule=auto",
@@ -308,8 +336,9 @@ def test_the_branches_losses_are_those_of_runs_with_that_batch(short: None) -> N
 
 
 @pytest.mark.pure
-def test_a_larger_batch_that_diverges_is_refused_and_leaves_nothing(short: None) -> None:
-    task = "task=tests.app.training.test_batch_growth_auto:Exploding"
+@pytest.mark.parametrize("name", ["Exploding", "ExplodingOnStream"])
+def test_a_larger_batch_that_diverges_is_refused_and_leaves_nothing(short: None, name: str) -> None:
+    task = f"task=tests.app.training.test_batch_growth_auto:{name}"
     run = trained(0, 1, "single", task, "train.micro_batch_size=16")
     assert [each["doubled"] for each in run["batch"]["decisions"]] == [False] * len(decided(run))
     assert any("16 diverged" in note for note in run["notes"])
