@@ -49,6 +49,8 @@ TASKS = {
 """Each a file of experiments/, and keys."""
 LEAST_SAVED = 0.3
 """The share of steps that was predicted to be saved."""
+SMOOTHED = 10
+"""Logged steps whose mean the picture shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +186,14 @@ def draw(fixed: Trained, auto: Trained, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(6.4, 3.2), dpi=100)
     for trained, label, colour in ((fixed, "fixed", "#8793a1"), (auto, "auto", "#2563a8")):
         samples = [place for place, _ in trained.curve]
-        axes.plot(samples, [loss for _, loss in trained.curve], label=label, color=colour, lw=1)
+        losses = [loss for _, loss in trained.curve]
+        means = [
+            statistics.fmean(losses[max(0, number - SMOOTHED + 1) : number + 1])
+            for number in range(len(losses))
+        ]
+        axes.plot(samples, means, label=label, color=colour, lw=1)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
     top = axes.get_ylim()[1]
     for decision in auto.decisions:
         doubled = decision["doubled"]
@@ -192,7 +201,7 @@ def draw(fixed: Trained, auto: Trained, path: Path) -> None:
         text = f"{decision['batch']} → {2 * decision['batch']}" if doubled else "stays"
         axes.text(decision["samples"], top, f" {text}", rotation=90, va="top", fontsize=8)
     axes.set_xlabel("samples seen")
-    axes.set_ylabel("training loss")
+    axes.set_ylabel(f"training loss, mean of {SMOOTHED}")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
