@@ -105,7 +105,7 @@ class Decision:
             difference = f"loss difference {self.difference:+.3g} ± {self.error:.2g}"
         if self.doubled:
             return f"{place}: {self.batch:,} → {2 * self.batch:,}, {difference}"
-        return f"{place}: {self.batch:,} stays, {2 * self.batch:,} is worse: {difference}"
+        return f"{place}: {self.batch:,} stays, not {2 * self.batch:,}, {difference}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -165,9 +165,9 @@ def test_a_decision_is_one_sentence() -> None:
     assert decision.sentence == "at 12,800 samples: 64 → 128, loss difference -0.002 ± 0.004"
     refused = replace(decision, doubled=False, difference=0.01)
     assert refused.sentence == (
-        "at 12,800 samples: 64 stays, 128 is worse: loss difference +0.01 ± 0.004"
+        "at 12,800 samples: 64 stays, not 128, loss difference +0.01 ± 0.004"
     )
-    assert replace(refused, difference=math.inf).sentence.endswith("is worse: 128 diverged")
+    assert replace(refused, difference=math.inf).sentence.endswith("not 128, 128 diverged")
 
 
 # --- the run --------------------------------------------------------------------------------------
