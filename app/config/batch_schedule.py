@@ -10,6 +10,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
+
+AUTO = "auto"
+"""The schedule of a run that decides on its batch while it trains."""
 
 
 @dataclass(frozen=True)
@@ -130,13 +134,18 @@ class BatchSchedule:
         return first + (last - first) * seen / (samples_at_last - samples_at_first)
 
 
-def schedule_mistake(rows: Sequence[Sequence[int]]) -> str:
-    """What is wrong with the rows of train.batch_schedule, for a sentence; "" if nothing is.
+def schedule_mistake(schedule: Any) -> str:
+    """What is wrong with train.batch_schedule, for a sentence; "" if nothing is.
 
     Args:
-        rows: As they are written.
+        schedule: As it is written.
     """
-    if any(len(row) != 2 for row in rows):
+    if schedule == AUTO:
+        return ""
+    if not isinstance(schedule, list):
+        return f"it must be a list of rows, or {AUTO}"
+    rows: Sequence[Any] = schedule
+    if not all(isinstance(row, list) and _is_whole_pair(row) for row in rows):
         return "each row must be two whole numbers, the samples seen and the batch from there on"
     begins = [begin for begin, _ in rows]
     if begins and begins[0] != 0:
@@ -146,3 +155,7 @@ def schedule_mistake(rows: Sequence[Sequence[int]]) -> str:
     if any(batch < 1 for _, batch in rows):
         return "each batch must be greater than 0"
     return ""
+
+
+def _is_whole_pair(row: Sequence[Any]) -> bool:
+    return len(row) == 2 and all(type(number) is int for number in row)

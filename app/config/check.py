@@ -281,8 +281,13 @@ def _training(config: Config) -> Iterator[str]:
     mistake = schedule_mistake(config.train.batch_schedule)
     if mistake:
         yield (
-            f"train.batch_schedule is {config.train.batch_schedule}, but {mistake}: "
+            f"train.batch_schedule is {config.train.batch_schedule!r}, but {mistake}: "
             "write for instance 'train.batch_schedule=[[0,32],[200000,64]]'"
+        )
+    if config.train.grows_by_itself and config.schedule.batch_size is not None:
+        yield (
+            "train.batch_schedule is auto, whose schedule counts steps of the first batch, but "
+            f"schedule.batch_size is {config.schedule.batch_size}: leave one of them out"
         )
     if config.optimizer.lr_scaling != "none" and config.optimizer.lr_batch_size is None:
         yield (

@@ -25,6 +25,7 @@ from omegaconf.errors import (
 )
 
 from app.config import Config
+from app.config.batch_schedule import AUTO
 from app.config.check import validate
 from app.config.types import WORDS, example_of, fits, words_of
 from app.config.words import meant_key, meant_number, remark_on
@@ -403,10 +404,11 @@ def _merge(tree: DictConfig, values: DictConfig, place: str) -> DictConfig:
             merged = OmegaConf.merge(merged, {"train": {"epochs": None}})
         if has_epochs and not has_steps:
             merged = OmegaConf.merge(merged, {"train": {"steps": None}})
-        # Likewise a batch that is read after a schedule of batches.
+        # Likewise a batch that is read after a schedule of batches; auto begins with that batch.
         has_batch = _has_value(values, "train.global_batch_size")
         has_schedule = _has_value(values, "train.batch_schedule")
-        if has_batch and not has_schedule:
+        has_rows = OmegaConf.select(tree, "train.batch_schedule") != AUTO
+        if has_batch and has_rows and not has_schedule:
             merged = OmegaConf.merge(merged, {"train": {"batch_schedule": []}})
     except ConfigKeyError as error:
         key = error.full_key or ""
@@ -529,7 +531,7 @@ def _validated(tree: DictConfig, mistakes: list[str]) -> Config:
         raise UserError(f"{key} cannot be resolved: {reason}") from error
     assert isinstance(config, Config)
     validate(config, mistakes)
-    if config.train.batch_schedule:
+    if config.train.batch_schedule and not config.train.grows_by_itself:
         # What has to fit, in memory or among workers, is the largest batch.
         largest = config.train.batches.largest
         config = _with_value(config, "train.global_batch_size", largest)

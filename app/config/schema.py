@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from app.config.batch_schedule import BatchSchedule
+from app.config.batch_schedule import AUTO, BatchSchedule
 from strategies.options import Options
 
 
@@ -85,12 +85,14 @@ class TrainConfig:
     """Passes over the training data to train for in all. Give this or train.steps."""
     global_batch_size: int = 64
     """Samples per optimizer step, over all workers together. With train.batch_schedule: its
-    largest."""
-    batch_schedule: list[list[int]] = field(default_factory=list)
+    largest, or with auto the first."""
+    batch_schedule: Any = field(default_factory=list)
     """Global batches that follow one another: [[0, 32], [200_000, 64]] is 32 until 200,000 samples
     have been seen (those of a run that is forked count), and then 64. optimizer.lr_scaling lets the
     rate follow, and schedule.name is then a curve over samples; whatever else counts steps counts
-    steps. Empty: always train.global_batch_size."""
+    steps. auto: begins with train.global_batch_size, tries twice the batch beside it whenever the
+    samples seen have doubled, and goes on with it if it is as good; train.steps counts steps of the
+    first batch. Empty: always train.global_batch_size."""
     micro_batch_size: Optional[int] = None
     """Samples that one worker computes at once; gradients are accumulated over its share of the
     global batch. null: its whole share."""
@@ -138,14 +140,21 @@ class TrainConfig:
     thread."""
 
     @property
+    def grows_by_itself(self) -> bool:
+        """Whether the run decides on its batch while it trains."""
+        return bool(self.batch_schedule == AUTO)
+
+    @property
     def batches(self) -> BatchSchedule:
-        """The global batch over the samples seen."""
-        if not self.batch_schedule:
+        """The global batch over the samples seen; if the run decides on it, as it begins."""
+        if not self.batch_schedule or self.grows_by_itself:
             return BatchSchedule.constant(self.global_batch_size)
         return BatchSchedule(tuple((begin, batch) for begin, batch in self.batch_schedule))
 
     def steps_for(self, samples: int | None) -> int:
         """The number of optimizer steps in all; one epoch's if neither steps nor epochs is set.
+
+        If the run decides on its batch: those that it takes if the batch never grows.
 
         Args:
             samples: The size of the training set; None for a stream, which needs train.steps.

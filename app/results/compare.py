@@ -5,11 +5,8 @@ seed and data) share most of the noise in their training losses, because it come
 So the losses are compared pair by pair, over the same samples: both curves are cut at the same
 positions in the data, and the difference of each piece is one observation.
 
-Observations that follow one another are correlated, which an ordinary t-test mistakes for evidence.
-The variance of their mean is therefore estimated from the projections on a few slow cosines, and
-judged by Student's t with as many degrees of freedom (the equal-weighted cosine test: Müller 2007,
-https://doi.org/10.1016/j.jeconom.2006.08.004; Lazarus, Lewis, Stock and Watson 2018,
-https://doi.org/10.1080/07350015.2018.1506926).
+Observations that follow one another are correlated, for which their interval allows
+(app/training/paired.py).
 """
 
 from __future__ import annotations
@@ -19,23 +16,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
-from scipy import stats
 
 from app.checkpoint import commits
 from app.errors import UserError
 from app.results.history import history
 from app.results.trained import config_of
 from app.storage.storage import Storage
+from app.training.paired import Floats, mean_of
 from app.training.reporting import SAMPLES_SEEN
 
-Floats = npt.NDArray[np.float64]
 CONFIDENCE = 0.95
-LEAST_PIECES = 12
-"""Below this many observations nothing is said of noise."""
-MOST_COSINES = 6
-"""More would mistake slow changes for evidence."""
-PIECES_PER_COSINE = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,19 +87,11 @@ def mean_interval(differences: Floats) -> tuple[float, float, float]:
 
     Returns:
         (the mean, the lower and the upper end of the interval); an infinite interval with fewer
-        than `LEAST_PIECES`.
+        than `LEAST_PIECES` (app/training/paired.py).
     """
-    count = len(differences)
-    mean = float(np.mean(differences))
-    if count < LEAST_PIECES:
-        return mean, -math.inf, math.inf
-    cosines = min(MOST_COSINES, max(2, count // PIECES_PER_COSINE))
-    times = (np.arange(count) + 0.5) / count
-    orders = np.arange(1, cosines + 1)
-    projections = math.sqrt(2 / count) * np.cos(np.pi * np.outer(orders, times)) @ differences
-    long_run_variance = float(np.mean(projections**2))
-    half = stats.t.ppf((1 + CONFIDENCE) / 2, cosines) * math.sqrt(long_run_variance / count)
-    return mean, mean - half, mean + half
+    estimate = mean_of(differences)
+    half = estimate.above((1 + CONFIDENCE) / 2)
+    return estimate.mean, estimate.mean - half, estimate.mean + half
 
 
 def compare_curves(run: Curve, reference: Curve, *, share: float) -> Difference:

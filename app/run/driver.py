@@ -311,6 +311,7 @@ class Driver:
         self.step = event.step
         self.progressed = True
         self.run.lease.step = event.step
+        self.run.lease.steps = event.steps  # fewer once a run has decided on a larger batch
         self.seconds_per_step = event.seconds_per_step
         if self.interrupted_clock is not None:
             self.fault("recovery_seconds", time.monotonic() - self.interrupted_clock)

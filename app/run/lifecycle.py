@@ -219,6 +219,23 @@ def _trained_share(summary: Mapping[str, Any]) -> str:
     return f", of which {trained:,} train ({trained / summary['parameters']:.2%})"
 
 
+def _batches_in_words(batch: Mapping[str, Any]) -> str:
+    """What a run that decides on its batch has decided, and what that has cost."""
+    sizes = [f"{batch['first']:,}"]
+    for decision in batch["decisions"]:
+        if decision["doubled"]:
+            sizes.append(f"{2 * decision['batch']:,} at {decision['samples']:,} samples")
+    refused = sum(not decision["doubled"] for decision in batch["decisions"])
+    words = " → ".join(sizes)
+    if refused:
+        words += f"; twice the batch was refused {refused} time{'' if refused == 1 else 's'}"
+    samples = f"{batch['dropped_samples']:,} samples ({batch['dropped_share']:.0%})"
+    return (
+        f"{words}; trying took {samples}, "
+        f"{batch['dropped_steps']:,} steps and {duration(batch['dropped_seconds'])}"
+    )
+
+
 def _print_summary(driver: Driver, outcome: Outcome) -> None:
     console = driver.console
     summary = outcome.summary
@@ -247,6 +264,8 @@ def _print_summary(driver: Driver, outcome: Outcome) -> None:
     console.say(f"  trained   {trained}")
     if evaluated:
         console.say(f"  held out  {evaluation_line(evaluated)}")
+    if "batch" in summary:
+        console.say(f"  batch     {_batches_in_words(summary['batch'])}")
     console.say(f"  speed     {speed}")
     if driver.meter is not None and driver.meter.rate:
         console.say(f"  cost      {driver.meter.total()}")

@@ -131,6 +131,9 @@ def look(storage: Storage) -> RunState:
         # The last start may have had no step left to take, and so no progress.
         loss = metrics.get("train/loss", progress.get("loss"))
         progress |= {"step": summary["step"], "loss": loss}
+    steps = manifest.get("steps", 0)
+    if progress.get("step"):  # a run that decides on its batch has fewer steps than it began with
+        steps = min(steps, summary.get("steps") or progress.get("steps") or steps)
     evaluated = {
         key.removeprefix("eval/"): value
         for key, value in metrics.items()
@@ -146,7 +149,7 @@ def look(storage: Storage) -> RunState:
         created=created,
         updated=progress.get("time"),
         step=progress.get("step", summary.get("step", 0)),
-        steps=manifest.get("steps", 0),
+        steps=steps,
         loss=progress.get("loss", metrics.get("train/loss")),
         progress=progress if "rate" in progress else {},
         evaluated=progress.get("evaluated", evaluated),

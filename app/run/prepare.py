@@ -45,6 +45,7 @@ from app.tasks.base import Task
 from app.tasks.build import build_model
 from app.tasks.sources import task_sources
 from app.training import batch_gather, hooks
+from app.training.batch_growth import MOST_MEASURING, Growth
 from app.training.job import strategy_options
 from app.training.optimizer import check_optimizer, require_matches, unused_options
 from app.training.width_transfer import Widths
@@ -202,16 +203,16 @@ def prepare(
     model = build_on_meta(task, layout)
     if dims.cp > 1:
         _check_sequences(config, task, layout, model)
+    batches = _batches_of(config, samples)
     slices_of_steps = [
-        micro_batch_slices(batch // dims.dp, train.micro_batch_size)
-        for batch in train.batches.batches
+        micro_batch_slices(batch // dims.dp, train.micro_batch_size) for batch in batches
     ]
     micro_batches = max(len(slices) for slices in slices_of_steps)
     blocks: int | None = None
     if model is not None and dims.pp > 1:
         blocks = len(find_blocks(model, task.blocks(model)))
     sequence_length = _split_length(task, layout, model)
-    for batch, slices in zip(train.batches.batches, slices_of_steps, strict=True):
+    for batch, slices in zip(batches, slices_of_steps, strict=True):
         try:
             check(
                 layout,
@@ -223,7 +224,7 @@ def prepare(
                 micro_batches=len(slices),
             )
         except LayoutError as error:
-            if train.batches.is_constant:
+            if batch == batches[0]:
                 raise
             place = f"with the batch of {batch} in train.batch_schedule"
             raise LayoutError(f"{place}: {error}") from error
@@ -313,10 +314,29 @@ def _notes_on_optimizer(config: Config, task: Task) -> Iterator[str]:
         yield from unused_options(config.optimizer)
 
 
+def _growth_of(config: Config, samples: int | None) -> Growth:
+    """When a run that decides on its batch looks whether to double it."""
+    return Growth.of(
+        batch=config.train.global_batch_size,
+        steps=config.train.steps_for(samples),
+        warmup_steps=config.schedule.warmup_steps,
+    )
+
+
+def _batches_of(config: Config, samples: int | None) -> list[int]:
+    """The global batches that a run has, or may come to."""
+    if config.train.grows_by_itself:
+        return _growth_of(config, samples).possible_batches()
+    return config.train.batches.batches
+
+
 def _notes_on_batches(config: Config, samples: int | None) -> Iterator[str]:
     """A sentence on when the batch changes, and one on rows that the run does not come to."""
     train = config.train
     if not train.batch_schedule:
+        return
+    if train.grows_by_itself:
+        yield _note_on_growth(config, samples)
         return
     batches = train.batches
     changes = []
@@ -331,6 +351,23 @@ def _notes_on_batches(config: Config, samples: int | None) -> Iterator[str]:
             f"train.batch_schedule comes to a batch of {last_batch:,} after {last_begin:,} "
             f"samples, but {steps:,} steps see {seen:,}: raise train.steps, or write train.epochs"
         )
+
+
+def _note_on_growth(config: Config, samples: int | None) -> str:
+    growth = _growth_of(config, samples)
+    first, *others = growth.possible_batches()
+    if not others:
+        least = Growth.least_steps(config.schedule.warmup_steps)
+        return (
+            f"the global batch stays {first:,}, since the run is too short to try twice as many: "
+            f"auto needs {least:,} steps of the first batch, or a smaller one"
+        )
+    return (
+        f"the global batch is {first:,}, and may grow to {others[-1]:,}; twice the batch is tried "
+        f"first after {growth.first_samples:,} samples, and all that is dropped is at most "
+        f"{MOST_MEASURING:.0%} of {growth.total:,} samples; a worker computes up to "
+        f"{config.train.micro_batch_size:,} at once (train.micro_batch_size)"
+    )
 
 
 def _notes_on_sizes(config: Config, dims: ParallelDims, samples: int | None) -> Iterator[str]:

@@ -95,6 +95,9 @@ def resolve(
             f"each step is {at_most}{micro_batches} micro-batches of {micro_batch_size} through "
             f"{dims.pp} stages ({config.parallel.schedule}): train.micro_batch_size decides"
         )
+    if config.train.grows_by_itself and config.train.micro_batch_size is None:
+        # Whatever the run decides, it needs no more memory than at its beginning.
+        values.setdefault("train.micro_batch_size", config.train.global_batch_size // dims.dp)
     if dims.cp > 1:
         values["parallel.context"] = choose_method(
             config.parallel.context,

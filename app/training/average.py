@@ -56,8 +56,12 @@ class Average:
             weight_before = weight.clone()
             weight.copy_(average)
             average.copy_(weight_before)
-        # FSDP may have gathered weights ahead: it gathers them again, as they are now.
-        for module in self.parallel.module.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
-                module.reshard()
+        drop_gathered(self.parallel)
+
+
+def drop_gathered(parallel: Parallel) -> None:
+    """Let FSDP gather weights again that it has gathered ahead, as they are now."""
+    for module in parallel.module.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,11 @@ def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()
     if train.ema_decay is not None and is_engine:
         raise UserError(
             f"train.ema_decay is not for {layout.name}, which keeps the weights itself: use fsdp"
+        )
+    if train.grows_by_itself and train.eval_separate:
+        raise UserError(
+            "train.batch_schedule is auto, which moves checkpoints away from the steps that "
+            "train.eval_separate evaluates: leave one of them out"
         )
     if train.batch_schedule and is_engine:
         raise UserError(
@@ -207,6 +212,47 @@ def choose_optimizer(
     return chosen
 
 
+@dataclass(frozen=True, kw_only=True)
+class CurvePoint:
+    """Where the configured schedule of the learning rate is.
+
+    Attributes:
+        step: Steps from its beginning; not the run's own if the batch changes.
+        steps: Steps of the whole curve.
+        batch_size: The global batch size of the step that is taken.
+    """
+
+    step: float
+    steps: int
+    batch_size: int
+
+
+def curve_point(config: Config, *, step: int, steps: int, samples: int) -> CurvePoint:
+    """Where the schedule is in a step of a run whose batch is configured.
+
+    Args:
+        config: Has the schedule and the batches.
+        step: Steps taken so far.
+        steps: Steps of the whole run.
+        samples: Samples seen so far, which decide the batch.
+    """
+    schedule = config.schedule
+    batches = config.train.batches
+    batch_size = batches.batch_at(samples)
+    if schedule.batch_size is not None:
+        samples_at_end = batches.samples_after(steps - step, start=samples)
+        return CurvePoint(
+            step=samples / schedule.batch_size,
+            steps=schedule.steps or max(1, round(samples_at_end / schedule.batch_size)),
+            batch_size=batch_size,
+        )
+    steps_of_curve = schedule.steps or steps
+    step_on_curve = batches.step_on_curve(
+        step, samples=samples, first=schedule.warmup_steps, steps=steps_of_curve
+    )
+    return CurvePoint(step=step_on_curve, steps=steps_of_curve, batch_size=batch_size)
+
+
 def set_learning_rate(
     optimizer: torch.optim.Optimizer,
     config: Config,
@@ -214,7 +260,7 @@ def set_learning_rate(
     *,
     step: int,
     steps: int,
-    samples: int,
+    point: CurvePoint,
 ) -> dict[str, float]:
     """Set the learning rate of a step.
 
@@ -224,7 +270,7 @@ def set_learning_rate(
         task: May have a schedule of its own, which takes precedence.
         step: Steps taken so far.
         steps: Steps of the whole run.
-        samples: Samples seen so far, which decide the batch.
+        point: Where the configured schedule is.
 
     Returns:
         The rates by name: "lr" is that of the first parameter group, "lr_NAME" that of one of
@@ -233,13 +279,12 @@ def set_learning_rate(
     base_rate = config.optimizer.lr
     factor = task.schedule(step, steps)
     if factor is None:
-        step_on_curve, steps_of_curve = _on_curve(config, step=step, steps=steps, samples=samples)
         rate = learning_rate(
             config.optimizer,
             config.schedule,
-            step_on_curve,
-            steps=steps_of_curve,
-            batch_size=config.train.batches.batch_at(samples),
+            point.step,
+            steps=point.steps,
+            batch_size=point.batch_size,
         )
     else:
         rate = base_rate * factor
@@ -249,21 +294,6 @@ def set_learning_rate(
         else:
             group["lr"] = rate
     return _learning_rates(optimizer)
-
-
-def _on_curve(config: Config, *, step: int, steps: int, samples: int) -> tuple[float, int]:
-    """Where the schedule's curve is, and how many steps it has; see `set_learning_rate`."""
-    schedule = config.schedule
-    batches = config.train.batches
-    if schedule.batch_size is not None:
-        samples_at_end = batches.samples_after(steps - step, start=samples)
-        steps_of_curve = schedule.steps or max(1, round(samples_at_end / schedule.batch_size))
-        return samples / schedule.batch_size, steps_of_curve
-    steps_of_curve = schedule.steps or steps
-    step_on_curve = batches.step_on_curve(
-        step, samples=samples, first=schedule.warmup_steps, steps=steps_of_curve
-    )
-    return step_on_curve, steps_of_curve
 
 
 def _learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -15,6 +15,7 @@ The loop imports no launcher and no tracker: it reports to the `Channel` that it
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,9 +23,10 @@ import torch
 from torch import Tensor
 
 from app.checkpoint.ranks import Ranks
+from app.config.batch_schedule import BatchSchedule
 from app.data.loader import Batch, number_on, pipeline_example, rows, train_batches
 from app.data.randomness import seed_everything, seed_step
-from app.errors import UserError, return_line, with_line
+from app.errors import NonFiniteError, UserError, return_line, with_line
 from app.storage.storage import Storage
 from app.tasks import load_task
 from app.tasks.build import build_model
@@ -33,6 +35,16 @@ from app.tasks.items import CountedBatch, count_items, weighs_items
 from app.training import hooks
 from app.training.average import Average
 from app.training.batch_gather import Gathering
+from app.training.batch_growth import (
+    Branch,
+    BranchPoint,
+    Decision,
+    Growth,
+    Position,
+    compare,
+    is_as_good,
+    pairs_of,
+)
 from app.training.evaluation import Evaluator
 from app.training.events import TrainingStarted, WarningIssued
 from app.training.expert_load import expert_metrics
@@ -46,7 +58,8 @@ from app.training.process import collect_garbage, configure_torch, garbage_waits
 from app.training.profiler import Profiler
 from app.training.reference import Reference
 from app.training.reporting import Reporter
-from app.training.step_sync import StepSync
+from app.training.snapshot import Snapshot
+from app.training.step_sync import Agreement, StepSync
 from app.training.width_transfer import scale_initial_weights
 from strategies.parallel import Loss, LossError
 from strategies.parallelize import Parallel, parallelize
@@ -105,6 +118,9 @@ class Training:
         self.data_rank = self.dims.data_rank(place.rank)
         train = self.config.train
         self.global_batches = train.batches
+        self.steps = job.steps
+        """Optimizer steps of the whole run, as far as is decided."""
+        self.in_branch = False
 
         configure_torch(train, place.device)
         seed_everything(train.seed)  # a task that makes random data makes the same on every rank
@@ -138,21 +154,25 @@ class Training:
         )
         self.resumed_from = self.persistence.resume(self.progress)
 
-        self.sync = StepSync(
-            loss_copies=self.dims.cp * self.dims.tp,
-            data_copies=self.dims.world_size // self.dims.dp,
-            first_step=self.steps_done + 1,
-        )
+        self.sync = self._make_sync()
         self.reporter = Reporter(
             channel=channel,
             place=place,
             progress=self.progress,
-            steps=job.steps,
+            steps=self.steps,
             batches=self.global_batches,
             unit=self.task.unit,
             utilization=Utilization.of(self.task, job.layout, place, precision=train.precision),
             moved=self.parallel.moved,
         )
+        self.growth: Growth | None = None
+        if train.grows_by_itself:
+            growth = Growth.of(
+                batch=train.global_batch_size,
+                steps=job.steps,
+                warmup_steps=self.config.schedule.warmup_steps,
+            )
+            self._follow(replace(growth, decisions=self.progress.decisions))
         self.evaluator = Evaluator(
             config=self.config,
             task=self.task,
@@ -178,14 +198,10 @@ class Training:
         self._announce()
         if self.resumed_from is None:
             self._compute_reference()
-        batches = self.batches()
-        self.sync.restart_clock()
-        try:
-            with garbage_waits():
-                while self.steps_done < self.job.steps and not (stopped or self.progress.ended):
-                    stopped = self.advance(batches)
-        finally:
-            getattr(batches, "close", lambda: None)()
+        with garbage_waits():
+            while self.steps_done < self.steps and not (stopped or self.progress.ended):
+                point = self._branch_point()
+                stopped = self._take_steps() if point is None else self._try_branches(point)
         self.heartbeat.phase = "ending"
         # First, because it waits until a storage that is away or full can be written again.
         self.persistence.finish(self.progress)
@@ -193,6 +209,19 @@ class Training:
             with self.average.in_place() if self.average else contextlib.nullcontext():
                 self.persistence.keep_weights()
         return self._summary(stopped)
+
+    def _take_steps(self) -> bool:
+        """Take steps until the run ends, or the next branches begin; whether it is to stop."""
+        stopped = False
+        last_step = self.steps_done + self._steps_to_branches()
+        batches = self.batches(last_step - self.steps_done)
+        self.sync.restart_clock()
+        try:
+            while self.steps_done < last_step and not (stopped or self.progress.ended):
+                stopped = self.advance(batches)
+        finally:
+            getattr(batches, "close", lambda: None)()
+        return stopped
 
     def advance(self, batches: Iterator[list[CountedBatch]]) -> bool:
         """Take one step, and do what is due after it.
@@ -225,19 +254,19 @@ class Training:
         Args:
             micro_batches: This rank's share of the global batch, on the device.
         """
-        train = self.config.train
         step = self.steps_done + 1
         samples_seen = self.progress.samples_seen
         global_batch_size = self.global_batches.batch_at(samples_seen)
-        is_logged = step in (1, self.job.steps) or step % train.log_every == 0
+        is_logged = self.in_branch or self._is_logged(step)
         self._seed_step(step)
+        point = self._curve_point(global_batch_size)
         learning_rates = hooks.set_learning_rate(
             self.optimizer,
             self.config,
             self.task,
-            step=self.steps_done,
+            step=self.steps_done if self.growth is None else int(point.step),
             steps=self.job.steps,
-            samples=samples_seen,
+            point=point,
         )
         batches = [micro_batch.batch for micro_batch in micro_batches]
         weights = self._weights(micro_batches, global_batch_size)
@@ -257,12 +286,31 @@ class Training:
 
         self.progress.step = step
         self.progress.samples_seen = samples_seen + global_batch_size
-        self.heartbeat.step = step
+        if self.in_branch:  # whose steps are taken twice
+            self.heartbeat.ticks += 1
+        else:
+            self.heartbeat.step = step
         self.sync.add(updates.loss, sum(micro_batch.items for micro_batch in micro_batches))
         if is_logged:
             may_be_halved = self.noise_scale is not None
             losses = hooks.logged_losses(self.task, weights, may_be_halved=may_be_halved)
             self.sync.log(step, learning_rates, updates.grad_norm, losses=losses)
+
+    def _is_logged(self, step: int) -> bool:
+        return step in (1, self.steps) or step % self.config.train.log_every == 0
+
+    def _curve_point(self, batch: int) -> hooks.CurvePoint:
+        """Where the schedule of the rate is in the next step, whose batch it is."""
+        samples = self.progress.samples_seen
+        if self.growth is not None:
+            return hooks.CurvePoint(
+                step=self.growth.step_on_curve(samples, batch),
+                steps=self.config.schedule.steps or self.job.steps,
+                batch_size=batch,
+            )
+        return hooks.curve_point(
+            self.config, step=self.steps_done, steps=self.job.steps, samples=samples
+        )
 
     def _update(
         self,
@@ -327,8 +375,12 @@ class Training:
 
     # --- data -------------------------------------------------------------------------------------
 
-    def batches(self) -> Iterator[list[CountedBatch]]:
-        """This rank's micro-batches of each step that is left."""
+    def batches(self, steps: int | None = None) -> Iterator[list[CountedBatch]]:
+        """This rank's micro-batches of the next steps.
+
+        Args:
+            steps: How many; None means all that are left.
+        """
         config = self.config.train
 
         def remember_position(position: str) -> None:
@@ -342,7 +394,7 @@ class Training:
             dp_rank=self.data_rank,
             dp_size=self.dims.dp,
             samples_seen=self.progress.samples_seen,
-            steps=self.job.steps - self.steps_done,
+            steps=self.steps - self.steps_done if steps is None else steps,
             device=self.place.device,
             data_workers=config.data_workers,
             mark=self.progress.stream,
@@ -363,7 +415,8 @@ class Training:
     def _is_boundary(self) -> bool:
         step = self.steps_done
         return (
-            step == self.job.steps
+            step == self.steps
+            or self._branch_point() is not None
             or _is_due(step, self.config.checkpoint.every_steps)
             or _is_due(step, self.config.train.eval_every)
             or self.sync.is_due(step)
@@ -372,7 +425,7 @@ class Training:
     def _handle_boundary(self) -> bool:
         """Agree with the other ranks, report, evaluate, save; whether the run is to stop."""
         step = self.steps_done
-        is_last = step == self.job.steps
+        is_last = step == self.steps
         wants_save = self.persistence.is_overdue() or self.heartbeat.save_requested
         self.heartbeat.save_requested = False
         agreed = self.sync.agree(
@@ -381,8 +434,7 @@ class Training:
             save=wants_save,
             may_be_infinite=self.loss_scale.enabled,
         )
-        loss_scale = self.loss_scale.scale if self.loss_scale.enabled else None
-        self.reporter.report_steps(agreed, loss_scale)
+        self._report(agreed)
         self._log(expert_metrics(self.parallel))
         collect_garbage()
         if self.noise_scale is not None:
@@ -393,13 +445,21 @@ class Training:
         if agreed.stop and not is_evaluated_here:
             self._set_ended(self.persistence.is_ended_by_evaluations())
         is_save_due = _is_due(step, self.config.checkpoint.every_steps)
+        is_save_due = is_save_due or self._branch_point() is not None
         if is_last or self.progress.ended or agreed.save or agreed.stop or is_save_due:
-            self.heartbeat.phase = "saving"
-            self.persistence.save(self.progress)
+            self._save()
         self.persistence.check()
-        self.heartbeat.phase = "training"
         self.sync.restart_clock()
         return agreed.stop and not (is_last or self.progress.ended)
+
+    def _report(self, agreed: Agreement) -> None:
+        loss_scale = self.loss_scale.scale if self.loss_scale.enabled else None
+        self.reporter.report_steps(agreed, loss_scale)
+
+    def _save(self) -> None:
+        self.heartbeat.phase = "saving"
+        self.persistence.save(self.progress)
+        self.heartbeat.phase = "training"
 
     def _log(self, values: dict[str, float]) -> None:
         if values:
@@ -418,8 +478,11 @@ class Training:
     def _set_ended(self, ended: bool) -> None:
         """Note whether training ends early, after this step."""
         self.progress.ended = ended
-        if ended and self.place.rank == 0:
-            message = f"training ends early, after step {self.steps_done:,}"
+        if ended:
+            self._warn(f"training ends early, after step {self.steps_done:,}")
+
+    def _warn(self, message: str) -> None:
+        if self.place.rank == 0:
             self.channel.emit(WarningIssued(message=message))
 
     def _finish_profile(self, profiler: Profiler) -> None:
@@ -428,7 +491,180 @@ class Training:
             profiler.finish()
         self.heartbeat.phase = "training"
 
+    # --- deciding on the batch (train.batch_schedule=auto) ----------------------------------------
+
+    def _branch_point(self) -> BranchPoint | None:
+        """The branches that begin at the step just taken; None if none do."""
+        return None if self.growth is None else self.growth.point_at(self.progress.samples_seen)
+
+    def _steps_to_branches(self) -> int:
+        """The steps until the next branches begin, or else until the run ends."""
+        steps_left = self.steps - self.steps_done
+        if self.growth is None:
+            return steps_left
+        samples = self.progress.samples_seen
+        point = self.growth.next_point(samples)
+        if point is None:
+            return steps_left
+        return min(steps_left, self.global_batches.steps_until(point, start=samples))
+
+    def _follow(self, growth: Growth) -> None:
+        """Take what was decided: the batch from now on, and the steps that are left."""
+        self.growth = growth
+        self.progress.decisions = growth.decisions
+        self.global_batches = growth.batches
+        self.steps = self.steps_done + growth.steps_left(self.progress.samples_seen)
+        self.reporter.follow(self.global_batches, self.steps)
+
+    def _try_branches(self, point: BranchPoint) -> bool:
+        """Train two branches from here, and go on from the end of the better one.
+
+        The checkpoint of this step is committed before anything of it is given up, and the one
+        after the branches knows the decision. So a run that is killed between them trains the
+        branches again, and decides the same.
+
+        Returns:
+            Whether the run is to stop. Then the branches are forgotten.
+        """
+        assert self.growth is not None
+        start = self.progress.position
+        self._warn(
+            f"at {point.samples:,} samples: trying a batch of {2 * point.batch:,} beside "
+            f"{point.batch:,}, over the next {point.window:,} samples"
+        )
+        # Beside the state that is trained, one copy is needed: of where the branches begin, and
+        # while the second one is trained, of the end of the first.
+        snapshot = Snapshot(self.parallel, self.optimizer, self.loss_scale, self.average)
+        doubled = self._train_branch(2 * point.batch, point.window)
+        snapshot.swap()
+        self.progress.position = start
+        if not doubled.stopped:
+            self.heartbeat.phase = "saving"
+            self.persistence.finish(self.progress)
+            self.heartbeat.phase = "training"
+            same = self._train_branch(point.batch, point.window)
+            if not same.stopped:
+                self._decide(point, start, same, doubled, snapshot)
+                return False
+            self.progress.position = start
+        self._follow(self.growth)
+        self.sync = self._make_sync()
+        return True
+
+    def _train_branch(self, batch: int, window: int) -> Branch:
+        """Take the steps of a branch.
+
+        Args:
+            batch: Its global batch.
+            window: Its samples.
+        """
+        self.global_batches = BatchSchedule.constant(batch)
+        self.sync = self._make_sync()
+        self.in_branch = True
+        branch = Branch(end=self.progress.position)
+        steps = window // batch
+        last_step = self.steps_done + steps
+        batches = self.batches(steps)
+        self.sync.restart_clock()
+        try:
+            while self.steps_done < last_step and not branch.stopped:
+                self.step(self._next_batches(batches))
+                if self.sync.is_due(self.steps_done) or self.steps_done == last_step:
+                    agreed = self.sync.agree(
+                        self.steps_done,
+                        stop=self.channel.stop_requested(),
+                        save=False,  # the checkpoint of where the branches begin is there
+                        may_be_infinite=self.loss_scale.enabled,
+                    )
+                    branch.agreements.append(agreed)
+                    branch.stopped = agreed.stop
+                    collect_garbage()
+        except NonFiniteError as error:
+            branch.diverged = error
+        finally:
+            self.in_branch = False
+            getattr(batches, "close", lambda: None)()
+        branch.end = self.progress.position
+        return branch
+
+    def _decide(
+        self,
+        point: BranchPoint,
+        start: Position,
+        same: Branch,
+        doubled: Branch,
+        snapshot: Snapshot,
+    ) -> None:
+        """Compare the branches, and take over the better one.
+
+        Args:
+            point: Where they begin.
+            start: Likewise.
+            same: The branch with the batch, whose end is the present state.
+            doubled: The branch with twice the batch.
+            snapshot: The state at its end.
+
+        Raises:
+            NonFiniteError: Both have diverged.
+        """
+        assert self.growth is not None
+        if same.diverged is not None and doubled.diverged is not None:
+            raise same.diverged
+        difference = compare(same.losses, doubled.losses)
+        # The numbers are the same on all ranks; the first one decides all the same.
+        takes_doubled = Ranks().from_first(is_as_good(difference))
+        taken, dropped = (doubled, same) if takes_doubled else (same, doubled)
+        decision = Decision(
+            samples=point.samples,
+            batch=point.batch,
+            window=point.window,
+            difference=difference.mean,
+            error=difference.error,
+            doubled=takes_doubled,
+            dropped_steps=sum(agreed.steps for agreed in dropped.agreements),
+            dropped_seconds=sum(agreed.seconds for agreed in dropped.agreements),
+        )
+        if takes_doubled:
+            snapshot.swap()
+        self.progress.position = start
+        self._follow(replace(self.growth, decisions=(*self.growth.decisions, decision)))
+        self._warn(decision.sentence)
+        for agreed in taken.agreements:
+            steps = agreed.steps
+            batch = self.global_batches.batch_at(self.progress.samples_seen)
+            self.progress.step += steps
+            self.progress.samples_seen += steps * batch
+            due = [entry for entry in agreed.logged if self._is_logged(entry.step)]
+            self._report(replace(agreed, logged=due))
+        self.progress.position = taken.end
+        self.heartbeat.step = self.steps_done
+        self._log_branches(start, same, doubled, decision)
+        every = self.config.train.eval_every
+        if every and self.steps_done // every > start.step // every:
+            self._evaluate()
+        self._save()
+        self.persistence.check()
+        self.sync = self._make_sync()
+
+    def _log_branches(
+        self, start: Position, same: Branch, doubled: Branch, decision: Decision
+    ) -> None:
+        """Log the losses of both branches by step of the larger batch, and their difference."""
+        if same.diverged is None and doubled.diverged is None:
+            pairs = pairs_of(same.losses, doubled.losses)
+            for number, (of_same, of_doubled) in enumerate(pairs, start=start.step + 1):
+                values = {"batch/loss_same": of_same, "batch/loss_doubled": of_doubled}
+                self.reporter.log(number, values)
+            self._log({"batch/difference": decision.difference, "batch/error": decision.error})
+
     # --- start and end ----------------------------------------------------------------------------
+
+    def _make_sync(self) -> StepSync:
+        return StepSync(
+            loss_copies=self.dims.cp * self.dims.tp,
+            data_copies=self.dims.world_size // self.dims.dp,
+            first_step=self.steps_done + 1,
+        )
 
     def _parallelize_model(self) -> Parallel:
         """Build the model from the seed, and apply the layout to it."""
@@ -505,7 +741,7 @@ class Training:
                 time=time.time(),
                 resumed_from=self.resumed_from,
                 step=self.steps_done,
-                steps=self.job.steps,
+                steps=self.steps,
                 device=str(self.place.device),
                 parameters=self.parameter_count,
                 trained_parameters=self.trained_count,
@@ -516,7 +752,7 @@ class Training:
         return {
             "stopped": stopped,
             "step": self.steps_done,
-            "steps": self.job.steps,
+            "steps": self.steps,
             "seconds": self.reporter.speed.seconds,
             "rate": self.reporter.speed.items_per_second,
             "unit": self.task.unit,
@@ -526,6 +762,7 @@ class Training:
             "trained_parameters": self.trained_count,
             "memory_bytes": memory_bytes(self.place.device),
             "memory_bytes_before": self.memory_before,
+            **({} if self.growth is None else {"batch": self.growth.summary()}),
         }
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from app.storage.lease import is_current, read_lease
 from app.storage.storage import Storage
 from app.tasks.sources import change_note
 from app.training.average import Average
+from app.training.batch_growth import Decision, Position
 from app.training.evaluation import evaluation_batch_size
 from app.training.events import CheckpointSaved, MetricsLogged, WarningIssued
 from app.training.job import Channel, Job, Place
@@ -44,6 +45,8 @@ class Progress:
     """Position in the run's stream of samples."""
     stream: str = ""
     """Where data that is a stream continues; see app/data/stream.py."""
+    decisions: tuple[Decision, ...] = ()
+    """What a run that decides on its batch has decided."""
     evaluations: list[dict[str, float]] = field(default_factory=list)
     """The metrics of each evaluation, for ending early."""
     ended: bool = False
@@ -52,6 +55,16 @@ class Progress:
     """The newest value of every metric."""
     events: list[str] = field(default_factory=list)
     """On rank 0: metric events as JSON, the newest last."""
+
+    @property
+    def position(self) -> Position:
+        return Position(step=self.step, samples_seen=self.samples_seen, stream=self.stream)
+
+    @position.setter
+    def position(self, position: Position) -> None:
+        self.step = position.step
+        self.samples_seen = position.samples_seen
+        self.stream = position.stream
 
     def remember(self, event: MetricsLogged, rank: int) -> None:
         """Keep the metrics of an event for the next checkpoint."""
@@ -222,6 +235,7 @@ class Persistence:
             "step": progress.step,
             "samples_seen": progress.samples_seen,
             "stream": progress.stream,
+            "decisions": [decision.to_meta() for decision in progress.decisions],
             "evaluations": progress.evaluations,
             "ended": progress.ended,
             "run_uid": self.job.run_uid,
@@ -403,6 +417,7 @@ class Persistence:
         progress.step = meta["step"]
         progress.samples_seen = meta["samples_seen"]
         progress.stream = meta.get("stream", "")
+        progress.decisions = tuple(Decision(**each) for each in meta.get("decisions", []))
         progress.evaluations = meta.get("evaluations", [])
         progress.ended = meta.get("ended", False)
         progress.latest = dict(meta["latest"])
@@ -414,11 +429,15 @@ class Persistence:
     def _continue_other_run(self, progress: Progress) -> None:
         """Take over the whole state of another run's checkpoint, as the beginning of this run.
 
-        What the other run has logged stays with it.
+        What the other run has logged stays with it, and what it has decided on a batch that it
+        began with, if this run begins with another one.
         """
         self._load(self._find(self.job.fork), progress)
         self.frozen_saved = False
         self.saved_step = -1
+        first_batch = self.job.config.train.global_batch_size
+        if progress.decisions and progress.decisions[0].batch != first_batch:
+            progress.decisions = ()
         progress.ended = False
         progress.events = []
 

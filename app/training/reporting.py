@@ -90,6 +90,18 @@ class Reporter:
         self._steps_since_moved = 0
         """Steps since `_moved_bytes_reported` was written."""
         self._last_logged_step = 0
+        self._logs_batch = not batches.is_constant
+
+    def follow(self, batches: BatchSchedule, steps: int) -> None:
+        """Take what a run that decides on its batch has decided.
+
+        Args:
+            batches: Samples of a step on all workers, from now on too.
+            steps: Optimizer steps of the whole run.
+        """
+        self._batches = batches
+        self._steps = steps
+        self._logs_batch = True
 
     def log(self, step: int, values: Mapping[str, float], when: float | None = None) -> None:
         """Log metrics of a step.
@@ -121,7 +133,7 @@ class Reporter:
         self._steps_since_moved += agreed.steps
         for entry in agreed.logged:
             values = _metrics_of(entry)
-            if not self._batches.is_constant:
+            if self._logs_batch:
                 values |= self._batch_of(entry.step, steps_before=agreed.step - agreed.steps)
             if loss_scale is not None:
                 values["train/loss_scale"] = loss_scale

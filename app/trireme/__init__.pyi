@@ -5,7 +5,7 @@ Made by `python -m app.trireme.stub`: change app/config/schema.py or app/api.py 
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from app.api import Plan as Plan
 from app.api import Run as Run
@@ -128,12 +128,14 @@ class TrainKeys(TypedDict, total=False):
     """Passes over the training data to train for in all. Give this or train.steps."""
     global_batch_size: int
     """Samples per optimizer step, over all workers together. With train.batch_schedule: its
-    largest."""
-    batch_schedule: Sequence[Sequence[int]]
+    largest, or with auto the first."""
+    batch_schedule: Sequence[Sequence[int]] | Literal["auto"]
     """Global batches that follow one another: [[0, 32], [200_000, 64]] is 32 until 200,000 samples
     have been seen (those of a run that is forked count), and then 64. optimizer.lr_scaling lets the
     rate follow, and schedule.name is then a curve over samples; whatever else counts steps counts
-    steps. Empty: always train.global_batch_size."""
+    steps. auto: begins with train.global_batch_size, tries twice the batch beside it whenever the
+    samples seen have doubled, and goes on with it if it is as good; train.steps counts steps of the
+    first batch. Empty: always train.global_batch_size."""
     micro_batch_size: int | None
     """Samples that one worker computes at once; gradients are accumulated over its share of the
     global batch. null: its whole share."""

@@ -28,7 +28,7 @@ Made by `python -m app.trireme.stub`: change app/config/schema.py or app/api.py 
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from app.api import Plan as Plan
 from app.api import Run as Run
@@ -53,6 +53,7 @@ OTHER_TYPES = {
     "checkpoint.fork": "str | Path | None",
     "cluster.file": "str | Path | None",
     "parallel.deepspeed": "str | Path | None",
+    "train.batch_schedule": 'Sequence[Sequence[int]] | Literal["auto"]',
 }
 """Keys for which a program may give something else than the configuration keeps."""
 SWEEP_TYPES = {"space": "Mapping[str, Any]", "budget": "float | Mapping[str, float]"}

@@ -25,6 +25,7 @@ BENCHMARKS = {
     "scale-sweep": "what a sweep of a thousand trials costs its driver",
     "sweep-truth": "how far from the best setting ways to search end, on a grid that is known",
     "fork-truth": "what branches of a checkpoint answer, beside grids of branches that are known",
+    "auto-batch": "train.batch_schedule=auto beside a fixed small batch: loss and steps",
     "scale-points": "MLflow's answers for a run of a million points",
     "scale-uploads": "whether MLflow keeps up with a run that logs a hundred steps a second",
     "width-transfer": "the best rate of each width, with optimizer.width_transfer and without",

@@ -23,7 +23,7 @@ from app.data.loader import fetch, length
 from app.run.base_model import widths_of
 from app.run.prepare import read_task
 from app.tasks.base import Task
-from app.training.hooks import set_learning_rate
+from app.training.hooks import CurvePoint, set_learning_rate
 from app.training.width_transfer import Widths
 from experiments.benchmarks.harness import show
 from experiments.coordinate_check import at_widths, batch_of, new_model
@@ -83,9 +83,16 @@ def final_loss(config: Config, task: Task, widths: Widths) -> float:
     """The loss of the held-out data after a training; inf if it is not finite."""
     model, _, optimizer = new_model(config, task, widths)
     steps = config.train.steps or 1
+    batch_size = config.train.global_batch_size
     for step in range(steps):
-        samples = step * config.train.global_batch_size
-        set_learning_rate(optimizer, config, task, step=step, steps=steps, samples=samples)
+        set_learning_rate(
+            optimizer,
+            config,
+            task,
+            step=step,
+            steps=steps,
+            point=CurvePoint(step=step, steps=steps, batch_size=batch_size),
+        )
         loss = task.loss(model, batch_of(config, task, step))
         optimizer.zero_grad()
         loss.backward()

@@ -117,8 +117,9 @@ def test_what_is_written_last_counts_a_batch_or_a_schedule(tmp_path: Path) -> No
         ("[[8,32],[9,64]]", "the first row must begin at 0"),
         ("[[0,32],[9,64],[9,128]]", "each row must begin at more samples"),
         ("[[0,32],[9,0]]", "each batch must be greater than 0"),
-        ("[[0,32],[9,big]]", "train.batch_schedule .on the command line. is .*but it must be a"),
-        ("32", "but it must be a list"),
+        ("[[0,32],[9,big]]", "each row must be two whole numbers"),
+        ("32", "train.batch_schedule is 32, but it must be a list of rows, or auto: write for"),
+        ("Auto", "train.batch_schedule is 'Auto', but it must be a list of rows, or auto"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(rows: str, sentence: str) -> None:

@@ -1,11 +1,13 @@
-"""A run whose batch grows is resumed to the bit, anywhere, and forked at its samples."""
+"""A run whose batch grows is resumed to the bit, forked at its samples, and shows how it grows."""
 
 from pathlib import Path
 
 import pytest
 
 from app.results.compare import curve_of
+from app.run.look import look
 from app.storage.storage import Storage
+from tests.app.training.test_batch_growth_auto import AUTO, shorten
 from tests.running import POINTS, curve, invoke, mlflow_run, same_bits, weights
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -46,3 +48,23 @@ def test_a_run_goes_on_to_the_bit_before_and_after_a_step_up(tmp_path: Path) -> 
         [56.0, 72.0, 104.0, 136.0, 168.0],
         [64.0, 88.0, 112.0, 136.0, 160.0],
     ]
+
+
+def test_a_run_that_decides_on_its_batch_shows_it_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten(monkeypatch)
+    words = [*AUTO, "tracking.log_model=false", "launcher=local", "strategy=single"]
+    result = invoke("train", *words, f"run.storage={tmp_path}", "run.name=auto")
+    decisions = mlflow_run(tmp_path, "auto").data.metrics
+    assert decisions.keys() >= {"batch/difference", "batch/error", "batch/loss_same"}
+    batches = curve(tmp_path, "auto", "train/global_batch_size")
+    assert set(batches.values()) > {8}
+    doubled = curve(tmp_path, "auto", "batch/loss_doubled")
+    assert doubled.keys() == curve(tmp_path, "auto", "batch/loss_same").keys()
+    assert "8 → 16, loss difference" in result.output
+    assert "batch     8 → 16 at 80 samples" in result.output
+    shown = look(Storage(tmp_path / "auto"))
+    assert shown.step == shown.steps == max(batches) < 100
+    again = invoke("train", *words, f"run.storage={tmp_path}", "run.name=auto")
+    assert "has finished already" in again.output

@@ -13,7 +13,7 @@ from app.checkpoint.forks import held, hold
 from app.config import Config
 from app.errors import UserError
 from app.run.prepare import read_task
-from app.training.hooks import set_learning_rate
+from app.training.hooks import curve_point, set_learning_rate
 from experiments.sweep.spec import read_sweep
 from tests.app.run.test_fork import train_base
 from tests.running import mlflow_run, trireme
@@ -62,7 +62,8 @@ def test_branches_of_every_batch_stay_on_the_curve_of_their_run(base: Path, tmp_
     task = read_task(sweep.experiment)
 
     def rate(config: Config, step: int, samples: int, steps: int) -> float:
-        rates = set_learning_rate(optimizer, config, task, step=step, steps=steps, samples=samples)
+        point = curve_point(config, step=step, steps=steps, samples=samples)
+        rates = set_learning_rate(optimizer, config, task, step=step, steps=steps, point=point)
         return rates["lr"]
 
     small, large = sweep.configs
