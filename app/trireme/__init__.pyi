@@ -291,6 +291,16 @@ class TrackingKeys(TypedDict, total=False):
     """Seconds to wait at the end for a tracking server that cannot be reached; metrics that it has
     not received by then stay spooled on disk."""
 
+class PlanKeys(TypedDict, total=False):
+    """What a run does about its plan. 20 steps after a start with strategy=auto the step is put
+    beside the plan by part: computing, communication, bubble, data."""
+
+    follow: bool
+    """With strategy=auto, in Ray: when steps take longer than planned, save and continue with the
+    layout that is now expected to be at least 10 % faster, restarting counted; stages of a pipeline
+    are cut again by their measured times. It tries at most two other layouts, each once, and
+    returns to the fastest of all if they are slower."""
+
 class ProfileKeys(TypedDict, total=False):
     """Where the time of some steps goes; `trireme profile RUN` prints a table, and traces are in
     the run's folder."""
@@ -342,6 +352,7 @@ def train(
     schedule: ScheduleKeys = ...,
     checkpoint: CheckpointKeys = ...,
     tracking: TrackingKeys = ...,
+    plan: PlanKeys = ...,
     profile: ProfileKeys = ...,
     fault: FaultKeys = ...,
 ) -> Run:
@@ -375,6 +386,8 @@ def train(
         schedule: The learning rate over time.
         checkpoint: What is saved, when, and what is kept.
         tracking: How the run is shown in MLflow.
+        plan: What a run does about its plan. 20 steps after a start with strategy=auto the step is
+            put beside the plan by part: computing, communication, bubble, data.
         profile: Where the time of some steps goes; `trireme profile RUN` prints a table, and traces
             are in the run's folder.
         fault: What happens when something breaks.
@@ -405,6 +418,7 @@ def fork(
     schedule: ScheduleKeys = ...,
     checkpoint: CheckpointKeys = ...,
     tracking: TrackingKeys = ...,
+    plan: PlanKeys = ...,
     profile: ProfileKeys = ...,
     fault: FaultKeys = ...,
 ) -> Run:
@@ -442,6 +456,8 @@ def fork(
         schedule: The learning rate over time.
         checkpoint: What is saved, when, and what is kept.
         tracking: How the run is shown in MLflow.
+        plan: What a run does about its plan. 20 steps after a start with strategy=auto the step is
+            put beside the plan by part: computing, communication, bubble, data.
         profile: Where the time of some steps goes; `trireme profile RUN` prints a table, and traces
             are in the run's folder.
         fault: What happens when something breaks.
@@ -473,6 +489,7 @@ def plan(
     schedule: ScheduleKeys = ...,
     checkpoint: CheckpointKeys = ...,
     tracking: TrackingKeys = ...,
+    plan: PlanKeys = ...,
     profile: ProfileKeys = ...,
     fault: FaultKeys = ...,
 ) -> Plan:
@@ -511,6 +528,8 @@ def plan(
         schedule: The learning rate over time.
         checkpoint: What is saved, when, and what is kept.
         tracking: How the run is shown in MLflow.
+        plan: What a run does about its plan. 20 steps after a start with strategy=auto the step is
+            put beside the plan by part: computing, communication, bubble, data.
         profile: Where the time of some steps goes; `trireme profile RUN` prints a table, and traces
             are in the run's folder.
         fault: What happens when something breaks.
@@ -541,6 +560,7 @@ def scale(
     schedule: ScheduleKeys = ...,
     checkpoint: CheckpointKeys = ...,
     tracking: TrackingKeys = ...,
+    plan: PlanKeys = ...,
     profile: ProfileKeys = ...,
     fault: FaultKeys = ...,
 ) -> Scaling:
@@ -575,6 +595,8 @@ def scale(
         schedule: The learning rate over time.
         checkpoint: What is saved, when, and what is kept.
         tracking: How the run is shown in MLflow.
+        plan: What a run does about its plan. 20 steps after a start with strategy=auto the step is
+            put beside the plan by part: computing, communication, bubble, data.
         profile: Where the time of some steps goes; `trireme profile RUN` prints a table, and traces
             are in the run's folder.
         fault: What happens when something breaks.
@@ -620,6 +642,7 @@ def sweep(
     schedule: ScheduleKeys = ...,
     checkpoint: CheckpointKeys = ...,
     tracking: TrackingKeys = ...,
+    plan: PlanKeys = ...,
     profile: ProfileKeys = ...,
     fault: FaultKeys = ...,
 ) -> Sweep:
@@ -669,6 +692,8 @@ def sweep(
         schedule: The learning rate over time.
         checkpoint: What is saved, when, and what is kept.
         tracking: How the run is shown in MLflow.
+        plan: What a run does about its plan. 20 steps after a start with strategy=auto the step is
+            put beside the plan by part: computing, communication, bubble, data.
         profile: Where the time of some steps goes; `trireme profile RUN` prints a table, and traces
             are in the run's folder.
         fault: What happens when something breaks.
