@@ -205,6 +205,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "machine.link_across_bytes_per_second": "From one node to another.",
         "machine.dollars_per_gpu_hour": "List price; null if not known.",
         "machine.calibrated": "Whether `trireme calibrate` has measured it.",
+        "machine.corrected": "What a run has measured here, as a sentence; null for nothing.",
         "machine.assumed": "What is not known and assumed; null for nothing.",
         "max_batch.predicted": "With --max-batch: the largest micro-batch by the plan.",
         "max_batch.largest": "The largest that ran; null if none did.",
@@ -216,6 +217,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "gpu": "Its name.",
         "file": "Where the figures are kept.",
         "constants.*": "FLOP/s, bytes/s, seconds and shares, as app/planner/device.py names them.",
+        "dropped[]": "With --drop-corrections only: the runs that had measured them.",
     },
     "cluster list": {
         "clusters.*.": SHAPE,

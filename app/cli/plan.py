@@ -228,13 +228,22 @@ def _layout_keys(config: Config) -> set[str]:
     metavar="N",
     help="Processes per node. Default: one per GPU, else 4.",
 )
-def calibrate(cli: Invocation, workers: int | None) -> None:
+@click.option(
+    "--drop-corrections",
+    is_flag=True,
+    help="Measure nothing, and forget what runs have measured beside their plans.",
+)
+def calibrate(cli: Invocation, workers: int | None, drop_corrections: bool) -> None:
     """Measure what devices and links reach, and keep it for plans. It takes half a minute.
 
     Measures one node of the Ray cluster that `trireme train` would use, and the link between two;
     without a cluster, this machine. A GPU that is not in cluster/hardware.yaml is added to
-    ~/.config/trireme/hardware.yaml. The figures are kept in ~/.cache/trireme/planner.
+    ~/.config/trireme/hardware.yaml. The figures are kept in ~/.cache/trireme/planner, as are the
+    corrections by part of runs whose speed was outside of their plan's range.
     """
+    if drop_corrections:
+        _drop_corrections(cli)
+        return
     from app.planner.calibrate import calibrate as calibrate_machine
     from app.planner.calibrate import calibrate_cluster, keep
     from app.planner.machine import connected_shape
@@ -249,6 +258,16 @@ def calibrate(cli: Invocation, workers: int | None) -> None:
     lines += [f"  {key}: {_readable(value)}" for key, value in constants.items() if key != "gpu"]
     lines.append(f"kept in {path}")
     cli.answer({"gpu": gpu_name, "file": str(path), "constants": constants}, "\n".join(lines))
+
+
+def _drop_corrections(cli: Invocation) -> None:
+    from app.planner.corrections import drop_corrections
+    from app.planner.device import gpus_with_measured_values
+
+    dropped = [correction.run for correction in drop_corrections(gpus_with_measured_values())]
+    runs = ", ".join(dropped)
+    sentence = f"dropped what {runs} measured" if dropped else "there are no corrections"
+    cli.answer({"dropped": dropped}, sentence)
 
 
 def _local_workers(requested: int | None) -> int:

@@ -143,7 +143,30 @@ def unfit_for_training(config: Config) -> list[str]:
         given = "neither is" if config.train.steps is None else "both are"
         sentences.append(f"give train.steps or train.epochs, one of the two: {given} given")
     sentences += _evaluations(config)
+    sentences += _followed_plan(config)
     return sentences
+
+
+def _followed_plan(config: Config) -> Iterator[str]:
+    """What leaves `plan.follow` no plan to follow."""
+    if not config.plan.follow:
+        return
+    parallel = config.parallel
+    if config.strategy != "auto":
+        yield (
+            f"plan.follow is true, but strategy is {config.strategy}, which no plan has chosen: "
+            "write strategy=auto, or leave plan.follow out"
+        )
+    elif parallel.stage_resources:
+        yield (
+            "plan.follow is true, but parallel.stage_resources says where each stage runs: leave "
+            "one of the two out"
+        )
+    elif None not in (parallel.dp_replicate, parallel.dp_shard, parallel.tp, parallel.pp):
+        yield (
+            "plan.follow is true, but dp_replicate, dp_shard, tp and pp are all written, which "
+            "leaves no other layout: leave out those of parallel that may change"
+        )
 
 
 def _evaluations(config: Config) -> Iterator[str]:

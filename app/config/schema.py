@@ -286,6 +286,17 @@ class TrackingConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """The keys of `plan`."""
+
+    follow: bool = False
+    """With strategy=auto, in Ray: when steps take longer than planned, save and continue with the
+    layout that is now expected to be at least 10 % faster, restarting counted; stages of a pipeline
+    are cut again by their measured times. It tries at most two other layouts, each once, and
+    returns to the fastest of all if they are slower."""
+
+
+@dataclass(frozen=True)
 class ProfileConfig:
     """The keys of `profile`."""
 
@@ -382,6 +393,9 @@ class Config:
     """What is saved, when, and what is kept."""
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     """How the run is shown in MLflow."""
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    """What a run does about its plan. 20 steps after a start with strategy=auto the step is put
+    beside the plan by part: computing, communication, bubble, data."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """Where the time of some steps goes; `trireme profile RUN` prints a table, and traces are in
     the run's folder."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from app.config import Config
 from app.config.io import with_values
+from app.config.layout_requirement import Requirement
 from app.errors import UserError
 from app.launchers.failure_policy import Capacity, Limits, fewer_workers, growth
 from app.run.prepare import Prepared
@@ -53,8 +54,8 @@ class Elastic:
         config: As it was written, before a layout was chosen.
         first: What the run started with.
         per_worker: Ray resources of one worker.
-        prepare: Prepares a configuration for a number of workers, with a layout whose planned
-            memory of a worker is below a number of bytes, if there is one.
+        prepare: Prepares a configuration for a number of workers, with a layout as it is required,
+            if auto chooses it.
         free: The resources by node, without nodes of these ids.
         autoscaling: Whether nodes may be added.
         has_stages: Whether the workers can be stages of a pipeline.
@@ -63,7 +64,7 @@ class Elastic:
     config: Config
     first: Prepared
     per_worker: Mapping[str, float]
-    prepare: Callable[[Config, int, float | None], Prepared]
+    prepare: Callable[[Config, int, Requirement], Prepared]
     free: Callable[[Sequence[str]], FreeByNode]
     autoscaling: bool = False
     has_stages: bool = True
@@ -104,7 +105,8 @@ class Elastic:
         if workers not in self._prepared:
             try:
                 config = self._config_for(workers)
-                self._prepared[workers] = self.prepare(config, workers, self.memory_below)
+                requirement = Requirement(memory_below=self.memory_below)
+                self._prepared[workers] = self.prepare(config, workers, requirement)
             except (UserError, LayoutError):
                 self._prepared[workers] = None
         return self._prepared[workers]
@@ -163,7 +165,7 @@ class Elastic:
         memory_below = SMALLER * failed.prediction.memory_bytes
         config = self.config if workers == self.wanted else self._config_for(workers)
         try:
-            smaller = self.prepare(config, workers, memory_below)
+            smaller = self.prepare(config, workers, Requirement(memory_below=memory_below))
         except (UserError, LayoutError):
             return None
         needs_stages = smaller.layout.dims.pp > 1 and not self.has_stages
@@ -171,11 +173,34 @@ class Elastic:
             return None
         self.memory_below = memory_below
         self._prepared = {}
-        if workers == self.wanted:
-            self.first = smaller
-        else:
-            self._prepared[workers] = smaller
+        self._keep(workers, smaller)
         return smaller
+
+    def take_layout(self, workers: int, key: str, stages: tuple[int, ...] = ()) -> Prepared:
+        """What these workers train with under another layout of auto's plan.
+
+        Args:
+            workers: How many there are.
+            key: The layout, as `Candidate.key` names it.
+            stages: The number of blocks of each part of its pipeline; empty for the plan's.
+
+        Raises:
+            UserError: It cannot train the model after all.
+            LayoutError: See UserError.
+        """
+        config = self.config if workers == self.wanted else self._config_for(workers)
+        requirement = Requirement(memory_below=self.memory_below, key=key, stages=stages)
+        prepared = self.prepare(config, workers, requirement)
+        if prepared.prediction is None or prepared.prediction.candidate.key != key:
+            raise UserError("the plan does not have it any more")
+        self._keep(workers, prepared)
+        return prepared
+
+    def _keep(self, workers: int, prepared: Prepared) -> None:
+        if workers == self.wanted:
+            self.first = prepared
+        else:
+            self._prepared[workers] = prepared
 
     # --- capacity ---------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from app.config import Config
+from app.config.layout_requirement import ANY_LAYOUT, Requirement
 from app.console.terminal import Console
 from app.errors import UserError
 from app.launchers.elastic import Elastic
@@ -70,6 +71,8 @@ class RayLaunch:
         """Keeps the workers' places while the run is prepared."""
         self.ray_workers: RayWorkers | None = None
         self.watch: RayWatch | None = None
+        self.preparing_seconds = 0.0
+        """What preparing the run for a layout has taken, the last time."""
         self.evaluation: SeparateEvaluation | None = None
         self.for_evaluation: dict[str, float] = {}
         """Ray resources of the worker that evaluates; empty if it needs none of its own."""
@@ -188,7 +191,7 @@ class RayLaunch:
         task: Task,
         workers: int,
         config: Config | None = None,
-        memory_below: float | None = None,
+        requirement: Requirement = ANY_LAYOUT,
     ) -> Prepared:
         """Prepares the run for a number of workers; see `app.run.prepare.prepare`.
 
@@ -196,8 +199,9 @@ class RayLaunch:
             task: What is trained.
             workers: How many there are.
             config: Another configuration than the one as it was written.
-            memory_below: See `app.planner.auto.choose_layout`.
+            requirement: What is known beforehand of the layout that auto chooses.
         """
+        start = time.monotonic()
         config = config or self.config
         gpus = self.per_worker.get("GPU", 0)
         check_devices(config, "cuda" if gpus else "cpu")
@@ -207,8 +211,9 @@ class RayLaunch:
             task,
             workers,
             devices_per_node=workers_per_node,
-            memory_below=memory_below,
+            requirement=requirement,
         )
+        self.preparing_seconds = time.monotonic() - start
         return with_idle_gpus(
             prepared,
             workers=workers,
@@ -241,8 +246,8 @@ class RayLaunch:
                 config=self.config,
                 first=prepared,
                 per_worker=self.per_worker,
-                prepare=lambda config, workers, memory_below: self.prepare(
-                    task, workers, config, memory_below
+                prepare=lambda config, workers, requirement: self.prepare(
+                    task, workers, config, requirement
                 ),
                 free=free_by_node,
                 autoscaling=bool(self.cluster.max_resources),
@@ -262,8 +267,20 @@ class RayLaunch:
 
             check_devices(self.config, "cuda" if self.for_evaluation.get("GPU") else "cpu")
             self.evaluation = SeparateEvaluation(RayEvaluationWorker(self.for_evaluation))
+        follower = None
+        if prepared.plan is not None:
+            from app.launchers.follow import PlanFollower
+
+            follower = PlanFollower(
+                driver, prepared, elastic, preparing_seconds=self.preparing_seconds
+            )
         return Supervisor(
-            self._workers_for(prepared), driver, elastic, nodes=nodes, evaluation=self.evaluation
+            self._workers_for(prepared),
+            driver,
+            elastic,
+            nodes=nodes,
+            evaluation=self.evaluation,
+            follower=follower,
         )
 
     def _workers_for(self, prepared: Prepared) -> RayWorkers:

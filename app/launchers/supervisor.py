@@ -6,12 +6,15 @@ failure is decided by `failure_policy.decide`, and whether a rank hangs by
 workers that find the newest commit by themselves.
 """
 
+from __future__ import annotations
+
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Set
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from app.errors import Interrupted
+from app.errors import Interrupted, UserError
 from app.launchers.blame import rank_behind
 from app.launchers.crash import log_sizes
 from app.launchers.elastic import Elastic, limits_of
@@ -36,8 +39,18 @@ from app.launchers.recovery import (
 )
 from app.launchers.workers import Failures, Poll, Workers
 from app.run.driver import Driver
-from app.training.events import NodePreempted, WorkerDied, WorkerFailed, WorkerInfo, WorkerStarted
+from app.training.events import (
+    NodePreempted,
+    StepPartsMeasured,
+    WorkerDied,
+    WorkerFailed,
+    WorkerInfo,
+    WorkerStarted,
+)
 from app.training.job import Job
+
+if TYPE_CHECKING:
+    from app.launchers.follow import Move, PlanFollower
 
 END_SECONDS = 10.0
 """How long an attempt may take to end after the rank that hung was killed."""
@@ -58,6 +71,7 @@ class Supervisor:
         elastic: Continues with other numbers of workers; None keeps their number.
         nodes: What can be asked about nodes; None means this machine only.
         evaluation: Evaluates checkpoints beside training; None leaves that to training.
+        follower: Puts the run beside its plan; None if there is none.
     """
 
     def __init__(
@@ -68,7 +82,15 @@ class Supervisor:
         *,
         nodes: Nodes | None = None,
         evaluation: SeparateEvaluation | None = None,
+        follower: PlanFollower | None = None,
     ) -> None:
+        self.follower = follower
+        self.move: Move | None = None
+        """The layout to continue with, if training is to pause for it."""
+        self.attempt_clock = 0.0
+        """When the present attempt began, in seconds of the monotonic clock."""
+        self.start_seconds: float | None = None
+        """From then to its first step; None before that."""
         self.workers = workers
         self.evaluation = evaluation
         self.driver = driver
@@ -100,16 +122,20 @@ class Supervisor:
         if evaluation is not None:
             evaluation.start(job)
         while True:
+            if self.follower is not None:
+                job = replace(job, measures_parts=self.follower.wants_parts())
             failures = self._attempt(self._with_mtbf(job))
             if failures:
-                job = self._recover(job, failures)
+                job = self._moved(self._recover(job, failures))
                 continue
             was_stopped = bool(driver.summary.get("stopped"))
-            if not was_stopped or self.larger_size is None or self._stop_requested():
+            if not was_stopped or not self._pauses or self._stop_requested():
                 break
             driver.workers_lost()
-            reason = f"there is room for {self.larger_size} workers again"
-            job = self._resize(job, self.larger_size, reason)
+            if self.larger_size is not None:
+                reason = f"there is room for {self.larger_size} workers again"
+                job = self._resize(job, self.larger_size, reason)
+            job = self._moved(job)
         if was_stopped:
             if evaluation is not None:
                 evaluation.leave(driver)
@@ -121,6 +147,11 @@ class Supervisor:
         """Whether the workers are to save and stop, not to be started again."""
         by_evaluation = self.evaluation is not None and self.evaluation.wants_stop
         return self.driver.stop_requested() or by_evaluation
+
+    @property
+    def _pauses(self) -> bool:
+        """Whether training is to pause and to continue otherwise."""
+        return self.larger_size is not None or self.move is not None
 
     def _with_mtbf(self, job: Job) -> Job:
         """The job with the mean time between failures as it is known now."""
@@ -141,6 +172,8 @@ class Supervisor:
         self.larger_size = None
         self.log_sizes = log_sizes(driver.run.local_folder / "logs")
         self.placed_clock = None
+        self.start_seconds = None
+        self.attempt_clock = time.monotonic()
         driver.begin_attempt()
         hang_seconds = job.config.fault.hang_seconds
         if job.config.train.compile:
@@ -151,11 +184,10 @@ class Supervisor:
         try:
             self.workers.start(job)
             while True:
-                pause_to_grow = self.larger_size is not None
-                poll = self.workers.poll(self._stop_requested() or pause_to_grow)
+                poll = self.workers.poll(self._stop_requested() or self._pauses)
                 if self.evaluation is not None:
                     poll.events += self.evaluation.drain()
-                self._handle_events(poll)
+                self._handle_events(job, poll)
                 now = time.monotonic()
                 if poll.ended is not None:
                     # What the killed ranks say is a consequence of the hang.
@@ -173,12 +205,12 @@ class Supervisor:
                 start_failure = self._start_failure(job, poll, now, begun=detector.statuses.keys())
                 if start_failure:
                     return start_failure
-                if self.elastic is not None and not driver.starting and not pause_to_grow:
+                if self.elastic is not None and not driver.starting and not self._pauses:
                     self.larger_size = self.elastic.growth(job.layout.dims.world_size)
         finally:
             self.workers.stop()
 
-    def _handle_events(self, poll: Poll) -> None:
+    def _handle_events(self, job: Job, poll: Poll) -> None:
         for event in poll.events:
             match event:
                 case WorkerStarted(info=info):
@@ -188,10 +220,27 @@ class Supervisor:
                     self.driver.note(message)
                 case WorkerFailed() | WorkerDied():
                     pass  # the launcher counts these among what has ended
+                case StepPartsMeasured():
+                    self._compare_with_plan(job, event)
                 case _:
                     self.driver.handle(event)
+        if self.start_seconds is None and not self.driver.starting:
+            self.start_seconds = time.monotonic() - self.attempt_clock
+            if self.follower is not None:
+                self.follower.first_step_done()
         if poll.ended:
             self.driver.workers_lost()
+
+    def _compare_with_plan(self, job: Job, event: StepPartsMeasured) -> None:
+        """Puts a measured step beside the plan; training pauses if a move is worth it."""
+        if self.follower is None or self.driver.run.lease.successor is not None:
+            return
+        start_seconds = self.start_seconds
+        if start_seconds is None:
+            start_seconds = time.monotonic() - self.attempt_clock
+        self.move = self.follower.compare(job, event, start_seconds=start_seconds)
+        if self.move is not None:
+            self.driver.console.say(f"{self.move.sentence}; saving a checkpoint to continue so")
 
     def _start_failure(self, job: Job, poll: Poll, now: float, *, begun: Set[int]) -> Failures:
         """The failure of workers that do not start; empty while they may still start.
@@ -273,6 +322,25 @@ class Supervisor:
 
     # --- between attempts -------------------------------------------------------------------------
 
+    def _moved(self, job: Job) -> Job:
+        """The job with the layout of the move that is due, if there is one."""
+        move = self.move
+        self.move = None
+        if self.follower is None or move is None:
+            return job
+        driver = self.driver
+        notes = set(self.follower.prepared.notes)
+        try:
+            prepared = self.follower.take(job.layout.dims.world_size, move)
+        except UserError as error:
+            driver.note(f"{error}; continuing as before")
+            return job
+        driver.move(prepared.config, prepared.prediction)
+        for note in prepared.notes:
+            if note not in notes:
+                driver.note(note)
+        return replace(job, config=prepared.config, layout=prepared.layout)
+
     def _recover(self, job: Job, failures: Failures) -> Job:
         """Says what happened and what is done about it.
 
@@ -343,6 +411,8 @@ class Supervisor:
         assert prepared is not None
         console = self.driver.console
         console.say(f"{reason}; trying the next layout, which takes less memory")
+        if self.follower is not None:
+            self.follower.continue_with(prepared)
         self.driver.lay_out_again(prepared.config, prepared.prediction)
         for note in prepared.notes:
             self.driver.note(note)
@@ -354,6 +424,10 @@ class Supervisor:
         elastic = self.elastic
         assert elastic is not None
         resized_job = elastic.job(job, workers)
+        prepared = elastic.prepared(workers)
+        if self.follower is not None and prepared is not None:
+            self.follower.continue_with(prepared)
+            self.move = None
         layout = ""
         if resized_job.layout.dims.dp != job.layout.dims.dp:
             layout = f" ({resized_job.layout})"

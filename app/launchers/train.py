@@ -79,6 +79,11 @@ def train(
             "train.eval_separate evaluates in a worker of its own in Ray, but there is no Ray with "
             f"launcher={launcher}: write launcher=ray, or leave train.eval_separate out"
         )
+    if config.plan.follow and launcher not in ("ray", "actors"):
+        raise UserError(
+            "plan.follow starts the workers again with another layout, which launcher="
+            f"{launcher} cannot do: write launcher=ray, or leave plan.follow out"
+        )
     set_defaults()
     if launcher == "torchrun":
         return _under_torchrun(config, console, take_over)
@@ -290,7 +295,12 @@ def _without_ray(
         pool="this machine",
     )
     driver = Driver(run, prepared.config, console, settings, prediction=prepared.prediction)
-    supervisor = Supervisor(processes.workers, driver)
+    follower = None
+    if prepared.plan is not None:
+        from app.launchers.follow import PlanFollower
+
+        follower = PlanFollower(driver, prepared)
+    supervisor = Supervisor(processes.workers, driver, follower=follower)
     return train_run(driver, prepared, processes.description, supervisor.run)
 
 
@@ -418,6 +428,7 @@ def _in_ray(
         # Before more is imported: two threads in torch's circular imports can deadlock.
         task = future_task.result()
         console.waits_for("the run to be laid out and tried in small")
+        from app.launchers.followed import followed_layout
         from app.launchers.ray_launch import RayLaunch
 
         with contextlib.closing(RayLaunch(cluster, config, console)) as launch:
@@ -425,7 +436,9 @@ def _in_ray(
             from app.run.lifecycle import train_run
 
             workers = launch.wait_for_room()
-            prepared = launch.prepare(task, workers)
+            prepared = launch.prepare(
+                task, workers, requirement=followed_layout(config, run.storage)
+            )
             meter = launch.meter(run.storage)
             driver = Driver(
                 run,

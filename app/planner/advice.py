@@ -158,10 +158,18 @@ def advice(plan: Plan, tried: list[Remedy] | None = None) -> list[str]:
             *_activations(plan),
             *([assumption] if assumption else []),
         ]
+    single = best if plan.machine.world == 1 else _fastest(plan.on_gpus(1, {}, as_planned=True))
+    if single is not None and single is not best and _is_enough(single, best):
+        return [
+            _answer_of_one(plan, best, single),
+            *_activations(plan),
+            *_waits(best),
+            *([assumption] if assumption else []),
+        ]
     return [
         _answer(plan, best),
         *_activations(plan),
-        *_compared_with_one_gpu(plan, best),
+        *_compared_with_one_gpu(plan, best, single),
         *_compared_with_twice_as_many(plan, best),
         *_waits(best),
         *([assumption] if assumption else []),
@@ -183,6 +191,22 @@ def _answer(plan: Plan, best: Estimate) -> str:
     return f"{answer}."
 
 
+def _is_enough(single: Estimate, best: Estimate) -> bool:
+    """Whether one GPU is as fast as all of them."""
+    return single.fits and single.step_seconds < NO_FASTER * best.step_seconds
+
+
+def _answer_of_one(plan: Plan, best: Estimate, single: Estimate) -> str:
+    world = plan.machine.world
+    device = "worker" if plan.machine.device.is_cpu else "GPU"
+    settings = settings_text(single).removeprefix("one worker, ")
+    return (
+        f"Use one {device} ({settings}): {figures(single)}; "
+        f"{world} would be no faster ({best.candidate.layout.name}, {settings_text(best)}: "
+        f"{best.step_seconds:.3g} s per step)."
+    )
+
+
 def _activations(plan: Plan) -> list[str]:
     """How the ways to save activations compare, where a plan needs something of the kind."""
     if not needs_remedies(plan) or plan.machine.device.is_cpu:
@@ -199,9 +223,8 @@ def _fastest(rows: list[Estimate]) -> Estimate | None:
     return min(rows, key=lambda row: row.memory_bytes, default=None)
 
 
-def _compared_with_one_gpu(plan: Plan, best: Estimate) -> list[str]:
+def _compared_with_one_gpu(plan: Plan, best: Estimate, single: Estimate | None) -> list[str]:
     world = plan.machine.world
-    single = best if world == 1 else _fastest(plan.on_gpus(1, {}, as_planned=True))
     if single is None:
         return []
     device = "worker" if plan.machine.device.is_cpu else "GPU"
@@ -216,9 +239,7 @@ def _compared_with_one_gpu(plan: Plan, best: Estimate) -> list[str]:
     if world == 1:
         return [f"The model fits one {device}{only_with} ({needed} of {capacity})."]
     gain = single.step_seconds / best.step_seconds
-    if gain < NO_FASTER:
-        consequence = f"so use one {device}"
-    elif gain < world:
+    if gain < world:
         consequence = f"so one {device} costs less while time does not matter"
     else:
         consequence = "so they cost no more"

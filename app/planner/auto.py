@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from app.config import Config
+from app.config.layout_requirement import ANY_LAYOUT, Requirement
 from app.errors import UserError
 from app.planner.advice import infeasible, size_text
 from app.planner.estimate import Estimate
@@ -40,12 +41,14 @@ class Choice:
         sentence: Why, for the user; "" if the configuration left no choice.
         values: What the choice sets in the configuration, by key.
         prediction: The estimate of the layout; None without a plan.
+        plan: All layouts that auto may choose; None without a plan.
     """
 
     layout: Layout
     sentence: str = ""
     values: dict[str, Any] = field(default_factory=dict)
     prediction: Estimate | None = None
+    plan: Plan | None = None
 
 
 def choose_layout(
@@ -55,7 +58,7 @@ def choose_layout(
     machine: Machine | None = None,
     per_node: int | None = None,
     is_kept: Callable[[Layout, Options], bool] = lambda layout, options: True,
-    memory_below: float | None = None,
+    requirement: Requirement = ANY_LAYOUT,
 ) -> Choice:
     """The layout that `strategy: auto` means.
 
@@ -70,8 +73,7 @@ def choose_layout(
         machine: The machine; None for that of the run's workers.
         per_node: Workers of a node, if known.
         is_kept: Whether a layout trains the model as one device would.
-        memory_below: The planned memory of a worker, in bytes, that the layout has to stay below,
-            since one that takes as much has run out of memory; None for no such bound.
+        requirement: What is known of the layout.
 
     Raises:
         NoLayoutFits: The message says what is needed, what is there, and what would do.
@@ -86,7 +88,7 @@ def choose_layout(
             task,
             machine or machine_of_run(workers, per_node),
             is_kept=is_kept,
-            memory_below=memory_below,
+            requirement=requirement,
         )
     except NoLayoutFits:
         raise
@@ -104,7 +106,7 @@ def _planned_choice(
     machine: Machine,
     *,
     is_kept: Callable[[Layout, Options], bool],
-    memory_below: float | None,
+    requirement: Requirement,
 ) -> Choice:
     has_pipeline = config.parallel.pp is not None
     plan = make_plan(config, task, machine, fixed_keys=_fixed_keys(config, machine))
@@ -115,9 +117,15 @@ def _planned_choice(
         return is_kept(row.candidate.layout, replace(options, activation_checkpointing=mode))
 
     plan.rows = [row for row in plan.rows if keeps_training(row)] or plan.rows
-    if memory_below is not None:
-        plan.rows = [row for row in plan.rows if row.memory_bytes < memory_below]
-    row, remark = _choose(plan, has_pipeline=has_pipeline)
+    if requirement.memory_below is not None:
+        plan.rows = [row for row in plan.rows if row.memory_bytes < requirement.memory_below]
+    row, remark = None, ""
+    if requirement.key:
+        row = next((row for row in plan.rows if row.candidate.key == requirement.key), None)
+    if row is None:
+        row, remark = _choose(plan, has_pipeline=has_pipeline)
+    elif requirement.stages:
+        row = replace(row, stages=requirement.stages)
     if row is None:
         reasons = " ".join(infeasible(plan))
         raise NoLayoutFits(f"strategy auto finds no layout that fits{remark}. {reasons}")
@@ -132,13 +140,27 @@ def _planned_choice(
     if candidate.dims.pp > 1 and not has_pipeline:
         values["parallel.schedule"] = candidate.schedule
         values["parallel.chunks"] = candidate.chunks
+    if candidate.dims.pp > 1 and not config.parallel.stages:
         values["parallel.stages"] = list(row.stages or ())
     sentence = (
         f"strategy auto is {candidate.layout}, micro-batches of {candidate.micro_batch}, "
         f"activation checkpointing {candidate.checkpointing}: predicted {row.step_seconds:.3g} s "
         f"per step, {size_text(row.memory_bytes)} per worker{remark}"
     )
-    return Choice(layout=candidate.layout, sentence=sentence, values=values, prediction=row)
+    return Choice(
+        layout=candidate.layout, sentence=sentence, values=values, prediction=row, plan=plan
+    )
+
+
+def alternatives(plan: Plan, chosen: Estimate) -> list[Estimate]:
+    """The layouts that fit and change the configuration no more than the chosen one."""
+    has_pipeline = plan.config.parallel.pp is not None
+    most = _change(plan, chosen, has_pipeline=has_pipeline)
+    return [
+        row
+        for row in plan.rows
+        if row.verdict == "fits" and _change(plan, row, has_pipeline=has_pipeline) <= most
+    ]
 
 
 def _fixed_keys(config: Config, machine: Machine) -> frozenset[str]:
@@ -212,21 +234,23 @@ def _attempt(plan: Plan, row: Estimate) -> str:
 
 
 def _least_change(plan: Plan, rows: list[Estimate], *, has_pipeline: bool) -> Estimate | None:
-    """The best layout of those that change the configuration least; None if there are no rows.
+    """The best layout of those that change the configuration least; None if there are no rows."""
+    changes = [_change(plan, row, has_pipeline=has_pipeline) for row in rows]
+    least = min(changes, default=0)
+    best_first = ranked([row for row, change in zip(rows, changes) if change == least])
+    return best_first[0] if best_first else None
+
+
+def _change(plan: Plan, row: Estimate, *, has_pipeline: bool) -> int:
+    """How much a layout changes the configuration.
 
     Recomputation is a smaller change than a pipeline, and that a smaller one than state in host
     memory.
     """
     config = plan.config
-
-    def change(row: Estimate) -> int:
-        candidate = row.candidate
-        if candidate.offload != config.parallel.offload:
-            return 3
-        if candidate.dims.pp > 1 and not has_pipeline:
-            return 2
-        return int(candidate.checkpointing != config.train.activation_checkpointing)
-
-    least = min((change(row) for row in rows), default=0)
-    best_first = ranked([row for row in rows if change(row) == least])
-    return best_first[0] if best_first else None
+    candidate = row.candidate
+    if candidate.offload != config.parallel.offload:
+        return 3
+    if candidate.dims.pp > 1 and not has_pipeline:
+        return 2
+    return int(candidate.checkpointing != config.train.activation_checkpointing)

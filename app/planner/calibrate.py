@@ -148,7 +148,8 @@ def keep(measured: dict[str, Any]) -> tuple[str, Path]:
     entry = values.pop("entry", None)
     if entry is not None:
         add_gpu(name, entry)
-    return name, save_measured_values(name, values)
+    # What runs have said was beside plans with the values that are measured anew.
+    return name, save_measured_values(name, {**values, "corrections": []})
 
 
 # --- in the processes -----------------------------------------------------------------------------

@@ -73,6 +73,7 @@ class Device:
         ranges: Of planned speeds (ranges.py).
         fitted: Whether it is fitted to published training, which says more than single operations.
         measured: Whether `trireme calibrate` has measured it.
+        corrections: What runs on this machine have measured, as corrections.py keeps it.
     """
 
     gpu: Gpu
@@ -102,6 +103,7 @@ class Device:
     ranges: dict[str, Any] = field(default_factory=dict)
     fitted: bool = False
     measured: bool = False
+    corrections: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def is_cpu(self) -> bool:
@@ -265,10 +267,29 @@ def save_measured_values(gpu: str, values: dict[str, Any]) -> Path:
     Returns:
         The file.
     """
+    return _write_values(gpu, measured_values(gpu) | values)
+
+
+def drop_measured_value(gpu: str, name: str) -> None:
+    """Remove one of the measured values of a GPU, if there is one."""
+    values = measured_values(gpu)
+    if name in values:
+        del values[name]
+        _write_values(gpu, values)
+
+
+def gpus_with_measured_values() -> list[str]:
+    """The GPUs of which values are kept."""
+    prefix = "rates-"
+    files = (cache_folder() / "planner").glob(f"{prefix}*.json")
+    return sorted(file.stem.removeprefix(prefix) for file in files)
+
+
+def _write_values(gpu: str, values: dict[str, Any]) -> Path:
     path = _values_file(gpu)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(measured_values(gpu) | values, indent=1))
+    temporary.write_text(json.dumps(values, indent=1))
     temporary.replace(path)
     return path
 

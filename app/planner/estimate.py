@@ -16,6 +16,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from app.planner.corrections import Correction, correction_for, corrections_of, multiplied
 from app.planner.device import family_of
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine
@@ -69,6 +70,8 @@ class Estimate:
         host_memory_bytes: Of a host's memory that offloaded state and activations of its GPUs take.
         host_bytes: The memory of a host; None if it is not known.
         unmeasured: Traits of the plan that none of the runs behind `speed_range` had.
+        block_seconds: Of a micro-batch in each block of a pipeline, first to last; empty without
+            one.
     """
 
     candidate: Candidate
@@ -82,6 +85,7 @@ class Estimate:
     host_memory_bytes: float = 0.0
     host_bytes: float | None = None
     unmeasured: tuple[str, ...] = ()
+    block_seconds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         self.memory_bytes = sum(self.memory.values())
@@ -177,11 +181,13 @@ class Stages(NamedTuple):
         sizes: The number of blocks of each chunk; None without a pipeline.
         slowest: How many of each part the slowest stage has.
         candidates_for_fullest: (number, counts) of the stages one of which needs the most memory.
+        block_seconds: Of a micro-batch in each block, first to last; empty without a pipeline.
     """
 
     sizes: tuple[int, ...] | None
     slowest: tuple[int, ...]
     candidates_for_fullest: list[tuple[int, tuple[int, ...]]]
+    block_seconds: tuple[float, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -211,6 +217,7 @@ class Estimator:
         self._rank_size = functools.cache(self._read_rank_size)
         self._stages = functools.cache(self._cut_stages)
         self._traits = functools.cache(self._read_traits)
+        self.correction = functools.cache(self._find_correction)
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """The memory and time of a layout."""
@@ -236,6 +243,9 @@ class Estimator:
             parameter_tensors=len(self.reader.size.parameters),
             clips=self.clips,
         )
+        correction = self.correction(candidate.precision)
+        if correction is not None:
+            seconds = multiplied(seconds, correction.factors)
         host_memory_bytes = self._host_memory_bytes(case, stages)
         spread = spread_of(self.traits(candidate), self.machine.device.ranges)
         return Estimate(
@@ -248,6 +258,7 @@ class Estimator:
                 case.step.reduce_scatter_each_microbatch if has_choice else None
             ),
             stages=stages.sizes,
+            block_seconds=stages.block_seconds,
             speed_range=(spread.low, spread.high),
             host_memory_bytes=host_memory_bytes,
             host_bytes=self.machine.host_bytes,
@@ -273,6 +284,12 @@ class Estimator:
             billions=sum(parameter.numel for parameter in parameters) / 1e9,
             sequence=getattr(self.reader, "sequence_length", None),
         )
+
+    def _find_correction(self, precision: str) -> Correction | None:
+        """What runs of models like this one have measured on this machine."""
+        corrections = corrections_of(self.machine.device.corrections)
+        parameters = sum(parameter.numel for parameter in self.reader.size.parameters)
+        return correction_for(corrections, parameters, precision)
 
     # --- a layout's case ------------------------------------------------------------------------
 
@@ -440,7 +457,10 @@ class Estimator:
         # Early stages have the most micro-batches in flight; the last one has the head.
         candidates = sorted({0, min(1, pp - 1), slowest, pp - 1})
         return Stages(
-            tuple(sizes), counts[slowest], [(stage, counts[stage]) for stage in candidates]
+            tuple(sizes),
+            counts[slowest],
+            [(stage, counts[stage]) for stage in candidates],
+            tuple(seconds[name] for name in model.order),
         )
 
     # --- memory ---------------------------------------------------------------------------------

@@ -83,6 +83,18 @@ class Candidate(NamedTuple):
         return "+".join(split) or "data"
 
     @property
+    def key(self) -> str:
+        """Names the layout with all that auto decides, but for how many blocks a stage has."""
+        words = [str(self.layout), f"micro-batches of {self.micro_batch}"]
+        if self.checkpointing != "none":
+            words.append(f"checkpointing {self.checkpointing}")
+        if self.offload:
+            words.append("offload")
+        if self.schedule:
+            words.append(f"{self.schedule} with {self.chunks} chunks a stage")
+        return ", ".join(words)
+
+    @property
     def complexity(self) -> int:
         """A rank by how much a user has to understand.
 

@@ -203,7 +203,11 @@ def find_machine(options: MachineOptions, workers: str) -> Machine:
         HardwareError: The GPU is not in the catalogue.
     """
     machine = _find_machine(options, workers)
-    return replace(machine, device=apply_assumptions(machine.device, options.assume))
+    device = apply_assumptions(machine.device, options.assume)
+    is_described = bool(options.cluster or options.gpus or options.gpu)
+    if is_described and not is_here(machine):
+        device = replace(device, corrections=[])  # which were measured on this machine
+    return replace(machine, device=device)
 
 
 def _find_machine(options: MachineOptions, workers: str) -> Machine:

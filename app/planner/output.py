@@ -12,6 +12,7 @@ from app.config.io import to_dict
 from app.console.terminal import quantity
 from app.errors import UserError
 from app.planner.advice import PARTS, advice, figures, settings_text, shortage, smallest
+from app.planner.corrections import Correction
 from app.planner.device import assumptions
 from app.planner.estimate import CLOSE, Estimate
 from app.planner.layouts import LEAST_TOKENS, Fixed, enumerate_layouts
@@ -61,6 +62,9 @@ def text(
     lines.append(_summary(plan))
     if plan.reader.note:
         lines.append(f"note: {plan.reader.note}")
+    correction = _correction(plan)
+    if correction is not None:
+        lines.append(correction.sentence)
     lines.append("")
     lines += align_columns([_head(plan), *(cells(plan, row) for row in distinct(plan, top))])
     lines.append(
@@ -88,6 +92,11 @@ def text(
     if further:
         lines.append(f"Further: {'; '.join(further)}.")
     return "\n".join(lines)
+
+
+def _correction(plan: Plan) -> Correction | None:
+    """What a run on this machine has measured, with which the first layout is planned."""
+    return plan.estimator.correction(plan.rows[0].candidate.precision)
 
 
 def _summary(plan: Plan) -> str:
@@ -323,6 +332,7 @@ def as_json(plan: Plan, top: int) -> dict[str, Any]:
     gpu = machine.device.gpu
     reader = plan.reader
     tried = list(remedies(plan)) if needs_remedies(plan) else []
+    correction = _correction(plan)
     return {
         "layouts": [plan.layout(row) for row in plan.rows[:top]],
         "count": len(plan.rows),
@@ -348,6 +358,7 @@ def as_json(plan: Plan, top: int) -> dict[str, Any]:
             "link_across_bytes_per_second": machine.link_across,
             "dollars_per_gpu_hour": machine.price_per_hour,
             "calibrated": machine.device.measured,
+            "corrected": None if correction is None else correction.sentence,
             "assumed": machine.assumption or None,
         },
     }

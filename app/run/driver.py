@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
@@ -31,6 +31,7 @@ from app.training.events import (
     MetricsLogged,
     PipelineTraced,
     ProfileTaken,
+    StepPartsMeasured,
     StepsDone,
     SystemSampled,
     TrainingDone,
@@ -95,6 +96,8 @@ class Driver:
         """The monotonic clock when workers were lost that are not yet replaced."""
         self.resized = False
         """Whether the run has continued with another number of workers."""
+        self.plan_parts: dict[str, float] = {}
+        """Metrics of the plan by part, of the present layout; empty if it was not measured."""
         self.evaluated: dict[str, float] = {}
         """The newest metrics on held-out data."""
         self.progress = ProgressFile(run.storage, run.attempt)
@@ -203,6 +206,34 @@ class Driver:
         self.fault("layout_too_large", 1.0)
         self._log_config()
 
+    def plan_compared(self, step: int, metrics: dict[str, float]) -> None:
+        """Logs the parts of a step as they were planned and measured."""
+        self.tracker.metrics(step, metrics)
+        self.plan_parts = metrics
+
+    def move_decided(self, step: int, moves: Sequence[str]) -> None:
+        """Shows the moves of the run to other layouts of its plan, each as a sentence.
+
+        Args:
+            step: The newest step.
+            moves: Of all starts.
+        """
+        self.tracker.tags({"trireme.moves": "; ".join(moves)})
+        self.tracker.metrics(step, {"plan/moves": float(len(moves))})
+
+    def move(self, config: Config, prediction: Estimate | None) -> None:
+        """Notes that the run goes on with another layout of its plan.
+
+        Args:
+            config: The configuration, resolved again.
+            prediction: What the planner expects of the new layout.
+        """
+        self.config = config
+        self.prediction = prediction
+        self.plan_parts = {}
+        self.run.save_config(config)
+        self._log_config()
+
     def resize(self, workers: int, excluded_nodes: str) -> None:
         """Notes that the run continues with another number of workers, or on other nodes.
 
@@ -272,6 +303,8 @@ class Driver:
                 self._profile_taken(event)
             case PipelineTraced():
                 self._pipeline_traced(event)
+            case StepPartsMeasured():
+                pass  # which the supervisor puts beside the plan
             case WarningIssued(message=message):
                 self.note(message)
             case TrainingDone(summary=summary):

@@ -107,7 +107,7 @@ def _compare_with_plan(driver: Driver) -> None:
     summary = driver.summary
     memory = summary.get("memory_bytes", 0.0) - summary.get("memory_bytes_before", 0.0)
     plan = driver.prediction.compare(seconds_per_step, memory)
-    driver.add_to_summary(plan=plan)
+    driver.add_to_summary(plan={**plan, **driver.plan_parts})
     driver.tracker.metrics(summary["step"], plan)
 
 

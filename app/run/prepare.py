@@ -18,6 +18,7 @@ from torch import nn
 
 from app.checkpoint import find
 from app.config import Config
+from app.config.layout_requirement import ANY_LAYOUT, Requirement
 from app.data.loader import (
     fetch,
     is_reproducible,
@@ -62,6 +63,7 @@ from strategies.tensor.plan import SYNONYMS, make_plan
 
 if TYPE_CHECKING:
     from app.planner.estimate import Estimate
+    from app.planner.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,7 @@ class Prepared:
         samples: Training samples; None for a stream.
         notes: Remarks for the user on what was decided, one sentence each.
         prediction: What the planner expects, if it has chosen the layout.
+        plan: What it has chosen from; None if it has not.
         inputs: The data sets, as `Tracker.inputs` takes them.
         sources: Digests of the task's own source files.
         widths: The model's parameters beside those of the base model, by name.
@@ -86,6 +89,7 @@ class Prepared:
     samples: int | None
     notes: tuple[str, ...] = ()
     prediction: Estimate | None = None
+    plan: Plan | None = None
     inputs: tuple[dict[str, str], ...] = ()
     sources: dict[str, str] = field(default_factory=dict)
     widths: Widths = field(default_factory=dict)
@@ -157,7 +161,7 @@ def prepare(
     workers: int,
     *,
     devices_per_node: int | None,
-    memory_below: float | None = None,
+    requirement: Requirement = ANY_LAYOUT,
 ) -> Prepared:
     """Decides the layout and the number of steps, and checks them.
 
@@ -168,7 +172,7 @@ def prepare(
         task: As `read_task` returns it.
         workers: How many there are.
         devices_per_node: How many workers a node may have; None if that is not known.
-        memory_below: See `app.planner.auto.choose_layout`.
+        requirement: What is known beforehand of the layout that auto chooses.
 
     Raises:
         UserError: What is written cannot be run so; one sentence.
@@ -183,7 +187,7 @@ def prepare(
         workers,
         devices_per_node=devices_per_node,
         is_kept=first_step.is_kept_by,
-        memory_below=memory_below,
+        requirement=requirement,
     )
     config = resolved.config
     layout = resolved.layout
@@ -252,6 +256,7 @@ def prepare(
         samples=samples,
         notes=notes,
         prediction=resolved.prediction,
+        plan=resolved.plan,
         inputs=tuple(inputs(config, task)),
         sources=task_sources(task),
         widths=widths,

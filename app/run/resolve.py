@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from app.config import Config
 from app.config.io import with_values
+from app.config.layout_requirement import ANY_LAYOUT, Requirement
 from app.data.loader import micro_batch_slices
 from app.errors import UserError
 from app.tasks.base import Task
@@ -23,6 +24,7 @@ from strategies.parallelize import Layout, choose
 
 if TYPE_CHECKING:
     from app.planner.estimate import Estimate
+    from app.planner.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +36,14 @@ class Resolved:
         layout: How the work is split.
         notes: Remarks for the user on what was decided, one sentence each.
         prediction: What the planner expects, if it has chosen the layout.
+        plan: What it has chosen from; None if it has not.
     """
 
     config: Config
     layout: Layout
     notes: tuple[str, ...] = ()
     prediction: Estimate | None = None
+    plan: Plan | None = None
 
 
 def resolve(
@@ -49,7 +53,7 @@ def resolve(
     *,
     devices_per_node: int | None,
     is_kept: Callable[[Layout, Options], bool],
-    memory_below: float | None = None,
+    requirement: Requirement = ANY_LAYOUT,
 ) -> Resolved:
     """Gives a configuration the values that nobody has written; no other place does.
 
@@ -62,7 +66,7 @@ def resolve(
         workers: How many there are.
         devices_per_node: How many workers a node may have; None if that is not known.
         is_kept: Whether a layout trains the task as one device would.
-        memory_below: See `app.planner.auto.choose_layout`.
+        requirement: What is known beforehand of the layout that auto chooses.
 
     Raises:
         UserError: What is written cannot be run so; one sentence.
@@ -74,7 +78,7 @@ def resolve(
         workers,
         devices_per_node=devices_per_node,
         is_kept=is_kept,
-        memory_below=memory_below,
+        requirement=requirement,
     )
     config = resolved.config
     dims = resolved.layout.dims
@@ -115,7 +119,7 @@ def _choose_layout(
     *,
     devices_per_node: int | None,
     is_kept: Callable[[Layout, Options], bool],
-    memory_below: float | None,
+    requirement: Requirement,
 ) -> Resolved:
     """Decides the layout; `auto` asks the planner.
 
@@ -130,13 +134,14 @@ def _choose_layout(
             workers,
             per_node=devices_per_node,
             is_kept=is_kept,
-            memory_below=memory_below,
+            requirement=requirement,
         )
         return Resolved(
             config=with_values(config, choice.values),
             layout=choice.layout,
             notes=(choice.sentence,) if choice.sentence else (),
             prediction=choice.prediction,
+            plan=choice.plan,
         )
     degrees = {name: getattr(config.parallel, name) for name in DEGREES}
     layout = choose(config.strategy, workers, **degrees, devices_per_node=devices_per_node)

@@ -231,6 +231,40 @@ class PipelineTraced:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """Where the seconds of one optimizer step go; the parts add up to the step.
+
+    Args:
+        computing: Kernels, the optimizer, and whatever else is none of the other parts.
+        communication: What no computing hides, with waiting for a rank that is late.
+        bubble: In which the slowest stage of a pipeline waits for it to fill and drain.
+        data: Waiting for samples.
+    """
+
+    computing: float
+    communication: float = 0.0
+    bubble: float = 0.0
+    data: float = 0.0
+
+    @property
+    def step(self) -> float:
+        """Seconds of the step."""
+        return self.computing + self.communication + self.bubble + self.data
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPartsMeasured:
+    """Steps early in a start were measured, to be put beside the plan."""
+
+    step: int
+    """The last of these steps."""
+    parts: StepParts
+    """Means over the ranks."""
+    part_seconds: tuple[float, ...] = ()
+    """What each part of the model computes in a step of a pipeline, first to last."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WarningIssued:
     """A sentence that the user should read."""
 
@@ -253,6 +287,7 @@ DriverEvent = (
     | FilesWritten
     | ProfileTaken
     | PipelineTraced
+    | StepPartsMeasured
     | WarningIssued
     | TrainingDone
 )

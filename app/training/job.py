@@ -45,6 +45,8 @@ class Job:
     """The parameters beside those of the base model of optimizer.width_transfer, by name."""
     failed_nodes: tuple[str, ...] = ()
     """Ids of nodes that have failed too often."""
+    measures_parts: bool = False
+    """Whether early steps are measured by part, to be put beside the plan (step_parts.py)."""
 
     @property
     def checkpoints(self) -> str:

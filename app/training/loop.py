@@ -59,6 +59,7 @@ from app.training.profiler import Profiler
 from app.training.reference import Reference
 from app.training.reporting import Reporter
 from app.training.snapshot import Snapshot
+from app.training.step_parts import StepMeter
 from app.training.step_sync import Agreement, StepSync
 from app.training.width_transfer import scale_initial_weights
 from strategies.parallel import Loss, LossError
@@ -185,6 +186,14 @@ class Training:
         self.noise_scale = self._make_noise_scale()
         self.pipeline_monitor = PipelineMonitor.of(job, self.parallel, channel)
         self.profiler = Profiler.of(job, place, channel, steps_done=self.steps_done)
+        self.step_meter = StepMeter.of(
+            job,
+            place,
+            channel,
+            steps_done=self.steps_done,
+            monitor=self.pipeline_monitor,
+            profiler=self.profiler,
+        )
 
     @property
     def steps_done(self) -> int:
@@ -232,14 +241,18 @@ class Training:
         Returns:
             Whether the run is to stop.
         """
-        micro_batches = self._next_batches(batches)
         step = self.steps_done + 1
-        with self.profiler.step(step) if self.profiler else contextlib.nullcontext():
-            if self.pipeline_monitor is None:
-                self.step(micro_batches)
-            else:
-                take_step = partial(self.step, micro_batches)
-                self.pipeline_monitor.take(step, take_step, self.reporter.log)
+        with self.step_meter.step(step) if self.step_meter else contextlib.nullcontext():
+            with self.step_meter.reading() if self.step_meter else contextlib.nullcontext():
+                micro_batches = self._next_batches(batches)
+            with self.profiler.step(step) if self.profiler else contextlib.nullcontext():
+                if self.pipeline_monitor is None:
+                    self.step(micro_batches)
+                else:
+                    take_step = partial(self.step, micro_batches)
+                    self.pipeline_monitor.take(step, take_step, self.reporter.log)
+        if self.step_meter is not None and self.step_meter.is_last(step):
+            self._finish_step_meter(self.step_meter)
         if self.profiler is not None and self.profiler.is_last(step):
             self._finish_profile(self.profiler)
         if not self._is_boundary():
@@ -490,6 +503,13 @@ class Training:
         with self.sync.paused():
             profiler.finish()
         self.heartbeat.phase = "training"
+
+    def _finish_step_meter(self, meter: StepMeter) -> None:
+        self.heartbeat.phase = "saving"  # reading a profile of many operators takes seconds
+        with self.sync.paused():
+            meter.finish()
+        self.heartbeat.phase = "training"
+        self.step_meter = None
 
     # --- deciding on the batch (train.batch_schedule=auto) ----------------------------------------
 
@@ -769,6 +789,8 @@ class Training:
         """Write what a profile that was cut off has, and wait for the checkpoint under way."""
         if self.profiler is not None:
             self.profiler.close()
+        if self.step_meter is not None:
+            self.step_meter.close()
         self.persistence.close()
 
 

@@ -6,19 +6,35 @@ The ranks' clocks start together, at an all-reduce before the first instruction 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, cast
 
 from app.checkpoint.ranks import Ranks
 from app.training.events import PipelineTraced
 from app.training.job import Channel, Job
 from strategies.parallel import Parallel
-from strategies.pipeline.simulate import Span, pipeline_metrics
+from strategies.pipeline.simulate import Span, pipeline_metrics, seconds_by_part
 
 if TYPE_CHECKING:
     from strategies.pipeline.parallel import PipelineParallel
 
 EARLY_STEP = 5  # profiled too, so that a short run has a profile
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredPipeline:
+    """What one step of a pipeline was measured to take.
+
+    Args:
+        idle_seconds: In which the slowest stage computes nothing.
+        communication_seconds: Of these, what is not explained by stages that wait for one another.
+        part_seconds: What each part of the model computes, first to last.
+    """
+
+    idle_seconds: float
+    communication_seconds: float
+    part_seconds: tuple[float, ...]
+
 
 Log = Callable[[int, Mapping[str, float]], None]
 """(step, metrics) → logs them."""
@@ -39,6 +55,10 @@ class PipelineMonitor:
         self.channel = channel
         self.profile_every = job.config.parallel.profile_every
         self.trace_step = job.config.parallel.trace_step
+        self.measured_step: int | None = None
+        """A step that is profiled to be put beside the plan."""
+        self.measured: MeasuredPipeline | None = None
+        """What that step took; None before it."""
 
     @classmethod
     def of(cls, job: Job, parallel: Parallel, channel: Channel) -> PipelineMonitor | None:
@@ -61,7 +81,7 @@ class PipelineMonitor:
             take_step()
 
     def _is_profiled(self, step: int) -> bool:
-        if step == self.trace_step:
+        if step in (self.trace_step, self.measured_step):
             return True
         every = self.profile_every
         if not every:
@@ -72,10 +92,35 @@ class PipelineMonitor:
         local_spans = [asdict(span) for span in self.parallel.profile(take_step)]
         by_rank = [[Span(**span) for span in spans] for spans in Ranks().all_gather(local_spans)]
         parallel = self.job.config.parallel
-        log(step, pipeline_metrics(by_rank, parallel.schedule, parallel.chunks))
+        metrics = pipeline_metrics(by_rank, parallel.schedule, parallel.chunks)
+        log(step, metrics)
+        if step == self.measured_step:
+            self.measured = _measured(
+                metrics, seconds_by_part(by_rank, parallel.schedule, parallel.chunks)
+            )
         if step == self.trace_step:
             dims = self.job.layout.dims
             ranks_per_stage = dims.world_size // dims.pp
             first_of_each_stage = by_rank[::ranks_per_stage]
             spans = [span for stage_spans in first_of_each_stage for span in stage_spans]
             self.channel.emit(PipelineTraced(step=step, spans=spans))
+
+
+def _measured(metrics: Mapping[str, float], part_seconds: tuple[float, ...]) -> MeasuredPipeline:
+    """What the metrics of a step say beside a plan, whose computing is that of the slowest stage.
+
+    Stages of these times would be idle for the simulated bubble if nothing were sent.
+    """
+    seconds = metrics["pipeline/seconds"]
+    slowest_seconds = max(
+        value
+        for name, value in metrics.items()
+        if name.startswith("pipeline/stage_") and name.endswith("/compute_seconds")
+    )
+    idle_seconds = max(0.0, seconds - slowest_seconds)
+    of_sending = (metrics["pipeline/bubble"] - metrics["pipeline/bubble_by_simulation"]) * seconds
+    return MeasuredPipeline(
+        idle_seconds=idle_seconds,
+        communication_seconds=min(max(0.0, of_sending), idle_seconds),
+        part_seconds=part_seconds,
+    )

@@ -305,6 +305,16 @@ class TrackingKeys(TypedDict, total=False):
     """Seconds to wait at the end for a tracking server that cannot be reached; metrics that it has
     not received by then stay spooled on disk."""
 
+class PlanKeys(TypedDict, total=False):
+    """What a run does about its plan. 20 steps after a start with strategy=auto the step is put
+    beside the plan by part: computing, communication, bubble, data."""
+
+    follow: bool
+    """With strategy=auto, in Ray: when steps take longer than planned, save and continue with the
+    layout that is now expected to be at least 10 % faster, restarting counted; stages of a pipeline
+    are cut again by their measured times. It tries at most two other layouts, each once, and
+    returns to the fastest of all if they are slower."""
+
 class ProfileKeys(TypedDict, total=False):
     """Where the time of some steps goes; `trireme profile RUN` prints a table, and traces are in
     the run's folder."""
@@ -356,6 +366,7 @@ def train(
     schedule: ScheduleKeys = ...,
     checkpoint: CheckpointKeys = ...,
     tracking: TrackingKeys = ...,
+    plan: PlanKeys = ...,
     profile: ProfileKeys = ...,
     fault: FaultKeys = ...,
 ) -> Run:
@@ -389,6 +400,8 @@ def train(
         schedule: The learning rate over time.
         checkpoint: What is saved, when, and what is kept.
         tracking: How the run is shown in MLflow.
+        plan: What a run does about its plan. 20 steps after a start with strategy=auto the step is
+            put beside the plan by part: computing, communication, bubble, data.
         profile: Where the time of some steps goes; `trireme profile RUN` prints a table, and traces
             are in the run's folder.
         fault: What happens when something breaks.
@@ -419,6 +432,7 @@ def fork(
     schedule: ScheduleKeys = ...,
     checkpoint: CheckpointKeys = ...,
     tracking: TrackingKeys = ...,
+    plan: PlanKeys = ...,
     profile: ProfileKeys = ...,
     fault: FaultKeys = ...,
 ) -> Run:
@@ -456,6 +470,8 @@ def fork(
         schedule: The learning rate over time.
         checkpoint: What is saved, when, and what is kept.
         tracking: How the run is shown in MLflow.
+        plan: What a run does about its plan. 20 steps after a start with strategy=auto the step is
+            put beside the plan by part: computing, communication, bubble, data.
         profile: Where the time of some steps goes; `trireme profile RUN` prints a table, and traces
             are in the run's folder.
         fault: What happens when something breaks.
@@ -487,6 +503,7 @@ def plan(
     schedule: ScheduleKeys = ...,
     checkpoint: CheckpointKeys = ...,
     tracking: TrackingKeys = ...,
+    plan: PlanKeys = ...,
     profile: ProfileKeys = ...,
     fault: FaultKeys = ...,
 ) -> Plan:
@@ -525,6 +542,8 @@ def plan(
         schedule: The learning rate over time.
         checkpoint: What is saved, when, and what is kept.
         tracking: How the run is shown in MLflow.
+        plan: What a run does about its plan. 20 steps after a start with strategy=auto the step is
+            put beside the plan by part: computing, communication, bubble, data.
         profile: Where the time of some steps goes; `trireme profile RUN` prints a table, and traces
             are in the run's folder.
         fault: What happens when something breaks.
@@ -555,6 +574,7 @@ def scale(
     schedule: ScheduleKeys = ...,
     checkpoint: CheckpointKeys = ...,
     tracking: TrackingKeys = ...,
+    plan: PlanKeys = ...,
     profile: ProfileKeys = ...,
     fault: FaultKeys = ...,
 ) -> Scaling:
@@ -589,6 +609,8 @@ def scale(
         schedule: The learning rate over time.
         checkpoint: What is saved, when, and what is kept.
         tracking: How the run is shown in MLflow.
+        plan: What a run does about its plan. 20 steps after a start with strategy=auto the step is
+            put beside the plan by part: computing, communication, bubble, data.
         profile: Where the time of some steps goes; `trireme profile RUN` prints a table, and traces
             are in the run's folder.
         fault: What happens when something breaks.
@@ -634,6 +656,7 @@ def sweep(
     schedule: ScheduleKeys = ...,
     checkpoint: CheckpointKeys = ...,
     tracking: TrackingKeys = ...,
+    plan: PlanKeys = ...,
     profile: ProfileKeys = ...,
     fault: FaultKeys = ...,
 ) -> Sweep:
@@ -681,6 +704,8 @@ def sweep(
         schedule: The learning rate over time.
         checkpoint: What is saved, when, and what is kept.
         tracking: How the run is shown in MLflow.
+        plan: What a run does about its plan. 20 steps after a start with strategy=auto the step is
+            put beside the plan by part: computing, communication, bubble, data.
         profile: Where the time of some steps goes; `trireme profile RUN` prints a table, and traces
             are in the run's folder.
         fault: What happens when something breaks.

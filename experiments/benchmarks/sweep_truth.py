@@ -1,9 +1,10 @@
 """`sweep-truth`: how far from the best setting ways to search end, on a grid that is known.
 
---measure trains every cell of a grid of batch sizes and learning rates with several seeds, by
-`trireme sweep`. Then ways to search are replayed on the recorded curves: each draws its cells and a
-seed, some stop trials early, and each names a setting. Its regret is the mean loss of that setting,
-over the seeds that it did not see, above that of the grid's best cell.
+First every cell of a grid of batch sizes and learning rates is trained with several seeds, by the
+training loop in this process, one after the other. Then ways to search are replayed on the recorded
+curves: each draws its cells and a seed, some stop trials early, and each names a setting. Its
+regret is the mean loss of that setting, over the seeds that it did not see, above that of the
+grid's best cell.
 
 All ways are given the same samples. What stops early and what confirms is the code of `trireme
 sweep` and Ray Tune's own scheduler.
@@ -11,6 +12,8 @@ sweep` and Ray Tune's own scheduler.
 
 from __future__ import annotations
 
+import json
+import math
 import random
 import statistics
 import tempfile
@@ -21,15 +24,24 @@ from typing import Any
 
 import click
 import numpy as np
+import torch
 
-from app.console.terminal import Console
+from app.config import Config
+from app.data.loader import length
+from app.errors import NonFiniteError
+from app.run.prepare import read_task
+from app.tasks.base import Task
+from app.training.events import Event, MetricsLogged
+from app.training.job import Job, Place, SilentChannel
+from app.training.loop import Training
+from app.training.persistence import Persistence, Progress
 from experiments.benchmarks.harness import show
 from experiments.sweep import analysis
 from experiments.sweep.confirmation import confirmation_of, plan_confirmation
-from experiments.sweep.run import sweep as run_sweep
 from experiments.sweep.search import Values, make_scheduler
 from experiments.sweep.spec import Sweep, read_sweep
-from experiments.sweep.trials import BATCH, RATE, SEED, Trial, TrialStore
+from experiments.sweep.trials import BATCH, RATE, SEED, Report, Trial
+from strategies.layout import choose
 
 SEEDS = 8
 SEEN_SEEDS = 4
@@ -47,10 +59,20 @@ time: samples
 """,
     "mnist": """
 experiment: experiments/mnist.yaml
-set: {{workers: 1, train.steps: null, train.epochs: 2, train.eval_every: null, {shared}}}
+set:
+  workers: 1
+  task_args.model: mlp
+  task_args.model_args: {{hidden: [64]}}
+  task_args.augment_shift: 0
+  train.steps: null
+  train.epochs: 1
+  train.eval_every: null
+  schedule.warmup_steps: 0
+  tracking.enabled: false
+  checkpoint.every_steps: null
 space:
-  train.global_batch_size: [25, 50, 100, 200]
-  optimizer.lr: {{logspace: [3.0e-4, 3.0e-2, 6]}}
+  train.global_batch_size: [16, 32, 64, 128, 256]
+  optimizer.lr: {{logspace: [1.0e-4, 3.0e-2, 7]}}
   train.seed: {seeds}
 reports: 10
 time: samples
@@ -310,12 +332,84 @@ def regrets(truth: Truth, search: Callable[[Replay], tuple[int, float]]) -> list
     return all_regrets
 
 
+class _Evaluations(SilentChannel):
+    """Keeps the evaluations of a training.
+
+    Args:
+        config: Says how many samples a step has.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.batch = config.train.global_batch_size
+        self.reports: list[Report] = []
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, MetricsLogged) and "eval/loss" in event.values:
+            self.reports.append(
+                {
+                    "step": event.step,
+                    "samples": event.step * self.batch,
+                    "seconds": event.training_seconds,
+                    "metrics": dict(event.values),
+                }
+            )
+
+
+class _SavesNothing(Persistence):
+    """Stands for checkpoints, which a cell of a few seconds does not need."""
+
+    def save(self, progress: Progress) -> None: ...
+
+    def finish(self, progress: Progress) -> None: ...
+
+    def keep_weights(self) -> None: ...
+
+
+def train_cell(sweep: Sweep, values: Values, task: Task) -> tuple[str, list[Report]]:
+    """Trains a cell of the grid with a seed.
+
+    Args:
+        sweep: Names the experiment.
+        values: The cell and the seed.
+        task: The experiment's.
+
+    Returns:
+        (finished or diverged, the evaluations)
+    """
+    batch, _ = cell_of(values)
+    samples = length(task.train_data()) or 0
+    steps = math.ceil((sweep.experiment.train.epochs or 1) * samples / batch)
+    every = math.ceil(steps / (sweep.reports or 1))
+    with tempfile.TemporaryDirectory() as folder:
+        config = sweep.config({**values, "train.eval_every": every}, name="cell", storage=folder)
+        channel = _Evaluations(config)
+        job = Job(
+            config=config,
+            layout=choose(config.strategy, 1),
+            folder=folder,
+            attempt="truth",
+            run_uid="",
+            steps=steps,
+            cwd=folder,
+        )
+        place = Place(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"))
+        training = Training(job, place, channel, persistence_class=_SavesNothing)
+        try:
+            training.run()
+        except NonFiniteError:
+            return "diverged", channel.reports
+        finally:
+            training.close()
+    return "finished", channel.reports
+
+
 def measure(name: str, folder: Path) -> Truth:
     """Trains every cell of a grid, or what an earlier start has left of it.
 
     Args:
         name: Of `GRIDS`.
-        folder: Where its sweep is.
+        folder: Keeps a line for each cell and seed.
     """
     file = folder / f"{name}-truth.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -323,10 +417,21 @@ def measure(name: str, folder: Path) -> Truth:
     root = Path(__file__).parents[2]
     file.write_text(text.replace("experiments/", f"{root}/experiments/"))
     sweep = read_sweep(str(file), [f"run.storage={folder}"])
-    run_sweep(sweep, Console())
-    store = TrialStore(folder / sweep.name, sweep.name, sweep.identity())
+    lines = folder / f"{name}-truth.jsonl"
+    known = [json.loads(line) for line in lines.read_text().splitlines()] if lines.exists() else []
+    points = sweep.points or []
+    with lines.open("a") as file_of_lines:
+        task = read_task(sweep.experiment)
+        for values in points[len(known) :]:
+            status, reports = train_cell(sweep, values, task)
+            record = {"values": values, "status": status, "reports": reports}
+            known.append(record)
+            file_of_lines.write(json.dumps(record) + "\n")
+            file_of_lines.flush()
     trials: dict[tuple[int, float], dict[int, Trial]] = {}
-    for trial in store.trials.values():
+    for index, record in enumerate(known):
+        trial = Trial(index, f"t{index}", record["values"], record["status"])
+        trial.reports = record["reports"]
         trials.setdefault(cell_of(trial.values), {})[int(trial.values[SEED])] = trial
     return Truth(sweep, trials)
 

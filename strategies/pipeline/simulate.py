@@ -20,7 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from strategies.dims import LayoutError
-from strategies.pipeline.schedules import Op, Schedule, chunks_per_stage, make_schedule
+from strategies.pipeline.schedules import (
+    Op,
+    Placement,
+    Schedule,
+    chunks_per_stage,
+    make_schedule,
+)
 
 COMPUTE = "FBW"
 """The kinds of span in which a stage computes."""
@@ -357,6 +363,30 @@ def pipeline_metrics(
     )
     metrics["pipeline/bubble_by_simulation"] = bubble(simulate(schedule, times))
     return metrics
+
+
+def seconds_by_part(
+    spans_by_rank: Sequence[Sequence[Span]], schedule_name: str, chunks: int
+) -> tuple[float, ...]:
+    """Seconds that each part of the model has computed in one measured step.
+
+    Args:
+        spans_by_rank: The spans of every rank, of which there is at least one.
+        schedule_name: `parallel.schedule`.
+        chunks: `parallel.chunks`.
+
+    Returns:
+        An entry for each part, first to last: the mean over the ranks that compute it.
+    """
+    stages = 1 + max(span.stage for spans in spans_by_rank for span in spans)
+    placement = Placement.of(schedule_name, stages, chunks_per_stage(schedule_name, chunks))
+    seconds = [0.0] * placement.parts
+    for spans in spans_by_rank:
+        for span in spans:
+            if span.kind in COMPUTE:
+                seconds[placement.part_at(span.stage, span.chunk)] += span.seconds
+    ranks_of_stage = len(spans_by_rank) / stages
+    return tuple(value / ranks_of_stage for value in seconds)
 
 
 def _mean_seconds(spans: Sequence[Span], kind: str) -> float:

@@ -30,6 +30,7 @@ def training_of(
     *,
     widths: Widths | None = None,
     persistence_class: type[Persistence] = NullPersistence,
+    measures_parts: bool = False,
 ) -> tuple[Training, list[Event]]:
     """A training run that by default saves nothing, and the list that gets its events."""
     channel = SilentChannel()
@@ -45,6 +46,7 @@ def training_of(
         steps=config.train.steps,
         cwd=os.getcwd(),
         widths=widths or {},
+        measures_parts=measures_parts,
     )
     place = Place(rank=rank, world_size=world, local_rank=rank, device=torch.device("cpu"))
     return Training(job, place, channel, persistence_class=persistence_class), events

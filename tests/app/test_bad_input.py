@@ -56,6 +56,7 @@ ROWS: list[tuple[str, ...]] = [
     (STAGES, "launcher=ray", "strategy=model_parallel"),
     (f"{STAGES} parallel.schedule=1f2b", "did you mean '1f1b'"),
     ("budget=1", "costs are not counted with launcher=local"),
+    ("plan.follow=true strategy=auto", "which launcher=local cannot do: write launcher=ray"),
     ("train.eval_separate=true", "there is no Ray with launcher=local: write launcher=ray"),
     ("checkpoint.load=/nowhere", "/nowhere"),
     ("run.storage=/proc/x", "/proc/x/refused cannot be written (No"),

@@ -170,6 +170,29 @@ def test_weights_and_moments_in_16_bits_are_refused_where_they_cannot_be(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["strategy=fsdp"], "strategy is fsdp, which no plan has chosen: write strategy=auto"),
+        (["parallel.stage_resources=[{CPU: 1}]"], "leave one of the two out"),
+        (
+            [f"parallel.{name}=1" for name in ("dp_replicate", "dp_shard", "tp", "pp")],
+            "leave out those of parallel that may change",
+        ),
+    ],
+)
+def test_a_plan_that_nothing_has_chosen_cannot_be_followed(
+    overrides: list[str], message: str
+) -> None:
+    named = ["task=tabular", "run.name=first", "train.steps=9", "strategy=auto"]
+    follows = [*named, "plan.follow=true"]
+    (sentence,) = unfit_for_training(load_config([], [*follows, *overrides]))
+    assert message in sentence
+    assert not unfit_for_training(load_config([], follows))
+    assert not unfit_for_training(load_config([], [*named, *overrides]))
+
+
 def test_separate_evaluations_at_steps_with_checkpoints_are_accepted() -> None:
     named = ["task=tabular", "run.name=first", "train.steps=9", "train.eval_separate=true"]
     for overrides in ([], ["train.eval_every=150", "checkpoint.every_steps=50"]):

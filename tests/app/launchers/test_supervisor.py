@@ -1,7 +1,9 @@
 """The supervisor, and how many workers it continues with. Workers and nodes are fakes."""
 
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,16 +11,31 @@ from unittest import mock
 import pytest
 import torch
 
-from app.errors import RunFailed
+from app.config.io import with_values
+from app.errors import RunFailed, UserError
 from app.launchers.elastic import Elastic, limits_of, room_by_node
 from app.launchers.failure_policy import Limits
+from app.launchers.follow import Move, PlanFollower
+from app.launchers.followed import followed_layout
 from app.launchers.recovery import Nodes
 from app.launchers.supervisor import Supervisor
 from app.launchers.workers import Failures, Poll, Status, WorkerLost
+from app.planner.auto import alternatives
+from app.planner.corrections import planned_parts
 from app.run.driver import Driver
 from app.run.prepare import prepare, read_task
+from app.storage.storage import Storage
 from app.tracking.settings import resolve_tracking
-from app.training.events import StepsDone, TrainingDone, TrainingStarted, WorkerInfo, WorkerStarted
+from app.training.events import (
+    Event,
+    StepParts,
+    StepPartsMeasured,
+    StepsDone,
+    TrainingDone,
+    TrainingStarted,
+    WorkerInfo,
+    WorkerStarted,
+)
 from app.training.job import Job
 from tests.chain import config
 
@@ -37,8 +54,8 @@ def elastic(*overrides: str, free: Free = lambda excluded: {}) -> Elastic:
         config=run_config,
         first=prepare_for(run_config, workers=4),
         per_worker={"CPU": 1.0},
-        prepare=lambda config, workers, memory_below: prepare_for(
-            config, workers=workers, memory_below=memory_below
+        prepare=lambda config, workers, requirement: prepare_for(
+            config, workers=workers, requirement=requirement
         ),
         free=free,
     )
@@ -137,7 +154,7 @@ class Scene:
             status = Status(phase="training", step=0, ticks=0, waiting=True)
             begun = [info for info in self.infos if info.rank != self.late_rank]
             statuses = {info.rank: status for info in begun}
-            events = [WorkerStarted(info=info) for info in begun]
+            events: list[Event] = [WorkerStarted(info=info) for info in begun]
             return Poll(events=events, statuses=statuses, placed=True)
         return Poll(ended=self.attempt(self), placed=self.begun)
 
@@ -283,6 +300,134 @@ def test_rewinds_are_logged() -> None:
     for _ in range(2):
         scene.driver.handle(started)
     assert {"fault/rewind_steps": 2.0} in [values for step, values in scene.logged if step == 17]
+
+
+# --- a run beside its plan ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def following(tmp_path: Path, own_cache: Path) -> Scene:
+    """A run that follows its plan, and has 10 million steps."""
+    scene = Scene(strategy="auto")
+    config = with_values(scene.elastic.first.config, {"plan.follow": True})
+    scene.elastic.config = with_values(scene.elastic.config, {"plan.follow": True})
+    scene.job = replace(scene.job, config=config, steps=10**7)
+    scene.driver.run.storage = Storage(tmp_path)
+    scene.driver.run.manifest.name = "run"
+    scene.supervisor.follower = PlanFollower(scene.driver, scene.elastic.first, scene.elastic)
+    return scene
+
+
+def measures(communication: float, then: Failures | None = None) -> Attempt:
+    """An attempt whose steps take a second and what communication takes, and that then pauses."""
+
+    def attempt(scene: Scene) -> Failures | None:
+        assert scene.now.measures_parts
+        scene.steps(20)
+        parts = StepParts(computing=1.0, communication=communication)
+        event = StepPartsMeasured(step=20, parts=parts)
+        scene.supervisor._handle_events(scene.now, Poll(events=[event]))
+        scene.driver.handle(TrainingDone(summary={"stopped": True, "step": 25}))
+        scene.supervisor.larger_size = None
+        return then if then is not None else {}
+
+    return attempt
+
+
+def finishes_measured(scene: Scene) -> Failures:
+    assert not scene.now.measures_parts, "no layout is measured twice"
+    return finishes(scene)
+
+
+@pytest.mark.parametrize("then", [None, {2: WorkerLost()}])
+def test_a_run_moves_to_the_layout_that_is_now_expected_to_be_faster(
+    following: Scene, then: Failures | None, tmp_path: Path
+) -> None:
+    scene = following
+    slow = next(
+        row
+        for row in scene.elastic.first.plan.rows  # type: ignore[union-attr]
+        if planned_parts(row.seconds).communication > 0.5 * row.step_seconds
+        and row.candidate.checkpointing == "none"
+        and row.candidate.dims.pp == 1
+    )
+    prepared = scene.elastic.take_layout(4, slow.candidate.key)
+    assert scene.supervisor.follower is not None
+    scene.supervisor.follower.prepared = prepared
+    scene.job = replace(scene.job, config=prepared.config, layout=prepared.layout)
+
+    def is_as_fast_as_planned(scene: Scene) -> Failures:
+        prediction = scene.driver.prediction
+        assert prediction is not None and scene.now.measures_parts
+        parts = planned_parts(prediction.seconds)
+        event = StepPartsMeasured(step=40, parts=parts)
+        scene.supervisor._handle_events(scene.now, Poll(events=[event]))
+        return finishes(scene)
+
+    assert scene.go(measures(100.0, then), is_as_fast_as_planned) == [4, 4]
+    assert scene.now.layout != prepared.layout and scene.now.layout.dims.world_size == 4
+    assert scene.driver.prediction is not None
+    assert scene.driver.prediction.candidate.layout == scene.now.layout
+    record = json.loads((tmp_path / "plan.json").read_text())
+    assert len(record["path"]) == 2 and len(record["seconds"]) == 2
+    assert record["key"] == scene.driver.prediction.candidate.key
+    assert followed_layout(scene.now.config, Storage(tmp_path)).key == record["key"]
+    wrong, moving, *_ = scene.said
+    assert "wrong mostly about communication" in wrong and "are corrected by it" in wrong
+    assert moving.startswith("following the plan: ")
+    assert scene.tags["trireme.moves"].startswith("after step 20: following the plan")
+    logged = {name: value for step, values in scene.logged for name, value in values.items()}
+    assert logged["plan/moves"] == 1.0
+    at_20 = [values for step, values in scene.logged if step == 20]
+    assert {"plan/communication_seconds_measured": 100.0}.items() <= at_20[0].items()
+
+
+def test_a_layout_that_cannot_train_after_all_is_left_out_and_the_run_goes_on(
+    following: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Elastic, workers: int, key: str, stages: tuple[int, ...]) -> None:
+        raise UserError("its loss reads weights")
+
+    monkeypatch.setattr(Elastic, "take_layout", refuse)
+    scene = following
+    before = scene.job.layout
+
+    def wants_to_move(scene: Scene) -> Failures:
+        scene.steps(20)
+        follower = scene.supervisor.follower
+        assert follower is not None and scene.elastic.first.plan is not None
+        rows = alternatives(scene.elastic.first.plan, scene.elastic.first.prediction)  # type: ignore[arg-type]
+        follower.history.path = ["as it was", "another"]
+        key = rows[-1].candidate.key
+        scene.supervisor.move = Move(key=key, stages=(), name="another", sentence="")
+        follower._moves = ["a move"]
+        scene.driver.handle(TrainingDone(summary={"stopped": True, "step": 25}))
+        return {}
+
+    assert scene.go(wants_to_move, finishes) == [4, 4]
+    assert scene.now.layout == before
+    assert "another cannot train this model: its loss reads weights; continuing" in scene.said[-1]
+    assert scene.supervisor.follower is not None
+    assert scene.supervisor.follower.history.refused == ["another"]
+    assert scene.tags["trireme.moves"] == ""
+
+
+def test_without_follow_a_run_says_what_was_wrong_and_stays(
+    following: Scene, own_cache: Path
+) -> None:
+    scene = following
+    config = with_values(scene.job.config, {"plan.follow": False})
+    scene.job = replace(scene.job, config=config)
+
+    def measured(scene: Scene) -> Failures:
+        measures(100.0)(scene)
+        assert scene.supervisor.move is None
+        return finishes(scene)
+
+    assert scene.go(measured) == [4]
+    (sentence,) = scene.said
+    assert "outside of the planned" in sentence
+    assert "corrections" in (own_cache / "trireme/planner/rates-cpu.json").read_text()
 
 
 # --- numbers of workers: which make a layout, how many have room, and when to grow ----------------

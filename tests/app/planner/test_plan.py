@@ -396,6 +396,15 @@ def _advised(
     return plan, " ".join(advice(plan))
 
 
+def test_a_model_that_is_too_small_for_several_gpus_is_advised_one(tiny: Reader) -> None:
+    """No sentence names eight GPUs while another one says to use one."""
+    plan = plan_of(tiny, gpus(8))
+    sentences = advice(plan)
+    assert sentences[0].startswith("Use one GPU (micro-batch ")
+    assert "; 8 would be no faster (" in sentences[0]
+    assert not any("Use " in sentence or "fits one" in sentence for sentence in sentences[1:])
+
+
 def test_layouts_that_are_passed_over_as_too_large_do_not_fit(large: Reader) -> None:
     overrides = ["train.global_batch_size=2048", "train.precision=bf16"]
     overrides += ["train.activation_checkpointing=full"]
@@ -451,11 +460,11 @@ def test_where_nothing_fits_it_is_said_what_would_and_ddp_where_it_does(
     assert "What would fit: " in advice_text and "s per step" in advice_text
 
 
-def test_where_ddp_fits_the_advice_is_ddp(small: Reader) -> None:
+def test_where_ddp_fits_it_is_chosen_and_one_gpu_advised_if_it_is_as_fast(small: Reader) -> None:
     plan, advice_text = _advised(small, gpus(8, "t4"), "train.precision=fp16", fixed_keys=FEWER)
     assert plan.best and plan.best.candidate.layout.name == "ddp"
-    assert advice_text.startswith("Use ddp on 8 GPUs (dp_replicate=8, ")
-    assert advice_text.endswith("16 GPUs would be no faster.")
+    assert advice_text.startswith("Use one GPU (")
+    assert "; 8 would be no faster (ddp, dp_replicate=8, " in advice_text
     assert "The model fits one GPU (" in _advised(small, gpus(1), fixed_keys=FEWER)[1]
 
 

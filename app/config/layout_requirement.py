@@ -1,0 +1,22 @@
+"""What is known beforehand of a layout that `strategy: auto` chooses."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirement:
+    """What is known beforehand of the layout that auto chooses.
+
+    Args:
+        memory_below: The planned memory of a worker, in bytes, that it has to stay below, since one
+            that takes as much has run out of memory; None for no such bound.
+        key: The layout, as `Candidate.key` names it, if there still is one; "" for any.
+        stages: The number of blocks of each part of that layout's pipeline; empty for the plan's.
+    """
+
+    memory_below: float | None = None
+    key: str = ""
+    stages: tuple[int, ...] = ()
+
+
+ANY_LAYOUT = Requirement()

@@ -1,0 +1,158 @@
+"""Which layout a run moves to once a step was measured beside its plan: pure functions.
+
+What the measured layout's parts took over what was planned is taken to hold for the other layouts
+too, but for those that were measured themselves. A run moves if the steps that are left would be
+at least a tenth faster, the restart counted. It makes at most `MOST_MOVES` moves and measures no
+layout twice. The last move is kept for the case that what it tried was slower: then the run takes
+the fastest layout that was measured again, and stays.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from app.planner.auto import alternatives
+from app.planner.corrections import Comparison, factors_of, multiplied
+from app.planner.estimate import Estimate
+from app.planner.plan import Plan, ranked
+from strategies.pipeline.partition import balanced_partition, measured_costs
+from strategies.pipeline.schedules import Placement
+
+MOST_MOVES = 3
+GAIN = 0.1
+"""By how much the rest of a run has to be faster, with the restart, for a move."""
+
+
+@dataclass(kw_only=True)
+class History:
+    """The layouts with which a run has trained.
+
+    Args:
+        path: Their names, in the order of the moves; the last is the present one.
+        seconds: The measured seconds of a step, by name.
+        refused: Names of layouts that could not train the model after all.
+    """
+
+    path: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the run makes no more moves."""
+        has_returned = len(set(self.path)) < len(self.path)
+        return has_returned or len(self.path) > MOST_MOVES
+
+    @property
+    def tries_no_more(self) -> bool:
+        """Whether the next move can only be to a layout that was measured."""
+        return len(self.path) >= MOST_MOVES
+
+
+def layout_name(row: Estimate) -> str:
+    """Names a layout with all that a move may change."""
+    if not row.stages:
+        return row.candidate.key
+    return f"{row.candidate.key}, {'+'.join(map(str, row.stages))} blocks"
+
+
+def expected_layouts(
+    plan: Plan, present: Estimate, comparison: Comparison, history: History
+) -> list[Estimate]:
+    """The other layouts that auto may choose, with the seconds that are now expected of them.
+
+    Args:
+        plan: All layouts.
+        present: The one that was measured.
+        comparison: Its plan beside what was measured.
+        history: What was measured before.
+    """
+    factors = factors_of(comparison.planned, comparison.measured)
+    rows = []
+    for row in alternatives(plan, present):
+        if row.candidate == present.candidate:
+            continue
+        seconds: Mapping[str, float] = multiplied(
+            row.seconds, factors, data_seconds=comparison.measured.data
+        )
+        known = history.seconds.get(layout_name(row))
+        if known is not None:
+            seconds = {"measured": known}
+        rows.append(replace(row, seconds=dict(seconds)))
+    return rows
+
+
+def cut_again(
+    plan: Plan, present: Estimate, comparison: Comparison, part_seconds: Sequence[float]
+) -> Estimate | None:
+    """The present pipeline with its stages cut by their measured times.
+
+    Args:
+        plan: All layouts.
+        present: The one that was measured.
+        comparison: Its plan beside what was measured.
+        part_seconds: What each part of the model computes in a step, first to last.
+
+    Returns:
+        The layout, with the seconds that are expected of it; None if the cut stays the same, or the
+        new one is not certain to fit.
+    """
+    sizes = present.stages
+    if sizes is None or len(part_seconds) != len(sizes) or plan.config.parallel.stages:
+        return None
+    costs, before, after = measured_costs(sizes, part_seconds, present.block_seconds)
+    cut = balanced_partition(costs, len(sizes), before, after)
+    if cut == sizes:
+        return None
+    candidate = present.candidate
+    estimator = replace(plan.estimator, options=replace(plan.estimator.options, stages=cut))
+    row = estimator.estimate(candidate)
+    if row.verdict != "fits":
+        return None
+    placement = Placement.of(candidate.schedule, candidate.dims.pp, candidate.chunks)
+    slowest = _slowest_stage(placement, part_seconds)
+    expected_parts = []
+    end = 0
+    for size in cut:
+        expected_parts.append(sum(costs[end : end + size]))
+        end += size
+    expected_parts[0] += before
+    expected_parts[-1] += after
+    saved = max(0.0, slowest - _slowest_stage(placement, expected_parts))
+    return replace(row, seconds={"measured": comparison.measured.step - saved})
+
+
+def _slowest_stage(placement: Placement, part_seconds: Sequence[float]) -> float:
+    return max(
+        sum(part_seconds[part] for part in placement.parts_of(stage))
+        for stage in range(placement.stages)
+    )
+
+
+def next_layout(
+    rows: Sequence[Estimate],
+    history: History,
+    *,
+    present_seconds: float,
+    steps_left: int,
+    moving_seconds: float,
+) -> Estimate | None:
+    """The layout to continue with; None to stay.
+
+    Args:
+        rows: The other layouts, with the seconds that are expected of them.
+        history: What the run has trained with.
+        present_seconds: The measured seconds of a step.
+        steps_left: Optimizer steps until the end of the run.
+        moving_seconds: What saving, starting the workers again and loading take.
+    """
+    if history.is_final:
+        return None
+    possible = [row for row in rows if layout_name(row) not in history.refused]
+    if history.tries_no_more:
+        possible = [row for row in possible if layout_name(row) in history.seconds]
+    if not possible:
+        return None
+    best = ranked(possible)[0]
+    stay_seconds = steps_left * present_seconds
+    move_seconds = steps_left * best.step_seconds + moving_seconds
+    return best if stay_seconds >= (1 + GAIN) * move_seconds else None
