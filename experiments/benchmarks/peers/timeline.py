@@ -46,7 +46,7 @@ ROLES = (
     ("dashboard/agent.py", "Ray's agents of this node"),
     ("runtime_env/agent", "Ray's agents of this node"),
     ("log_monitor.py", "Ray's reader of logs"),
-    ("autoscaler/_private/monitor.py", "Ray's autoscaler"),
+    ("/monitor.py", "Ray's autoscaler"),
     ("ray::Worker", "workers"),
     ("ray::RayTrainWorker", "workers"),
     ("ray::_RayTrainWorker", "workers"),

@@ -170,7 +170,6 @@ def test_weights_and_moments_in_16_bits_are_refused_where_they_cannot_be(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.pure
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -34,7 +34,6 @@ from strategies.pipeline.partition import balanced_partition, measured_costs
 from tests.app.planner.conftest import gpus, plan_of
 from tests.running import invoke
 
-pytestmark = pytest.mark.pure
 WORDS = ["strategy=auto", "train.global_batch_size=32"]
 
 

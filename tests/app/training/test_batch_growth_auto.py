@@ -379,6 +379,8 @@ def _run_until(folder: Path, killed_at: int | None, more: tuple[str, ...]) -> An
     return training, events, summary
 
 
+@pytest.mark.pure
+@pytest.mark.pure
 @pytest.mark.parametrize("more", [(), ("train.ema_decay=0.9", "optimizer.name=adamw8bit")])
 def test_a_run_that_is_killed_in_a_branch_and_outside_goes_on_to_the_bit(
     short: None, tmp_path: Path, more: tuple[str, ...]
@@ -400,6 +402,7 @@ def test_a_run_that_is_killed_in_a_branch_and_outside_goes_on_to_the_bit(
     assert len(summary["batch"]["decisions"]) > 1
 
 
+@pytest.mark.pure
 def test_a_stop_in_a_branch_leaves_the_checkpoint_where_the_branches_begin(
     short: None, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ def measured(
     return [event for event in events if isinstance(event, StepPartsMeasured)]
 
 
+@pytest.mark.pure
 def test_one_device_computes_and_waits_for_nobody(tmp_path: Path) -> None:
     (event,) = measured(0, tmp_path, "single", 22, world=1)
     assert event.step == 20 and event.part_seconds == ()
@@ -34,10 +35,12 @@ def test_one_device_computes_and_waits_for_nobody(tmp_path: Path) -> None:
     assert event.parts.computing > SLEEP and 0 <= event.parts.data < event.parts.computing
 
 
+@pytest.mark.pure
 def test_too_short_a_run_is_not_measured(tmp_path: Path) -> None:
     assert measured(0, tmp_path, "single", 19, world=1) == []
 
 
+@pytest.mark.pure
 def test_steps_that_a_person_profiles_are_not_measured(tmp_path: Path) -> None:
     (event,) = measured(0, tmp_path, "single", 30, ("profile.steps=[8,10]",), world=1)
     assert event.step == 26
@@ -67,6 +70,7 @@ def test_ranks_agree_on_the_parts_and_a_pipelines_stages_are_timed(tmp_path: Pat
     assert len(pipeline.part_seconds) == 2 and min(pipeline.part_seconds) > 0
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zbv"])
 def test_the_seconds_of_parts_are_those_of_the_blocks_in_them(name: str) -> None:
     chunks = 1 if name == "1f1b" else 2

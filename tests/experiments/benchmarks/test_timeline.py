@@ -29,7 +29,6 @@ def two_processes() -> timeline.Timeline:
     )
 
 
-@pytest.mark.pure
 def test_what_a_role_uses_is_divided_by_the_first_and_the_last_step(
     two_processes: timeline.Timeline,
 ) -> None:
@@ -42,7 +41,6 @@ def test_what_a_role_uses_is_divided_by_the_first_and_the_last_step(
     assert rows[1]["whole"] == "5.0"
 
 
-@pytest.mark.pure
 def test_the_load_over_time_adds_up_to_what_was_used(two_processes: timeline.Timeline) -> None:
     loads = two_processes.load_of("workers", [2.0, 4.0, 10.0])
     assert loads == [0.25, 0.75, 0.5]
