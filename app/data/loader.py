@@ -201,7 +201,13 @@ def micro_batch_slices(share: int, micro_batch_size: int | None) -> list[slice]:
 
 
 def eval_batches(
-    dataset: Dataset[Any], *, batch_size: int, dp_rank: int, dp_size: int, device: torch.device
+    dataset: Dataset[Any],
+    *,
+    batch_size: int,
+    dp_rank: int,
+    dp_size: int,
+    device: torch.device,
+    whole_batches: bool = False,
 ) -> Generator[tuple[Batch, float]]:
     """This rank's part of the held-out data in order, in as many batches as on every other rank.
 
@@ -213,12 +219,21 @@ def eval_batches(
         dp_rank: This rank's number among those that have different data.
         dp_size: The number of ranks that have different data.
         device: Where to move the batches.
+        whole_batches: Whether the same samples are in a batch for any number of ranks, though some
+            ranks then have a batch less.
 
     Yields:
         (batch, weight). The weight is the number of samples, or 0.0 for a batch that only lets this
         rank take part in the collectives.
     """
-    parts = shares(len(dataset), dp_size)  # type: ignore[arg-type]
+    count = len(dataset)  # type: ignore[arg-type]
+    parts = shares(count, dp_size)
+    if whole_batches:
+        batches_of_ranks = shares(-(-count // batch_size), dp_size)
+        parts = [
+            slice(numbers.start * batch_size, min(numbers.stop * batch_size, count))
+            for numbers in batches_of_ranks
+        ]
     is_random = draws(dataset, HELD_OUT_SEED)
     ahead = _ahead(device, in_thread=not is_random)
     seed = HELD_OUT_SEED if is_random or not ahead else None

@@ -17,6 +17,7 @@ from app.data.randomness import seed_step
 from app.tasks.base import Task
 from app.training import hooks
 from app.training.average import Average
+from app.training.batch_gather import may_gather
 from app.training.events import FilesWritten
 from app.training.job import Channel, Heartbeat, Place
 from strategies.parallelize import Parallel
@@ -201,7 +202,13 @@ def metric_sums(
     items = torch.zeros((), dtype=torch.float64, device=device)
     sums: dict[str, Tensor] = {}
     batches = eval_batches(
-        data, batch_size=batch_size, dp_rank=share, dp_size=shares, device=device
+        data,
+        batch_size=batch_size,
+        dp_rank=share,
+        dp_size=shares,
+        device=device,
+        # Where samples meet in a metric, which of them are in a batch decides what it is.
+        whole_batches=may_gather(task),
     )
     parallel.module.eval()
     for batch, weight in batches:

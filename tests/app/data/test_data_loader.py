@@ -221,9 +221,17 @@ def test_a_thread_prefetches_only_samples_without_random_numbers(
 
 
 @settings(max_examples=30)
-@given(length=st.integers(0, 30), batch=st.integers(1, 9), dp_size=st.integers(1, 5))
-def test_evaluation_counts_every_sample_once(length: int, batch: int, dp_size: int) -> None:
+@given(
+    length=st.integers(0, 30),
+    batch=st.integers(1, 9),
+    dp_size=st.integers(1, 5),
+    whole_batches=st.booleans(),
+)
+def test_evaluation_counts_every_sample_once(
+    length: int, batch: int, dp_size: int, whole_batches: bool
+) -> None:
     options: dict[str, Any] = {"batch_size": batch, "dp_size": dp_size, "device": CPU}
+    options["whole_batches"] = whole_batches
     ranks = [
         list(eval_batches(ReadyBatches(length), **options, dp_rank=rank)) for rank in range(dp_size)
     ]
@@ -234,6 +242,9 @@ def test_evaluation_counts_every_sample_once(length: int, batch: int, dp_size: i
             assert len(indices) > 0 and weight in (0, len(indices))
             if weight:
                 numbers_counted += indices.tolist()
+                # Where samples meet in a metric, its batches must not depend on the ranks.
+                assert not whole_batches or indices[0] % batch == 0
+                assert not whole_batches or len(indices) == min(batch, length - int(indices[0]))
     assert numbers_counted == list(range(length))
 
 
