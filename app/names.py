@@ -210,8 +210,8 @@ def user_modules_in_use() -> dict[str, str]:
     in_use: dict[str, str] = {}
     for name, loaded in list(sys.modules.items()):
         if _is_shared(name) and is_triremes(loaded):
-            fallback: Any = vars(loaded).get("__getattr__")
-            if fallback is not None:
+            fallback = vars(loaded).get("__getattr__")
+            if isinstance(fallback, Fallback):
                 for file in fallback.modules:
                     in_use[fallback.name] = file
     return in_use

@@ -447,7 +447,7 @@ class Training:
             save=wants_save,
             may_be_infinite=self.loss_scale.enabled,
         )
-        self._report(agreed)
+        self._report_steps(agreed)
         self._log(expert_metrics(self.parallel))
         collect_garbage()
         if self.noise_scale is not None:
@@ -465,7 +465,7 @@ class Training:
         self.sync.restart_clock()
         return agreed.stop and not (is_last or self.progress.ended)
 
-    def _report(self, agreed: Agreement) -> None:
+    def _report_steps(self, agreed: Agreement) -> None:
         loss_scale = self.loss_scale.scale if self.loss_scale.enabled else None
         self.reporter.report_steps(agreed, loss_scale)
 
@@ -655,7 +655,7 @@ class Training:
             self.progress.step += steps
             self.progress.samples_seen += steps * batch
             due = [entry for entry in agreed.logged if self._is_logged(entry.step)]
-            self._report(replace(agreed, logged=due))
+            self._report_steps(replace(agreed, logged=due))
         self.progress.position = taken.end
         self.heartbeat.step = self.steps_done
         self._log_branches(start, same, doubled, decision)

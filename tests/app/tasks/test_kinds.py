@@ -242,7 +242,9 @@ def test_an_exported_model_answers_alike_in_plain_transformers(
         answer = task.answer(model(**mine))
         loaded_answer = task.answer(loaded(**mine))
         words = preprocessor.predict(model, preprocessor.example)
-    assert all(map(torch.equal, tensors(answer), tensors(loaded_answer)))
+    # The library reads weights at other addresses, by which some processors round otherwise.
+    for value, loaded_value in zip(tensors(answer), tensors(loaded_answer), strict=True):
+        assert torch.allclose(value, loaded_value, atol=1e-5, rtol=1e-5)
     assert len(words) == 1
 
 

@@ -22,6 +22,8 @@ from app.training.events import (
     NodePreempted,
     PipelineTraced,
     ProfileTaken,
+    StepParts,
+    StepPartsMeasured,
     StepsDone,
     SystemSampled,
     TrainingDone,
@@ -66,6 +68,9 @@ FOR_DRIVER: list[DriverEvent] = [
     ProfileTaken(step=9, folder="profile/steps-8-9", profile={"steps": [8, 9], "ranks": [RANK]}),
     PipelineTraced(
         step=7, spans=[Span(stage=0, kind="F", micro_batch=0, chunk=0, start=0.0, end=1.0)]
+    ),
+    StepPartsMeasured(
+        step=21, parts=StepParts(computing=0.5, bubble=0.25), part_seconds=(0.25, 0.5)
     ),
     WarningIssued(message="the disk is nearly full"),
     TrainingDone(summary={"step": 50, "stopped": False}),
