@@ -200,11 +200,8 @@ class Driver:
             config: The configuration, resolved again.
             prediction: What the planner expects of the new layout.
         """
-        self.config = config
-        self.prediction = prediction
-        self.run.save_config(config)
         self.fault("layout_too_large", 1.0)
-        self._log_config()
+        self._take_layout(config, prediction)
 
     def plan_compared(self, step: int, metrics: dict[str, float]) -> None:
         """Logs the parts of a step as they were planned and measured."""
@@ -228,9 +225,13 @@ class Driver:
             config: The configuration, resolved again.
             prediction: What the planner expects of the new layout.
         """
+        self.plan_parts = {}
+        self._take_layout(config, prediction)
+
+    def _take_layout(self, config: Config, prediction: Estimate | None) -> None:
+        """Keeps and logs the configuration with which the run goes on, and what it predicts."""
         self.config = config
         self.prediction = prediction
-        self.plan_parts = {}
         self.run.save_config(config)
         self._log_config()
 

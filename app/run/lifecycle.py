@@ -228,7 +228,8 @@ def _batches_in_words(batch: Mapping[str, Any]) -> str:
     refused = sum(not decision["doubled"] for decision in batch["decisions"])
     words = " → ".join(sizes)
     if refused:
-        words += f"; twice the batch was refused {refused} time{'' if refused == 1 else 's'}"
+        how_often = "once" if refused == 1 else f"{refused} times"
+        words += f"; twice the batch was refused {how_often}"
     samples = f"{batch['dropped_samples']:,} samples ({batch['dropped_share']:.0%})"
     return (
         f"{words}; trying took {samples}, "

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
+from app.console.terminal import duration
 from experiments.sweep import analysis
 from experiments.sweep.analysis import BestRate, CriticalBatch, ScalingRule, StepTime
 from experiments.sweep.branches import (
@@ -559,7 +560,7 @@ def _branches_in_words(branches: Branches, sweep: Sweep, answer: Answer) -> list
             faster = f", {gain.times_faster:.2f} times as fast as a batch of {present_batch}"
         lines.append(
             f"on {gain.workers:<7}batch size {gain.batch}{rate}: {gain.steps:,} steps, "
-            f"{gain.hours:.3g} h{cost}, predicted{faster}"
+            f"{duration(3600 * gain.hours)} of training{cost}, predicted{faster}"
         )
     return lines
 

@@ -161,7 +161,7 @@ def _branch_sections(answer: Answer) -> list[Section]:
             "batch size": gain.batch,
             "learning rate": gain.rate,
             "steps": gain.steps,
-            "hours": gain.hours,
+            "training time": duration(3600 * gain.hours),
         }
         if gain.dollars is not None:
             row["dollars"] = gain.dollars

@@ -175,8 +175,8 @@ class Timeline:
         for usage in self.usages:
             until_first = usage.used_until(first)
             until_last = usage.used_until(last)
-            whole = usage.samples[-1][1]
-            phases = (until_first, until_last - until_first, whole - until_last)
+            until_end = usage.samples[-1][1]
+            phases = (until_first, until_last - until_first, until_end - until_last)
             for phase, used in enumerate(phases):
                 totals[usage.role][phase] += used
         in_order = sorted(totals.items(), key=lambda item: -sum(item[1]))

@@ -316,7 +316,7 @@ def test_a_sweep_of_forks_answers_which_batch_is_best_now(tmp_path: Path, seeds:
         32,
     ]
     assert [gain.workers for gain in answer.gains] == [1, 2, 4, 8]
-    assert "on 1      batch size" in words and "h, predicted" in words
+    assert "on 1      batch size" in words and "of training, predicted" in words
     if seeds == 1:
         assert "critical  undecided: one seed shows no noise; write train.seed: [0, 1, 2]" in words
         return
