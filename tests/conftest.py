@@ -12,6 +12,7 @@ import pytest
 
 from app.tracking.tracker import WriterProcess
 from cluster.connect import connect, disconnect
+from tests import running
 from tests.pool import restore
 from tests.ray_heads import ray_head
 from tests.running import environment
@@ -77,6 +78,14 @@ def same_environment() -> Iterator[None]:
     yield
     if before != os.environ:
         restore(before)
+
+
+@pytest.fixture(autouse=True)
+def no_command_stays() -> Iterator[None]:
+    """Ends what a test that fails has started, which would slow down all after it."""
+    count = len(running.STARTED)
+    yield
+    running.end_started(count)
 
 
 @pytest.fixture(scope="session")

@@ -96,6 +96,10 @@ def invoke(*words: object, code: int = 0) -> Any:
     return result
 
 
+STARTED: list[subprocess.Popen[str]] = []
+"""The commands that `start` has started; a test ends those that it leaves running."""
+
+
 def environment(**more: str) -> dict[str, str]:
     """This environment, changed so that a test's metrics and its Ray stay with the test."""
     dropped = ("MLFLOW_", "RAY_ADDRESS", "RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -164,7 +168,7 @@ def start(
     seed(arguments)
     if program is None:
         program = [sys.executable, "-m", "app"]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*program, *arguments],
         cwd=ROOT,
         env=env or environment(),
@@ -173,6 +177,21 @@ def start(
         stderr=subprocess.PIPE,
         text=True,
     )
+    STARTED.append(process)
+    return process
+
+
+def end_started(count: int) -> None:
+    """End the commands that still run, but for the first ones.
+
+    Args:
+        count: How many of `STARTED` stay as they are.
+    """
+    for process in STARTED[count:]:
+        if process.poll() is None:
+            end_tree(process.pid)
+            process.wait()
+    del STARTED[count:]
 
 
 def _end_on_ctrl_c() -> None:
