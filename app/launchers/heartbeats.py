@@ -7,11 +7,12 @@ interpreter lock, sends nothing.
 Whether the run hangs, and which rank is to blame, is decided from heartbeats alone. Progress is any
 change of any rank's phase, step or ticks. A pause is suspicious when it is far longer than any
 before in this attempt. If nothing moves for about as long again, the run hangs, and the rank to
-blame is one that does not answer, or else one that does not wait for the others or is furthest
-behind.
+blame is one that has not answered all the while, or else one that does not wait for the others or
+is furthest behind.
 
-Limits are longer if there is no history: before the second step only a rank that does not answer at
-all is stuck, loading and saving may take half an hour, reading data and evaluating a minute.
+Limits are longer if there is no history: before the second step only a rank that has not answered
+for half a minute or more is stuck, loading and saving may take half an hour, reading data and
+evaluating a minute.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from app.launchers import blame
-from app.launchers.aggregator import PERIOD_SECONDS, Answer, Beat
+from app.launchers.aggregator import ANSWER_SECONDS, PERIOD_SECONDS, Answer, Beat
 from app.launchers.workers import Status
 from app.training.job import Heartbeat
 
@@ -198,6 +199,8 @@ class HangDetector:
     """The highest step of any rank; -1 before the first status."""
     _phases: Counter[str] = field(default_factory=Counter, init=False)
     """How many ranks are in each phase."""
+    _silent_since: dict[int, float] = field(default_factory=dict, init=False)
+    """Since when each of the ranks that do not answer has sent nothing."""
 
     def __post_init__(self) -> None:
         self._changed_clock = self.now
@@ -220,6 +223,8 @@ class HangDetector:
         self._looked_clock = now
         if away_seconds > STOPPED_SECONDS:
             self._changed_clock += away_seconds
+            self._silent_since.clear()
+        self._note_silence(silent, now)
         if self._take(statuses):
             if self.steps > 2:  # the first steps load, allocate and compile
                 self.longest_pause = max(self.longest_pause, now - self._changed_clock)
@@ -227,7 +232,13 @@ class HangDetector:
             return None
         if self.least_seconds <= 0 or not self.statuses:
             return None
-        return self._judge(silent, now - self._changed_clock)
+        return self._judge(now)
+
+    def _note_silence(self, silent: Set[int], now: float) -> None:
+        for rank in [rank for rank in self._silent_since if rank not in silent]:
+            del self._silent_since[rank]
+        for rank in silent:
+            self._silent_since.setdefault(rank, now - ANSWER_SECONDS)
 
     def _take(self, statuses: Mapping[int, Status]) -> bool:
         """Notes new statuses; returns whether any of them is progress."""
@@ -250,13 +261,9 @@ class HangDetector:
                 self.steps += 1
         return progressed
 
-    def _judge(self, silent: Set[int], pause: float) -> Hang | None:
-        """The hang if a pause is too long.
-
-        Args:
-            silent: The ranks that do not answer.
-            pause: Seconds without any progress.
-        """
+    def _judge(self, now: float) -> Hang | None:
+        """The hang if a pause is too long."""
+        pause = now - self._changed_clock
         has_history = self.steps > 1
         suspicious = self.least_seconds
         window = UNBOUNDED_SECONDS
@@ -265,11 +272,15 @@ class HangDetector:
             suspicious = max(self.least_seconds, SUSPICIOUS * self.longest_pause)
             window = max(self.least_seconds, WINDOW * self.longest_pause)
             silent_window = window
-        if silent:
-            if pause < suspicious + silent_window:
+        # On a busy machine, or while it imports or loads much, a rank may be silent for some
+        # seconds and then go on. So it is stuck only if it has been silent for the whole time.
+        if self._silent_since:
+            longest = suspicious + silent_window
+            stuck = [rank for rank, since in self._silent_since.items() if now - since >= longest]
+            if pause < longest or not stuck:
                 return None
             why = f"does not answer, and nothing has moved for {pause:.0f} s"
-            return Hang(min(silent), why, frozenset(silent))
+            return Hang(min(stuck), why, frozenset(stuck))
         phases = [phase for phase, ranks in self._phases.items() if ranks]
         longest_window = max(_window_of(phase, window) for phase in phases)
         if pause < suspicious + longest_window:

@@ -329,6 +329,23 @@ def test_a_hang_is_noticed_in_time_and_laid_to_the_rank_that_causes_it(
         assert hang.silent == silent
 
 
+@pytest.mark.parametrize("gaps", [[], STEADY], ids=["before the first step", "while it evaluates"])
+def test_a_rank_that_answers_now_and_then_is_not_stuck(gaps: list[float]) -> None:
+    """As on a busy machine, where a rank imports and loads for minutes, seconds at a time."""
+    detector, time = trained(10.0, gaps)
+    works = EVALUATES if gaps else STARTS
+    detector.update({0: works, 1: works}, time)
+    for second in range(60):
+        silent = {1} if second % 10 < 9 else set()
+        assert detector.update({}, time + second, silent) is None
+    hangs = [detector.update({}, time + second, {1}) for second in range(60, 100)]
+    limit = 20 if gaps else 40
+    first = next(second for second, hang in enumerate(hangs) if hang)
+    assert first == pytest.approx(limit, abs=4), "silent for longer than a rank may be"
+    hang = hangs[first]
+    assert hang is not None and hang.rank == 1 and hang.silent == {1}
+
+
 def test_a_driver_that_was_stopped_itself_starts_to_look_anew() -> None:
     """As on a laptop that sleeps: nothing has moved, but nobody hangs."""
     detector, time = trained(2.0, QUICK)
