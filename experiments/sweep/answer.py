@@ -527,7 +527,7 @@ def _basis_in_words(answer: Answer) -> str:
     if answer.rule is not None:
         rate = f"best rates at {len(answer.rates)} of them"
         if answer.rule.name == "undecided":
-            rate += " (too few to name their rule)"
+            rate += " (whose rule is undecided)"
     most = max(answer.steps)
     return (
         f"{law}, {rate}, and seconds of a step by samples of a worker; batch sizes up to {most}, "
