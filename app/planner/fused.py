@@ -131,23 +131,37 @@ class Fused(TorchFunctionMode):
 
     Args:
         recorder: Records the operations.
+        on_gpu: Whether the kernels are a GPU's. On a CPU torch makes RMSNorm of several, which save
+            the normalised input too, and so it does attention with dropout, which saves scores.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, *, on_gpu: bool = True) -> None:
         super().__init__()
         self.recorder = recorder
+        self.on_gpu = on_gpu
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and self._is_one_kernel(*args, **kwargs):
             return self._attention(*args, **kwargs)
         if func in GROUPED:
             return _grouped_mm(*args, **kwargs)
-        if func is F.rms_norm:
+        if func is F.rms_norm and self.on_gpu:
             return _rms_norm(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _is_one_kernel(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        **_: Any,
+    ) -> bool:
+        return self.on_gpu or dropout_p == 0
 
     def _attention(
         self,

@@ -340,6 +340,8 @@ def watch(
     blocks: list[str],
     loss: Callable[[nn.Module], Tensor],
     peers: ShapePeers | None = None,
+    *,
+    on_gpu: bool = True,
 ) -> Trace:
     """Run a forward and a backward once and record what the parts cost.
 
@@ -350,6 +352,7 @@ def watch(
         blocks: The names of its repeating blocks.
         loss: Computes the loss of the model that it is called with.
         peers: Of a model that is split by tensor parallelism, what counts its collectives.
+        on_gpu: Whether fused operations are those of a GPU (fused.py).
     """
     recorder = CostRecorder(module)
     order: list[str] = []
@@ -361,7 +364,7 @@ def watch(
     traced_blocks: dict[Hashable, _TracedBlock] = {}
     for block in dict.fromkeys(module.get_submodule(name) for name in blocks):
         block.forward = _traced_forward(block, recorder, order, traced_blocks)
-    with recorder, Fused(recorder):
+    with recorder, Fused(recorder, on_gpu=on_gpu):
         with saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
             value = loss(module)
         sent_forward = dict(peers.sent_bytes) if peers is not None else {}

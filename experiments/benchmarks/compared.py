@@ -27,11 +27,13 @@ class Compared:
         run: The run.
         plan: The plan; None if the command refuses to make one.
         refusal: Why it does.
+        context: Bytes that the plan takes a process and its libraries to have on the card.
     """
 
     run: Run
     plan: Estimate | None
     refusal: str = ""
+    context: float = 0.0
 
     @property
     def has_speed(self) -> bool:
@@ -52,14 +54,20 @@ class Compared:
         return low <= 1 / (1 + self.error) <= high
 
     @property
-    def memory_error(self) -> float:
-        """The relative error of the memory, for a run that tells it.
-
-        What was published is what torch has reserved, or what the whole card has in use.
-        """
+    def memory_gib(self) -> float:
+        """What the plan says of the peak that the run's source has published, GiB."""
         assert self.plan is not None
-        outside_torch = dict(self.run.described).get("beside_gib", 0.0)
-        return (self.plan.memory_bytes / GIB + outside_torch) / self.run.memory_gib - 1
+        planned = self.plan.memory_bytes
+        if self.run.peak == "allocated":
+            planned = self.plan.allocated_bytes
+        elif self.run.peak == "card":
+            planned += self.context
+        return planned / GIB
+
+    @property
+    def memory_error(self) -> float:
+        """The relative error of the memory, for a run that tells it."""
+        return self.memory_gib / self.run.memory_gib - 1
 
 
 _READERS: dict[str, Reader] = {}
@@ -86,6 +94,7 @@ def _as_described(device: Device, description: dict[str, Any]) -> Device:
         attention=device.attention * attention_speed,
         again=description.get("again", 0.0),
     )
+    device = replace(device, context=description.get("context_gib", device.context / GIB) * GIB)
     fragments = description.get("fragments", 0.0)
     if fragments:
         device = replace(device, fragmentation=fragments / (1 - fragments))
@@ -140,7 +149,7 @@ class Prepared:
             options = replace(estimator.options, stages=row.stages)
             estimates.append(replace(estimator, options=options).estimate(row.candidate))
         fastest = min(estimates, key=lambda row: (not row.fits, row.step_seconds))
-        return Compared(self.run, fastest)
+        return Compared(self.run, fastest, context=device.context)
 
 
 def prepare(run: Run) -> Prepared:

@@ -11,6 +11,7 @@ judges on its own.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import click
 import numpy as np
 
+from app.errors import UserError
 from app.planner.device import constants as planner_constants
 from experiments.benchmarks import evidence, fit
 from experiments.benchmarks.compared import Compared, Prepared, prepare
@@ -48,6 +50,8 @@ LENGTHS: Buckets = (
 )
 GROUPINGS = ("all", "kind", "size", "sequence", "GPU", "precision", "table")
 """By what runs are grouped, in the order of the table."""
+MEMORY_GROUPINGS = ("all", "peak", "kind", "precision", "GPU")
+"""The same of their memory; a peak is what torch allocates or reserves, or what the card has."""
 
 
 def _bucket(value: float, buckets: Buckets) -> str:
@@ -135,6 +139,41 @@ def summary(compared: Iterable[Compared], billions: Mapping[Run, float]) -> list
             groups[grouping, name].append(one)
     keys = sorted(groups, key=lambda key: GROUPINGS.index(key[0]))
     return [_group_row(grouping, name, groups[grouping, name]) for grouping, name in keys]
+
+
+def memory_summary(
+    compared: Iterable[Compared], billions: Mapping[Run, float]
+) -> list[dict[str, str]]:
+    """A line for each group of runs whose peak of memory was published, and for what peaks count.
+
+    Args:
+        compared: Runs and their plans.
+        billions: The size of each run's model, in billions of parameters.
+    """
+    groups = defaultdict[tuple[str, str], list[Compared]](list)
+    for one in compared:
+        of_run = _groups_of(one.run, billions[one.run]) | {"peak": one.run.peak or "not said"}
+        for grouping in MEMORY_GROUPINGS:
+            groups[grouping, of_run[grouping]].append(one)
+    rows = []
+    for grouping, name in sorted(groups, key=lambda key: MEMORY_GROUPINGS.index(key[0])):
+        members = groups[grouping, name]
+        errors = [one.memory_error for one in members if one.plan is not None]
+        row = {
+            "by": grouping,
+            "group": name,
+            "rows": str(len(members)),
+            "median": "",
+            "90th": "",
+            "bias": "",
+        }
+        if errors:
+            sizes = sorted(map(abs, errors))
+            row["median"] = percent(statistics.median(sizes))
+            row["90th"] = percent(sizes[math.ceil(0.9 * len(sizes)) - 1])
+            row["bias"] = percent(statistics.median(errors), signed=True)
+        rows.append(row)
+    return rows
 
 
 def percent(value: float, *, signed: bool = False) -> str:
@@ -268,6 +307,12 @@ def write_fit(prepared: Sequence[Prepared]) -> str:
     is_flag=True,
     help="What a plan's choice loses among the published layouts, and gains.",
 )
+@click.option(
+    "--memory",
+    "of_memory",
+    is_flag=True,
+    help="Only runs whose peak of memory was published.",
+)
 @click.option("--json", "as_json", is_flag=True)
 def main(
     tables: tuple[str, ...],
@@ -278,9 +323,17 @@ def main(
     shows_runs: bool,
     calibration: str | None,
     regret: bool,
+    of_memory: bool,
     as_json: bool,
 ) -> None:
-    prepared = [prepare(run) for run in runs(*tables)]
+    if of_memory and (fits or leave_out or calibration or regret):
+        raise UserError(
+            "--memory reads few runs: leave out --fit, --leave-out, --calibration, --regret"
+        )
+    all_runs = runs(*tables)
+    if of_memory:
+        all_runs = [run for run in all_runs if run.memory_gib]
+    prepared = [prepare(run) for run in all_runs]
     if fits:
         click.echo(write_fit(prepared), err=True)
         planner_constants.cache_clear()
@@ -298,6 +351,8 @@ def main(
         lines = [*evidence.among_published(compared), *evidence.beside_best(chosen)]
     elif shows_runs:
         lines = [_run_row(one) for one in compared]
+    elif of_memory:
+        lines = memory_summary(compared, {one.run: _billions(one) for one in prepared})
     else:
         lines = summary(compared, {one.run: _billions(one) for one in prepared})
     results = _figures(compared)
@@ -327,7 +382,15 @@ def _figures(compared: Sequence[Compared]) -> dict[str, object]:
 def _run_row(one: Compared) -> dict[str, str]:
     """One run's line."""
     run = one.run
-    row = {"run": run.name, "part": run.part, "error": "refused", "GiB": "", "measured": ""}
+    row = {
+        "run": run.name,
+        "part": run.part,
+        "error": "refused",
+        "GiB": "",
+        "measured": "",
+        "peak": "",
+        "memory error": "",
+    }
     if one.plan is None:
         row["GiB"] = one.refusal[:70]
         return row
@@ -336,7 +399,10 @@ def _run_row(one: Compared) -> dict[str, str]:
         row["error"] = percent(one.error, signed=True)
     row["GiB"] = f"{one.plan.memory_bytes / GIB:.1f}, {one.plan.verdict}"
     if run.memory_gib:
+        row["GiB"] = f"{one.memory_gib:.1f}, {one.plan.verdict}"
         row["measured"] = f"{run.memory_gib:.1f}"
+        row["peak"] = run.peak
+        row["memory error"] = percent(one.memory_error, signed=True)
     return row
 
 

@@ -37,12 +37,27 @@ FLOPS_PER_PARAMETER = 6
 """Floating-point operations of a token, forward and backward, as publishers count them."""
 UNITS = {"gib": 1.0, "gb": 1e9 / GIB}
 """In GiB."""
+PEAKS = {
+    "max_memory_allocated": "allocated",
+    "max gpu ram": "allocated",
+    "torch reserved": "reserved",
+    "of the card": "card",
+}
+"""What published peaks count, by the words of beyond.csv.
+
+LitGPT prints torch.cuda.max_memory_allocated.
+"""
 FUSED = ("NVIDIA-NeMo/Megatron", "nemo-framework")
 """Sources whose trainers fuse element-wise operations, norms and RoPE, as torch.compile does."""
 ALIGNED = 64
 """Multiples to which widths of layers are rounded."""
 ADAPTERS = {"r": 16}
-"""The adapters of a run with LoRA."""
+"""The adapters of a run with LoRA whose source does not say them."""
+ADAPTERS_OF = {"Lightning-AI/litgpt": {"r": 8, "targets": ["q_proj", "v_proj"]}}
+"""The same by source.
+
+LitGPT's page counts 4,194,304 trained parameters; its script checkpoints blocks under FSDP.
+"""
 
 
 @dataclass(frozen=True)
@@ -89,6 +104,8 @@ class Run:
         ran_out: Whether it ran out of memory.
         described: What published_sources.yaml says of its kernels and of its memory, which a plain
             command does not know.
+        peak: What `memory_gib` counts: what torch had "allocated", what its allocator had
+            "reserved", or what the "card" had in use; "" if the source does not say.
     """
 
     # The order of the fields decides the part of a row, see `part`.
@@ -129,6 +146,7 @@ class Run:
     table: str = "published"
     ran_out: int = 0
     described: tuple[tuple[str, Any], ...] = ()
+    peak: str = ""
 
     @property
     def part(self) -> str:
@@ -194,7 +212,8 @@ class Run:
         if self.attention == "softmax":
             args["attention"] = "eager"
         if self.method == "lora":
-            args["lora"] = dict(ADAPTERS)
+            named = (lora for name, lora in ADAPTERS_OF.items() if name in self.source)
+            args["lora"] = dict(next(named, ADAPTERS))
         return args
 
     def _named_model(self) -> dict[str, Any]:
@@ -324,7 +343,8 @@ def _read_table(path: Path) -> list[Run]:
             run = _from_llm_foundry(entry)
         source = sources.get(run.source, {"address": run.source})
         described = tuple(source.get("runs", {}).items())
-        rows.append(replace(run, source=source["address"], described=described))
+        peak = source.get("peak", run.peak)
+        rows.append(replace(run, source=source["address"], described=described, peak=peak))
     return rows
 
 
@@ -392,7 +412,7 @@ def _from_beyond(entry: Mapping[str, str]) -> Run:
     if not data and gpus > tp * pp * cp:
         data = "zero1"
     is_fused = entry["compile"] == "1" or any(word in address for word in FUSED)
-    unit = entry["peak_unit"].partition(",")[0].lower()
+    unit, _, peak = entry["peak_unit"].lower().partition(", ")
     tokens_per_second = _tokens_per_second_per_gpu(entry) * gpus
     return Run(
         source=address,
@@ -418,6 +438,7 @@ def _from_beyond(entry: Mapping[str, str]) -> Run:
         step_seconds=batch * sequence / tokens_per_second if tokens_per_second else 0.0,
         memory_gib=float(entry["peak_gb"] or 0) * UNITS.get(unit, 1.0),
         ran_out=int(entry["ran_out"] or 0),
+        peak=PEAKS.get(peak, ""),
     )
 
 

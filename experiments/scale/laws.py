@@ -52,7 +52,8 @@ class Law:
         largest: The largest one.
         speed: Samples per second on the smallest.
         values: The law's constants by name.
-        noise: The relative standard error of a point, from its repeats; None with one repeat.
+        noise: The relative standard error of a point, from its repeats; None if a point was
+            measured once.
         counts: How many numbers of workers were measured.
         costs: For the plan's curve, the cost by number of workers, scaled to what was measured.
     """
@@ -203,14 +204,15 @@ def _universal_constants(costs: Mapping[float, float]) -> dict[str, float]:
 
 
 def _noise(speeds: Speeds) -> float | None:
-    """The relative standard error of a point's median, pooled over the points with repeats.
+    """The relative standard error of a point's median, pooled over all points.
 
     Returns:
-        None if no point was repeated.
+        None if a point was measured once.
     """
     variances = []
     for repeats in speeds.values():
-        if len(repeats) >= MIN_REPEATS:
-            deviation = statistics.stdev(repeats) / statistics.mean(repeats)
-            variances.append(deviation**2 / len(repeats))
-    return math.sqrt(statistics.mean(variances)) if variances else None
+        if len(repeats) < MIN_REPEATS:
+            return None
+        deviation = statistics.stdev(repeats) / statistics.mean(repeats)
+        variances.append(deviation**2 / len(repeats))
+    return math.sqrt(statistics.mean(variances))

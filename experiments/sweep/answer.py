@@ -526,6 +526,8 @@ def _basis_in_words(answer: Answer) -> str:
     rate = "the rate of the best trial"
     if answer.rule is not None:
         rate = f"best rates at {len(answer.rates)} of them"
+        if answer.rule.name == "undecided":
+            rate += " (whose rule is undecided)"
     most = max(answer.steps)
     return (
         f"{law}, {rate}, and seconds of a step by samples of a worker; batch sizes up to {most}, "

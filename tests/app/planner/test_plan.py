@@ -606,7 +606,11 @@ def test_auto_for_one_worker_and_where_nothing_fits(
     row: Any = choice.prediction
     errors = row.compare(2 * row.step_seconds, 0.0)
     assert errors["plan/step_error"] == -0.5 and "plan/memory_error" not in errors
-    assert row.compare(1.0, 2 * row.memory_bytes)["plan/memory_error"] == -0.5
+    on_cpu = row.compare(1.0, 2 * row.memory_bytes)
+    assert on_cpu["plan/resident_bytes"] == 2 * row.memory_bytes
+    assert "plan/memory_error" not in on_cpu, "libraries and threads are in it"
+    on_gpu = replace(row, on_cpu=False).compare(1.0, 2 * row.memory_bytes)
+    assert on_gpu["plan/memory_error"] == -0.5
     with pytest.raises(NoLayoutFits, match=r"auto finds no layout that fits.*cheapest cluster"):
         choose_layout(config, tiny.task, 2, with_memory(cpus(2), 10_000))
     monkeypatch.setattr("app.planner.auto.machine_of_run", lambda *_: 1 / 0)

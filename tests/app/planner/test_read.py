@@ -152,6 +152,42 @@ class Gated(nn.Module):
         return x + self.out(F.silu(self.gate(h)) * self.up(h))
 
 
+class Normed(nn.Module):
+    """RMSNorm before a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(64)
+        self.out = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.norm(x))
+
+
+def test_rms_norm_saves_on_a_cpu_what_torch_does_and_less_on_a_gpu() -> None:
+    x = torch.randn(8, 32, 64, requires_grad=True)
+    block = Normed()
+    parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    saved = dict[int, int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = block(x)  # alive, so that no storage is used twice
+
+    def traced(on_gpu: bool) -> float:
+        model = nn.Sequential(nn.Linear(64, 64), Normed())
+        trace_of = trace.watch(model, ["1"], lambda model: model(x).square().mean(), on_gpu=on_gpu)
+        return trace_of.parts["block0"].values["saved"]
+
+    assert kept.shape == x.shape and traced(False) == sum(saved.values())
+    assert traced(True) < traced(False) - 8 * 32 * 64 * 4 / 2
+
+
 @pytest.mark.slow
 def test_compiled_blocks_save_what_torchs_partitioner_does() -> None:
     x = torch.randn(8, 32, 64, requires_grad=True)

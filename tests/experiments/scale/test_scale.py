@@ -106,6 +106,10 @@ def test_an_interval_widens_with_distance_and_noise_and_verdicts_respect_it() ->
     near = quiet.spread(8)
     far = quiet.spread(64)
     assert near is not None and far is not None and near < far and near < (loud.spread(8) or 0)
+    with_one = repeated(costs, 0.001) | {4: [380.0]}
+    once = laws.choose_law(with_one, is_weak=True)
+    assert once is not None and once.spread(8) is None, "a point was measured once"
+    assert "A verdict needs" in answer.verdict(once)
     edge = laws.fit_law("universal", repeated({1: 1.0, 2: 1.059, 4: 1.176, 8: 1.412}, 0.002))
     assert edge is not None and "cannot be told" in answer.verdict(edge)
     # study.json keeps the law.

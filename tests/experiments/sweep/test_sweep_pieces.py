@@ -18,7 +18,7 @@ import pytest
 from app.errors import UserError
 from app.tracking.settings import Settings
 from experiments.sweep import analysis
-from experiments.sweep.answer import work_out
+from experiments.sweep.answer import _basis_in_words, work_out
 from experiments.sweep.page import content
 from experiments.sweep.run import next_run
 from experiments.sweep.search import Search, make_scheduler, make_searcher
@@ -252,6 +252,10 @@ def test_batch_size_and_learning_rate_are_recommended_by_workers(tmp_path: Path)
         assert row["learning rate"] == pytest.approx(0.002 * row["batch size"] ** 0.5, rel=0.2)
     assert 1 < rows[2]["times faster"] < rows[8]["times faster"] < 8
     assert any(line.startswith("on 8 ") and "predicted" in line for line in answer.sentences)
+    assert answer.rule is not None and answer.rule.name != "undecided"
+    undecided = replace(answer, rule=replace(answer.rule, low=-math.inf, high=math.inf))
+    assert "undecided" in _basis_in_words(undecided)
+    assert "undecided" not in _basis_in_words(answer)
     soonest = answer.soonest
     times = {
         batch: LEAST * (1 + NOISE / batch) * (0.01 + batch * 1e-4)
