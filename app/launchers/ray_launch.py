@@ -13,7 +13,6 @@ import ray
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from app.config import Config
-from app.config.io import with_values
 from app.config.layout_requirement import ANY_LAYOUT, Requirement
 from app.console.terminal import Console
 from app.errors import UserError
@@ -26,6 +25,7 @@ from app.run.abort import abort
 from app.run.cost import Meter, meter_for
 from app.run.driver import Driver
 from app.run.prepare import Prepared, check_devices, prepare, with_idle_gpus
+from app.run.resolve import with_batches
 from app.storage.storage import Storage
 from app.tasks.base import Task
 from cluster import ClusterError
@@ -324,8 +324,8 @@ def planned_seconds(task: Task, prepared: Prepared, batch: int) -> float:
     """
     from app.planner.advice import predict
 
-    values = {"train.batch_schedule": [], "train.global_batch_size": batch}
-    return predict(with_values(prepared.config, values), task, prepared.layout).step_seconds
+    config = with_batches(prepared.config, (batch,))
+    return predict(config, task, prepared.layout).step_seconds
 
 
 def ray_is_gone(driver: Driver, reason: str, *, private: bool) -> None:

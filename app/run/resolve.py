@@ -130,7 +130,7 @@ def _choose_layout(
         from app.planner.auto import choose_layout
 
         choice = choose_layout(
-            _with_batches(config, requirement.batches),
+            with_batches(config, requirement.batches),
             task,
             workers,
             per_node=devices_per_node,
@@ -149,12 +149,13 @@ def _choose_layout(
     return Resolved(config=config, layout=layout)
 
 
-def _with_batches(config: Config, batches: tuple[int, ...]) -> Config:
+def with_batches(config: Config, batches: tuple[int, ...]) -> Config:
     """The configuration for a plan, with no other global batches than these, if there are any."""
     if not batches:
         return config
     rows = [[number, batch] for number, batch in enumerate(batches)]
-    return with_values(config, {"train.batch_schedule": rows})
+    values = {"train.batch_schedule": rows, "train.global_batch_size": max(batches)}
+    return with_values(config, values)
 
 
 def _check_batches(config: Config, batches: tuple[int, ...], dp: int) -> None:
