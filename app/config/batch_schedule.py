@@ -62,6 +62,11 @@ class BatchSchedule:
                 batch = row_batch
         return batch
 
+    def batches_from(self, samples: int) -> tuple[int, ...]:
+        """The batch of the step that begins after so many samples, and of each later row."""
+        later = [batch for begin, batch in self.rows if begin > samples]
+        return (self.batch_at(samples), *later)
+
     def samples_after(self, steps: int, *, start: int = 0) -> int:
         """The samples seen after some steps.
 

@@ -27,6 +27,7 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 POSITIVE = (
     "budget",
     "cluster.min_workers",
+    "cluster.max_workers",
     "train.steps",
     "train.epochs",
     "train.global_batch_size",

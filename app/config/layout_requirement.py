@@ -12,11 +12,14 @@ class Requirement:
             that takes as much has run out of memory; None for no such bound.
         key: The layout, as `Candidate.key` names it, if there still is one; "" for any.
         stages: The number of blocks of each part of that layout's pipeline; empty for the plan's.
+        batches: The global batches that the run still has, the present one first: those that it has
+            left behind need not be shared by its workers. Empty: all of the configuration's.
     """
 
     memory_below: float | None = None
     key: str = ""
     stages: tuple[int, ...] = ()
+    batches: tuple[int, ...] = ()
 
 
 ANY_LAYOUT = Requirement()

@@ -347,6 +347,11 @@ class ClusterConfig:
     min_workers: int = 1
     """With cluster.when_pending=shrink or fault.elastic_seconds: the fewest workers to train
     with."""
+    max_workers: Optional[int] = None
+    """With train.batch_schedule, in Ray: the most workers to train with. When the batch grows, the
+    run asks for as many as pay by the plan (twice as many that do at least 1.5 times the work, a
+    restart counted), saves and continues with them when they are there, and goes on without them
+    if they do not come within cluster.wait_seconds. null: as many as at the beginning."""
     exclude_nodes: list[str] = field(default_factory=list)
     """Ids of nodes that get no worker, such as those that `trireme doctor --exclude-bad` prints."""
 

@@ -3,6 +3,10 @@
 `failure_policy.py` decides; this asks the cluster and prepares the job. The global batch stays the
 same (fewer workers accumulate more micro-batches), and the data order depends on the step alone, so
 the curve continues.
+
+When the batch grows by train.batch_schedule, more workers may pay: `pays.py` decides,
+and this asks the cluster for them, up to cluster.max_workers. They are used like places that come
+back after a failure.
 """
 
 import time
@@ -14,6 +18,7 @@ from app.config.io import with_values
 from app.config.layout_requirement import Requirement
 from app.errors import UserError
 from app.launchers.failure_policy import Capacity, Limits, fewer_workers, growth
+from app.launchers.pays import workers_that_pay
 from app.run.prepare import Prepared
 from app.training.job import Job
 from strategies.dims import MODEL_DEGREES
@@ -31,6 +36,31 @@ SMALLER = 0.95
 """The share of a layout's planned memory that the next one may take when a GPU was full."""
 FreeByNode = Mapping[str, Mapping[str, float]]
 """Resources of each living node, by its id, that are free or held by the run itself."""
+
+
+Withdraw = Callable[[], object]
+"""Takes back what the cluster was asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepUp:
+    """A run whose global batch has grown.
+
+    Args:
+        batches: The global batches from now on, the present one first.
+        workers: How many train.
+        measured_batch: The global batch of the steps that were measured.
+        measured_seconds: Of such a step.
+        steps_left: Of the run.
+        moving_seconds: What it takes to go on with other workers.
+    """
+
+    batches: tuple[int, ...]
+    workers: int
+    measured_batch: int
+    measured_seconds: float
+    steps_left: int
+    moving_seconds: float
 
 
 def limits_of(config: Config, *, autoscaling: bool = False) -> Limits:
@@ -59,6 +89,10 @@ class Elastic:
         free: The resources by node, without nodes of these ids.
         autoscaling: Whether nodes may be added.
         has_stages: Whether the workers can be stages of a pipeline.
+        step_seconds: The planned seconds of a step of a prepared run with a global batch; None if
+            nothing is planned.
+        request: Asks the cluster for so many workers beside those that train, on none of these
+            nodes.
     """
 
     config: Config
@@ -68,6 +102,12 @@ class Elastic:
     free: Callable[[Sequence[str]], FreeByNode]
     autoscaling: bool = False
     has_stages: bool = True
+    step_seconds: Callable[[Prepared, int], float] | None = None
+    request: Callable[[int, Sequence[str]], Withdraw] | None = None
+    wanted: int = field(init=False)
+    """Workers at the start of the run, or more once its batch has grown."""
+    batches: tuple[int, ...] = field(default=(), init=False)
+    """The global batches from the last step up on; empty before it."""
     memory_below: float | None = field(default=None, init=False)
     """The bytes of a worker's memory that layouts have to stay below; None for no such bound."""
     excluded: tuple[str, ...] = field(default=(), init=False)
@@ -80,6 +120,13 @@ class Elastic:
     """The larger number of workers that there is room for."""
     _larger_clock: float = field(default=0.0, init=False)
     """Since when there is room for it."""
+    _withdraw: Withdraw | None = field(default=None, init=False)
+    """Takes back what a step up has asked for; None if nothing is asked for."""
+    _asked_clock: float = field(default=0.0, init=False)
+    """When it was asked for."""
+
+    def __post_init__(self) -> None:
+        self.wanted = self.first_size
 
     @property
     def limits(self) -> Limits:
@@ -87,7 +134,7 @@ class Elastic:
         return limits_of(self.config, autoscaling=self.autoscaling)
 
     @property
-    def wanted(self) -> int:
+    def first_size(self) -> int:
         """Workers at the start of the run."""
         return self.first.layout.dims.world_size
 
@@ -100,12 +147,12 @@ class Elastic:
 
     def prepared(self, workers: int) -> Prepared | None:
         """What `workers` would train with; None if they make no layout."""
-        if workers == self.wanted:
+        if workers == self.first_size:
             return self.first
         if workers not in self._prepared:
             try:
                 config = self._config_for(workers)
-                requirement = Requirement(memory_below=self.memory_below)
+                requirement = Requirement(memory_below=self.memory_below, batches=self.batches)
                 self._prepared[workers] = self.prepare(config, workers, requirement)
             except (UserError, LayoutError):
                 self._prepared[workers] = None
@@ -163,9 +210,10 @@ class Elastic:
         if self.config.strategy != "auto" or failed is None or failed.prediction is None:
             return None
         memory_below = SMALLER * failed.prediction.memory_bytes
-        config = self.config if workers == self.wanted else self._config_for(workers)
+        config = self.config if workers == self.first_size else self._config_for(workers)
+        requirement = Requirement(memory_below=memory_below, batches=self.batches)
         try:
-            smaller = self.prepare(config, workers, Requirement(memory_below=memory_below))
+            smaller = self.prepare(config, workers, requirement)
         except (UserError, LayoutError):
             return None
         needs_stages = smaller.layout.dims.pp > 1 and not self.has_stages
@@ -188,8 +236,10 @@ class Elastic:
             UserError: It cannot train the model after all.
             LayoutError: See UserError.
         """
-        config = self.config if workers == self.wanted else self._config_for(workers)
-        requirement = Requirement(memory_below=self.memory_below, key=key, stages=stages)
+        config = self.config if workers == self.first_size else self._config_for(workers)
+        requirement = Requirement(
+            memory_below=self.memory_below, key=key, stages=stages, batches=self.batches
+        )
         prepared = self.prepare(config, workers, requirement)
         if prepared.prediction is None or prepared.prediction.candidate.key != key:
             raise UserError("the plan does not have it any more")
@@ -197,7 +247,7 @@ class Elastic:
         return prepared
 
     def _keep(self, workers: int, prepared: Prepared) -> None:
-        if workers == self.wanted:
+        if workers == self.first_size:
             self.first = prepared
         else:
             self._prepared[workers] = prepared
@@ -260,12 +310,108 @@ class Elastic:
             self._larger_clock = now
         return larger_size if now - self._larger_clock >= STEADY_SECONDS else None
 
+    # --- a larger batch ---------------------------------------------------------------------------
+
+    def step_up(self, event: StepUp) -> str:
+        """Asks the cluster for as many workers as pay with a larger batch.
+
+        Args:
+            event: What has happened.
+
+        Returns:
+            What was asked for, for a person; "" if no more workers pay.
+        """
+        if event.batches != self.batches:
+            self.batches = event.batches
+            self._prepared = {}
+        workers = event.workers
+        batch = event.batches[0]
+        seconds = self._seconds_by_size(event)
+        paying = workers_that_pay(
+            seconds,
+            present=workers,
+            steps_left=event.steps_left,
+            moving_seconds=event.moving_seconds,
+        )
+        self.withdraw()
+        self.wanted = max(self.first_size, paying)
+        if paying <= workers or self.request is None:
+            return ""
+        self._withdraw = self.request(paying - workers, self.excluded_nodes)
+        self._asked_clock = time.monotonic()
+        return (
+            f"with a batch of {batch:,}, {paying} workers are expected to take "
+            f"{seconds[paying]:.3g} s per step and {workers} {seconds[workers]:.3g} s: asking for "
+            f"{paying - workers} more"
+        )
+
+    def _seconds_by_size(self, event: StepUp) -> dict[int, float]:
+        """The seconds of a step expected of the present number of workers, and of larger ones.
+
+        The plan is scaled to what was measured. Numbers that make no layout are left out, and all
+        but the present one if nothing can be planned.
+        """
+        workers = event.workers
+        most = self.config.cluster.max_workers or 0
+        present = self.prepared(workers)
+        if self.step_seconds is None or present is None:
+            return {}
+        try:
+            scale = event.measured_seconds / self.step_seconds(present, event.measured_batch)
+        except Exception:  # whatever is wrong with a plan, the run is right
+            return {}
+        seconds = {}
+        for size in sizes_to_try(workers, most):
+            prepared = self.prepared(size)
+            if prepared is None:
+                continue
+            try:
+                seconds[size] = scale * self.step_seconds(prepared, event.batches[0])
+            except Exception:  # such as a cluster that can never have as many
+                continue
+        return seconds
+
+    def withdraw(self) -> None:
+        """Takes back what a step up has asked for, so that its places can be used."""
+        if self._withdraw is not None:
+            self._withdraw()
+            self._withdraw = None
+
+    def stop_waiting(self, workers: int) -> str:
+        """Goes on without workers that were asked for and did not come in time.
+
+        Args:
+            workers: How many train.
+
+        Returns:
+            That they did not come, for a person; "" if the run still waits, or for nothing.
+        """
+        wait_seconds = self.config.cluster.wait_seconds
+        is_waiting = self._withdraw is not None
+        if not is_waiting or time.monotonic() - self._asked_clock < wait_seconds:
+            return ""
+        asked = self.wanted - workers
+        self.withdraw()
+        self.wanted = max(self.first_size, workers)
+        return (
+            f"the {asked} workers that were asked for did not come within {wait_seconds:g} s: "
+            f"going on with {workers}"
+        )
+
     def _look_is_due(self) -> bool:
         now = time.monotonic()
         if now - self._look_clock < LOOK_SECONDS:
             return False
         self._look_clock = now
         return True
+
+
+def sizes_to_try(present: int, most: int) -> list[int]:
+    """The present number of workers, its doublings up to `most`, and `most` itself."""
+    sizes = [present]
+    while 2 * sizes[-1] <= most:
+        sizes.append(2 * sizes[-1])
+    return sizes if most <= sizes[-1] else [*sizes, most]
 
 
 def room_by_node(per_worker: Mapping[str, float], nodes: FreeByNode) -> dict[str, int]:

@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,6 +25,7 @@ from app.run.abort import abort
 from app.run.cost import Meter, meter_for
 from app.run.driver import Driver
 from app.run.prepare import Prepared, check_devices, prepare, with_idle_gpus
+from app.run.resolve import with_batches
 from app.storage.storage import Storage
 from app.tasks.base import Task
 from cluster import ClusterError
@@ -252,6 +254,8 @@ class RayLaunch:
                 free=free_by_node,
                 autoscaling=bool(self.cluster.max_resources),
                 has_stages=self.only_actors or prepared.layout.dims.pp > 1,
+                step_seconds=partial(planned_seconds, task),
+                request=self._request,
             )
         self.give_back()
         private = self.cluster.private
@@ -283,6 +287,21 @@ class RayLaunch:
             follower=follower,
         )
 
+    def _request(self, workers: int, excluded: Sequence[str]) -> Callable[[], object]:
+        """Asks for places of further workers; returns what gives them back.
+
+        Args:
+            workers: How many.
+            excluded: Ids of nodes that they must not use.
+        """
+        group = reserve([self.per_worker] * workers, excluded)
+
+        def withdraw() -> None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                remove_placement_group(group)
+
+        return withdraw
+
     def _workers_for(self, prepared: Prepared) -> RayWorkers:
         """Actors if there are stages or they are asked for, and otherwise Ray Train's workers."""
         if prepared.layout.dims.pp > 1 or self.only_actors:
@@ -293,6 +312,20 @@ class RayLaunch:
             self.ray_workers = ActorWorkers(self.per_worker, self.cluster)
         assert self.ray_workers is not None
         return self.ray_workers
+
+
+def planned_seconds(task: Task, prepared: Prepared, batch: int) -> float:
+    """The planned seconds of a step.
+
+    Args:
+        task: What is trained.
+        prepared: With how many workers, and which layout.
+        batch: The global batch.
+    """
+    from app.planner.advice import predict
+
+    config = with_batches(prepared.config, (batch,))
+    return predict(config, task, prepared.layout).step_seconds
 
 
 def ray_is_gone(driver: Driver, reason: str, *, private: bool) -> None:

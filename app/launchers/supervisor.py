@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from app.errors import Interrupted, UserError
 from app.launchers.blame import rank_behind
 from app.launchers.crash import log_sizes
-from app.launchers.elastic import Elastic, limits_of
+from app.launchers.elastic import Elastic, StepUp, limits_of
 from app.launchers.evaluation import SeparateEvaluation
 from app.launchers.failure_policy import (
     Action,
@@ -42,6 +42,7 @@ from app.run.driver import Driver
 from app.training.events import (
     NodePreempted,
     StepPartsMeasured,
+    StepsDone,
     WorkerDied,
     WorkerFailed,
     WorkerInfo,
@@ -100,6 +101,8 @@ class Supervisor:
         """The workers of the present attempt that have begun, by rank."""
         self.larger_size: int | None = None
         """How many workers there is room for, if training is to pause and continue with them."""
+        self.last_steps: StepsDone | None = None
+        """How far the present attempt is; None before its first step."""
         self.log_sizes: dict[str, int] = {}
         """Sizes of the workers' logs before the present attempt."""
         self.placed_clock: float | None = None
@@ -133,7 +136,10 @@ class Supervisor:
                 break
             driver.workers_lost()
             if self.larger_size is not None:
-                reason = f"there is room for {self.larger_size} workers again"
+                assert self.elastic is not None
+                has_grown = self.larger_size > self.elastic.first_size
+                again = "" if has_grown else " again"
+                reason = f"there is room for {self.larger_size} workers{again}"
                 job = self._resize(job, self.larger_size, reason)
             job = self._moved(job)
         if was_stopped:
@@ -170,6 +176,7 @@ class Supervisor:
         driver = self.driver
         self.infos = {}
         self.larger_size = None
+        self.last_steps = None
         self.log_sizes = log_sizes(driver.run.local_folder / "logs")
         self.placed_clock = None
         self.start_seconds = None
@@ -206,9 +213,14 @@ class Supervisor:
                 if start_failure:
                     return start_failure
                 if self.elastic is not None and not driver.starting and not self._pauses:
-                    self.larger_size = self.elastic.growth(job.layout.dims.world_size)
+                    workers = job.layout.dims.world_size
+                    self.larger_size = self.elastic.growth(workers)
+                    if self.larger_size is None:
+                        self._say(self.elastic.stop_waiting(workers))
         finally:
             self.workers.stop()
+            if self.elastic is not None:
+                self.elastic.withdraw()
 
     def _handle_events(self, job: Job, poll: Poll) -> None:
         for event in poll.events:
@@ -222,6 +234,9 @@ class Supervisor:
                     pass  # the launcher counts these among what has ended
                 case StepPartsMeasured():
                     self._compare_with_plan(job, event)
+                case StepsDone():
+                    self.driver.handle(event)
+                    self._follow_batch(job, event)
                 case _:
                     self.driver.handle(event)
         if self.start_seconds is None and not self.driver.starting:
@@ -235,12 +250,48 @@ class Supervisor:
         """Puts a measured step beside the plan; training pauses if a move is worth it."""
         if self.follower is None or self.driver.run.lease.successor is not None:
             return
-        start_seconds = self.start_seconds
-        if start_seconds is None:
-            start_seconds = time.monotonic() - self.attempt_clock
-        self.move = self.follower.compare(job, event, start_seconds=start_seconds)
+        self.move = self.follower.compare(job, event, start_seconds=self._start_seconds)
         if self.move is not None:
             self.driver.console.say(f"{self.move.sentence}; saving a checkpoint to continue so")
+
+    def _follow_batch(self, job: Job, event: StepsDone) -> None:
+        """Asks for more workers if the batch is larger than at the last look, and they pay."""
+        previous = self.last_steps
+        self.last_steps = event
+        elastic = self.elastic
+        train = job.config.train
+        batch = event.global_batch_size
+        if elastic is None or job.config.cluster.max_workers is None or self._pauses:
+            return
+        if batch <= train.batches.batches[0] or self.driver.run.lease.successor is not None:
+            return
+        if previous is not None and previous.global_batch_size >= batch:
+            return
+        # Steps of both batches may lie between two events.
+        measured = previous or event
+        batches: tuple[int, ...] = (batch,)
+        if not train.grows_by_itself:
+            batches = train.batches.batches_from(event.samples_seen - batch)
+        step_up = StepUp(
+            batches=batches,
+            workers=job.layout.dims.world_size,
+            measured_batch=measured.global_batch_size,
+            measured_seconds=measured.seconds_per_step,
+            steps_left=event.steps - event.step,
+            moving_seconds=self._start_seconds,
+        )
+        self._say(elastic.step_up(step_up))
+
+    @property
+    def _start_seconds(self) -> float:
+        """From the start of the present attempt to its first step, or until now before that."""
+        if self.start_seconds is not None:
+            return self.start_seconds
+        return time.monotonic() - self.attempt_clock
+
+    def _say(self, sentence: str) -> None:
+        if sentence:
+            self.driver.note(sentence)
 
     def _start_failure(self, job: Job, poll: Poll, now: float, *, begun: Set[int]) -> Failures:
         """The failure of workers that do not start; empty while they may still start.

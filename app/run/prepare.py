@@ -193,7 +193,8 @@ def prepare(
     layout = resolved.layout
     dims = layout.dims
     train = config.train
-    samples_per_worker = train.global_batch_size // dims.dp
+    largest_batch = max(requirement.batches, default=train.global_batch_size)
+    samples_per_worker = largest_batch // dims.dp
     with batch_gather.watched(task) as gathered:
         logged_names = rehearse(
             config,
@@ -207,7 +208,7 @@ def prepare(
     model = build_on_meta(task, layout)
     if dims.cp > 1:
         _check_sequences(config, task, layout, model)
-    batches = _batches_of(config, samples)
+    batches = _batches_of(config, samples, requirement)
     slices_of_steps = [
         micro_batch_slices(batch // dims.dp, train.micro_batch_size) for batch in batches
     ]
@@ -328,11 +329,13 @@ def _growth_of(config: Config, samples: int | None) -> Growth:
     )
 
 
-def _batches_of(config: Config, samples: int | None) -> list[int]:
-    """The global batches that a run has, or may come to."""
+def _batches_of(config: Config, samples: int | None, requirement: Requirement) -> list[int]:
+    """The global batches that a run has from where it is, or may come to."""
+    present = requirement.batches
     if config.train.grows_by_itself:
-        return _growth_of(config, samples).possible_batches()
-    return config.train.batches.batches
+        possible = _growth_of(config, samples).possible_batches()
+        return [batch for batch in possible if not present or batch >= present[0]]
+    return list(present) or config.train.batches.batches
 
 
 def _notes_on_batches(config: Config, samples: int | None) -> Iterator[str]:

@@ -83,25 +83,26 @@ def resolve(
     config = resolved.config
     dims = resolved.layout.dims
     registry.require_installed(resolved.layout.name)
-    _check_batch(config, dims.dp)
+    batches = requirement.batches or tuple(config.train.batches.batches)
+    _check_batches(config, batches, dims.dp)
     notes = list(resolved.notes)
     values: dict[str, object] = {}
     if dims.pp > 1 and config.train.micro_batch_size is None:
         # A size that suits the smallest batch gives larger ones more micro-batches.
         micro_batch_size = default_micro_batch_size(
-            config.train.batches.smallest // dims.dp, dims.pp, config.parallel.schedule
+            min(batches) // dims.dp, dims.pp, config.parallel.schedule
         )
-        samples_per_worker = config.train.global_batch_size // dims.dp
+        samples_per_worker = max(batches) // dims.dp
         micro_batches = len(micro_batch_slices(samples_per_worker, micro_batch_size))
         values["train.micro_batch_size"] = micro_batch_size
-        at_most = "" if config.train.batches.is_constant else "at most "
+        at_most = "" if len(set(batches)) == 1 else "at most "
         notes.append(
             f"each step is {at_most}{micro_batches} micro-batches of {micro_batch_size} through "
             f"{dims.pp} stages ({config.parallel.schedule}): train.micro_batch_size decides"
         )
     if config.train.grows_by_itself and config.train.micro_batch_size is None:
         # Whatever the run decides, it needs no more memory than at its beginning.
-        values.setdefault("train.micro_batch_size", config.train.global_batch_size // dims.dp)
+        values.setdefault("train.micro_batch_size", batches[0] // dims.dp)
     if dims.cp > 1:
         values["parallel.context"] = choose_method(
             config.parallel.context,
@@ -129,7 +130,7 @@ def _choose_layout(
         from app.planner.auto import choose_layout
 
         choice = choose_layout(
-            config,
+            with_batches(config, requirement.batches),
             task,
             workers,
             per_node=devices_per_node,
@@ -148,8 +149,17 @@ def _choose_layout(
     return Resolved(config=config, layout=layout)
 
 
-def _check_batch(config: Config, dp: int) -> None:
-    for batch in config.train.batches.batches:
+def with_batches(config: Config, batches: tuple[int, ...]) -> Config:
+    """The configuration for a plan, with no other global batches than these, if there are any."""
+    if not batches:
+        return config
+    rows = [[number, batch] for number, batch in enumerate(batches)]
+    values = {"train.batch_schedule": rows, "train.global_batch_size": max(batches)}
+    return with_values(config, values)
+
+
+def _check_batches(config: Config, batches: tuple[int, ...], dp: int) -> None:
+    for batch in batches:
         if batch % dp == 0:
             continue
         below = batch - batch % dp

@@ -125,6 +125,10 @@ class StepsDone:
     seconds_per_step: float
     memory_bytes: int
     """Peak memory of the first worker."""
+    global_batch_size: int = 0
+    """Samples of the newest step; 0 if that is not known."""
+    samples_seen: int = 0
+    """Samples that the run has seen."""
 
     def to_record(self) -> dict[str, Any]:
         """The content of progress.json."""
@@ -145,6 +149,8 @@ class StepsDone:
             seconds_left=record["seconds_left"],
             seconds_per_step=record.get("seconds_per_step", 0.0),
             memory_bytes=record["memory_bytes"],
+            global_batch_size=record.get("global_batch_size", 0),
+            samples_seen=record.get("samples_seen", 0),
         )
 
 

@@ -174,6 +174,7 @@ class Training:
                 warmup_steps=self.config.schedule.warmup_steps,
             )
             self._follow(replace(growth, decisions=self.progress.decisions))
+        self._require_shared_batch()
         self.evaluator = Evaluator(
             config=self.config,
             task=self.task,
@@ -198,6 +199,20 @@ class Training:
     @property
     def steps_done(self) -> int:
         return self.progress.step
+
+    def _require_shared_batch(self) -> None:
+        """Check the batch of the next step, which an older checkpoint may have made a smaller one.
+
+        Raises:
+            UserError: The workers, of which the run has more since its batch grew, cannot share it.
+        """
+        batch = self.global_batches.batch_at(self.progress.samples_seen)
+        if batch % self.dims.dp:
+            raise UserError(
+                f"the checkpoint of step {self.steps_done:,} goes on with a batch of {batch}, "
+                f"which {self.dims.dp} data-parallel workers cannot share: run the same command "
+                "again, which begins with fewer"
+            )
 
     # --- the loop ---------------------------------------------------------------------------------
 

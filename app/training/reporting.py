@@ -131,10 +131,14 @@ class Reporter:
         items = samples if self._unit == "samples" else agreed.items
         self.speed.add(agreed.seconds, items, samples)
         self._steps_since_moved += agreed.steps
+        steps_before = agreed.step - agreed.steps
         for entry in agreed.logged:
             values = _metrics_of(entry)
             if self._logs_batch:
-                values |= self._batch_of(entry.step, steps_before=agreed.step - agreed.steps)
+                before = self._samples_before(entry.step, steps_before=steps_before)
+                batch = self._batches.batch_at(before)
+                values["train/global_batch_size"] = float(batch)
+                values[SAMPLES_SEEN] = float(before + batch)
             if loss_scale is not None:
                 values["train/loss_scale"] = loss_scale
             if entry is agreed.logged[-1]:  # the steps since the last agreement have one throughput
@@ -142,19 +146,18 @@ class Reporter:
                 values |= self._moved_bytes()
             self.log(entry.step, values, entry.time)
             self._last_logged_step = entry.step
+        batch = self._batches.batch_at(self._samples_before(agreed.step, steps_before=steps_before))
         self._samples_reported += samples
-        self._channel.emit(self._steps_done(agreed, samples))
+        self._channel.emit(self._steps_done(agreed, samples, batch))
 
-    def _batch_of(self, step: int, *, steps_before: int) -> dict[str, float]:
-        """The batch of a logged step, and the samples seen after it.
+    def _samples_before(self, step: int, *, steps_before: int) -> int:
+        """The samples seen before a step.
 
         Args:
             step: The step.
             steps_before: The steps that had been taken at the last agreement.
         """
-        samples = self._batches.samples_after(step - 1 - steps_before, start=self._samples_reported)
-        batch = self._batches.batch_at(samples)
-        return {"train/global_batch_size": float(batch), SAMPLES_SEEN: float(samples + batch)}
+        return self._batches.samples_after(step - 1 - steps_before, start=self._samples_reported)
 
     def _throughput(self, items_per_second: float, samples_per_second: float) -> dict[str, float]:
         unit = self._unit
@@ -179,7 +182,7 @@ class Reporter:
         self._steps_since_moved = 0
         return {"train/activation_bytes_to_host": moved_bytes / steps}
 
-    def _steps_done(self, agreed: Agreement, samples: int) -> StepsDone:
+    def _steps_done(self, agreed: Agreement, samples: int, batch: int) -> StepsDone:
         utilization = self._utilization
         loss = None
         if self._last_logged_step:  # before that, the newest loss is that of an earlier start
@@ -202,6 +205,8 @@ class Reporter:
             seconds_left=samples_left * agreed.seconds / samples,
             seconds_per_step=agreed.seconds_per_step,
             memory_bytes=memory_bytes(self._place.device),
+            global_batch_size=batch,
+            samples_seen=samples_seen,
         )
 
 

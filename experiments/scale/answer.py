@@ -4,10 +4,8 @@ import math
 import statistics
 from collections.abc import Mapping
 
+from app.launchers.pays import PAYS
 from experiments.scale.laws import MIN_COUNTS, MIN_REPEATS, Law, Speeds
-
-PAYS = 1.5
-"""Twice the workers pay if they do at least this many times the work."""
 
 
 def verdict(law: Law) -> str:

@@ -5,7 +5,8 @@
 Samples are known before anything starts: a sweep whose trials would see more is refused. Seconds
 and dollars are counted while trials run, over all starts. What is counted is written down before it
 is spent, so that a sweep that is killed at any moment has spent no more than its folder says. Short
-of the budget running trials are asked to save; at the budget those that still run are ended.
+of the budget running trials are asked to save; those that still run near its end are ended, by
+their own clock and by the sweep.
 """
 
 from __future__ import annotations
@@ -178,6 +179,11 @@ class Ledger:
         """Whether nothing may run any longer: early by what an end takes, half of the reserve."""
         return self.left_seconds(dollars_per_hour) <= self._reserve(dollars_per_hour) / 2
 
+    def seconds_to_save(self, dollars_per_hour: float) -> float:
+        """Seconds until nothing may run any longer."""
+        left = self.left_seconds(dollars_per_hour) - self._reserve(dollars_per_hour) / 2
+        return max(0.0, left)
+
     def _reserve(self, dollars_per_hour: float) -> float:
         """Seconds of the budget that are kept for trials to save in; 0 without a budget."""
         lengths = []
@@ -207,7 +213,7 @@ def watched(
     dollars_per_hour: Callable[[], float],
     *,
     ask: Callable[[], object],
-    end: Callable[[], object],
+    end: Callable[[threading.Event], object],
 ) -> Any:
     """Counts in a thread while the block runs.
 
@@ -215,21 +221,24 @@ def watched(
         ledger: Counts.
         dollars_per_hour: Of the trials that run now.
         ask: Asks trials to save and stop; called once, short of the budget.
-        end: Ends those that still run; called once, at the budget.
+        end: Ends those that still run; called once, near the end of the budget, with an event that
+            is set when the block has ended.
     """
     is_over = threading.Event()
 
     def watch() -> None:
         has_asked = False
+        has_ended = False
         while not is_over.wait(POLL_SECONDS):
             rate = dollars_per_hour()
             ledger.count(rate)
             if not has_asked and ledger.is_ending(rate):
                 has_asked = True
                 ask()
-            if ledger.is_spent(rate):
-                end()
-                return
+            if not has_ended and ledger.is_spent(rate):
+                has_ended = True
+                # In a thread of its own: meanwhile seconds and dollars are still taken.
+                threading.Thread(target=end, args=(is_over,), daemon=True, name="end").start()
 
     ledger.begin()
     ledger.count(dollars_per_hour())
@@ -244,18 +253,21 @@ def watched(
         ledger.close()
 
 
-def end_at_once() -> None:
+def end_at_once(is_over: threading.Event) -> None:
     """Ends the block of `stop_signals`, in the main thread, as a person's second Ctrl-C does.
 
     Elsewhere signals are not ours: then the connection to Ray ends, and trials with it.
+
+    Args:
+        is_over: Set when the block has ended by itself.
     """
     main = threading.main_thread().ident
     if not callable(signal.getsignal(signal.SIGINT)) or main is None:
         disconnect()
         return
     signal.pthread_kill(main, signal.SIGINT)
-    time.sleep(REPEAT_SECONDS + 0.05)
-    signal.pthread_kill(main, signal.SIGINT)
+    if not is_over.wait(REPEAT_SECONDS + 0.05):
+        signal.pthread_kill(main, signal.SIGINT)
 
 
 def _read(storage: Storage) -> Taken:

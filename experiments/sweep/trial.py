@@ -25,7 +25,7 @@ from app.config import Config
 from app.config.io import with_values
 from app.console.terminal import Console
 from app.data.loader import length
-from app.errors import Interrupted, NonFiniteError, RunFailed, UserError
+from app.errors import EXIT_STOPPED, Interrupted, NonFiniteError, RunFailed, UserError
 from app.launchers.actors import ActorWorkers
 from app.launchers.local import LocalWorkers
 from app.launchers.recovery import device_failure
@@ -57,7 +57,9 @@ It has the metric, "step", "samples" and "report" (a `Report`); that of a trial'
 REACHED = "target reached"
 """Why a trial is stopped that has reached the target: its run counts as finished."""
 STOP_FILE = "stop"
-"""In the sweep's folder: running trials are to save and stop."""
+"""In the sweep's folder: running trials are to save and stop. It may have the seconds for it."""
+LOOK_SECONDS = 0.5
+"""How often a trial looks how long it may still take."""
 SWEEP_STOPPED = "the sweep was stopped"
 LEASE_SECONDS = 90.0
 """How long an earlier start of the trial may take to end.
@@ -257,10 +259,33 @@ class TrialRun:
         self.steps = 0
         self.stop_reason = ""
         self.thread: threading.Thread | None = None
+        self.has_ended = threading.Event()
 
     def is_sweep_stopped(self) -> bool:
-        """Whether a person has stopped the sweep."""
+        """Whether the sweep was stopped, by a person or for its budget."""
         return (self.context.folder / STOP_FILE).exists()
+
+    def seconds_to_save(self) -> float | None:
+        """How long a stopped sweep lets its trials save; None without a limit."""
+        try:
+            text = (self.context.folder / STOP_FILE).read_text()
+        except FileNotFoundError:
+            return None
+        return float(text) if text else None
+
+    def _end_in_time(self) -> None:
+        """Ends this process if the trial has not ended when the time to save is over.
+
+        The sweep ends it too, but its process may be late, and with a cluster is on another node.
+        """
+        while not self.has_ended.wait(LOOK_SECONDS):
+            seconds = self.seconds_to_save()
+            if seconds is None:
+                continue
+            if not self.has_ended.wait(seconds):
+                message = f"not saved within {seconds:.3g} s, and the sweep's budget ends"
+                abort(EXIT_STOPPED, message, say=self.console.say)
+            return
 
     def next_result(self) -> TuneResult:
         """Waits for the next result; starts the training when it is needed."""
@@ -271,6 +296,7 @@ class TrialRun:
                 return self._final_result("stopped", SWEEP_STOPPED)
             self.thread = threading.Thread(target=self._run, daemon=True, name=self.name)
             self.thread.start()
+            threading.Thread(target=self._end_in_time, daemon=True, name="deadline").start()
         result = self.results.get()
         self.last_taken = result["report"]
         return result
@@ -348,6 +374,7 @@ class TrialRun:
                 # again in another process, once.
                 problem = "the device of this process can compute no more"
                 abort(1, f"{problem}: ending it", say=self.console.say)
+        self.has_ended.set()
         self.results.put(self._final_result(status, message))
 
     def _train(self) -> None:

@@ -153,12 +153,17 @@ def run_trials(
     tuner = _make_tuner(sweep, store, observer, tuning=tuning, trainable=trainable or TrialActor)
     stop_file = store.folder / STOP_FILE
 
-    def save_trials() -> None:
+    def save_trials(seconds: float | None = None) -> None:
         if observer.ending is None:
             observer.ending = set(observer.running)
-            stop_file.touch()
+            # Written under another name, so that a trial sees all of it or nothing.
+            written = stop_file.with_suffix(".new")
+            written.write_text("" if seconds is None else f"{seconds:.3f}")
+            written.replace(stop_file)
 
     def stop_trials() -> None:
+        if observer.is_over_budget:
+            return
         advice = "running trials save a checkpoint first (once more to stop at once)"
         console.say(f"stopping: {advice}")
         save_trials()
@@ -166,7 +171,7 @@ def run_trials(
     def end_within_budget() -> None:
         observer.is_over_budget = True
         console.say(f"the budget is nearly spent, {ledger.sentence()}: running trials save")
-        save_trials()
+        save_trials(ledger.seconds_to_save(observer.rate()))
 
     stop_file.unlink(missing_ok=True)
     counting = watched(ledger, observer.rate, ask=end_within_budget, end=end_at_once)

@@ -54,6 +54,15 @@ def test_a_start_anywhere_takes_the_steps_that_are_left(
     assert schedule.samples_after(after, start=middle) == schedule.samples_after(before + after)
 
 
+@given(schedules(), st.integers(0, 60))
+def test_the_batches_that_are_left_are_those_of_the_steps_to_come(
+    schedule: BatchSchedule, samples: int
+) -> None:
+    present, *later = schedule.batches_from(samples)
+    assert present == schedule.batch_at(samples)
+    assert later == [schedule.batch_at(begin) for begin, _ in schedule.rows if begin > samples]
+
+
 @given(schedules())
 def test_workers_that_divide_every_batch_divide_the_common_divisor(schedule: BatchSchedule) -> None:
     for workers in range(1, 41):

@@ -23,7 +23,7 @@ from app.launchers.workers import Failures, Poll, Status, WorkerLost
 from app.planner.auto import alternatives
 from app.planner.corrections import planned_parts
 from app.run.driver import Driver
-from app.run.prepare import prepare, read_task
+from app.run.prepare import Prepared, prepare, read_task
 from app.storage.storage import Storage
 from app.tracking.settings import resolve_tracking
 from app.training.events import (
@@ -44,15 +44,15 @@ pytestmark = pytest.mark.pure
 Free = Callable[[Sequence[str]], Mapping[str, Mapping[str, float]]]
 
 
-def elastic(*overrides: str, free: Free = lambda excluded: {}) -> Elastic:
-    """An `Elastic` for four workers with one CPU each; `free` tells the free resources by node."""
+def elastic(*overrides: str, free: Free = lambda excluded: {}, workers: int = 4) -> Elastic:
+    """An `Elastic` for workers with one CPU each; `free` tells the free resources by node."""
     run_config = config(
-        "workers=4", "train.global_batch_size=12", "tracking.enabled=false", *overrides
+        f"workers={workers}", "train.global_batch_size=12", "tracking.enabled=false", *overrides
     )
     prepare_for = functools.partial(prepare, task=read_task(run_config), devices_per_node=None)
     return Elastic(
         config=run_config,
-        first=prepare_for(run_config, workers=4),
+        first=prepare_for(run_config, workers=workers),
         per_worker={"CPU": 1.0},
         prepare=lambda config, workers, requirement: prepare_for(
             config, workers=workers, requirement=requirement
@@ -74,6 +74,8 @@ class Scene:
         self,
         cpus_by_node: Mapping[str, float] = dict.fromkeys("abcd", 1.0),
         strategy: str = "ddp",
+        keys: Sequence[str] = (),
+        workers: int = 4,
         **fault_options: float,
     ) -> None:
         self.nodes = {name: {"CPU": cpu} for name, cpu in cpus_by_node.items()}
@@ -83,7 +85,11 @@ class Scene:
             f"fault.{key}={value}"
             for key, value in ({"elastic_seconds": 0.0} | fault_options).items()
         ]
-        self.elastic = elastic(f"strategy={strategy}", *overrides, free=self.free)
+        self.elastic = elastic(
+            f"strategy={strategy}", *overrides, *keys, free=self.free, workers=workers
+        )
+        self.events: list[Event] = []
+        """What the workers say at the next poll."""
         first = self.elastic.first
         self.job = Job(
             config=first.config,
@@ -120,7 +126,11 @@ class Scene:
 
     def steps(self, step: int) -> None:
         """Reports to the driver that the run has reached this step."""
-        done = StepsDone(
+        self.driver.handle(self.steps_done(step))
+
+    def steps_done(self, step: int, *, batch: int = 0, samples: int = 0) -> StepsDone:
+        """That the run has reached this step, with a batch and the samples seen."""
+        return StepsDone(
             step=step,
             steps=60,
             loss=None,
@@ -132,8 +142,9 @@ class Scene:
             seconds_left=1.0,
             seconds_per_step=0.1,
             memory_bytes=0,
+            global_batch_size=batch,
+            samples_seen=samples,
         )
-        self.driver.handle(done)
 
     # --- Workers ----------------------------------------------------------------------------------
 
@@ -156,7 +167,10 @@ class Scene:
             statuses = {info.rank: status for info in begun}
             events: list[Event] = [WorkerStarted(info=info) for info in begun]
             return Poll(events=events, statuses=statuses, placed=True)
-        return Poll(ended=self.attempt(self), placed=self.begun)
+        ended = self.attempt(self)
+        events = self.events
+        self.events = []
+        return Poll(events=events, ended=ended, placed=self.begun)
 
 
 Attempt = Callable[[Scene], Failures | None]
@@ -223,6 +237,93 @@ def test_a_run_shrinks_when_nodes_go_and_grows_when_they_return() -> None:
     assert scene.tags["trireme.restarts"] == "2", "growing is no failure"
     assert scene.driver.metrics._values["restarts"] == 2
     assert scene.now.layout == scene.job.layout
+
+
+def growing(*keys: str) -> tuple[Scene, list[int]]:
+    """A run of two workers whose batch grows from 2 to 8, and what it asks the cluster for.
+
+    Twice the workers take half the time of a step. A withdrawal is asked for as 0.
+    """
+    scene = Scene(
+        cpus_by_node=dict.fromkeys("ab", 1.0),
+        keys=["train.batch_schedule=[[0,2],[40,8]]", "train.steps=60", *keys],
+        workers=2,
+    )
+    asked: list[int] = []
+
+    def request(workers: int, excluded: Sequence[str]) -> Callable[[], object]:
+        asked.append(workers)
+        return lambda: asked.append(0)
+
+    def step_seconds(prepared: Prepared, batch: int) -> float:
+        return batch / prepared.layout.dims.world_size
+
+    scene.elastic.request = request
+    scene.elastic.step_seconds = step_seconds
+    return scene, asked
+
+
+def steps_up(scene: Scene) -> Failures | None:
+    """The batch has grown; once the supervisor has noticed room for more, the workers pause."""
+    if scene.supervisor.last_steps is None:
+        scene.events = [
+            scene.steps_done(20, batch=2, samples=40),
+            scene.steps_done(21, batch=8, samples=48),
+        ]
+    scene.driver.handle(TrainingDone(summary={"stopped": True, "step": 21}))
+    return None if scene.supervisor.larger_size is None else {}
+
+
+def test_a_run_asks_for_more_workers_when_its_batch_grows_and_uses_them() -> None:
+    scene, asked = growing("cluster.max_workers=4", "cluster.wait_seconds=60")
+
+    def they_come(scene: Scene) -> Failures | None:
+        if asked:
+            scene.nodes |= {name: {"CPU": 1.0} for name in "cd"}
+        return steps_up(scene)
+
+    def steps_on(scene: Scene) -> Failures:
+        scene.events = [scene.steps_done(23, batch=8, samples=64)]
+        return finishes(scene)
+
+    assert scene.go(they_come, steps_on) == [2, 4]
+    assert asked == [2, 0], "their places are free before they are used, and none are wanted more"
+    assert scene.now.config.train.batches.batches == [2, 8], "which four workers could not share"
+    sentence = "with a batch of 8, 4 workers are expected to take 0.2 s per step and 2 0.4 s"
+    assert any(sentence in said for said in scene.said), scene.said
+    assert "there is room for 4 workers; continuing with 4 of 4 workers" in scene.said[-1]
+
+
+def test_a_run_whose_batch_has_grown_goes_on_without_workers_that_do_not_come() -> None:
+    scene, asked = growing("cluster.max_workers=8", "cluster.wait_seconds=0")
+    remaining = 20
+
+    def they_do_not_come(scene: Scene) -> Failures | None:
+        nonlocal remaining
+        remaining -= 1
+        steps_up(scene)
+        return None if remaining else finishes(scene)
+
+    assert scene.go(they_do_not_come) == [2]
+    assert asked == [6, 0]
+    assert scene.elastic.wanted == 2
+    sentence = "the 6 workers that were asked for did not come within 0 s: going on with 2"
+    assert any(sentence in said for said in scene.said), scene.said
+
+
+@pytest.mark.parametrize(
+    ("key", "batch"),
+    [("cluster.max_workers=null", 8), ("cluster.max_workers=2", 8), ("cluster.max_workers=4", 2)],
+)
+def test_no_more_workers_are_asked_for_without_need(key: str, batch: int) -> None:
+    scene, asked = growing(key)
+
+    def goes_on(scene: Scene) -> Failures:
+        scene.events = [scene.steps_done(21, batch=batch, samples=48)]
+        return finishes(scene)
+
+    assert scene.go(goes_on) == [2]
+    assert not asked
 
 
 def test_auto_takes_a_smaller_layout_when_the_first_step_finds_a_gpu_full() -> None:

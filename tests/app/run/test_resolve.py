@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from app.config.io import flatten, load_config, to_dict
+from app.config.layout_requirement import Requirement
+from app.errors import UserError
 from app.run.prepare import read_task
-from app.run.resolve import Resolved, default_micro_batch_size, resolve
+from app.run.resolve import Resolved, default_micro_batch_size, resolve, with_batches
 from tests.chain import config
 
 pytestmark = pytest.mark.pure
@@ -73,3 +75,27 @@ def test_micro_batches_fill_a_pipeline_and_are_equal_where_possible() -> None:
     assert default_micro_batch_size(12, 4, "interleaved_1f1b") == 1, "12, a multiple of 4 stages"
     assert default_micro_batch_size(3, 4, "1f1b") == 1, "fewer than stages, which is noted later"
     assert default_micro_batch_size(17, 2, "1f1b") == 2, "9 micro-batches, the last one smaller"
+
+
+def test_batches_that_are_left_behind_need_not_be_shared() -> None:
+    written = config("strategy=ddp", "train.batch_schedule=[[0,2],[40,8],[80,16]]")
+    task = read_task(written)
+
+    def layout(requirement: Requirement) -> str:
+        resolution = resolve(
+            written,
+            task,
+            4,
+            devices_per_node=None,
+            is_kept=lambda layout, options: True,
+            requirement=requirement,
+        )
+        assert resolution.config.train.batches.batches == [2, 8, 16], "steps are counted by it"
+        return str(resolution.layout)
+
+    with pytest.raises(UserError, match="has a batch of 2, which does not divide by the 4"):
+        layout(Requirement())
+    assert layout(Requirement(batches=(8, 16))) == "ddp (dp_replicate 4)"
+    planned = with_batches(written, (8, 16)).train
+    assert (planned.batches.batches, planned.global_batch_size) == ([8, 16], 16)
+    assert with_batches(written, (8,)).train.global_batch_size == 8

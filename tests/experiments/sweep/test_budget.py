@@ -3,6 +3,7 @@
 import json
 import math
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from experiments.sweep.budget import (
     Budget,
     Ledger,
     read_budget,
+    watched,
 )
 from experiments.sweep.run import _check_samples
 from experiments.sweep.spec import read_sweep
@@ -168,6 +170,29 @@ def test_trials_are_asked_to_save_before_they_are_ended(tmp_path: Path) -> None:
     ledger.close()
     assert Ledger(ledger.budget, Storage(tmp_path)).taken.seconds == 96.0
     assert Ledger(Budget(), Storage(tmp_path)).left_seconds(1e6) == math.inf
+
+
+def test_what_is_taken_is_counted_until_all_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("experiments.sweep.budget.POLL_SECONDS", 0.01)
+    ledger = Ledger(Budget(seconds=0.4), Storage(tmp_path))
+    calls: list[str] = []
+    ends: list[threading.Event] = []
+
+    def end(is_over: threading.Event) -> None:
+        calls.append("end")
+        ends.append(is_over)
+        is_over.wait(30)
+
+    with watched(ledger, lambda: 0.0, ask=lambda: calls.append("ask"), end=end):
+        wait_until(lambda: bool(ends))
+        assert ledger.taken.seconds < 0.4
+        taken = ledger.taken.seconds
+        wait_until(lambda: ledger.taken.seconds > taken)
+    assert calls == ["ask", "end"], "once each"
+    assert ends[0].is_set()
+    assert json.loads((tmp_path / FILE).read_text())["seconds"] == ledger.taken.seconds
 
 
 @pytest.mark.slow

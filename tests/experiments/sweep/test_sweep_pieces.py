@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from app.errors import UserError
+from app.errors import EXIT_STOPPED, UserError
 from app.tracking.settings import Settings
 from experiments.sweep import analysis
 from experiments.sweep.answer import _basis_in_words, work_out
@@ -460,6 +460,33 @@ def test_a_stopped_trial_says_why_and_continues(tmp_path: Path) -> None:
     assert results(trial(shared, 0))[-1]["status"] == "finished"
     log = (tmp_path / "t000" / "logs" / "driver.log").read_text()
     assert f"continuing after step {stopped}" in log
+
+
+def test_a_trial_that_does_not_save_in_time_ends_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = queue.Queue[int]()
+    monkeypatch.setattr(os, "_exit", ended.put)
+    monkeypatch.setattr("experiments.sweep.trial.LOOK_SECONDS", 0.01)
+    may_end = threading.Event()
+    monkeypatch.setattr(TrialRun, "_train", lambda self: may_end.wait(60))
+    shared = context(tmp_path)
+    hanging = trial(shared, 0)
+    waiting = threading.Thread(target=results, args=(hanging,), daemon=True)
+    waiting.start()
+    (tmp_path / STOP_FILE).touch()  # of a person, who sets no limit
+    with pytest.raises(queue.Empty):
+        ended.get(timeout=0.3)
+    (tmp_path / STOP_FILE).write_text("0.050")
+    assert ended.get(timeout=30) == EXIT_STOPPED
+    may_end.set()
+    waiting.join()
+    (tmp_path / STOP_FILE).unlink()
+    saving = trial(shared, 0)
+    assert results(saving)[-1]["status"] == "finished"
+    (tmp_path / STOP_FILE).write_text("0.000")
+    with pytest.raises(queue.Empty):
+        ended.get(timeout=0.3)
 
 
 def test_a_process_whose_device_has_failed_ends(
