@@ -31,7 +31,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -67,13 +66,19 @@ class _Worker:
 
 
 _workers: list[_Worker] = []
-_store_folders: list["tempfile.TemporaryDirectory[str]"] = []
-"""Where ranks meet.
-
-The folder stays as long as the processes. A rank that closes its store while the folder is being
-removed would wait for the file until the call's timeout and then end (torch 2.13, FileStore).
-"""
 _call_numbers = itertools.count()
+
+
+@functools.cache
+def _store() -> Any:
+    """The store where ranks meet, each call under a prefix of its own.
+
+    A FileStore would make a rank that waits for another sleep between looks at a file, several
+    times for every group of a mesh.
+    """
+    from app.launchers.store import open_store
+
+    return open_store("127.0.0.1")
 
 
 def run_distributed(
@@ -98,8 +103,8 @@ def run_distributed(
         DistributedFailure: A rank raised, died or hung.
     """
     _start_workers(world_size)
-    store = os.path.join(_store_folders[0].name, f"store{next(_call_numbers)}")
-    call = pickle.dumps((world_size, timeout, store, pickle.dumps((func, args))))
+    meeting = (_store().port, f"call{next(_call_numbers)}")
+    call = pickle.dumps((world_size, timeout, meeting, pickle.dumps((func, args))))
     workers = _workers[:world_size]
     for worker in workers:
         worker.pipe.send_bytes(call)
@@ -126,8 +131,6 @@ def close(grace: float = 0.0) -> None:
         process.join(max(0.0, deadline - time.monotonic()))
         process.kill()
         process.join()
-    while _store_folders:
-        _store_folders.pop().cleanup()
 
 
 atexit.register(close, GRACE)
@@ -137,8 +140,6 @@ def _start_workers(count: int) -> None:
     """Make sure that at least `count` processes are alive and ready."""
     if any(not worker.process.is_alive() for worker in _workers):
         close()
-    if not _store_folders:
-        _store_folders.append(tempfile.TemporaryDirectory(prefix="pool-"))
     new_workers = [_start_worker(rank) for rank in range(len(_workers), count)]
     _workers.extend(new_workers)
     for worker in new_workers:
@@ -240,7 +241,9 @@ def restore(environment: dict[str, str]) -> None:
             os.environ[name] = value
 
 
-def _do_call(rank: int, world_size: int, timeout: float, store: str, work: bytes) -> bytes:
+def _do_call(
+    rank: int, world_size: int, timeout: float, meeting: tuple[int, str], work: bytes
+) -> bytes:
     """Do a call.
 
     If the process takes longer than the timeout, until the caller of this function has cleaned up,
@@ -250,7 +253,7 @@ def _do_call(rank: int, world_size: int, timeout: float, store: str, work: bytes
         rank: This rank.
         world_size: The number of ranks.
         timeout: Seconds.
-        store: The file where ranks meet.
+        meeting: The port of the store where ranks meet, and the call's prefix there.
         work: The pickled function and its arguments.
 
     Returns:
@@ -259,14 +262,16 @@ def _do_call(rank: int, world_size: int, timeout: float, store: str, work: bytes
     faulthandler.dump_traceback_later(timeout)
     try:
         func, args = pickle.loads(work)
-        with _process_group(rank, world_size, timeout=timeout, store=store):
+        with _process_group(rank, world_size, timeout=timeout, meeting=meeting):
             return pickle.dumps((True, func(rank, *args)))
     except BaseException:  # the parent must know of SystemExit and pytest's outcomes too
         return pickle.dumps((False, traceback.format_exc()))
 
 
 @contextlib.contextmanager
-def _process_group(rank: int, world_size: int, *, timeout: float, store: str) -> Iterator[None]:
+def _process_group(
+    rank: int, world_size: int, *, timeout: float, meeting: tuple[int, str]
+) -> Iterator[None]:
     """A new process group for one call, of which nothing remains afterwards."""
     import torch
     import torch.distributed as dist
@@ -274,12 +279,15 @@ def _process_group(rank: int, world_size: int, *, timeout: float, store: str) ->
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     torch.manual_seed(0)
+    port, prefix = meeting
+    limit = datetime.timedelta(seconds=timeout)
+    client = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(store, world_size),
+        store=dist.PrefixStore(prefix, client),
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout),
+        timeout=limit,
     )
     try:
         yield

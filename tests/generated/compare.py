@@ -24,12 +24,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from app.config import Config
 from app.config.io import with_values
 from app.errors import UserError
+from app.run import prepare as preparation
+from app.run.first_step import FirstStep, take_first_step
 from app.run.prepare import prepare
 from app.tasks.base import Task
 from experiments.parity.curves import Curve, Difference, bounds, difference
@@ -290,6 +293,7 @@ class Comparison:
         self.random = any(feature.random for feature in model.features)
         self.couples = model.couples
         self.counts = any(feature.counts for feature in model.features)
+        self._first_steps: dict[tuple[Any, ...], FirstStep] = {}
         outcome = self._prepared(Rival("single", "single", 1))
         if isinstance(outcome, Verdict):
             raise Invalid(outcome.text)
@@ -349,7 +353,10 @@ class Comparison:
             try:
                 task: Task = module.Model()
                 torch.manual_seed(0)
-                with warnings.catch_warnings():
+                with (
+                    warnings.catch_warnings(),
+                    mock.patch.object(preparation, "take_first_step", self._first_step),
+                ):
                     warnings.simplefilter("ignore")
                     per_node = rival.workers if rival.workers > 1 else None
                     prepared = prepare(config, task, rival.workers, devices_per_node=per_node)
@@ -368,6 +375,14 @@ class Comparison:
             cwd=os.getcwd(),
         )
         return job, prepared.notes
+
+    def _first_step(self, config: Config, task: Task) -> FirstStep:
+        """What the first step shows: once for all rivals, but for the keys that it reads."""
+        train = config.train
+        key = (train.seed, train.activation_checkpointing, train.activation_offloading)
+        if key not in self._first_steps:
+            self._first_steps[key] = take_first_step(config, task)
+        return self._first_steps[key]
 
     def _here(self, job: Any, folder: str) -> Curve:
         with _module(self.source, self.double), warnings.catch_warnings():

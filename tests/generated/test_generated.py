@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -55,15 +56,21 @@ def wrong(verdicts: dict[str, Verdict]) -> dict[str, str]:
 
 
 FIXED = (
-    "multihead answer_pair clipped",
-    "conv_group_norm pair_none",
     "tied_ends nested skip",
     "attributes scalar adam_decay",
+    "multihead answer_pair clipped",
+    "conv_group_norm pair_none",
 )
-"""Models that every `make test` compares: a few choices at once."""
+"""Models of a few choices at once; every `make test` compares the first two."""
 
 
-@pytest.mark.parametrize("names", FIXED)
+@pytest.mark.parametrize(
+    "names",
+    [
+        *FIXED[:2],
+        *(pytest.param(names, marks=pytest.mark.slow) for names in FIXED[2:]),
+    ],
+)
 def test_a_model_is_equal_under_every_strategy_or_refused(names: str) -> None:
     rivals = drawn(seed=len(names), extra=2)
     assert wrong(Comparison(model(*names.split())).verdicts(rivals)) == {}
@@ -135,19 +142,28 @@ MENDED = {
     ),
     "float64": ("float64", "float64 sgd", "float64 multihead", "float64 clipped tied_blocks"),
 }
-"""Kinds of models that once failed in a worker or gave other results; `make test` has the first."""
+"""Kinds of models that once failed in a worker or gave other results."""
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(names, id=f"{kind}: {names}", marks=[pytest.mark.slow] * (names != several[0]))
-        for kind, several in MENDED.items()
-        for names in several
-    ],
-)
-def test_a_kind_of_model_that_once_failed_is_trained(names: str) -> None:
-    verdicts = Comparison(model(*names.split())).verdicts(CORE)
+def _mended_rows() -> list[Any]:
+    """Models with their rivals.
+
+    `make test` has the first model of each kind, of every second kind as split layers and of the
+    others as stages.
+    """
+    rows = []
+    for number, (kind, several) in enumerate(MENDED.items()):
+        quick = [BY_NAME[name] for name in ALWAYS if name != ("tensor", ALWAYS[-1])[number % 2]]
+        rows.append(pytest.param(several[0], quick, id=f"{kind}: {several[0]}"))
+        for names in several:
+            row_id = f"{kind} under each: {names}"
+            rows.append(pytest.param(names, CORE, id=row_id, marks=pytest.mark.slow))
+    return rows
+
+
+@pytest.mark.parametrize(("names", "rivals"), _mended_rows())
+def test_a_kind_of_model_that_once_failed_is_trained(names: str, rivals: list[Rival]) -> None:
+    verdicts = Comparison(model(*names.split())).verdicts(rivals)
     assert wrong(verdicts) == {}
     kinds = {verdicts[name].kind for name in ("ddp", "fsdp")}
     assert kinds <= {Kind.EQUAL, Kind.NOTED}, "it is trained, not refused"
@@ -288,13 +304,18 @@ def test_other_results_are_distinguished_from_rounding(change: str) -> None:
     """A changed learning rate, decay, clipping bound or seed is not taken for rounding."""
     value = {"train.clip_norm": 0.1, "train.seed": 1}.get(change, 0.012)
     changed = Rival("other", "single", 1, {change: value})
-    assert Comparison(model("mlp")).verdicts([changed])["other"].kind is Kind.WRONG
+    assert _of_mlp().verdicts([changed])["other"].kind is Kind.WRONG
+
+
+@functools.cache
+def _of_mlp() -> Comparison:
+    return Comparison(model("mlp"))
 
 
 def test_a_slow_machine_is_no_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "TIMEOUT", 0.05)
     monkeypatch.setattr(compare, "PATIENCE", 1000)
-    assert Comparison(model("mlp")).verdicts([BY_NAME["ddp"]])["ddp"].kind is Kind.EQUAL
+    assert _of_mlp().verdicts([BY_NAME["ddp"]])["ddp"].kind is Kind.EQUAL
 
 
 def test_what_one_device_does_not_train_is_no_model(monkeypatch: pytest.MonkeyPatch) -> None:

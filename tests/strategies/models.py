@@ -375,6 +375,8 @@ _COVERED_BY_OTHERS = (
     "ddp+pipeline+expert",
     "pipeline+context",
     "tensor+context",
+    "ddp+context",
+    "fsdp+context+expert",
 )
 """Strategies that do what other rows try in pairs, or what zero1 and zero2 try alone."""
 _FAST_WIDE_ROWS = ("pipeline (pp 4) zb_h2", "context (cp 4) ring")

@@ -41,6 +41,7 @@ from tests.strategies.models import (
     gpt_trial,
     random,
     saved_for_backward,
+    slow,
     storage_bytes,
 )
 
@@ -106,7 +107,7 @@ def _keeping_layers(kind: type[SplitLayers], *args: Any, **options: Any) -> Spli
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, COMPILED, ASYNC_TP], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, slow(COMPILED), ASYNC_TP], ids=str)
 def test_backward_gathers_inputs_again_instead_of_keeping_them(changes: dict[str, Any]) -> None:
     results = run_distributed(_measure_with_split_and_whole_inputs, 2, changes)[0]
     split, whole = results

@@ -210,12 +210,20 @@ def _train(
     )
 
 
+@functools.cache
+def _trained_on_two(is_sequence_split: bool, mode: str = "none", steps: int = 3) -> list[Training]:
+    """What each of two tensor-parallel workers has, once for all tests that look at it."""
+    function = functools.partial(
+        _train, sequence_parallel=is_sequence_split, activation_checkpointing=mode
+    )
+    return run_distributed(function, 2, "tensor", {"tp": 2}, steps)
+
+
 @pytest.mark.parametrize("is_sequence_split", [True, False])
 def test_masks_of_parts_are_independent_and_those_of_wholes_the_same(
     is_sequence_split: bool,
 ) -> None:
-    train = functools.partial(_train, sequence_parallel=is_sequence_split)
-    first, second = run_distributed(train, 2, "tensor", {"tp": 2}, 3)
+    first, second = _trained_on_two(is_sequence_split)
     for name in (*SPLIT, *ALONG_SEQUENCE):
         for mask, other in zip(first.masks[name], second.masks[name], strict=True):
             if name in SPLIT or is_sequence_split:
@@ -232,8 +240,7 @@ def test_masks_of_parts_are_independent_and_those_of_wholes_the_same(
 
 @pytest.mark.parametrize("is_sequence_split", [True, False])
 def test_what_all_workers_have_stays_the_same(is_sequence_split: bool) -> None:
-    train = functools.partial(_train, sequence_parallel=is_sequence_split)
-    first, second = run_distributed(train, 2, "tensor", {"tp": 2}, 3)
+    first, second = _trained_on_two(is_sequence_split)
     assert torch.equal(first.random_state, second.random_state)
     assert first.norm == second.norm
     assert first.replicated.keys() == second.replicated.keys()
@@ -268,16 +275,8 @@ def test_data_parallel_workers_have_masks_of_their_own(
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("is_sequence_split", [True, False])
 def test_recomputation_draws_the_same_masks_again(mode: str, is_sequence_split: bool) -> None:
-    def train(activation_checkpointing: str) -> list[Training]:
-        function = functools.partial(
-            _train,
-            sequence_parallel=is_sequence_split,
-            activation_checkpointing=activation_checkpointing,
-        )
-        return run_distributed(function, 2, "tensor", {"tp": 2}, 2)
-
-    plain = train("none")
-    recomputing = train(mode)
+    plain = _trained_on_two(is_sequence_split, steps=2)
+    recomputing = _trained_on_two(is_sequence_split, mode, steps=2)
     for name, value in plain[0].weights.items():
         assert torch.allclose(recomputing[0].weights[name], value, atol=1e-6), name
     for plain_training, recomputing_training in zip(plain, recomputing, strict=True):
@@ -417,15 +416,25 @@ PLAIN_PLAN = {
 
 
 def _losses_of_draws(rank: int, strategy: str, workers: int, draws: int) -> list[float]:
-    """The loss of one batch with the masks of each seed."""
+    """The loss of one batch with different masks.
+
+    One step computes all draws, as copies of the batch: masks of different rows are independent.
+    """
     layout = choose(strategy, workers)
     parallel = parallelize(seeded(PlainNet), layout, device=CPU, tensor_plan=PLAIN_PLAN)
-    losses = []
-    for seed in range(draws):
-        seed_generators(seed, CPU)
-        losses.append(float(parallel.forward_backward([_batch()], [1.0], language_loss)))
-        for parameter in parallel.parameters():
-            parameter.grad = None
+    losses: list[float] = []
+
+    def loss_of_copies(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, targets = batch
+        by_token = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="none")
+        whole = by_token.full_tensor() if hasattr(by_token, "full_tensor") else by_token
+        losses.extend(whole.detach().view(draws, -1).mean(1).tolist())
+        return whole.mean()
+
+    inputs, targets = _batch()
+    copies = inputs.repeat(draws, 1), targets.repeat(draws, 1)
+    seed_generators(0, CPU)
+    parallel.forward_backward([copies], [1.0], loss_of_copies)
     return losses
 
 

@@ -14,7 +14,7 @@ from app.cli.common import Invocation, verb
 from app.cli.fields import fields_of
 from app.errors import RunFailed
 from app.run import abort
-from tests.running import POINTS, ROOT, here, invoke, trireme
+from tests.running import POINTS, ROOT, here, invoke
 
 
 def strict(text: str) -> Any:
@@ -95,11 +95,12 @@ def test_a_plan_says_why_and_what_to_write(tmp_path: Path) -> None:
 
 
 def test_a_trained_run_is_asked_in_json(tmp_path: Path) -> None:
+    """tests/app/launchers/test_resume.py has all that a program of its own writes to stdout."""
     words = [*POINTS, "train.steps=4", "launcher=local", f"run.storage={tmp_path}", "run.name=run"]
-    ended = trireme("train", *words, "--json").expect()
-    outcome = strict(ended.out)
+    ended = invoke("train", *words, "--json")
+    outcome = strict(ended.stdout)
     assert not undocumented("train", outcome) and outcome["summary"]["step"] == 4
-    assert "step 4/4" in ended.err, "messages are on stderr"
+    assert "step 4/4" in ended.stderr, "messages are on stderr"
     asked = {
         "runs": [tmp_path],
         "watch": [tmp_path / "run"],

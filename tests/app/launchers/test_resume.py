@@ -92,7 +92,8 @@ def test_a_killed_single_process_continues_in_the_same_mlflow_run(
     process.send_signal(signal.SIGKILL)
     process.wait(LONG)
     slow.unlink()
-    outcome = trireme(*arguments, "--json", env=ray_environment).expect().json
+    ended = trireme(*arguments, "--json", env=ray_environment).expect()
+    outcome = json.loads(ended.out)  # nothing else is on stdout
     assert outcome["status"] == "finished"
     assert outcome["mlflow"]["complete"]
     assert outcome["summary"]["resumed_from"] > 0
@@ -120,7 +121,8 @@ def test_a_killed_single_process_continues_in_the_same_mlflow_run(
 @pytest.mark.parametrize(
     ("overrides", "kill_worker", "signal_number"),
     [
-        (RAY, True, signal.SIGINT),
+        (RAY, True, None),
+        pytest.param(RAY, True, signal.SIGINT, marks=SLOW),
         pytest.param(RAY, False, signal.SIGKILL, marks=SLOW),
         pytest.param(ACTORS, True, signal.SIGINT, marks=SLOW),
         pytest.param(PRIVATE_RAY, False, signal.SIGKILL, marks=SLOW),
@@ -132,12 +134,12 @@ def test_a_worker_is_killed_then_the_command_and_run_again(
     ray_environment: dict[str, str],
     overrides: list[str],
     kill_worker: bool,
-    signal_number: int,
+    signal_number: int | None,
 ) -> None:
     """The run equals to the last bit the uninterrupted one of another launcher.
 
-    A Ray that the driver has started is killed with the driver, all processes at once, and the run
-    continues in another Ray.
+    Without a signal the command goes on by itself. A Ray that the driver has started is killed with
+    the driver, all processes at once, and the run continues in another Ray.
     """
     slow = tmp_path / "slow"
     folder = tmp_path / "run"
@@ -149,23 +151,28 @@ def test_a_worker_is_killed_then_the_command_and_run_again(
     if kill_worker:
         running.disturb(folder, 1, signal.SIGKILL)
         lines.when("starting again from the last checkpoint")
-        wait_for_step(folder, committed(folder)[-1] + 1)
-    if overrides is PRIVATE_RAY:
-        running.end_tree(process.pid)
+    if signal_number is None:
+        slow.unlink()
+        assert process.wait(LONG) == 0 and "died after step" in lines.text, lines.text
+        assert "continuing after step" in lines.text
     else:
-        process.send_signal(signal_number)
-    code = process.wait(LONG)
-    last_step = committed(folder)[-1]
-    if signal_number != signal.SIGKILL:
-        assert code == 130 and last_step < STEPS and "died after step" in lines.text, lines.text
-        lines.when(f"stopped after step {last_step}: run the same command again")
-        assert mlflow_run(tmp_path, "run").info.status == "KILLED"
-    slow.unlink()
-    resumed = trireme(*arguments, env=ray_environment)
-    expected = "continuing after step"
-    if signal_number != signal.SIGKILL:
-        expected = f"continuing after step {last_step}"
-    assert resumed.code == 0 and expected in resumed.out, resumed.out + resumed.err
+        if kill_worker:
+            wait_for_step(folder, committed(folder)[-1] + 1)
+        if overrides is PRIVATE_RAY:
+            running.end_tree(process.pid)
+        else:
+            process.send_signal(signal_number)
+        code = process.wait(LONG)
+        last_step = committed(folder)[-1]
+        expected = "continuing after step"
+        if signal_number != signal.SIGKILL:
+            assert code == 130 and last_step < STEPS and "died after step" in lines.text, lines.text
+            lines.when(f"stopped after step {last_step}: run the same command again")
+            assert mlflow_run(tmp_path, "run").info.status == "KILLED"
+            expected = f"continuing after step {last_step}"
+        slow.unlink()
+        resumed = trireme(*arguments, env=ray_environment)
+        assert resumed.code == 0 and expected in resumed.out, resumed.out + resumed.err
     assert_unbroken(tmp_path, *two)
     inputs = mlflow_run(tmp_path, "run").inputs.dataset_inputs
     assert sorted(dataset.tags[0].value for dataset in inputs) == ["evaluation", "training"]

@@ -1,5 +1,6 @@
 """A plan beside a measured step: which part was wrong, what later plans learn, when a run moves."""
 
+import functools
 import random
 from dataclasses import replace
 
@@ -44,6 +45,12 @@ def plan(reader: Reader, *words: str, workers: int = 4) -> Plan:
     )
 
 
+@functools.cache
+def plan_without_corrections(reader: Reader) -> Plan:
+    """The plan on four workers where nothing has been measured, once for all tests."""
+    return plan(reader)
+
+
 def compared(planned: StepParts, measured: StepParts) -> Comparison:
     return Comparison(planned=planned, measured=measured, speed_range=(0.8, 1.25))
 
@@ -52,7 +59,7 @@ def compared(planned: StepParts, measured: StepParts) -> Comparison:
 
 
 def test_the_parts_of_a_plan_add_up_to_its_step(small: Reader) -> None:
-    rows = [*plan(small).rows, *plan_of(small, gpus(2), *WORDS).rows]
+    rows = [*plan_without_corrections(small).rows, *plan_of(small, gpus(2), *WORDS).rows]
     for row in rows:
         assert planned_parts(row.seconds).step == pytest.approx(row.step_seconds)
     with_bubble = [row for row in rows if row.candidate.dims.pp > 1]
@@ -112,7 +119,7 @@ def test_factors_turn_the_plan_into_what_was_measured(small: Reader) -> None:
 def test_a_correction_is_for_models_of_similar_size_and_makes_the_next_plan_right(
     small: Reader, tiny: Reader
 ) -> None:
-    before = plan(small)
+    before = plan_without_corrections(small)
     row = before.rows[0]
     planned = planned_parts(row.seconds)
     comparison = compared(planned, replace(planned, computing=3 * planned.computing))
@@ -195,7 +202,7 @@ def test_the_newest_correction_counts() -> None:
 def layouts(small: Reader, *seconds: float) -> list[Estimate]:
     """Layouts that are expected to take so many seconds."""
     rows: dict[str, Estimate] = {}
-    for row in plan(small).rows:
+    for row in plan_without_corrections(small).rows:
         if row.verdict == "fits":
             rows.setdefault(layout_name(row), row)
     return [
@@ -255,7 +262,7 @@ def test_moves_end_and_no_layout_is_measured_twice_however_wrong_the_plan(
 ) -> None:
     """A run whose every layout takes another time than any plan or measurement says."""
     generator = random.Random(seed)
-    full_plan = plan(small)
+    full_plan = plan_without_corrections(small)
     possible = alternatives(full_plan, full_plan.rows[0])
     truth = {layout_name(row): 10 ** generator.uniform(-2, 2) for row in possible}
     present = possible[0]
@@ -290,15 +297,18 @@ def test_moves_end_and_no_layout_is_measured_twice_however_wrong_the_plan(
 
 
 def test_alternatives_change_the_configuration_no_more_than_what_was_chosen(small: Reader) -> None:
-    full_plan = plan(small)
+    full_plan = plan_without_corrections(small)
     chosen = next(row for row in full_plan.rows if row.candidate.checkpointing == "none")
     rows = alternatives(full_plan, chosen)
     assert rows and all(row.candidate.dims.pp == 1 for row in rows)
     assert all(row.candidate.checkpointing == "none" for row in rows)
 
 
-def test_auto_takes_the_layout_that_a_start_before_has_moved_to(small: Reader) -> None:
-    full_plan = plan(small)
+def test_auto_takes_the_layout_that_a_start_before_has_moved_to(
+    small: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.planner.plan.reader_of", lambda *_, **__: small)
+    full_plan = plan_without_corrections(small)
     other = alternatives(full_plan, full_plan.rows[0])[-1]
     assert other.candidate.key != full_plan.rows[0].candidate.key
     required = Requirement(key=other.candidate.key)

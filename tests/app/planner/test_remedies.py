@@ -1,7 +1,5 @@
 """What a plan says where a model does not fit: the order, the figures, and plans that agree."""
 
-import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from app.planner.output import as_json, text
 from app.planner.plan import GIB, Plan
 from app.planner.read import Reader
 from app.planner.remedies import Remedy, needs_remedies, remedies
-from app.planner.stand_in import plan_experiment
 from cluster.hardware import find_gpu
 from strategies.layout import choose
 from tests.app.planner.conftest import EXPERIMENT, gpus, plan_of, with_memory
@@ -29,9 +26,6 @@ ORDER = [
     "more GPUs",
 ]
 BATCH = ("train.precision=fp32", "train.global_batch_size=8")
-SMALL_LLAMA = """{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
-"vocab_size": 99,
-"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}"""
 
 
 @pytest.fixture(scope="module")
@@ -282,25 +276,3 @@ def test_a_name_of_several_gpus_says_which_one_is_taken() -> None:
         "NVIDIA H100 80GB HBM3",
     ):
         assert assumed(name)[0] == "", name
-
-
-def test_lora_is_planned_with_what_the_hub_has_of_a_model_beside_its_weights(
-    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub
-
-    cached = tmp_path / "models--somebody--tiny"
-    (cached / "snapshots" / "0123").mkdir(parents=True)
-    (cached / "snapshots" / "0123" / "config.json").write_text(SMALL_LLAMA)
-    (cached / "refs").mkdir()
-    (cached / "refs" / "main").write_text("0123")
-    here = functools.partial(huggingface_hub.snapshot_download, cache_dir=tmp_path)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", here)
-    args = (
-        "{model: somebody/tiny, pretrained: true, lora: {r: 4}, data: no.bin, sequence_length: 32}"
-    )
-    config = load_config([], ["task=huggingface", f"task_args={args}", "train.global_batch_size=8"])
-    plan = plan_experiment(config, gpus(1), frozenset())
-    trained = [parameter for parameter in plan.reader.size.parameters if parameter.trainable]
-    assert plan.best is not None and 0 < len(trained) < len(plan.reader.size.parameters)
-    assert "no weights here" in plan.reader.note

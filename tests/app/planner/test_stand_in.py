@@ -1,5 +1,7 @@
 """Plans of mixtures of experts, and plans without data."""
 
+import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 
 from app.config.io import load_config
 from app.errors import UserError
-from app.planner import read
+from app.planner import read, stand_in
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.output import families
 from app.planner.plan import Plan, make_plan
@@ -184,6 +186,36 @@ def test_pretrained_weights_need_not_be_there_to_plan_with_them(
     with pytest.raises(UserError, match=r"weights"):
         config = load_config([], ["task=huggingface", f"task_args={{{LLAMA}, {options}}}"])
         plan_experiment(config, gpus(2), frozenset(), needs_data="--max-batch")
+
+
+def test_what_the_hub_has_of_a_model_beside_its_weights_stands_in_for_them(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan of such a folder is that of the test before."""
+    import huggingface_hub
+
+    llama = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 32,
+        "vocab_size": 99,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    cached = tmp_path / "models--somebody--tiny"
+    (cached / "snapshots" / "0123").mkdir(parents=True)
+    (cached / "snapshots" / "0123" / "config.json").write_text(json.dumps(llama))
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123")
+    here = functools.partial(huggingface_hub.snapshot_download, cache_dir=tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", here)
+    args = "{model: somebody/tiny, pretrained: true, lora: {r: 4}, data: no.bin}"
+    config = load_config([], ["task=huggingface", f"task_args={args}"])
+    folder = Path(stand_in._folder_instead_of_weights(config))
+    written = json.loads((folder / "config.json").read_text())
+    assert llama.items() <= written.items()
+    assert [path.stat().st_size for path in folder.iterdir() if path.suffix != ".json"] == [0]
 
 
 GPT_OSS = "intermediate_size: 32, num_key_value_heads: 2, head_dim: 16, num_local_experts: 4"

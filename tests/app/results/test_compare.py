@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trireme
+from scipy.signal import lfilter
 
 from app.errors import UserError
 from app.results.compare import Curve, Floats, compare_curves, mean_interval
@@ -15,12 +16,9 @@ from tests.running import invoke
 
 def autocorrelated(random: np.random.Generator, count: int, correlation: float) -> Floats:
     """Gaussian numbers of mean 0 and variance 1, each correlated with the one before."""
-    values = np.empty(count)
-    values[0] = random.normal()
-    for position in range(1, count):
-        new = math.sqrt(1 - correlation**2) * random.normal()
-        values[position] = correlation * values[position - 1] + new
-    return values
+    new = random.normal(size=count)
+    new[1:] *= math.sqrt(1 - correlation**2)
+    return lfilter([1.0], [1.0, -correlation], new)
 
 
 @pytest.mark.parametrize(("count", "correlation"), [(16, 0.0), (50, 0.3), (100, 0.6), (400, 0.8)])

@@ -57,20 +57,27 @@ SLOW_TOO = pytest.mark.slow
 """For rows that test much the same as another row of `make test`, and start a command."""
 
 
-@pytest.mark.parametrize(
-    "signal_number", [TERM, *(pytest.param(number, marks=SLOW_TOO) for number in (HUP, INT))]
-)
-def test_training_stops_when_its_process_group_gets_a_signal(
-    signal_number: int, tmp_path: Path
+def assert_stops(
+    process: subprocess.Popen[str], lines: Lines, signal_number: int, storage: Path
 ) -> None:
-    process = begin(*LOCAL, *SLOW, f"run.storage={tmp_path}")
-    lines = Lines(process)
-    lines.when("step 1/")
+    """Signals a training run's process group, and checks that it saves and says how it goes on."""
     os.killpg(process.pid, signal_number)
     os.killpg(process.pid, signal_number)  # `timeout` too signals twice: its child, then the group
     assert process.wait(120) == 130, lines.text
     lines.when("run the same command again to continue")
-    assert committed(tmp_path / "run")
+    assert committed(storage / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal_number", [HUP, INT])
+def test_training_stops_when_its_process_group_gets_a_signal(
+    signal_number: int, tmp_path: Path
+) -> None:
+    """The test with nohup has the same with SIGTERM."""
+    process = begin(*LOCAL, *SLOW, f"run.storage={tmp_path}")
+    lines = Lines(process)
+    lines.when("step 1/")
+    assert_stops(process, lines, signal_number, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +150,7 @@ def test_a_process_that_does_not_end_in_time_is_killed() -> None:
     lines.when("stopped by SIGTERM; what had been started did not end within 1 s")
 
 
-def test_under_nohup_a_run_outlives_its_terminal(tmp_path: Path) -> None:
+def test_under_nohup_a_run_outlives_its_terminal_and_stops_at_a_signal(tmp_path: Path) -> None:
     nohup = "import signal, os, sys; signal.signal(1, signal.SIG_IGN)"
     nohup += "; os.execv(*sys.argv[1:2], sys.argv[1:])"
     program = [sys.executable, "-c", nohup]
@@ -153,8 +160,7 @@ def test_under_nohup_a_run_outlives_its_terminal(tmp_path: Path) -> None:
     process.send_signal(HUP)
     time.sleep(0.5)
     assert process.poll() is None and "stopping" not in lines.text
-    process.send_signal(TERM)
-    assert process.wait(60) == 130, lines.text
+    assert_stops(process, lines, TERM, tmp_path)
 
 
 # --- a Ray that the command starts ----------------------------------------------------------------

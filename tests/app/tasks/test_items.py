@@ -4,6 +4,7 @@ They are the same under every layout, also where a micro-batch has no items, and
 per second is right.
 """
 
+import functools
 import math
 import time
 from pathlib import Path
@@ -195,6 +196,12 @@ def curve(
     return {**curves, "weights": training.parallel.full_model_state()}
 
 
+@functools.cache
+def curve_of_one_device(kind: type[Task]) -> dict[str, Any]:
+    """The curve with whole batches."""
+    return curve(0, 1, kind, "single", "/nowhere")
+
+
 LAYOUTS = [
     ("single", 1, ("train.micro_batch_size=1",)),
     ("single", 1, ("train.micro_batch_size=3",)),
@@ -207,19 +214,23 @@ LAYOUTS = [
 ]
 QUICK_LAYOUTS = (LAYOUTS[3], LAYOUTS[6])
 MORE_LAYOUTS = [
-    ("fsdp+tensor", 4, ("train.micro_batch_size=1", "parallel.dp_shard=2", "parallel.tp=2")),
-    ("ddp+pipeline", 4, ("train.micro_batch_size=1", "parallel.dp_replicate=2", "parallel.pp=2")),
+    LAYOUTS[5],
     ("fsdp+pipeline", 4, ("train.micro_batch_size=1", "parallel.dp_shard=2", "parallel.pp=2")),
     ("ddp", 2, ("train.micro_batch_size=1", "parallel.find_unused_parameters=true")),
     ("single", 1, ("train.micro_batch_size=1", "train.noise_scale_every=2")),
     ("ddp", 2, ("train.noise_scale_every=2",)),
+    ("single", 1, ("train.micro_batch_size=2", "train.activation_checkpointing=full")),
+]
+COMBINED_LAYOUTS = [
+    ("fsdp+tensor", 4, ("train.micro_batch_size=1", "parallel.dp_shard=2", "parallel.tp=2")),
+    ("ddp+pipeline", 4, ("train.micro_batch_size=1", "parallel.dp_replicate=2", "parallel.pp=2")),
     (
         "single",
         1,
         ("train.micro_batch_size=2", "train.compile=true", "train.compile_backend=aot_eager"),
     ),
-    ("single", 1, ("train.micro_batch_size=2", "train.activation_checkpointing=full")),
 ]
+"""Of what others try one by one, or whose losses tests/strategies/test_parity.py compares."""
 
 
 @pytest.mark.alone
@@ -232,15 +243,16 @@ MORE_LAYOUTS = [
             pytest.param(kind, *layout, marks=pytest.mark.slow)
             for kind in KINDS[1:]
             for layout in LAYOUTS
-            if layout not in QUICK_LAYOUTS
+            if layout not in (*QUICK_LAYOUTS, *MORE_LAYOUTS[:1] * (kind is Scaled))
         ),
         *((Scaled, *layout) for layout in MORE_LAYOUTS),
+        *(pytest.param(Scaled, *layout, marks=pytest.mark.slow) for layout in COMBINED_LAYOUTS),
     ],
 )
 def test_micro_batches_weigh_by_their_items_and_those_without_are_left_out(
     kind: type[Task], strategy: str, world: int, overrides: tuple[str, ...], tmp_path: Path
 ) -> None:
-    expected = curve(0, 1, kind, "single", str(tmp_path))
+    expected = curve_of_one_device(kind)
     assert len(expected["train/loss"]) == STEPS and all(map(math.isfinite, expected["train/loss"]))
     result = run_distributed(curve, world, world, kind, strategy, str(tmp_path), *overrides)[0]
     for name in ("train/loss", "train/grad_norm"):

@@ -944,21 +944,32 @@ def trained(
 
 
 SLOW = ("speech_seq2seq", "image_text_to_text", "semantic_segmentation")
+LIKE_MASKED_LM = ("token_classification", "question_answering")
+"""Models of the same layers, split by the same plan; only the loss and the head are their own."""
+
+
+def _kinds() -> list[Any]:
+    """Kinds with their layouts."""
+    rows = []
+    for kind, layouts in LAYOUTS.items():
+        is_slow = kind in (*SLOW, *LIKE_MASKED_LM)
+        marks = [pytest.mark.slow] if is_slow else []
+        rows.append(pytest.param(kind, layouts, marks=marks, id=kind))
+        if kind in LIKE_MASKED_LM:
+            rows.append(pytest.param(kind, [DATA[0], PIPELINE], id=f"{kind} in two layouts"))
+    return rows
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW else kind for kind in LAYOUTS],
-)
+@pytest.mark.parametrize(("kind", "layouts"), _kinds())
 def test_every_layout_has_the_losses_and_the_figures_of_one_device(
-    kind: str, files: Path, tmp_path: Path
+    kind: str, layouts: list[tuple[str, dict[str, int], float]], files: Path, tmp_path: Path
 ) -> None:
     args = arguments(kind, files, eval_samples=5)
     ((losses, evaluation),) = trained(0, str(tmp_path), args, [("single", {}, 0)], 1)
     assert all(map(math.isfinite, losses))
-    results, _ = run_distributed(trained, 2, str(tmp_path), args, LAYOUTS[kind], 2)
-    for (strategy, _, tolerance), found in zip(LAYOUTS[kind], results, strict=True):
+    results, _ = run_distributed(trained, 2, str(tmp_path), args, layouts, 2)
+    for (strategy, _, tolerance), found in zip(layouts, results, strict=True):
         assert found[0] == pytest.approx(losses, rel=tolerance), strategy
         if kind != "image_text" or strategy == "tensor":  # whose figures are of one batch each
             # Rounding may change the class of a pixel between two classes.

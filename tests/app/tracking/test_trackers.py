@@ -25,9 +25,9 @@ from tests.running import (
     curve,
     end_tree,
     environment,
+    invoke,
     seed,
     start,
-    trireme,
     wait_until,
 )
 
@@ -234,13 +234,12 @@ def test_a_slow_tracker_is_not_waited_for_and_mlflow_has_everything(tmp_path: Pa
 
 
 def test_a_run_is_killed_and_continued_with_the_same_points_as_in_mlflow(
-    tmp_path: Path, modules: Path
+    tmp_path: Path, modules: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["train", *POINTS, "launcher=local", f"run.storage={tmp_path}", "run.name=run"]
     words += ["train.steps=60", "train.eval_every=10", "train.log_every=2"]
     words += ["checkpoint.every_steps=10", "tracking.also=[tensorboard,recorder]"]
-    path = environment()["PYTHONPATH"]
-    env = environment(PYTHONPATH=f"{path}:{modules}")
+    env = environment(PYTHONPATH=f"{environment()['PYTHONPATH']}:{modules}")
     brake = tmp_path / "brake"
     brake.touch()
     words += ["task_args.step_seconds=0.2", f"task_args.slow_while={brake}"]
@@ -251,7 +250,8 @@ def test_a_run_is_killed_and_continued_with_the_same_points_as_in_mlflow(
     tracking = tmp_path / "run" / "tracking"
     wait_until(lambda: not look_at_lock(tracking, "writer")[0])
     process.communicate()
-    trireme(*words, env=env).expect()
+    monkeypatch.setenv("PYTHONPATH", env["PYTHONPATH"])  # for the writer
+    invoke(*words)
     wait_until(lambda: not sync(tracking).trackers)  # on a busy machine they are late
     recorder = recorded(tmp_path / "run")
     assert [each[2] for each in recorder if each[0] == "start"] == [False, True]

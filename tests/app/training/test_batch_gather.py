@@ -273,7 +273,11 @@ ROWS: list[tuple[str, int, dict[str, int]]] = [
 
 
 def cases() -> list[Any]:
-    """All layouts and micro-batch sizes; only those with a smaller last micro-batch are quick."""
+    """All layouts and micro-batch sizes; only those with a smaller last micro-batch are quick.
+
+    Of these, those of one device and of ddp try every kind of loss, and the others one that gathers
+    tensors of two types and shapes from two calls of the model.
+    """
     rows = []
     for strategy, world, degrees in ROWS:
         uneven_micro_batch = 2 if world == 4 and "tensor" not in strategy else 5
@@ -284,20 +288,28 @@ def cases() -> list[Any]:
                 "fsdp",
                 "tensor",
             )
-            marks = [] if quick else [pytest.mark.slow]
+            all_quick = quick and strategy in ("single", "ddp")
             name = f"{strategy} {micro_batch}"
-            rows.append(pytest.param(strategy, world, degrees, micro_batch, marks=marks, id=name))
+            row = (strategy, world, degrees, micro_batch)
+            marks = [] if all_quick else [pytest.mark.slow]
+            rows.append(pytest.param(*row, KINDS, marks=marks, id=name))
+            if quick and not all_quick:
+                rows.append(pytest.param(*row, ["supervised"], id=f"{name} supervised"))
     return rows
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("strategy", "world", "degrees", "micro_batch"), cases())
+@pytest.mark.parametrize(("strategy", "world", "degrees", "micro_batch", "kinds"), cases())
 def test_a_coupled_loss_is_the_same_under_every_layout(
-    strategy: str, world: int, degrees: dict[str, int], micro_batch: int | None
+    strategy: str,
+    world: int,
+    degrees: dict[str, int],
+    micro_batch: int | None,
+    kinds: list[str],
 ) -> None:
     extra = [] if micro_batch is None else [f"train.micro_batch_size={micro_batch}"]
-    results = on_ranks(world, strategy, degrees, KINDS, extra)
-    for kind in KINDS:
+    results = on_ranks(world, strategy, degrees, kinds, extra)
+    for kind in kinds:
         assert_same(results[kind], truth(kind), 2e-5 if "tensor" in strategy else 5e-6)
 
 
@@ -322,6 +334,11 @@ COMPILED = ["train.compile=true", "train.compile_backend=aot_eager"]
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
+    "micro_batches",
+    [PARTS, pytest.param([], marks=pytest.mark.slow)],
+    ids=["parts", "whole"],
+)
+@pytest.mark.parametrize(
     ("strategy", "options", "tolerance"),
     [
         ("ddp", ["train.activation_checkpointing=full"], 5e-6),
@@ -343,16 +360,15 @@ COMPILED = ["train.compile=true", "train.compile_backend=aot_eager"]
     ids=str,
 )
 def test_options_change_values_by_rounding_only(
-    strategy: str, options: list[str], tolerance: float
+    strategy: str, options: list[str], tolerance: float, micro_batches: list[str]
 ) -> None:
     # The single-device run uses fp16 too, since its first steps overflow and are skipped.
     precision_options = [option for option in options if "fp16" in option]
-    for micro_batches in ([], PARTS):
-        result = on_ranks(2, strategy, {}, ["supervised"], [*micro_batches, *options])["supervised"]
-        for step, (loss, *_) in truth("supervised", *precision_options)[0].items():
-            assert result[0][step][0] == pytest.approx(loss, rel=tolerance), (micro_batches, step)
-        if tolerance < SIXTEEN:
-            assert_same(result, truth("supervised"), tolerance)
+    result = on_ranks(2, strategy, {}, ["supervised"], [*micro_batches, *options])["supervised"]
+    for step, (loss, *_) in truth("supervised", *precision_options)[0].items():
+        assert result[0][step][0] == pytest.approx(loss, rel=tolerance), step
+    if tolerance < SIXTEEN:
+        assert_same(result, truth("supervised"), tolerance)
 
 
 @pytest.mark.alone

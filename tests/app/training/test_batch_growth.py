@@ -1,8 +1,11 @@
 """A run whose batch grows is the same run on every layout, and refused where it cannot be."""
 
+import functools
+
 import pytest
 from torch import nn
 
+from app.config import Config
 from app.errors import UserError
 from app.run.prepare import prepare, read_task
 from strategies.layout import LayoutError
@@ -31,13 +34,23 @@ GROWING = (
 BATCHES = [8, 8, 8, 12, 12, 12, 24, 24]
 
 
-def trained(rank: int, world: int, strategy: str, *more: str) -> dict[int, dict[str, float]]:
-    """What a run logs in each step."""
+def prepared(world: int, strategy: str, *more: str) -> Config:
+    """The configuration that the workers of a run get."""
     run = config(*GROWING, f"strategy={strategy}", *more)
-    run = prepare(run, read_task(run), world, devices_per_node=None).config
+    return prepare(run, read_task(run), world, devices_per_node=None).config
+
+
+def trained(rank: int, world: int, strategy: str, run: Config) -> dict[int, dict[str, float]]:
+    """What a run logs in each step."""
     training, events = training_of(run, "/nowhere", rank, world, strategy)
     training.run()
     return {event.step: dict(event.values) for event in logged(events, "train/loss")}
+
+
+@functools.cache
+def trained_alone() -> dict[int, dict[str, float]]:
+    """What the run of one device logs in each step."""
+    return trained(0, 1, "single", prepared(1, "single"))
 
 
 @pytest.mark.alone
@@ -52,8 +65,8 @@ def trained(rank: int, world: int, strategy: str, *more: str) -> dict[int, dict[
 def test_every_layout_follows_the_same_curve_through_steps_up(
     strategy: str, more: list[str]
 ) -> None:
-    alone = trained(0, 1, "single")
-    (values, _) = run_distributed(trained, 2, 2, strategy, *more)
+    alone = trained_alone()
+    (values, _) = run_distributed(trained, 2, 2, strategy, prepared(2, strategy, *more))
     assert [alone[step]["train/global_batch_size"] for step in alone] == BATCHES
     assert alone[8]["train/samples_seen"] == sum(BATCHES)
     for metric, tolerance in (
@@ -68,7 +81,7 @@ def test_every_layout_follows_the_same_curve_through_steps_up(
 
 @pytest.mark.pure
 def test_the_rate_rises_with_the_batch_and_falls_with_the_samples() -> None:
-    constant = trained(0, 1, "single", "schedule.name=constant")
+    constant = trained(0, 1, "single", prepared(1, "single", "schedule.name=constant"))
     rates = [constant[step]["train/lr"] for step in constant]
     assert rates == pytest.approx([0.05 * (batch / 8) ** 0.5 for batch in BATCHES])
 

@@ -1,5 +1,6 @@
 """A run that decides on its batch while it trains: when it looks, what decides, and the run."""
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from app.config import Config
 from app.errors import UserError
 from app.run.prepare import prepare, read_task
 from app.storage.lease import write_lease
@@ -247,12 +249,18 @@ def by_step(events: list[Event], metric: str) -> dict[int, float]:
     return {event.step: event.values[metric] for event in logged(events, metric)}
 
 
-def trained(rank: int, world: int, strategy: str, *more: str) -> dict[str, Any]:
-    """What a run logs, says and decides."""
+def prepared(world: int, strategy: str, *more: str) -> Config:
+    """The configuration that the workers of a short run get."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         shorten(monkeypatch)
         run = config(*AUTO, f"strategy={strategy}", *more)
-        run = prepare(run, read_task(run), world, devices_per_node=None).config
+        return prepare(run, read_task(run), world, devices_per_node=None).config
+
+
+def trained(rank: int, world: int, strategy: str, run: Config) -> dict[str, Any]:
+    """What a run logs, says and decides."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        shorten(monkeypatch)
         training, events = training_of(run, "/nowhere", rank, world, strategy)
         summary = training.run()
     return {
@@ -270,6 +278,12 @@ def trained(rank: int, world: int, strategy: str, *more: str) -> dict[str, Any]:
     }
 
 
+@functools.cache
+def trained_alone() -> dict[str, Any]:
+    """What the run of one device logs, says and decides."""
+    return trained(0, 1, "single", prepared(1, "single"))
+
+
 def decided(run: dict[str, Any]) -> list[tuple[int, int, bool]]:
     return [(each["samples"], each["batch"], each["doubled"]) for each in run["batch"]["decisions"]]
 
@@ -278,16 +292,17 @@ def decided(run: dict[str, Any]) -> list[tuple[int, int, bool]]:
 @pytest.mark.parametrize(
     ("strategy", "more"),
     [
-        ("ddp", ["train.micro_batch_size=4"]),
+        # Its state is as whole as that of one device, which the tests below look at.
+        pytest.param("ddp", ["train.micro_batch_size=4"], marks=pytest.mark.slow),
         ("fsdp", ["train.micro_batch_size=8"]),
         ("pipeline", []),
     ],
 )
 def test_every_layout_decides_the_same_on_the_same_curve(strategy: str, more: list[str]) -> None:
-    alone = trained(0, 1, "single")
+    alone = trained_alone()
     assert decided(alone)
     assert alone["batch"]["last"] > 8
-    first, second = run_distributed(trained, 2, 2, strategy, *more)
+    first, second = run_distributed(trained, 2, 2, strategy, prepared(2, strategy, *more))
     assert decided(first) == decided(second) == decided(alone)
     assert first["steps"] == alone["steps"]
     assert first["batches"] == alone["batches"]
@@ -298,7 +313,7 @@ def test_every_layout_decides_the_same_on_the_same_curve(strategy: str, more: li
 
 @pytest.mark.pure
 def test_a_run_goes_on_from_the_better_branch_and_counts_the_other(short: None) -> None:
-    run = trained(0, 1, "single")
+    run = trained_alone()
     decisions = run["batch"]["decisions"]
     assert decisions[0]["samples"] == 80
     assert run["samples"] >= 100 * 8
@@ -319,7 +334,7 @@ def test_a_run_goes_on_from_the_better_branch_and_counts_the_other(short: None) 
 @pytest.mark.pure
 def test_the_branches_losses_are_those_of_runs_with_that_batch(short: None) -> None:
     constant = ("schedule.name=constant", "train.log_every=1", "train.micro_batch_size=8")
-    run = trained(0, 1, "single", *constant)
+    run = trained(0, 1, "single", prepared(1, "single", *constant))
     decision = run["batch"]["decisions"][0]
     begin = decision["samples"] // 8
     rows = f"[[0,8],[{decision['samples']},16]]"
@@ -339,7 +354,7 @@ def test_the_branches_losses_are_those_of_runs_with_that_batch(short: None) -> N
 @pytest.mark.parametrize("name", ["Exploding", "ExplodingOnStream"])
 def test_a_larger_batch_that_diverges_is_refused_and_leaves_nothing(short: None, name: str) -> None:
     task = f"task=tests.app.training.test_batch_growth_auto:{name}"
-    run = trained(0, 1, "single", task, "train.micro_batch_size=16")
+    run = trained(0, 1, "single", prepared(1, "single", task, "train.micro_batch_size=16"))
     assert [each["doubled"] for each in run["batch"]["decisions"]] == [False] * len(decided(run))
     assert any("16 diverged" in note for note in run["notes"])
     fixed = config(*AUTO, task, "train.batch_schedule=[]", "train.global_batch_size=8")

@@ -59,9 +59,17 @@ def _curves(rank: int, names: list[str]) -> list[list[Curve]]:
 
 
 @pytest.mark.alone
-def test_optimizers_train_the_same_model_under_every_layout() -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["muon", "adafactor", "rprop"],
+        # Like rprop, and like adamw in other tests, they take each number by itself.
+        pytest.param(["adadelta", "asgd", "radam"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_optimizers_train_the_same_model_under_every_layout(names: list[str]) -> None:
     """Those that need whole matrices, and those that no other test trains split."""
-    names = ["muon", "adafactor", "adadelta", "asgd", "radam", "rprop"]
     for name, curves in zip(names, run_distributed(_curves, 2, names)[0], strict=True):
         single = _curve(name, "single", 1)
         for layout, curve in zip(LAYOUTS, curves, strict=True):

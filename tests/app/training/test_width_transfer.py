@@ -14,7 +14,6 @@ from app.config.io import load_config
 from app.errors import UserError
 from app.models.gpt import GPT, TENSOR_PLAN
 from app.run.base_model import widths_of
-from app.run.prepare import prepare, read_task
 from app.storage.lease import write_lease
 from app.storage.storage import Storage
 from app.tasks import load_task
@@ -211,7 +210,7 @@ def curves(rank: int, world: int, strategies: list[str]) -> list[dict[int, dict[
     result = []
     for strategy in strategies:
         run = config(f"strategy={strategy}")
-        widths = prepare(run, read_task(run), world, devices_per_node=None).widths
+        widths = widths_of(run, load_task(run.task, run.task_args))
         training, events = training_of(run, "/nowhere", rank, world, strategy, widths=widths)
         training.run()
         result.append({event.step: dict(event.values) for event in logged(events, "train/loss")})
