@@ -47,6 +47,7 @@ class Device:
         gpu: Its datasheet (cluster/hardware.yaml).
         matmul: By precision, the share of the peak that large products reach.
         attention: Share of the peak that fused attention reaches.
+        flash: Speed of that attention, relative to FlashAttention-2 on the same GPU.
         stream: Share of the memory bandwidth that element-wise operations reach.
         k_half: Inner dimension with which a product runs at half of its speed.
         mn_half: Size of a result with which it does: half of what all processors compute at once.
@@ -64,6 +65,8 @@ class Device:
         unit_operations: Launches for a sharded unit in each pass: copies, events, hooks.
         again: Share of products that `selective` checkpointing recomputes: none in Trireme, every
             second in torchtitan.
+        logits: Bytes that a trainer moves for each number that the last layer gives, beside the
+            loss: metrics of a training batch, for example.
         async_tp: Share of tensor parallelism's communication that parallel.async_tp hides.
         scale: Share of a step lost with each doubling of GPUs: stragglers, congestion.
         stage: Share of computation that a pipeline loses beside its bubble: stops, starts, sends.
@@ -79,6 +82,7 @@ class Device:
     gpu: Gpu
     matmul: dict[str, float] = field(default_factory=dict)
     attention: float = 0.45
+    flash: float = 1.0
     stream: float = 0.8
     k_half: float = 100.0
     mn_half: float = 2.0e5
@@ -94,6 +98,7 @@ class Device:
     hidden: float = 0.9
     unit_operations: float = 25.0
     again: float = 0.0
+    logits: float = 0.0
     async_tp: float = 0.0
     scale: float = 0.0
     stage: float = 0.05
@@ -197,14 +202,18 @@ def family_of(gpu: Gpu) -> str:
 ASSUMED = {
     "products": "of the peak that large products reach",
     "attention": "of the peak that attention reaches",
+    "flash": "of FlashAttention-2's speed that attention reaches, in place of `attention`",
     "stream": "of the memory's bandwidth that other operations reach",
     "within": "of the links inside a node",
     "across": "of those between nodes",
     "async_tp": "of tensor parallelism's communication that parallel.async_tp hides",
     "scale": "of a step lost each time that the GPUs double",
+    "again": "of the products that selective checkpointing computes again",
+    "fragmentation": "of the allocated memory that cannot be used",
+    "logits": "bytes moved for each logit beside the loss, such as by metrics of training batches",
     "step": "seconds of a step that nothing hides",
 }
-"""What --assume changes, and what it is: a share, except for the last."""
+"""What --assume changes, and what it is: a share, except for the last two."""
 
 
 def apply_assumptions(device: Device, assumptions: tuple[str, ...]) -> Device:
@@ -231,6 +240,9 @@ def apply_assumptions(device: Device, assumptions: tuple[str, ...]) -> Device:
         if name == "products":
             precisions = [*device.matmul, *device.gpu.peak]
             device = replace(device, matmul=dict.fromkeys(precisions, number))
+        elif name == "flash":
+            attention = device.attention * number / device.flash
+            device = replace(device, attention=attention, flash=number)
         else:
             device = replace(device, **{name: number})  # type: ignore[arg-type]
     return device

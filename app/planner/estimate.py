@@ -274,7 +274,8 @@ class Estimator:
 
     def traits(self, candidate: Candidate) -> Traits:
         """What the error of the layout's plan depends on."""
-        return self._traits(candidate.model_split)
+        share = _attention_share(self._part_costs(self._work(candidate)))
+        return self._traits(candidate.model_split)._replace(attention=share)
 
     def _read_traits(self, layout: str) -> Traits:
         parameters = self.reader.size.parameters
@@ -524,6 +525,17 @@ class Estimator:
     def _rank_size_of(self, case: Case, counts: tuple[int, ...]) -> RankSize:
         shards = ParameterShards.of(case.candidate.parameter_dims)
         return self._rank_size(case.work.variant, case.candidate.dims.tp, shards, counts)
+
+
+def _attention_share(parts: list[PartCost]) -> float:
+    """The share of the seconds of a model's kernels that attention takes."""
+    attention = 0.0
+    total = 0.0
+    for part in parts:
+        forward, backward = part.attention_seconds
+        attention += (forward * part.attention_forwards + backward) * part.count
+        total += (part.forward_seconds + part.backward_seconds) * part.count
+    return attention / total if total else 0.0
 
 
 def _parts_of_chunks(order: list[str], sizes: tuple[int, ...]) -> list[list[str]]:

@@ -71,6 +71,8 @@ def text(
         f"The first is the simplest of those within {100 * NEAR:.0f} % of the best. Speeds are the "
         "range in which 80 % of runs lie; with `close` a trial decides (--max-batch)."
     )
+    if plan.by_kernels:
+        lines.append(_kernels_sentence(plan))
     unmeasured = plan.rows[0].unmeasured
     if unmeasured:
         kinds = ", ".join(unmeasured)
@@ -92,6 +94,18 @@ def text(
     if further:
         lines.append(f"Further: {'; '.join(further)}.")
     return "\n".join(lines)
+
+
+def _kernels_sentence(plan: Plan) -> str:
+    """What torch.compile makes of the first layout's time and memory."""
+    figures_of = {
+        name: f"{row.step_seconds:.3g} s a step and {row.memory_bytes / GIB:.3g} GiB"
+        for name, row in plan.by_kernels.items()
+    }
+    return (
+        f"The first compiled (train.compile=true): {figures_of['compiled']}; operation by "
+        f"operation: {figures_of['eager']}."
+    )
 
 
 def _correction(plan: Plan) -> Correction | None:
@@ -339,6 +353,10 @@ def as_json(plan: Plan, top: int) -> dict[str, Any]:
         "fitting": sum(row.fits for row in plan.rows),
         **_reasons(plan),
         "advice": advice(plan, tried),
+        "kernels": {
+            name: {"step_seconds": row.step_seconds, "memory_bytes": int(row.memory_bytes)}
+            for name, row in plan.by_kernels.items()
+        },
         "remedies": [remedy.as_json() for remedy in tried],
         "model": {
             "parameters": reader.parameters,

@@ -229,6 +229,9 @@ def _part_cost(
             values[f"moved_{phase}"] += values[f"rearranged_{phase}"]
     if work.precision == "fp8" and not is_block:  # fp8 is for the linear layers of blocks only
         work = work._replace(precision="bf16")
+    if name == AFTER and device.logits:
+        products = part.products_at("forward", work.batch, work.tp)
+        values["moved_forward"] += device.logits * _result_numbers(products)
     forward = _phase_cost(part, values, phase="forward", work=work, device=device)
     backward = _phase_cost(part, values, phase="backward", work=work, device=device)
     shares = _Recomputed(0.0, 0.0)
@@ -345,6 +348,12 @@ def _operand_numbers(products: npt.NDArray[np.float64]) -> float:
     """How many numbers both operands of all products have."""
     m, n, k, batch, repeats = products.T
     return float(((m * k + k * n) * batch * repeats).sum())
+
+
+def _result_numbers(products: npt.NDArray[np.float64]) -> float:
+    """How many numbers the results of all products have."""
+    m, n, _, batch, repeats = products.T
+    return float((m * n * batch * repeats).sum())
 
 
 def _phase_cost(

@@ -1,5 +1,6 @@
 """A plan: every layout of an experiment on a machine, with its memory and time, best first."""
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -55,6 +56,27 @@ class Plan:
     def best(self) -> Estimate | None:
         """The best layout, if one fits."""
         return self.rows[0] if self.rows and self.rows[0].fits else None
+
+    @functools.cached_property
+    def by_kernels(self) -> dict[str, Estimate]:
+        """The first layout "compiled" by torch.compile and "eager", operation by operation.
+
+        Empty on CPUs, of which the planner does not know what compiling gains.
+        """
+        if self.machine.device.is_cpu:
+            return {}
+        first = self.rows[0]
+        estimates = {}
+        for name in ("compiled", "eager"):
+            options = replace(
+                self.estimator.options,
+                compile=name == "compiled",
+                compile_backend="inductor",
+                stages=first.stages,
+            )
+            estimator = replace(self.estimator, options=options)
+            estimates[name] = estimator.estimate(first.candidate)
+        return estimates
 
     @property
     def steps(self) -> int | None:

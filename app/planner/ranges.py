@@ -4,8 +4,10 @@ The ranges are conformal: they are made of the errors of runs whose layout split
 same way, each planned with constants that were fitted to other sources' runs only, so that they
 hold for runs of a new source. A range is wider the further a plan is from all of these runs: a
 model of another kind, a family of GPUs without fitted constants, a layout that nobody has
-published, a model or a sequence smaller than the smallest or larger than the largest (`ranges` in
-fitted.yaml, written by `python -m experiments.benchmarks published --fit`).
+published, a model or a sequence smaller than the smallest or larger than the largest. It reaches
+further down the more of the computing is attention, whose kernels differ between trainers by more
+than any others (`ranges` in fitted.yaml, written by `python -m experiments.benchmarks published
+--fit`).
 """
 
 import math
@@ -30,6 +32,7 @@ class Traits(NamedTuple):
         family: Of GPUs with fitted constants; "" for none.
         billions: Of parameters.
         sequence: Tokens of a sequence; None if there are none.
+        attention: Share of the computing time that attention takes.
     """
 
     layout: str
@@ -37,6 +40,7 @@ class Traits(NamedTuple):
     family: str
     billions: float
     sequence: int | None
+    attention: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,7 @@ def spread_of(traits: Traits, ranges: Mapping[str, Any]) -> Spread:
         return Spread(*DEFAULT)
     unmeasured, distance = distance_of(traits, ranges["seen"])
     low, high = base_of(traits, ranges["layouts"], distance)
+    low /= 1 + ranges["attention"] * traits.attention
     exponent = 1 + ranges["wider"] * distance
     return Spread(low**exponent, high**exponent, unmeasured)
 

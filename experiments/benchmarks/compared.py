@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from app.config.io import load_config
-from app.planner.device import Device, family_of
+from app.planner.device import Device, apply_assumptions
 from app.planner.estimate import Estimate
 from app.planner.machine import MachineOptions, find_machine
 from app.planner.plan import GIB, Plan
@@ -73,33 +72,6 @@ class Compared:
 _READERS: dict[str, Reader] = {}
 """The readers of models, for all runs that differ in their layout alone."""
 
-FLASH_OF_TORCH = {"hopper": 1.4}
-"""By family of GPUs, the speed of the attention that torch uses, relative to FlashAttention-2.
-
-On H100 it is cuDNN's.
-"""
-
-
-def _as_described(device: Device, description: dict[str, Any]) -> Device:
-    """The device as the run's trainer used it.
-
-    Args:
-        device: The device as torch uses it.
-        description: What published_sources.yaml says of the run.
-    """
-    torch_speed = FLASH_OF_TORCH.get(family_of(device.gpu), 1.0)
-    attention_speed = description.get("flash", 1.0) / torch_speed
-    device = replace(
-        device,
-        attention=device.attention * attention_speed,
-        again=description.get("again", 0.0),
-    )
-    device = replace(device, context=description.get("context_gib", device.context / GIB) * GIB)
-    fragments = description.get("fragments", 0.0)
-    if fragments:
-        device = replace(device, fragmentation=fragments / (1 - fragments))
-    return device
-
 
 @dataclass(frozen=True)
 class Prepared:
@@ -131,8 +103,8 @@ class Prepared:
 
         Args:
             change: Returns the device with other constants.
-            described: Whether the plan is made with what published_sources.yaml says of the run's
-                kernels and memory, which the plain command does not know.
+            described: Whether the command has the --assume options with which a user of the run's
+                trainer would describe it.
         """
         if self.plan is None:
             return Compared(self.run, None, self.refusal)
@@ -141,7 +113,7 @@ class Prepared:
         if change is not None:
             device = change(device)
         if described:
-            device = _as_described(device, dict(self.run.described))
+            device = apply_assumptions(device, self.run.assumptions)
         estimator = replace(estimator, machine=replace(estimator.machine, device=device))
         estimates = []
         for row in self.plan.rows:
@@ -149,7 +121,10 @@ class Prepared:
             options = replace(estimator.options, stages=row.stages)
             estimates.append(replace(estimator, options=options).estimate(row.candidate))
         fastest = min(estimates, key=lambda row: (not row.fits, row.step_seconds))
-        return Compared(self.run, fastest, context=device.context)
+        context = device.context
+        if described:
+            context = dict(self.run.described).get("context_gib", context / GIB) * GIB
+        return Compared(self.run, fastest, context=context)
 
 
 def prepare(run: Run) -> Prepared:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 
 import click
 import numpy as np
@@ -65,37 +66,69 @@ def draw_calibration(
     figure.savefig(path, dpi=90)
 
 
-def among_published(compared: Sequence[Compared]) -> list[dict[str, str]]:
-    """What a plan's choice among published layouts loses.
+@dataclass(frozen=True)
+class Choice:
+    """The layout that a plan ranks first, of those in which one model was run on the same GPUs.
 
-    Where one model was run in several layouts on the same GPUs: how much longer the layout took
-    that a plan ranks first than the fastest one, or that it ran out of memory. Layouts that ran out
-    of memory are among them.
+    Attributes:
+        members: The runs, those that ran out of memory included.
+        chosen: The run whose plan is ranked first.
+        best: The fastest run.
     """
-    rows = []
+
+    members: tuple[Compared, ...]
+    chosen: Compared
+    best: Compared
+
+    @property
+    def loss(self) -> float | None:
+        """How much longer the choice took than the fastest, as a share; None: out of memory."""
+        if not self.chosen.run.step_seconds:
+            return None
+        return self.chosen.run.step_seconds / self.best.run.step_seconds - 1
+
+    @property
+    def row(self) -> dict[str, str]:
+        """The choice as a line."""
+        assert self.chosen.plan is not None and self.best.plan is not None
+        is_best = self.chosen is self.best
+        run = self.chosen.run
+        loss = "ran out of memory" if self.loss is None else f"{100 * self.loss:+.1f} %, measured"
+        return {
+            "run": f"{run.model}, {run.sequence:,} tokens, {run.gpus} GPUs",
+            "layouts": str(len(self.members)),
+            "chosen": settings_text(self.chosen.plan),
+            "best known": "the same" if is_best else settings_text(self.best.plan),
+            "chosen takes": loss,
+            "mostly": "",
+        }
+
+
+def choices(compared: Sequence[Compared]) -> list[Choice]:
+    """What a plan chooses where one model was run in several layouts on the same GPUs."""
+    chosen = []
     for members in _same_models(compared).values():
         finished = [one for one in members if one.run.step_seconds]
-        if len(members) < MIN_LAYOUTS or not finished:
-            continue
-        chosen = _ranked_first(members)
-        best = min(finished, key=lambda one: one.run.step_seconds)
-        assert chosen.plan is not None and best.plan is not None
-        loss = "ran out of memory"
-        if chosen.run.step_seconds:
-            relative = chosen.run.step_seconds / best.run.step_seconds - 1
-            loss = f"{100 * relative:+.1f} %, measured"
-        run = members[0].run
-        rows.append(
-            {
-                "run": f"{run.model}, {run.sequence:,} tokens, {run.gpus} GPUs",
-                "layouts": str(len(members)),
-                "chosen": settings_text(chosen.plan),
-                "best known": "the same" if chosen is best else settings_text(best.plan),
-                "chosen takes": loss,
-                "mostly": "",
-            }
-        )
-    return rows
+        if len(members) >= MIN_LAYOUTS and finished:
+            best = min(finished, key=lambda one: one.run.step_seconds)
+            chosen.append(Choice(tuple(members), _ranked_first(members), best))
+    return chosen
+
+
+def figures_of(chosen: Sequence[Choice]) -> dict[str, object]:
+    """The figures of choices together.
+
+    Returns:
+        "models"; "ran_out", how many choices ran out of memory; "median_loss" and "largest_loss" of
+        the others.
+    """
+    losses = [choice.loss for choice in chosen if choice.loss is not None]
+    return {
+        "models": len(chosen),
+        "ran_out": len(chosen) - len(losses),
+        "median_loss": float(np.median(losses)) if losses else None,
+        "largest_loss": max(losses, default=None),
+    }
 
 
 def _same_models(compared: Sequence[Compared]) -> dict[tuple[Hashable, ...], list[Compared]]:

@@ -97,6 +97,8 @@ QUANTILES = (10.0, 90.0)
 """The quantiles of errors between which the range is that a plan shows."""
 ENOUGH = 8
 """Runs that a kind of layout needs for a range of its own."""
+LARGE_ATTENTION = 0.2
+"""The share of computing above which attention is a large part of a step."""
 
 
 def known_values() -> Values:
@@ -296,10 +298,12 @@ def ranges(errors: Errors, quantiles: tuple[float, float] = QUANTILES) -> dict[s
 
     Returns:
         "layouts": the range of each kind of layout; "seen": the traits of runs that were fitted to;
-        "wider": by how much a range is wider where a run has a trait that none of these has, which
-        is the least by which 80 % of such runs are inside.
+        "attention": how many times longer attention may take, less 1: the least with which the
+        low end holds for runs that are attention to a large part; "wider": by how much a range is
+        wider where a run has a trait that none of these has, which is the least by which 80 % of
+        such runs are inside.
     """
-    fitted = [pair for pair in errors if _has_constants(pair[0])]
+    fitted = [pair for pair in errors if has_constants(pair[0])]
     shares = defaultdict[str, list[float]](list)
     for traits, error in fitted:
         share = 1 / (1 + error)
@@ -318,13 +322,36 @@ def ranges(errors: Errors, quantiles: tuple[float, float] = QUANTILES) -> dict[s
         "billions": [_rounded(min(sizes)), _rounded(max(sizes))],
         "sequence": [min(lengths), max(lengths)],
     }
+    attention = _slower_attention(fitted, ends, quantiles[0])
     wider = _wider(errors, ends, seen, quantiles=quantiles)
-    return {"layouts": ends, "seen": seen, "wider": wider}
+    return {"layouts": ends, "seen": seen, "attention": attention, "wider": wider}
 
 
-def _has_constants(traits: Traits) -> bool:
+def has_constants(traits: Traits) -> bool:
     """Whether constants may be fitted to runs with these traits."""
     return traits.family in FAMILIES and traits.model == DENSE
+
+
+def _slower_attention(errors: Errors, ends: dict[str, list[float]], low_quantile: float) -> float:
+    """How many times longer attention may take, less 1, so that the low end of ranges holds.
+
+    Args:
+        errors: Of runs with fitted constants.
+        ends: The range of each kind of layout.
+        low_quantile: Percent of the runs that may be below the low end.
+
+    Returns:
+        0 if fewer than `ENOUGH` runs are attention to a large part; rounded up.
+    """
+    needed = []
+    for traits, error in errors:
+        if traits.attention > LARGE_ATTENTION:
+            low = base_of(traits, ends, 0.0)[0]
+            needed.append(max(0.0, (low * (1 + error) - 1) / traits.attention))
+    if len(needed) < ENOUGH:
+        return 0.0
+    quantile = min(1.0, (1 - low_quantile / 100) * (len(needed) + 1) / len(needed))
+    return math.ceil(100 * float(np.quantile(needed, quantile, method="higher"))) / 100
 
 
 def _wider(

@@ -5,8 +5,9 @@ run's trainer is told to the planner but what the command's keys say: degrees, m
 recomputation, precision, and whether its kernels are fused as those of torch.compile are.
 
 `--fit` fits the constants to the rows of the part `fit` and writes app/planner/fitted.yaml.
-`--leave-out source` (or `gpu`) fits anew for each source (GPU), to the rows of all others, and
-judges on its own.
+`--described` puts plans beside it to which trainers are described by what their sources say of
+them, as `trireme plan --assume` takes it. `--leave-out source` (or `gpu`) fits constants and ranges
+anew for each source (GPU), to the rows of all others, and judges on its own.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import click
 import numpy as np
 
 from app.errors import UserError
 from app.planner.device import constants as planner_constants
+from app.planner.ranges import Traits, spread_of
 from experiments.benchmarks import evidence, fit
 from experiments.benchmarks.compared import Compared, Prepared, prepare
 from experiments.benchmarks.harness import show
-from experiments.benchmarks.published_runs import GIB, PARTS, Run, runs
+from experiments.benchmarks.published_runs import GIB, PARTS, Run, runs, sweep_runs
 
 KINDS = {
     "data": "data parallel",
@@ -80,11 +84,19 @@ def _groups_of(run: Run, billions: float) -> dict[str, str]:
     }
 
 
-def _group_row(grouping: str, name: str, members: Sequence[Compared]) -> dict[str, str]:
+def _group_row(
+    grouping: str, name: str, members: Sequence[Compared], told: Sequence[Compared]
+) -> dict[str, str]:
     """One group's line.
 
     It has the errors of speed and memory, how many published speeds are inside the range, and how
     many runs are refused or said not to fit.
+
+    Args:
+        grouping: What the group is a group of.
+        name: The group's name.
+        members: Its runs beside plans to which nothing was told.
+        told: The same beside plans to which their trainers were described; empty without those.
     """
     with_speed = [one for one in members if one.has_speed]
     planned = [one.plan for one in members if one.plan is not None]
@@ -110,13 +122,9 @@ def _group_row(grouping: str, name: str, members: Sequence[Compared]) -> dict[st
         "memory": "",
         "memory bias": "",
     }
-    if with_speed:
-        errors = sorted(abs(one.error) for one in with_speed)
-        row["median"] = percent(statistics.median(errors))
-        row["90th"] = percent(errors[int(0.9 * (len(errors) - 1))])
-        bias = statistics.median(one.error for one in with_speed)
-        row["bias"] = percent(bias, signed=True)
-        row["inside"] = percent(sum(one.is_inside for one in with_speed) / len(with_speed))
+    row |= _errors_of_speed(with_speed)
+    for key, value in _errors_of_speed([one for one in told if one.has_speed]).items():
+        row[f"told: {key}"] = value
     if ran_out:
         foreseen = sum(plan.verdict != "fits" for plan in ran_out)
         row["ran out"] = f"{foreseen} of {len(ran_out)} foreseen"
@@ -126,19 +134,47 @@ def _group_row(grouping: str, name: str, members: Sequence[Compared]) -> dict[st
     return row
 
 
-def summary(compared: Iterable[Compared], billions: Mapping[Run, float]) -> list[dict[str, str]]:
+def _errors_of_speed(with_speed: Sequence[Compared]) -> dict[str, str]:
+    """Errors of runs with a speed, and how many are inside the range; empty without runs."""
+    if not with_speed:
+        return {}
+    errors = sorted(abs(one.error) for one in with_speed)
+    bias = statistics.median(one.error for one in with_speed)
+    return {
+        "median": percent(statistics.median(errors)),
+        "90th": percent(errors[int(0.9 * (len(errors) - 1))]),
+        "bias": percent(bias, signed=True),
+        "inside": percent(sum(one.is_inside for one in with_speed) / len(with_speed)),
+    }
+
+
+def summary(
+    compared: Iterable[Compared],
+    billions: Mapping[Run, float],
+    told: Iterable[Compared] = (),
+) -> list[dict[str, str]]:
     """A line for each group.
 
     Args:
         compared: Runs and their plans.
         billions: The size of each run's model, in billions of parameters.
+        told: The same runs beside plans to which their trainers were described.
     """
+    groups = _grouped(compared, billions)
+    groups_told = _grouped(told, billions)
+    keys = sorted(groups, key=lambda key: GROUPINGS.index(key[0]))
+    return [_group_row(*key, groups[key], groups_told[key]) for key in keys]
+
+
+def _grouped(
+    compared: Iterable[Compared], billions: Mapping[Run, float]
+) -> defaultdict[tuple[str, str], list[Compared]]:
+    """Runs by (grouping, name of the group)."""
     groups = defaultdict[tuple[str, str], list[Compared]](list)
     for one in compared:
         for grouping, name in _groups_of(one.run, billions[one.run]).items():
             groups[grouping, name].append(one)
-    keys = sorted(groups, key=lambda key: GROUPINGS.index(key[0]))
-    return [_group_row(grouping, name, groups[grouping, name]) for grouping, name in keys]
+    return groups
 
 
 def memory_summary(
@@ -212,6 +248,7 @@ def without_own(
     fitted: Sequence[Prepared],
     *,
     group_by: str,
+    described: bool = False,
 ) -> list[Compared]:
     """Plans each row with constants fitted only to rows of other sources, or on other GPUs.
 
@@ -220,24 +257,27 @@ def without_own(
         whole_fit: The fit to all rows that are for it.
         fitted: Those rows.
         group_by: "source" or "gpu".
+        described: Whether a row's trainer is described to its plan.
     """
-
-    def group(one: Prepared) -> str:
-        return one.run.source if group_by == "source" else one.run.gpu.partition(":")[0]
 
     weights = fit.weights([one.run for one in fitted])
     groups = defaultdict[str, list[Prepared]](list)
     for one in prepared:
-        groups[group(one)].append(one)
+        groups[_left_out_with(one.run, group_by)].append(one)
     compared = []
     for name, members in groups.items():
-        kept = np.flatnonzero([group(one) != name for one in fitted])
+        kept = np.flatnonzero([_left_out_with(one.run, group_by) != name for one in fitted])
         values = whole_fit.values
         if len(kept) < len(fitted):
             values = fit.without(whole_fit, kept, weights[kept])
         change = fit.changed(values)
-        compared += [one.compare(change) for one in members]
+        compared += [one.compare(change, described=described) for one in members]
     return compared
+
+
+def _left_out_with(run: Run, group_by: str) -> str:
+    """The source or the GPU with which a run is left out of a fit."""
+    return run.source if group_by == "source" else run.gpu.partition(":")[0]
 
 
 def _is_fitted(one: Prepared) -> bool:
@@ -260,12 +300,59 @@ def write_fit(prepared: Sequence[Prepared]) -> str:
     sources = [one.run.source for one in fitted]
     intervals = fit.intervals(whole_fit, sources, fit.weights([one.run for one in fitted]))
     unseen = without_own(prepared, whole_fit, fitted, group_by="source")
-    traits = {one.run: one.traits for one in prepared if one.plan is not None}
-    errors = []
-    for one in unseen:
-        if one.has_speed and one.run.part == "fit":
-            errors.append((traits[one.run], one.error))
+    errors = [error for _, error in _errors_for_ranges(unseen, _traits(prepared))]
     return fit.write(whole_fit.values, intervals, fit.ranges(errors), len(fitted))
+
+
+def _traits(prepared: Sequence[Prepared]) -> dict[Run, Traits]:
+    """What the error of each run's plan depends on."""
+    return {one.run: one.traits for one in prepared if one.plan is not None}
+
+
+def _errors_for_ranges(
+    unseen: Sequence[Compared], traits: Mapping[Run, Traits]
+) -> list[tuple[Run, tuple[Traits, float]]]:
+    """The errors that ranges are made of: those of rows that constants are fitted to."""
+    return [
+        (one.run, (traits[one.run], one.error))
+        for one in unseen
+        if one.has_speed and one.run.part == "fit"
+    ]
+
+
+def with_ranges_of_others(
+    compared: Sequence[Compared],
+    unseen: Sequence[Compared],
+    traits: Mapping[Run, Traits],
+    *,
+    group_by: str,
+) -> list[Compared]:
+    """The same runs, with ranges that were made of the errors of other sources', or on other GPUs.
+
+    Ranges stay as they are where there are too few others to make any of.
+
+    Args:
+        compared: The runs beside their plans.
+        unseen: The runs, each planned with constants of others, and nothing told to their plans.
+        traits: What the error of each run's plan depends on.
+        group_by: "source" or "gpu".
+    """
+    errors = _errors_for_ranges(unseen, traits)
+    ranges_for: dict[str, dict[str, Any]] = {}
+    for group in {_left_out_with(one.run, group_by) for one in compared}:
+        others = [pair for run, pair in errors if _left_out_with(run, group_by) != group]
+        has_enough = sum(fit.has_constants(each) for each, _ in others) >= fit.ENOUGH
+        ranges_for[group] = fit.ranges(others) if has_enough else {}
+    changed = []
+    for one in compared:
+        ranges = ranges_for[_left_out_with(one.run, group_by)]
+        if one.plan is None or not ranges:
+            changed.append(one)
+            continue
+        spread = spread_of(traits[one.run], ranges)
+        plan = replace(one.plan, speed_range=(spread.low, spread.high))
+        changed.append(replace(one, plan=plan))
+    return changed
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -294,7 +381,7 @@ def write_fit(prepared: Sequence[Prepared]) -> str:
 @click.option(
     "--described",
     is_flag=True,
-    help="Plan with what is known of the runs' kernels, too.",
+    help="Beside plans to which trainers are described too, by --assume.",
 )
 @click.option("--runs", "shows_runs", is_flag=True, help="A line per run too.")
 @click.option(
@@ -313,6 +400,11 @@ def write_fit(prepared: Sequence[Prepared]) -> str:
     is_flag=True,
     help="Only runs whose peak of memory was published.",
 )
+@click.option(
+    "--sweep",
+    is_flag=True,
+    help="The same of every layout of one complete sweep (layouts.csv.gz) in place of the tables.",
+)
 @click.option("--json", "as_json", is_flag=True)
 def main(
     tables: tuple[str, ...],
@@ -324,13 +416,15 @@ def main(
     calibration: str | None,
     regret: bool,
     of_memory: bool,
+    sweep: bool,
     as_json: bool,
 ) -> None:
-    if of_memory and (fits or leave_out or calibration or regret):
+    if of_memory and (fits or leave_out or calibration or regret or sweep):
         raise UserError(
-            "--memory reads few runs: leave out --fit, --leave-out, --calibration, --regret"
+            "--memory reads few runs: leave out --fit, --leave-out, --calibration, --regret and "
+            "--sweep"
         )
-    all_runs = runs(*tables)
+    all_runs = sweep_runs() if sweep else runs(*tables)
     if of_memory:
         all_runs = [run for run in all_runs if run.memory_gib]
     prepared = [prepare(run) for run in all_runs]
@@ -339,24 +433,54 @@ def main(
         planner_constants.cache_clear()
         prepared = [prepare(run) for run in runs(*tables)]
     chosen = [one for one in prepared if not parts or one.run.part in parts]
+    told: list[Compared] = []
     if leave_out or calibration:
-        fitted = [one for one in prepared if _is_fitted(one)]
-        whole_fit = fit_to(fitted, again=False)
-        compared = without_own(chosen, whole_fit, fitted, group_by=leave_out or "source")
+        compared, told = _left_out(prepared, chosen, leave_out or "source", described=described)
     else:
-        compared = [one.compare(described=described) for one in chosen]
+        compared = [one.compare() for one in chosen]
+        if described:
+            told = [one.compare(described=True) for one in chosen]
     if calibration:
         evidence.draw_calibration(chosen, compared, calibration)
-    if regret:
-        lines = [*evidence.among_published(compared), *evidence.beside_best(chosen)]
-    elif shows_runs:
-        lines = [_run_row(one) for one in compared]
-    elif of_memory:
-        lines = memory_summary(compared, {one.run: _billions(one) for one in prepared})
-    else:
-        lines = summary(compared, {one.run: _billions(one) for one in prepared})
     results = _figures(compared)
+    if regret or sweep:
+        chosen_layouts = evidence.choices(compared)
+        results |= evidence.figures_of(chosen_layouts)
+        lines = [choice.row for choice in chosen_layouts] + evidence.beside_best(chosen)
+    elif shows_runs:
+        lines = [_run_row(one) for one in told or compared]
+    elif of_memory:
+        lines = memory_summary(told or compared, {one.run: _billions(one) for one in prepared})
+    else:
+        lines = summary(compared, {one.run: _billions(one) for one in prepared}, told)
     show("published", results | {"table": lines}, lines, as_json=as_json)
+
+
+def _left_out(
+    prepared: Sequence[Prepared], chosen: Sequence[Prepared], group_by: str, *, described: bool
+) -> tuple[list[Compared], list[Compared]]:
+    """Runs beside plans whose constants and ranges come from other sources, or other GPUs.
+
+    Args:
+        prepared: All rows.
+        chosen: The rows that are judged.
+        group_by: "source" or "gpu".
+        described: Whether the second list is wanted.
+
+    Returns:
+        (beside plans to which nothing was told, beside plans to which trainers were described)
+    """
+    fitted = [one for one in prepared if _is_fitted(one)]
+    whole_fit = fit_to(fitted, again=False)
+    traits = _traits(prepared)
+    unseen = without_own(prepared, whole_fit, fitted, group_by=group_by)
+    judged = {one.run for one in chosen}
+    compared = [one for one in unseen if one.run in judged]
+    told: list[Compared] = []
+    if described:
+        told = without_own(chosen, whole_fit, fitted, group_by=group_by, described=True)
+        told = with_ranges_of_others(told, unseen, traits, group_by=group_by)
+    return with_ranges_of_others(compared, unseen, traits, group_by=group_by), told
 
 
 def _billions(one: Prepared) -> float:

@@ -6,6 +6,9 @@ fine-tuning, other GPUs). A row is planned as the same model of the `transformer
 the language_modelling task if that has the model, with the run's degrees, micro-batch,
 recomputation and precision written as keys.
 
+layouts.csv.gz has all 587 layouts that Aleph Alpha ran with FlashAttention-2; 108 rows of
+published.csv are from the same sheets.
+
 A hash of a row's address and settings puts it into one of three parts: `fit` (constants are fitted
 to it), `choose` (looked at while the planner is written) and `held out` (looked at once, when the
 planner is finished).
@@ -15,9 +18,10 @@ from __future__ import annotations
 
 import csv
 import functools
+import gzip
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, astuple, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,7 @@ import yaml
 
 FOLDER = Path(__file__).parent
 TABLES = tuple(FOLDER / f"{name}.csv" for name in ("published", "llm_foundry", "beyond"))
+SWEEP = FOLDER / "layouts.csv.gz"
 SOURCES = FOLDER / "published_sources.yaml"
 MODELS = FOLDER / "models.yaml"
 PARTS = ("fit", "fit", "choose", "held out")
@@ -102,8 +107,8 @@ class Run:
         method: "pretrain", "sft" or "lora".
         table: The table that the row is in.
         ran_out: Whether it ran out of memory.
-        described: What published_sources.yaml says of its kernels and of its memory, which a plain
-            command does not know.
+        described: What published_sources.yaml says of its trainer, which a plain command does not
+            know: values of --assume by name, and `context_gib`.
         peak: What `memory_gib` counts: what torch had "allocated", what its allocator had
             "reserved", or what the "card" had in use; "" if the source does not say.
     """
@@ -165,6 +170,11 @@ class Run:
             return self.method
         split = [name for name in ("cp", "tp", "pp") if getattr(self, name) > 1]
         return "+".join(split) or "data"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """The --assume options with which a user of its trainer would describe it to a plan."""
+        return tuple(f"{name}={value}" for name, value in self.described if name != "context_gib")
 
     @property
     def is_mixture(self) -> bool:
@@ -329,9 +339,26 @@ def runs(*paths: str | Path) -> list[Run]:
     return rows
 
 
+def sweep_runs() -> list[Run]:
+    """Every layout of a complete published sweep, those that ran out of memory included.
+
+    layouts.csv.gz has what differs between the layouts of a source; published.csv has the rest.
+    """
+    of_source: dict[str, dict[str, str]] = {}
+    with TABLES[0].open(newline="") as file:
+        for entry in csv.DictReader(file):
+            of_source.setdefault(entry["source"], entry)
+    with gzip.open(SWEEP, "rt", newline="") as file:
+        entries = [of_source[entry["source"]] | entry for entry in csv.DictReader(file)]
+    return _runs_of(entries)
+
+
 def _read_table(path: Path) -> list[Run]:
     with path.open(newline="") as file:
-        entries = list(csv.DictReader(file))
+        return _runs_of(list(csv.DictReader(file)))
+
+
+def _runs_of(entries: Sequence[Mapping[str, str]]) -> list[Run]:
     sources = yaml.safe_load(SOURCES.read_text())
     rows = []
     for entry in entries:

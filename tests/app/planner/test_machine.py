@@ -16,7 +16,7 @@ from app.config.io import load_config
 from app.errors import RunFailed, UserError
 from app.planner import calibrate, trial
 from app.planner.calibrate import keep
-from app.planner.device import assumptions, device_named
+from app.planner.device import Device, assumptions, device_named
 from app.planner.machine import MachineOptions, cpus, find_machine, of_shape
 from app.planner.output import experiment
 from app.planner.plan import make_plan
@@ -77,6 +77,20 @@ def test_assumptions_are_listed_in_two_lines_and_changed_by_name() -> None:
     assert device.matmul["bf16"] == device.matmul["fp8"] == 0.4
     lines = assumptions(device, "bf16").splitlines()
     assert len(lines) == 2 and "fitted to published runs" in lines[0] and "across 0.5" in lines[1]
+
+
+@pytest.mark.parametrize(("gpu", "flash_of_torch"), [("h100-80gb", 1.4), ("a100-80gb", 1.0)])
+def test_attention_is_assumed_relative_to_flash_attention_2(
+    gpu: str, flash_of_torch: float
+) -> None:
+    def device(*assume: str) -> Device:
+        return find_machine(MachineOptions(gpus=1, gpu=gpu, assume=assume), "auto").device
+
+    slow = device("flash=0.5")
+    assert slow.attention == pytest.approx(device().attention * 0.5 / flash_of_torch)
+    assert "flash 0.5" in assumptions(slow, "bf16")
+    assert device(f"flash={flash_of_torch}").attention == pytest.approx(device().attention)
+    assert device("logits=28").logits == 28
 
 
 def test_the_catalogue_is_complete_and_a_gpu_is_known_by_its_names() -> None:

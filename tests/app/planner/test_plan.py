@@ -23,7 +23,7 @@ from app.planner.chart import best_by_number, draw
 from app.planner.estimate import Estimate
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.machine import Machine, cpus
-from app.planner.output import cells, distinct, families
+from app.planner.output import as_json, cells, distinct, families, text
 from app.planner.plan import Plan, make_plan, reader_of
 from app.planner.read import Reader
 from app.planner.stand_in import plan_experiment
@@ -50,6 +50,21 @@ SPACE = Space(
     precisions=("bf16",),
     cp_sequence=16384,
 )
+
+
+def test_a_plan_says_what_compiling_gains_with_both_numbers(small: Reader) -> None:
+    fixed = ("strategy", "train.micro_batch_size", *FEWER)
+    plan = plan_of(
+        small, gpus(8), *BF16, "strategy=ddp", "train.micro_batch_size=8", fixed_keys=fixed
+    )
+    seconds = {name: row.step_seconds for name, row in plan.by_kernels.items()}
+    assert seconds["compiled"] < seconds["eager"]
+    shown = "compiled" if plan.config.train.compile else "eager"
+    assert seconds[shown] == pytest.approx(plan.rows[0].step_seconds)
+    assert as_json(plan, 1)["kernels"]["eager"]["step_seconds"] == seconds["eager"]
+    sentence = next(line for line in text(plan).splitlines() if line.startswith("The first comp"))
+    assert all(f"{value:.3g} s a step" in sentence for value in seconds.values())
+    assert as_json(plan_of(small, cpus(1), fixed_keys=FEWER), 1)["kernels"] == {}
 
 
 def test_a_collective_waits_for_the_slowest_link() -> None:

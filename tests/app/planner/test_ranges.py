@@ -12,7 +12,12 @@ SEEN = {
     "billions": [1.0, 70.0],
     "sequence": [2048, 8192],
 }
-RANGES = {"layouts": {"any": [0.8, 1.2], "tp": [0.9, 1.1]}, "seen": SEEN, "wider": 0.5}
+RANGES = {
+    "layouts": {"any": [0.8, 1.2], "tp": [0.9, 1.1]},
+    "seen": SEEN,
+    "attention": 1.0,
+    "wider": 0.5,
+}
 KNOWN = Traits("data", DENSE, "hopper", 7.0, 4096)
 
 
@@ -52,3 +57,9 @@ def test_each_trait_that_no_measured_run_has_widens_the_range(
 
 def test_a_missing_sequence_length_does_not_widen_the_range() -> None:
     assert spread_of(KNOWN._replace(sequence=None), RANGES) == spread_of(KNOWN, RANGES)
+
+
+def test_a_range_reaches_further_down_the_more_of_the_computing_is_attention() -> None:
+    """Attention at half of the speed makes a step that is half attention 1.5 times as long."""
+    spread = spread_of(KNOWN._replace(attention=0.5), RANGES)
+    assert (spread.low, spread.high) == (pytest.approx(0.8 / 1.5), 1.2)

@@ -22,7 +22,9 @@ from click.testing import CliRunner
 from app.config.io import load_config
 from app.data.order import Order
 from app.models.gpt import GPT
+from app.planner.machine import MachineOptions, find_machine
 from app.planner.ranges import Traits, spread_of
+from app.planner.stand_in import plan_experiment
 from app.tasks.huggingface.model import find_model, library, resolve_config
 from cluster.hardware import find_gpu
 from experiments.benchmarks import evidence, fit, harness, laws, plain, published, published_runs
@@ -110,9 +112,11 @@ def test_the_planners_choice_is_compared_with_published_runs() -> None:
         chosen = Compared(
             replace(measured, micro_batch=4, ran_out=ran_out, step_seconds=step), fast
         )
-        (row,) = evidence.among_published([*members, chosen])
-        assert row["chosen takes"].startswith(difference) and row["layouts"] == "3"
-    assert not evidence.among_published(members), "two layouts are too few"
+        (choice,) = evidence.choices([*members, chosen])
+        assert choice.row["chosen takes"].startswith(difference) and choice.row["layouts"] == "3"
+        figures = evidence.figures_of([choice])
+        assert figures["ran_out"] == ran_out and figures["models"] == 1
+    assert not evidence.choices(members), "two layouts are too few"
 
 
 def test_published_runs_have_a_source_and_a_part_that_results_do_not_decide() -> None:
@@ -130,6 +134,34 @@ def test_published_runs_have_a_source_and_a_part_that_results_do_not_decide() ->
     assert all(replace(run, **other_results).part == run.part for run in table)
     ran_out = [run for run in table if run.ran_out]
     assert len(ran_out) == 28 and not any(run.step_seconds for run in ran_out)
+
+
+def test_the_sweep_has_all_layouts_of_its_sheets() -> None:
+    sweep = published_runs.sweep_runs()
+    assert len(sweep) == 587 and 300 < sum(run.ran_out for run in sweep) < 400
+    settings = ("kernels", "micro_batch", "tp", "pp", "sequence_parallel", "recompute")
+    seconds = {
+        (run.source, *(getattr(run, name) for name in settings)): run.step_seconds for run in sweep
+    }
+    same = [run for run in published.runs() if run.source in {run.source for run in sweep}]
+    assert len(same) == 108
+    for run in same:
+        key = (run.source, *(getattr(run, name) for name in settings))
+        assert seconds[key] == pytest.approx(run.step_seconds, abs=0.01)
+
+
+def test_a_trainer_is_described_to_a_plan_by_options_of_the_command() -> None:
+    run = replace(_small().run, described=(("flash", 0.5), ("logits", 28), ("context_gib", 2.0)))
+    assert run.assumptions == ("flash=0.5", "logits=28")
+    described = replace(_small(), run=run).compare(described=True).plan
+    arguments, options = run.command()
+    machine = find_machine(MachineOptions(**options, assume=run.assumptions), "auto")
+    keys = frozenset(word.partition("=")[0] for word in arguments)
+    plan = plan_experiment(load_config([], arguments), machine, keys)
+    assert described is not None
+    assert plan.rows[0].step_seconds == pytest.approx(described.step_seconds)
+    undescribed = _small().compare().plan
+    assert undescribed is not None and undescribed.step_seconds < described.step_seconds
 
 
 @pytest.mark.parametrize("name", sorted(published_runs._models()))
@@ -205,6 +237,19 @@ def test_ranges_cover_the_errors_that_they_were_made_from() -> None:
         covered += spread.low <= 1 / (1 + error) <= spread.high
     assert covered >= 4
     assert all(spread.unmeasured == ("a mixture of experts",) for spread in spreads)
+
+
+def test_ranges_allow_for_slower_attention() -> None:
+    """Runs that are half attention, and of which the attention is two or three times as slow."""
+    traits = Traits("data", "dense", "hopper", 7.0, 4096)
+    errors = [(traits, error / 100) for error in range(-10, 11)]
+    slow = [(traits._replace(attention=0.5), 0.5 + error / 50) for error in range(20)]
+    fitted = fit.ranges([*errors, *slow])
+    inside = 0
+    for each, error in slow:
+        inside += spread_of(each, fitted).low <= 1 / (1 + error)
+    assert inside >= 0.9 * len(slow) and fitted["attention"] > 0
+    assert fit.ranges(errors)["attention"] == 0
 
 
 def test_laws_are_judged_beyond_the_two_smallest_numbers() -> None:
