@@ -107,6 +107,8 @@ def environment(**more: str) -> dict[str, str]:
     return {
         **kept,
         "OMP_NUM_THREADS": "1",
+        # Ray's workers would yield to the tests that run beside them, and take twice as long.
+        "RAY_worker_niceness": "0",
         "PYTHONPATH": str(ROOT),
         "RAY_TMPDIR": _ray_folder().name,
         **more,

@@ -27,8 +27,11 @@ from app.tracking.spool import Event, Spool, State, last_start, look_at_lock, ta
 PATIENCE_SECONDS = 600.0
 """How long one step of delivery, such as an upload, may take at the end while MLflow answers."""
 MOST_WRITERS = 4  # to start at the end, if they die
-WHILE_TRAINING = 10
-"""How much nicer than its driver a writer is, since training comes first."""
+WHILE_TRAINING = 19
+"""How much nicer than its driver a writer is, since training comes first.
+
+Ray's workers are 15 nicer than Ray.
+"""
 STARVED_SECONDS = 5.0
 """How long a writer at the end of a run may mostly wait for a processor."""
 KEEP_SECONDS = 5.0  # between checks whether the writer is alive

@@ -91,7 +91,8 @@ def test_torchs_files_are_read_as_data_only() -> None:
     unsafe = {name for name, text in texts.items() if "weights_only=False" in text}
     assert unsafe == {"app/models/prediction.py", "experiments/parity/matrix.py"}
     # Between the ranks of a run, which torch connects, for a run whose config.yaml says that its
-    # task is a pickle, and of what a simulation has pickled itself.
+    # task is a pickle, and of what a simulation or the reader of configurations, which copies trees
+    # so, has pickled itself.
     unpickling = {
         name
         for name, text in texts.items()
@@ -100,6 +101,7 @@ def test_torchs_files_are_read_as_data_only() -> None:
     assert unpickling == {
         "strategies/pipeline/p2p.py",
         "app/checkpoint/table.py",
+        "app/config/io.py",
         "app/tasks/by_value.py",
         "experiments/benchmarks/scale_out.py",
     }

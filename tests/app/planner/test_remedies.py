@@ -139,9 +139,11 @@ def test_the_number_of_gpus_named_is_the_fewest_that_a_plan_of_that_many_finds(
         assert (best is None) == (count < min(named)), f"{count} GPUs"
         if best is not None and count in named:
             row = named[count].row
-            assert row is not None and (
-                row.candidate.offload or row.step_seconds >= best.step_seconds
-            )
+            assert row is not None
+            # A plan takes what fits for certain before what is faster and close.
+            is_certain = row.verdict == "fits"
+            if is_certain and not row.candidate.offload:
+                assert row.step_seconds >= best.step_seconds
         if count == max(named):
             assert named[count].name == "more GPUs" and not named[count].row.candidate.offload  # type: ignore[union-attr]
             break

@@ -51,6 +51,8 @@ STEPS_DONE = StepsDone(
     seconds_left=19.0,
     seconds_per_step=0.5,
     memory_bytes=310_000_000,
+    global_batch_size=32,
+    samples_seen=384,
 )
 RANK = {"rank": 0, "device": "cpu", "operators": []} | {
     f"{name}_seconds": 0.1
@@ -124,7 +126,7 @@ def test_an_event_is_frozen_and_takes_no_unknown_field(event: Any) -> None:
 PROGRESS = (
     '{"type": "progress", "step": 12, "steps": 50, "loss": 0.5, "loss_step": 10, "rate": 1204.5, '
     '"unit": "tokens", "gpus": 2, "mfu": 0.41, "seconds_left": 19.0, "seconds_per_step": 0.5, '
-    '"memory_bytes": 310000000}'
+    '"memory_bytes": 310000000, "global_batch_size": 32, "samples_seen": 384}'
 )
 METRICS = (
     '{"type": "metrics", "step": 3, "time": 1.5, "training_seconds": 2.5, '
@@ -145,6 +147,7 @@ def test_progress_files_keep_their_format_and_are_read_back() -> None:
         (("loss_step",), {"loss_step": 12}),
         (("gpus", "mfu"), {"gpus": 0, "mfu": None}),
         (("seconds_per_step",), {"seconds_per_step": 0.0}),
+        (("global_batch_size", "samples_seen"), {"global_batch_size": 0, "samples_seen": 0}),
     ],
 )
 def test_progress_files_of_older_versions_are_read(

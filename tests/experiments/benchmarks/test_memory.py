@@ -12,6 +12,7 @@ from experiments.benchmarks.published_runs import runs
 from tests.app.planner.conftest import EXPERIMENT, gpus, plan_of, read
 
 
+@pytest.mark.pure
 def test_trainings_are_of_many_kinds_and_their_keys_can_be_read(tmp_path: Path) -> None:
     trainings = memory.trainings()
     assert len(trainings) >= 20
@@ -37,6 +38,7 @@ def test_the_plan_of_a_training_is_what_the_allocator_hands_out(tmp_path: Path) 
         assert measured.process > 0 and measured.data < 0.05 * measured.tensors
 
 
+@pytest.mark.pure
 def test_a_published_peak_is_compared_with_the_plan_of_the_same_quantity() -> None:
     run = next(run for run in runs() if run.memory_gib and run.peak == "allocated")
     plan = plan_of(read((EXPERIMENT,)), gpus(1)).rows[0]
