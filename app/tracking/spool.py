@@ -27,6 +27,9 @@ from typing import Any
 
 Event = dict[str, Any]
 
+ANOTHER_DELIVERS = "another process is delivering this spool"
+"""What a writer prints that cannot have a spool."""
+
 
 class Spool:
     """The appending end of a spool; thread-safe, one per driver.

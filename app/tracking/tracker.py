@@ -22,16 +22,27 @@ from app.console.masking import mask_text, mask_tree, mask_uri
 from app.tracking.environment import provenance_tags
 from app.tracking.feed import problems
 from app.tracking.settings import Settings, run_url
-from app.tracking.spool import Event, Spool, State, last_start, look_at_lock, take_lock, write_json
+from app.tracking.spool import (
+    ANOTHER_DELIVERS,
+    Event,
+    Spool,
+    State,
+    last_start,
+    look_at_lock,
+    take_lock,
+    write_json,
+)
 
 PATIENCE_SECONDS = 600.0
 """How long one step of delivery, such as an upload, may take at the end while MLflow answers."""
 MOST_WRITERS = 4  # to start at the end, if they die
-WHILE_TRAINING = 19
+WHILE_TRAINING = 15
 """How much nicer than its driver a writer is, since training comes first.
 
-Ray's workers are 15 nicer than Ray.
+Ray's workers are as much nicer than Ray.
 """
+ANOTHER_SECONDS = 1.0
+"""Between two tries to start a writer while that of an earlier start has not ended."""
 STARVED_SECONDS = 5.0
 """How long a writer at the end of a run may mostly wait for a processor."""
 KEEP_SECONDS = 5.0  # between checks whether the writer is alive
@@ -357,6 +368,10 @@ class WriterProcess:
                     log = self._folder / "writer.log"
                     return f"the tracking writer died {writers} times; see {log}"
                 problem = self._spawn(niceness=0)
+                waited_seconds = time.monotonic() - progress_time
+                if problem == ANOTHER_DELIVERS and waited_seconds < timeout:
+                    time.sleep(ANOTHER_SECONDS)  # it ends once it sees that a new start has begun
+                    continue
                 if problem:
                     return problem
                 writers += 1

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from app.console.masking import mask_text
 from app.tracking.feed import Trackers
-from app.tracking.spool import State, look_at_lock, take_lock
+from app.tracking.spool import ANOTHER_DELIVERS, State, look_at_lock, take_lock
 
 INTERVAL_SECONDS = 5.0
 POLL_SECONDS = 0.25
@@ -143,7 +143,7 @@ def main(folder: str, attempt: str, niceness: str) -> None:
     if os.fork():
         os._exit(0)
     if not claim(Path(folder), attempt, LOCK_SECONDS):
-        sys.exit(print("another process is delivering this spool"))
+        sys.exit(print(ANOTHER_DELIVERS))
     # This closes the pipe, for which the driver waits, and sends what libraries print to the log.
     os.dup2(2, 1)
     handler = logging.StreamHandler()
