@@ -1,4 +1,4 @@
-"""Runs whose plan is wrong say so, move to another layout, and survive a kill in the move."""
+"""A run whose plan is wrong says so, moves to another layout, and survives a kill in the move."""
 
 import json
 import signal
@@ -109,79 +109,3 @@ def test_a_run_moves_from_a_layout_that_only_looked_fast_and_survives_a_kill_in_
     for part in ("computing", "communication", "bubble", "data"):
         assert f"plan/{part}_seconds" in run.data.metrics
         assert f"plan/{part}_seconds_measured" in run.data.metrics
-
-
-UNEVEN = """
-import time
-
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import TensorDataset
-
-from trireme import Task
-
-
-class Slow(nn.Linear):
-    def forward(self, x):
-        time.sleep(0.05)
-        return super().forward(x)
-
-
-class Uneven(Task):
-    def build_model(self):
-        kinds = [Slow, Slow, *[nn.Linear] * 6]
-        model = nn.Sequential()
-        model.add_module("blocks", nn.Sequential(*[kind(64, 64) for kind in kinds]))
-        return model
-
-    def train_data(self):
-        x = torch.rand(256, 64, generator=torch.Generator().manual_seed(0))
-        return TensorDataset(x, x.flip(1))
-
-    def loss(self, model, batch):
-        return F.mse_loss(model(batch[0]), batch[1])
-"""
-"""A model whose first two blocks take time that no plan can see: it counts operations."""
-
-
-def test_a_pipeline_is_cut_again_by_measured_times_and_keeps_its_curve(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    task = tmp_path / "uneven.py"
-    task.write_text(UNEVEN)
-    arguments = [
-        "train",
-        f"task={task}:Uneven",
-        "train.global_batch_size=8",
-        "train.log_every=1",
-        "checkpoint.every_seconds=null",
-        "tracking.log_model=false",
-        "tracking.system_metrics_every=0",
-        "workers=2",
-        "resources_per_worker.CPU=0.5",
-        f"run.storage={tmp_path}",
-    ]
-    env = environment(RAY_raylet_start_wait_time_s="120")
-    follows = [*arguments, "run.name=run", "strategy=auto", "parallel.pp=2", "plan.follow=true"]
-    process = start([*follows, "train.steps=1000000"], env=env)
-    lines = Lines(process)
-    lines.when(MOVES)
-    wait_until(lambda: len(record_of(folder)["seconds"]) > 1)
-    wait_until(lambda: json.loads((folder / "progress.json").read_text())["step"] >= STEPS)
-    process.send_signal(signal.SIGTERM)
-    process.wait(running.LONG)
-    record = record_of(folder)
-    before, after = record["path"][:2]
-    assert before.endswith("4+4 blocks")
-    assert after.endswith("1+7 blocks"), "each stage has one of the slow blocks"
-    assert record["seconds"][after] < 0.8 * record["seconds"][before]
-    assert f"following the plan: {after}" in lines.text
-
-    single = [*arguments, "run.name=truth", "strategy=single", "workers=1"]
-    trireme(*single, f"train.steps={STEPS}", env=env).expect()
-    moved = curve(tmp_path, "run")
-    undisturbed = curve(tmp_path, "truth")
-    steps = range(1, STEPS + 1)
-    assert [moved[step] for step in steps] == pytest.approx(
-        [undisturbed[step] for step in steps], rel=2e-4
-    )
