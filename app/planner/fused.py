@@ -144,24 +144,13 @@ class Fused(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and self._is_one_kernel(*args, **kwargs):
+        if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func in GROUPED:
             return _grouped_mm(*args, **kwargs)
         if func is F.rms_norm and self.on_gpu:
             return _rms_norm(*args, **kwargs)
         return func(*args, **kwargs)
-
-    def _is_one_kernel(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        **_: Any,
-    ) -> bool:
-        return self.on_gpu or dropout_p == 0
 
     def _attention(
         self,
@@ -171,8 +160,12 @@ class Fused(TorchFunctionMode):
         attn_mask: Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        **_: Any,
+        **options: Any,
     ) -> Tensor:
+        if dropout_p > 0 and not self.on_gpu:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, **options
+            )
         if torch.is_autocast_enabled("cpu") and query.device.type == "cpu":
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)

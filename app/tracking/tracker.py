@@ -41,8 +41,6 @@ WHILE_TRAINING = 15
 
 Ray's workers are as much nicer than Ray.
 """
-ANOTHER_SECONDS = 1.0
-"""Between two tries to start a writer while that of an earlier start has not ended."""
 STARVED_SECONDS = 5.0
 """How long a writer at the end of a run may mostly wait for a processor."""
 KEEP_SECONDS = 5.0  # between checks whether the writer is alive
@@ -349,10 +347,12 @@ class WriterProcess:
 
         A writer that makes no progress is killed, even in the middle of a call; what it has not
         delivered stays in the spool. One that has served while training went on is nicer than other
-        processes. If these leave it no processor, another one takes its place that is not.
+        processes. If these leave it no processor, another one takes its place that is not. The
+        writer of an earlier start, which ends after its call, is waited for.
 
         Args:
-            timeout: How many seconds to wait without progress while MLflow cannot be reached.
+            timeout: How many seconds to wait without progress while MLflow cannot be reached, or
+                while the writer of an earlier start does not end.
 
         Returns:
             Why events are left; "" if none are.
@@ -363,24 +363,21 @@ class WriterProcess:
         writers = 0
         starvation = Starvation()
         while not (state := State.load(self._folder)).has_all(self._folder):
+            if (state.offset, state.run_id) != (last_state.offset, last_state.run_id):
+                last_state = state
+                progress_time = time.monotonic()
             if not self._is_alive():
                 if writers == MOST_WRITERS:
                     log = self._folder / "writer.log"
                     return f"the tracking writer died {writers} times; see {log}"
                 problem = self._spawn(niceness=0)
-                waited_seconds = time.monotonic() - progress_time
-                if problem == ANOTHER_DELIVERS and waited_seconds < timeout:
-                    time.sleep(ANOTHER_SECONDS)  # it ends once it sees that a new start has begun
-                    continue
-                if problem:
+                if not problem:
+                    writers += 1
+                    progress_time = time.monotonic()
+                elif problem != ANOTHER_DELIVERS or time.monotonic() - progress_time > timeout:
                     return problem
-                writers += 1
-                progress_time = time.monotonic()
             elif not writers and state.writer is not None and starvation.lasts(state.writer):
                 _kill(state.writer)
-            elif (state.offset, state.run_id) != (last_state.offset, last_state.run_id):
-                last_state = state
-                progress_time = time.monotonic()
             else:
                 limit = timeout if state.problem else PATIENCE_SECONDS
                 if time.monotonic() - progress_time > limit:

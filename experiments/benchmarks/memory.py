@@ -89,13 +89,13 @@ class Measured:
 def trainings() -> dict[str, tuple[int, list[str]]]:
     """The trainings of memory.yaml: by name, the number of workers, and the keys."""
     content = yaml.safe_load(TRAININGS.read_text())
-    found = {}
+    by_name = {}
     for name, (task, workers, keys) in content["rows"].items():
         of_task = content["tasks"][task]
         task_args = json.dumps(of_task["task_args"])
         words = [f"task={of_task['task']}", f"task_args={task_args}", *keys.split()]
-        found[name] = workers, [*COMMON, *words]
-    return found
+        by_name[name] = workers, [*COMMON, *words]
+    return by_name
 
 
 def write_files(folder: Path) -> None:
@@ -270,14 +270,14 @@ def main(only: tuple[str, ...], as_json: bool) -> None:
             rows.append(row)
             errors.append(error)
     lines = [{key: row.get(key, "") for key in COLUMNS} for row in rows]
-    found = summary(errors)
-    show("memory", {"rows": rows, **found}, lines, as_json=as_json)
-    if found and not as_json:
+    figures = summary(errors)
+    show("memory", {"rows": rows, **figures}, lines, as_json=as_json)
+    if figures and not as_json:
         processes = [float(row["process, MiB"]) for row in rows if "process, MiB" in row]
         click.echo(
-            f"plan: off by {100 * found['median']:.1f} % in the median, "
-            f"{100 * found['ninetieth']:.1f} % at the 90th percentile, bias "
-            f"{100 * found['bias']:+.1f} %; a process takes {min(processes):.0f} to "
+            f"plan: off by {100 * figures['median']:.1f} % in the median, "
+            f"{100 * figures['ninetieth']:.1f} % at the 90th percentile, bias "
+            f"{100 * figures['bias']:+.1f} %; a process takes {min(processes):.0f} to "
             f"{max(processes):.0f} MiB besides"
         )
 

@@ -85,7 +85,7 @@ def _groups_of(run: Run, billions: float) -> dict[str, str]:
 
 
 def _group_row(
-    grouping: str, name: str, members: Sequence[Compared], told: Sequence[Compared]
+    grouping: str, name: str, members: Sequence[Compared], described: Sequence[Compared]
 ) -> dict[str, str]:
     """One group's line.
 
@@ -95,8 +95,8 @@ def _group_row(
     Args:
         grouping: What the group is a group of.
         name: The group's name.
-        members: Its runs beside plans to which nothing was told.
-        told: The same beside plans to which their trainers were described; empty without those.
+        members: Its runs beside plans of the plain command.
+        described: The same beside plans to which trainers were described; empty without those.
     """
     with_speed = [one for one in members if one.has_speed]
     planned = [one.plan for one in members if one.plan is not None]
@@ -123,8 +123,8 @@ def _group_row(
         "memory bias": "",
     }
     row |= _errors_of_speed(with_speed)
-    for key, value in _errors_of_speed([one for one in told if one.has_speed]).items():
-        row[f"told: {key}"] = value
+    for key, value in _errors_of_speed([one for one in described if one.has_speed]).items():
+        row[f"described: {key}"] = value
     if ran_out:
         foreseen = sum(plan.verdict != "fits" for plan in ran_out)
         row["ran out"] = f"{foreseen} of {len(ran_out)} foreseen"
@@ -151,19 +151,19 @@ def _errors_of_speed(with_speed: Sequence[Compared]) -> dict[str, str]:
 def summary(
     compared: Iterable[Compared],
     billions: Mapping[Run, float],
-    told: Iterable[Compared] = (),
+    described: Iterable[Compared] = (),
 ) -> list[dict[str, str]]:
     """A line for each group.
 
     Args:
         compared: Runs and their plans.
         billions: The size of each run's model, in billions of parameters.
-        told: The same runs beside plans to which their trainers were described.
+        described: The same runs beside plans to which their trainers were described.
     """
     groups = _grouped(compared, billions)
-    groups_told = _grouped(told, billions)
+    groups_described = _grouped(described, billions)
     keys = sorted(groups, key=lambda key: GROUPINGS.index(key[0]))
-    return [_group_row(*key, groups[key], groups_told[key]) for key in keys]
+    return [_group_row(*key, groups[key], groups_described[key]) for key in keys]
 
 
 def _grouped(
@@ -333,7 +333,7 @@ def with_ranges_of_others(
 
     Args:
         compared: The runs beside their plans.
-        unseen: The runs, each planned with constants of others, and nothing told to their plans.
+        unseen: The runs, each planned with constants of others, by the plain command.
         traits: What the error of each run's plan depends on.
         group_by: "source" or "gpu".
     """
@@ -433,13 +433,15 @@ def main(
         planner_constants.cache_clear()
         prepared = [prepare(run) for run in runs(*tables)]
     chosen = [one for one in prepared if not parts or one.run.part in parts]
-    told: list[Compared] = []
+    compared_described: list[Compared] = []
     if leave_out or calibration:
-        compared, told = _left_out(prepared, chosen, leave_out or "source", described=described)
+        compared, compared_described = _left_out(
+            prepared, chosen, leave_out or "source", described=described
+        )
     else:
         compared = [one.compare() for one in chosen]
         if described:
-            told = [one.compare(described=True) for one in chosen]
+            compared_described = [one.compare(described=True) for one in chosen]
     if calibration:
         evidence.draw_calibration(chosen, compared, calibration)
     results = _figures(compared)
@@ -448,11 +450,13 @@ def main(
         results |= evidence.figures_of(chosen_layouts)
         lines = [choice.row for choice in chosen_layouts] + evidence.beside_best(chosen)
     elif shows_runs:
-        lines = [_run_row(one) for one in told or compared]
+        lines = [_run_row(one) for one in compared_described or compared]
     elif of_memory:
-        lines = memory_summary(told or compared, {one.run: _billions(one) for one in prepared})
+        lines = memory_summary(
+            compared_described or compared, {one.run: _billions(one) for one in prepared}
+        )
     else:
-        lines = summary(compared, {one.run: _billions(one) for one in prepared}, told)
+        lines = summary(compared, {one.run: _billions(one) for one in prepared}, compared_described)
     show("published", results | {"table": lines}, lines, as_json=as_json)
 
 
@@ -468,7 +472,7 @@ def _left_out(
         described: Whether the second list is wanted.
 
     Returns:
-        (beside plans to which nothing was told, beside plans to which trainers were described)
+        (beside plans of the plain command, beside plans to which trainers were described)
     """
     fitted = [one for one in prepared if _is_fitted(one)]
     whole_fit = fit_to(fitted, again=False)
@@ -476,11 +480,15 @@ def _left_out(
     unseen = without_own(prepared, whole_fit, fitted, group_by=group_by)
     judged = {one.run for one in chosen}
     compared = [one for one in unseen if one.run in judged]
-    told: list[Compared] = []
+    compared_described: list[Compared] = []
     if described:
-        told = without_own(chosen, whole_fit, fitted, group_by=group_by, described=True)
-        told = with_ranges_of_others(told, unseen, traits, group_by=group_by)
-    return with_ranges_of_others(compared, unseen, traits, group_by=group_by), told
+        compared_described = without_own(
+            chosen, whole_fit, fitted, group_by=group_by, described=True
+        )
+        compared_described = with_ranges_of_others(
+            compared_described, unseen, traits, group_by=group_by
+        )
+    return with_ranges_of_others(compared, unseen, traits, group_by=group_by), compared_described
 
 
 def _billions(one: Prepared) -> float:

@@ -427,9 +427,10 @@ def _losses_of_draws(rank: int, strategy: str, workers: int, draws: int) -> list
     def loss_of_copies(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         tokens, targets = batch
         by_token = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="none")
-        whole = by_token.full_tensor() if hasattr(by_token, "full_tensor") else by_token
-        losses.extend(whole.detach().view(draws, -1).mean(1).tolist())
-        return whole.mean()
+        is_split = hasattr(by_token, "full_tensor")
+        losses_of_tokens = by_token.full_tensor() if is_split else by_token
+        losses.extend(losses_of_tokens.detach().view(draws, -1).mean(1).tolist())
+        return losses_of_tokens.mean()
 
     inputs, targets = _batch()
     copies = inputs.repeat(draws, 1), targets.repeat(draws, 1)

@@ -22,8 +22,8 @@ from app.launchers.workers import start_system_sampler
 from app.tracking import environment, tracker
 from app.tracking.environment import Sample, environment_text, provenance_tags
 from app.tracking.settings import Settings, resolve_tracking, run_url, ui_command
-from app.tracking.spool import Spool, look_at_lock, read, take_lock
-from app.tracking.tracker import Tracker
+from app.tracking.spool import ANOTHER_DELIVERS, Spool, State, look_at_lock, read, size, take_lock
+from app.tracking.tracker import Tracker, WriterProcess
 from app.training.events import Event, SystemSampled, WarningIssued
 from app.training.job import SilentChannel
 from tests.running import end_tree, start, wait_until
@@ -311,3 +311,24 @@ def test_a_process_that_others_leave_no_processor_is_seen(monkeypatch: pytest.Mo
         for process in processes:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize(("ends", "problem"), [(True, ""), (False, ANOTHER_DELIVERS)])
+def test_the_writer_of_an_earlier_start_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool, problem: str
+) -> None:
+    """A killed command's may be in a long call, such as the upload of a model."""
+    append(tmp_path, {"n": 1})
+    tries = []
+
+    def spawn(writer: WriterProcess, niceness: int) -> str:
+        tries.append(niceness)
+        if not ends or len(tries) < 3:
+            return ANOTHER_DELIVERS
+        State(offset=size(tmp_path)).save(tmp_path)
+        return ""
+
+    monkeypatch.setattr(WriterProcess, "_spawn", spawn)
+    timeout = 60.0 if ends else 0.3
+    assert WriterProcess(tmp_path, "", "newer").wait(timeout) == problem
+    assert len(tries) >= 3 and set(tries) == {0}
