@@ -468,12 +468,20 @@ def test_a_trial_that_does_not_save_in_time_ends_its_process(
     ended = queue.Queue[int]()
     monkeypatch.setattr(os, "_exit", ended.put)
     monkeypatch.setattr("experiments.sweep.trial.LOOK_SECONDS", 0.01)
+    trains = threading.Event()
     may_end = threading.Event()
-    monkeypatch.setattr(TrialRun, "_train", lambda self: may_end.wait(60))
+
+    def train(_: TrialRun) -> None:
+        trains.set()
+        may_end.wait(60)
+
+    monkeypatch.setattr(TrialRun, "_train", train)
     shared = context(tmp_path)
     hanging = trial(shared, 0)
     waiting = threading.Thread(target=results, args=(hanging,), daemon=True)
     waiting.start()
+    # A trial that sees the file before it trains would end at once.
+    assert trains.wait(60)
     (tmp_path / STOP_FILE).touch()  # of a person, who sets no limit
     with pytest.raises(queue.Empty):
         ended.get(timeout=0.3)
