@@ -20,9 +20,10 @@ def config(*overrides: str) -> Config:
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, dropout: float, hang: str = "") -> None:
+    def __init__(self, width: int, dropout: float, hang: str = "", seconds: float = 0.0) -> None:
         super().__init__()
         self.hang = hang
+        self.seconds = seconds
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width)
         self.drop = nn.Dropout(dropout)
@@ -31,6 +32,8 @@ class Block(nn.Module):
         if self.hang and Path(self.hang).exists():
             Path(self.hang).unlink()
             time.sleep(3600)
+        if not x.is_meta:
+            time.sleep(self.seconds)
         return x + self.drop(self.down(torch.tanh(self.up(x))))
 
 
@@ -59,14 +62,29 @@ class Chain(Points):
     Args:
         step_seconds: How much longer each micro-batch takes on every stage.
         hang: A file. Once it exists, the last block deletes it and sleeps for an hour.
+        dropout: The share of numbers that dropout sets to zero.
+        slow_block_seconds: How much longer each of the last two blocks takes, of which no plan
+            knows.
     """
 
-    def __init__(self, *, step_seconds: float = 0.0, hang: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        step_seconds: float = 0.0,
+        hang: str = "",
+        dropout: float = 0.1,
+        slow_block_seconds: float = 0.0,
+    ) -> None:
         super().__init__(step_seconds=step_seconds)
         self.hang = hang
+        self.dropout = dropout
+        self.slow_block_seconds = slow_block_seconds
 
     def build_model(self) -> nn.Module:
-        return Net(self.width, 4, 0.1, self.hang)
+        model = Net(self.width, 4, self.dropout, self.hang)
+        for number in (2, 3):
+            model.get_submodule(f"blocks.{number}").seconds = self.slow_block_seconds
+        return model
 
 
 class OwnGenerator(Dataset[Any]):

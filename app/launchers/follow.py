@@ -134,8 +134,8 @@ class PlanFollower:
         if not job.config.plan.follow or self.elastic is None:
             return None
         rows = [] if comparison.is_inside else self._other_layouts(plan, present, comparison)
-        if event.part_seconds:
-            row = cut_again(plan, present, comparison, event.part_seconds)
+        if event.blocks is not None:
+            row = cut_again(plan, present, comparison, event.blocks)
             rows += [] if row is None else [row]
         moving_seconds = self.move_seconds or self.preparing_seconds + start_seconds
         steps_left = job.steps - event.step

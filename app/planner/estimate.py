@@ -70,8 +70,6 @@ class Estimate:
         host_memory_bytes: Of a host's memory that offloaded state and activations of its GPUs take.
         host_bytes: The memory of a host; None if it is not known.
         unmeasured: Traits of the plan that none of the runs behind `speed_range` had.
-        block_seconds: Of a micro-batch in each block of a pipeline, first to last; empty without
-            one.
         on_cpu: Whether the workers compute on CPUs.
     """
 
@@ -86,7 +84,6 @@ class Estimate:
     host_memory_bytes: float = 0.0
     host_bytes: float | None = None
     unmeasured: tuple[str, ...] = ()
-    block_seconds: tuple[float, ...] = ()
     on_cpu: bool = False
 
     def __post_init__(self) -> None:
@@ -187,13 +184,11 @@ class Stages(NamedTuple):
         sizes: The number of blocks of each chunk; None without a pipeline.
         slowest: How many of each part the slowest stage has.
         candidates_for_fullest: (number, counts) of the stages one of which needs the most memory.
-        block_seconds: Of a micro-batch in each block, first to last; empty without a pipeline.
     """
 
     sizes: tuple[int, ...] | None
     slowest: tuple[int, ...]
     candidates_for_fullest: list[tuple[int, tuple[int, ...]]]
-    block_seconds: tuple[float, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -264,7 +259,6 @@ class Estimator:
                 case.step.reduce_scatter_each_microbatch if has_choice else None
             ),
             stages=stages.sizes,
-            block_seconds=stages.block_seconds,
             speed_range=(spread.low, spread.high),
             host_memory_bytes=host_memory_bytes,
             host_bytes=self.machine.host_bytes,
@@ -468,7 +462,6 @@ class Estimator:
             tuple(sizes),
             counts[slowest],
             [(stage, counts[stage]) for stage in candidates],
-            tuple(seconds[name] for name in model.order),
         )
 
     # --- memory ---------------------------------------------------------------------------------

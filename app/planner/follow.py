@@ -14,8 +14,9 @@ from app.planner.auto import alternatives
 from app.planner.corrections import Comparison, factors_of, multiplied
 from app.planner.estimate import Estimate
 from app.planner.plan import Plan, ranked
-from strategies.pipeline.partition import balanced_partition, measured_costs
+from strategies.pipeline.partition import balanced_partition
 from strategies.pipeline.schedules import Placement
+from strategies.pipeline.simulate import BlockSeconds
 
 MOST_MOVES = 3
 GAIN = 0.1
@@ -82,25 +83,24 @@ def expected_layouts(
 
 
 def cut_again(
-    plan: Plan, present: Estimate, comparison: Comparison, part_seconds: Sequence[float]
+    plan: Plan, present: Estimate, comparison: Comparison, measured: BlockSeconds
 ) -> Estimate | None:
-    """The present pipeline with its stages cut by their measured times.
+    """The present pipeline with its stages cut by the measured times of its blocks.
 
     Args:
         plan: All layouts.
         present: The one that was measured.
         comparison: Its plan beside what was measured.
-        part_seconds: What each part of the model computes in a step, first to last.
+        measured: What the pieces of the model compute in a step.
 
     Returns:
         The layout, with the seconds that are expected of it; None if the cut stays the same, or the
         new one is not certain to fit.
     """
     sizes = present.stages
-    if sizes is None or len(part_seconds) != len(sizes) or plan.config.parallel.stages:
+    if sizes is None or len(measured.blocks) != sum(sizes) or plan.config.parallel.stages:
         return None
-    costs, before, after = measured_costs(sizes, part_seconds, present.block_seconds)
-    cut = balanced_partition(costs, len(sizes), before, after)
+    cut = balanced_partition(measured.blocks, len(sizes), measured.before, measured.after)
     if cut == sizes:
         return None
     candidate = present.candidate
@@ -109,15 +109,9 @@ def cut_again(
     if row.verdict != "fits":
         return None
     placement = Placement.of(candidate.schedule, candidate.dims.pp, candidate.chunks)
-    slowest = _slowest_stage(placement, part_seconds)
-    expected_parts = []
-    end = 0
-    for size in cut:
-        expected_parts.append(sum(costs[end : end + size]))
-        end += size
-    expected_parts[0] += before
-    expected_parts[-1] += after
-    saved = max(0.0, slowest - _slowest_stage(placement, expected_parts))
+    slowest_before = _slowest_stage(placement, measured.of_parts(sizes))
+    slowest_after = _slowest_stage(placement, measured.of_parts(cut))
+    saved = max(0.0, slowest_before - slowest_after)
     return replace(row, seconds={"measured": comparison.measured.step - saved})
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from app.errors import SourceLine
-    from strategies.pipeline.simulate import Span
+    from strategies.pipeline.simulate import BlockSeconds, Span
 
 # --- for the launcher and the supervisor ----------------------------------------------------------
 
@@ -266,8 +266,8 @@ class StepPartsMeasured:
     """The last of these steps."""
     parts: StepParts
     """Means over the ranks."""
-    part_seconds: tuple[float, ...] = ()
-    """What each part of the model computes in a step of a pipeline, first to last."""
+    blocks: BlockSeconds | None = None
+    """What the pieces of the model compute in a step of a pipeline; None for other layouts."""
 
 
 @dataclass(frozen=True, kw_only=True)

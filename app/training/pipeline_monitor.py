@@ -13,7 +13,7 @@ from app.checkpoint.ranks import Ranks
 from app.training.events import PipelineTraced
 from app.training.job import Channel, Job
 from strategies.parallel import Parallel
-from strategies.pipeline.simulate import Span, pipeline_metrics, seconds_by_part
+from strategies.pipeline.simulate import BlockSeconds, Span, pipeline_metrics, seconds_by_block
 
 if TYPE_CHECKING:
     from strategies.pipeline.parallel import PipelineParallel
@@ -28,12 +28,12 @@ class MeasuredPipeline:
     Args:
         idle_seconds: In which the slowest stage computes nothing.
         communication_seconds: Of these, what is not explained by stages that wait for one another.
-        part_seconds: What each part of the model computes, first to last.
+        blocks: What the pieces of the model compute.
     """
 
     idle_seconds: float
     communication_seconds: float
-    part_seconds: tuple[float, ...]
+    blocks: BlockSeconds
 
 
 Log = Callable[[int, Mapping[str, float]], None]
@@ -96,7 +96,7 @@ class PipelineMonitor:
         log(step, metrics)
         if step == self.measured_step:
             self.measured = _measured(
-                metrics, seconds_by_part(by_rank, parallel.schedule, parallel.chunks)
+                metrics, seconds_by_block(by_rank, parallel.schedule, parallel.chunks)
             )
         if step == self.trace_step:
             dims = self.job.layout.dims
@@ -106,7 +106,7 @@ class PipelineMonitor:
             self.channel.emit(PipelineTraced(step=step, spans=spans))
 
 
-def _measured(metrics: Mapping[str, float], part_seconds: tuple[float, ...]) -> MeasuredPipeline:
+def _measured(metrics: Mapping[str, float], blocks: BlockSeconds) -> MeasuredPipeline:
     """What the metrics of a step say beside a plan, whose computing is that of the slowest stage.
 
     Stages of these times would be idle for the simulated bubble if nothing were sent.
@@ -122,5 +122,5 @@ def _measured(metrics: Mapping[str, float], part_seconds: tuple[float, ...]) -> 
     return MeasuredPipeline(
         idle_seconds=idle_seconds,
         communication_seconds=min(max(0.0, of_sending), idle_seconds),
-        part_seconds=part_seconds,
+        blocks=blocks,
     )

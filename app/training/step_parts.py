@@ -3,8 +3,8 @@
 The first `WARM_UP` steps of a start are not typical. In the steps after them, up to `LAST`, each
 step and its wait for data are timed. The communication that nothing hides is that of the last
 `PROFILED` of these steps: of torch's profiler, or in a pipeline of the stages' timelines, which say
-also how long stages wait for one another. What is left is computing: kernels, the optimizer, and
-whatever else holds a step up.
+also how long stages wait for one another, and what each block takes. What is left is computing:
+kernels, the optimizer, and whatever else holds a step up.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from app.training.events import StepParts, StepPartsMeasured
 from app.training.job import Channel, Job, Place
 from app.training.pipeline_monitor import PipelineMonitor
 from app.training.profiler import Profiler, seconds_by_kind
+from strategies.pipeline.simulate import BlockSeconds
 
 WARM_UP = 5
 LAST = 20
@@ -132,13 +133,13 @@ class StepMeter:
             dist.all_reduce(means)
         step, data, communication = (means / self.place.world_size).tolist()
         bubble = 0.0
-        part_seconds: tuple[float, ...] = ()
+        blocks: BlockSeconds | None = None
         if self.monitor is not None and self.monitor.measured is not None:
             measured = self.monitor.measured
             idle = min(measured.idle_seconds, step - data)
             communication = min(measured.communication_seconds, idle)
             bubble = idle - communication
-            part_seconds = measured.part_seconds
+            blocks = measured.blocks
         if self.place.rank == 0:
             parts = StepParts(
                 computing=step - data - communication - bubble,
@@ -146,9 +147,7 @@ class StepMeter:
                 bubble=bubble,
                 data=data,
             )
-            self.channel.emit(
-                StepPartsMeasured(step=self.last, parts=parts, part_seconds=part_seconds)
-            )
+            self.channel.emit(StepPartsMeasured(step=self.last, parts=parts, blocks=blocks))
 
     def close(self) -> None:
         """End a profile that the end of the training has cut off."""

@@ -5,6 +5,7 @@ nothing.
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ Signature = tuple[object, ...]
 shapes."""
 Placeholders = Mapping[str, object]
 """The output of every call of a module, by the call's name: tensors have shapes, but no numbers."""
+TimedBlock = Callable[[str], AbstractContextManager[None]]
+"""The name of a block's call → the context in which its forward runs."""
 
 
 class PipelineStage(Protocol):
@@ -60,6 +63,7 @@ class PipelineStage(Protocol):
         *,
         placeholders: Placeholders,
         inputs: list[Tensor],
+        timed_block: TimedBlock,
     ) -> tuple[T | None, list[Tensor]]:
         """Forward of one part.
 
@@ -69,6 +73,7 @@ class PipelineStage(Protocol):
             batch: The micro-batch.
             placeholders: For its signature.
             inputs: The tensors that the part before has sent, in order.
+            timed_block: Times each of the part's blocks.
 
         Returns:
             What the function returned, or None for a part that is not the last one; and the tensors

@@ -62,38 +62,6 @@ def balanced_partition(
     return sizes
 
 
-def measured_costs(
-    sizes: Sequence[int], seconds: Sequence[float], estimates: Sequence[float]
-) -> tuple[list[float], float, float]:
-    """What blocks cost, by the measured times of the parts that they were divided into.
-
-    A part's time is shared by its blocks as their estimates are. What the first and the last part
-    take beyond the cheapest part's time for such blocks is for what they have besides blocks, such
-    as an embedding, a head and the loss; with one part there is no such difference.
-
-    Args:
-        sizes: The number of blocks in each part, first to last.
-        seconds: What each part takes.
-        estimates: The estimated cost of each block, in any unit.
-
-    Returns:
-        The seconds of each block, and those of what is before the first and after the last one.
-    """
-    ends = list(itertools.accumulate(sizes))
-    estimated = [sum(estimates[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
-    rates = [value / max(estimate, 1e-30) for value, estimate in zip(seconds, estimated)]
-    cheapest = min(rates)
-    around = [0.0, 0.0]
-    for side, part in enumerate((0, len(sizes) - 1)):
-        if len(sizes) > 1:
-            around[side] = seconds[part] - cheapest * estimated[part]
-            rates[part] = cheapest
-    costs: list[float] = []
-    for size, end, rate in zip(sizes, ends, rates):
-        costs += [rate * estimate for estimate in estimates[end - size : end]]
-    return costs, around[0], around[1]
-
-
 def costs_around_blocks(
     calls: Iterable[tuple[float, bool]], after: float = 0.0
 ) -> tuple[float, list[float], float]:

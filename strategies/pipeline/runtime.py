@@ -198,6 +198,7 @@ class Runtime:
                 part,
                 step.loss,
                 step.batches[op.micro_batch],
+                op=op,
                 placeholders=placeholders,
                 inputs=inputs,
             )
@@ -219,11 +220,19 @@ class Runtime:
         function: Callable[[nn.Module, Any], T],
         batch: Any,
         *,
+        op: Op,
         placeholders: Placeholders,
         inputs: list[Tensor],
     ) -> tuple[T | None, list[Tensor]]:
         with self._autocast():
-            result = self.stage.run(part, function, batch, placeholders=placeholders, inputs=inputs)
+            result = self.stage.run(
+                part,
+                function,
+                batch,
+                placeholders=placeholders,
+                inputs=inputs,
+                timed_block=lambda block: self._timed("BLOCK", op, block),
+            )
         self._after_forward()
         return result
 
@@ -325,10 +334,10 @@ class Runtime:
             )
         self._send("F", part, op, tensors=outputs, metas=metas)
 
-    def _timed(self, kind: str, op: Op | None) -> AbstractContextManager[None]:
+    def _timed(self, kind: str, op: Op | None, block: str = "") -> AbstractContextManager[None]:
         if self.timeline is None:
             return contextlib.nullcontext()
-        return self.timeline.timed(kind, op)
+        return self.timeline.timed(kind, op, block)
 
     # --- evaluation -------------------------------------------------------------------------------
 
@@ -360,7 +369,7 @@ class Runtime:
             part = placement.part_at(self.comm.stage, op.chunk)
             inputs = self._receive("F", part - 1, op) if part > 0 else []
             answer, outputs = self._run_part(
-                part, function, batch, placeholders=placeholders, inputs=inputs
+                part, function, batch, op=op, placeholders=placeholders, inputs=inputs
             )
             if part < placement.parts - 1:
                 self._send_outputs(outputs, op, part, signature=signature)

@@ -37,6 +37,7 @@ _HEADINGS = {
     "RECV": "wait",
     "SEND": "handover",
     "REDUCE": "reduce",
+    "BLOCK": "blocks",
 }
 """What metrics and traces call each kind of span."""
 Finished = dict[tuple[str, int, int], float]
@@ -49,12 +50,13 @@ class Span:
 
     Args:
         stage: Number of the stage.
-        kind: F, B, W, SEND (handing a message over, not its travel), RECV (waiting for a message)
-            or REDUCE (waiting for gradients to be reduced).
+        kind: F, B, W, SEND (handing a message over, not its travel), RECV (waiting for a message),
+            REDUCE (waiting for gradients to be reduced) or BLOCK (a block's forward, within an F).
         micro_batch: Number of the micro-batch; -1 for REDUCE.
         chunk: Which of the stage's chunks.
         start: Seconds from the start of the step.
         end: Seconds from the start of the step.
+        block: The name of the block's call; "" for other kinds.
     """
 
     stage: int
@@ -63,6 +65,7 @@ class Span:
     chunk: int
     start: float
     end: float
+    block: str = ""
 
     @property
     def seconds(self) -> float:
@@ -71,7 +74,7 @@ class Span:
 
     @property
     def heading(self) -> str:
-        """What metrics call its kind: compute, wait, handover or reduce."""
+        """What metrics and traces call its kind: compute, wait, handover, reduce or blocks."""
         return _HEADINGS[self.kind]
 
 
@@ -365,28 +368,79 @@ def pipeline_metrics(
     return metrics
 
 
-def seconds_by_part(
-    spans_by_rank: Sequence[Sequence[Span]], schedule_name: str, chunks: int
-) -> tuple[float, ...]:
-    """Seconds that each part of the model has computed in one measured step.
+@dataclass(frozen=True, kw_only=True)
+class BlockSeconds:
+    """What the pieces of a pipeline's model compute in one step, in seconds.
 
     Args:
-        spans_by_rank: The spans of every rank, of which there is at least one.
+        before: What is before the first block, such as an embedding.
+        blocks: Each block, first to last.
+        after: What is after the last block, such as a head and the loss.
+    """
+
+    before: float
+    blocks: tuple[float, ...]
+    after: float
+
+    def of_parts(self, sizes: Sequence[int]) -> list[float]:
+        """What the parts compute if the blocks are divided so.
+
+        Args:
+            sizes: The number of blocks in each part, first to last.
+        """
+        parts = []
+        end = 0
+        for size in sizes:
+            parts.append(sum(self.blocks[end : end + size]))
+            end += size
+        parts[0] += self.before
+        parts[-1] += self.after
+        return parts
+
+
+def seconds_by_block(
+    spans_by_rank: Sequence[Sequence[Span]], schedule_name: str, chunks: int
+) -> BlockSeconds:
+    """Seconds that the blocks of the model, and what is around them, have computed in one step.
+
+    Only a block's forward is timed by itself. Its backward is taken to have the same share of its
+    part's whole computing. What the first part does outside of its blocks is before the blocks,
+    and what the last one does so is after them; in between, it belongs to the part's blocks.
+
+    Args:
+        spans_by_rank: The spans of every rank of one measured step; there is at least one of each.
         schedule_name: `parallel.schedule`.
         chunks: `parallel.chunks`.
 
     Returns:
-        An entry for each part, first to last: the mean over the ranks that compute it.
+        Means over the ranks that compute a part.
     """
     stages = 1 + max(span.stage for spans in spans_by_rank for span in spans)
     placement = Placement.of(schedule_name, stages, chunks_per_stage(schedule_name, chunks))
-    seconds = [0.0] * placement.parts
-    for spans in spans_by_rank:
-        for span in spans:
-            if span.kind in COMPUTE:
-                seconds[placement.part_at(span.stage, span.chunk)] += span.seconds
     ranks_of_stage = len(spans_by_rank) / stages
-    return tuple(value / ranks_of_stage for value in seconds)
+    computing = [0.0] * placement.parts
+    forward = [0.0] * placement.parts
+    forward_of_blocks: list[dict[str, float]] = [{} for _ in range(placement.parts)]
+    for span in (span for spans in spans_by_rank for span in spans):
+        part = placement.part_at(span.stage, span.chunk)
+        if span.kind in COMPUTE:
+            computing[part] += span.seconds / ranks_of_stage
+        if span.kind == "F":
+            forward[part] += span.seconds / ranks_of_stage
+        if span.kind == "BLOCK":
+            seconds = forward_of_blocks[part].get(span.block, 0.0)
+            forward_of_blocks[part][span.block] = seconds + span.seconds / ranks_of_stage
+
+    blocks: list[float] = []
+    around = {0: 0.0, placement.parts - 1: 0.0}
+    for part, seconds_of_block in enumerate(forward_of_blocks):
+        if part in around:
+            per_forward = computing[part] / forward[part]
+            around[part] = computing[part] - per_forward * sum(seconds_of_block.values())
+        else:
+            per_forward = computing[part] / sum(seconds_of_block.values())
+        blocks += [per_forward * seconds for seconds in seconds_of_block.values()]
+    return BlockSeconds(before=around[0], blocks=tuple(blocks), after=around[placement.parts - 1])
 
 
 def _mean_seconds(spans: Sequence[Span], kind: str) -> float:
@@ -398,7 +452,8 @@ def _mean_seconds(spans: Sequence[Span], kind: str) -> float:
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     """A step in the format of chrome://tracing and ui.perfetto.dev.
 
-    Every stage is a process, in which computing, waiting, handing over and reducing are rows.
+    Every stage is a process. Its rows are computing, the blocks' forwards in it, waiting, handing
+    over and reducing.
     """
     events: list[dict[str, Any]] = []
     for stage in sorted({span.stage for span in spans}):
@@ -406,11 +461,11 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
             {"ph": "M", "name": "process_name", "pid": stage, "args": {"name": f"stage {stage}"}}
         )
     for span in spans:
-        has_micro_batch = span.micro_batch >= 0
+        number = f"{span.kind}{span.micro_batch}" if span.micro_batch >= 0 else span.kind
         events.append(
             {
                 "ph": "X",
-                "name": f"{span.kind}{span.micro_batch}" if has_micro_batch else span.kind,
+                "name": span.block or number,
                 "cat": span.heading,
                 "pid": span.stage,
                 "tid": span.heading,

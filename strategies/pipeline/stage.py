@@ -14,6 +14,7 @@ The model is divided into *parts* of consecutive blocks: one for each stage, or 
 the stage's chunks.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.dims import LayoutError
-from strategies.pipeline.interface import PipelineStage, Placeholders, Signature
+from strategies.pipeline.interface import PipelineStage, Placeholders, Signature, TimedBlock
 from strategies.pipeline.placeholder import (
     CallOutput,
     KeptTensor,
@@ -251,12 +252,14 @@ class _Forward:
         sends: The calls whose outputs the part sends on.
         outputs: Those of them that the part has done so far.
         calls: How often each module has been called, by its path.
+        timed_block: Times each of the part's blocks.
     """
 
     part: int
     received: dict[str, Any]
     placeholders: Placeholders
     sends: tuple[str, ...]
+    timed_block: TimedBlock
     outputs: dict[str, Any] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
 
@@ -296,8 +299,12 @@ class Stage(PipelineStage):
         torch.backends.mha.set_fastpath_enabled(False)
         for path in traced_modules(module, blocks):
             child = module.get_submodule(path)
-            has_parameters = bool(tracer.parameters_of[path])
-            child.forward = self._in_its_part(path, child.forward, has_parameters)
+            child.forward = self._in_its_part(
+                path,
+                child.forward,
+                has_parameters=bool(tracer.parameters_of[path]),
+                is_block=path in blocks,
+            )
 
     @property
     def module(self) -> nn.Module:
@@ -345,6 +352,7 @@ class Stage(PipelineStage):
         *,
         placeholders: Placeholders,
         inputs: list[Tensor],
+        timed_block: TimedBlock,
     ) -> tuple[T | None, list[Tensor]]:
         is_last = part == self._assignment.parts - 1
         if len(self._parts) > 1:
@@ -358,6 +366,7 @@ class Stage(PipelineStage):
             received=_as_returned(received_calls, placeholders, inputs),
             placeholders=placeholders,
             sends=sends,
+            timed_block=timed_block,
         )
         self._forward = forward
         answer: T | None = None
@@ -376,7 +385,7 @@ class Stage(PipelineStage):
         return answer, [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
 
     def _in_its_part(
-        self, path: str, forward: Callable[..., Any], has_parameters: bool
+        self, path: str, forward: Callable[..., Any], *, has_parameters: bool, is_block: bool
     ) -> Callable[..., Any]:
         """A module's forward that does nothing in other parts than the module's own."""
 
@@ -392,9 +401,12 @@ class Stage(PipelineStage):
             is_in_part = self._assignment.part_of.get(name) == current.part
             if has_parameters and not is_in_part:
                 return self._placeholder(current, name)
-            output = forward(*args, **kwargs)
-            if is_in_part:
-                self._finish_call(current, name, output)
+            if not is_in_part:
+                return forward(*args, **kwargs)
+            timed = current.timed_block(name) if is_block else contextlib.nullcontext()
+            with timed:
+                output = forward(*args, **kwargs)
+            self._finish_call(current, name, output)
             return output
 
         return forward_in_part

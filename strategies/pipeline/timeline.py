@@ -27,6 +27,7 @@ class _Record:
 
     kind: str
     op: Op | None
+    block: str
     start: Mark
     end: Mark
 
@@ -47,16 +48,18 @@ class Timeline:
         self._start = self._now()
 
     @contextlib.contextmanager
-    def timed(self, kind: str, op: Op | None) -> Iterator[None]:
+    def timed(self, kind: str, op: Op | None, block: str = "") -> Iterator[None]:
         """Time what is done inside.
 
         Args:
             kind: See Span.
             op: The instruction that it belongs to, if it belongs to one.
+            block: See Span.
         """
         start = self._now()
         yield
-        self._records.append(_Record(kind=kind, op=op, start=start, end=self._now()))
+        end = self._now()
+        self._records.append(_Record(kind=kind, op=op, block=block, start=start, end=end))
 
     def spans(self) -> list[Span]:
         """Everything that was timed so far; on a GPU, waits until it has been done."""
@@ -70,6 +73,7 @@ class Timeline:
                 kind=record.kind,
                 micro_batch=record.op.micro_batch if record.op is not None else -1,
                 chunk=record.op.chunk if record.op is not None else 0,
+                block=record.block,
                 start=self._seconds(record.start),
                 end=self._seconds(record.end),
             )

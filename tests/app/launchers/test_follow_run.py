@@ -109,3 +109,34 @@ def test_a_run_moves_from_a_layout_that_only_looked_fast_and_survives_a_kill_in_
     for part in ("computing", "communication", "bubble", "data"):
         assert f"plan/{part}_seconds" in run.data.metrics
         assert f"plan/{part}_seconds_measured" in run.data.metrics
+
+
+def test_stages_of_a_pipeline_are_cut_again_by_what_their_blocks_take(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    arguments = ["train", "task=tests.chain:Chain", f"run.storage={tmp_path}", "launcher=actors"]
+    arguments += ["task_args={dropout: 0, slow_block_seconds: 0.05}", "train.global_batch_size=16"]
+    arguments += ["workers=2", "resources_per_worker.CPU=0.5", "train.log_every=1"]
+    arguments += ["tracking.log_model=false", "checkpoint.every_seconds=null"]
+    arguments += ["parallel.pp=2", "parallel.schedule=1f1b", "train.micro_batch_size=4"]
+    env = environment(XDG_CACHE_HOME=str(tmp_path / "cache"), RAY_raylet_start_wait_time_s="120")
+
+    follows = [*arguments, "run.name=run", "strategy=auto", "plan.follow=true"]
+    run = start([*follows, "train.steps=1000000"], env=env)
+    lines = Lines(run)
+    lines.when(MOVES)
+    wait_until(lambda: len(record_of(folder)["seconds"]) > 1)
+    wait_until(lambda: json.loads((folder / "progress.json").read_text())["step"] >= STEPS)
+    run.send_signal(signal.SIGTERM)
+    run.wait(running.LONG)
+    even, uneven = list(record_of(folder)["seconds"].items())[:2]
+    assert even[0].endswith("2+2 blocks") and uneven[0].endswith("3+1 blocks")
+    assert uneven[1] < 0.8 * even[1], "each stage has one of the slow blocks"
+
+    truth = [*arguments, "run.name=truth", "strategy=pipeline", f"train.steps={STEPS}"]
+    trireme(*truth, env=env).expect()
+    moved = curve(tmp_path, "run")
+    undisturbed = curve(tmp_path, "truth")
+    steps = range(1, STEPS + 1)
+    assert [moved[step] for step in steps] == pytest.approx(
+        [undisturbed[step] for step in steps], rel=2e-4
+    )

@@ -2,6 +2,7 @@
 
 import functools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -31,7 +32,7 @@ from app.planner.machine import MachineOptions, cpus, find_machine
 from app.planner.plan import Plan, make_plan
 from app.planner.read import Reader
 from app.training.events import StepParts
-from strategies.pipeline.partition import balanced_partition, measured_costs
+from strategies.pipeline.simulate import BlockSeconds
 from tests.app.planner.conftest import gpus, plan_of
 from tests.running import invoke
 
@@ -324,38 +325,33 @@ def test_auto_takes_the_layout_that_a_start_before_has_moved_to(
 # --- stages ---------------------------------------------------------------------------------------
 
 
-def test_measured_times_go_to_blocks_and_to_what_is_around_them() -> None:
-    # Blocks of 1 s; the last part has a head of 4 s beside its blocks.
-    costs, before, after = measured_costs((4, 4), (4.0, 8.0), [1.0] * 8)
-    assert costs == pytest.approx([1.0] * 8) and (before, after) == (0.0, 4.0)
-    assert balanced_partition(costs, 2, before, after) == (6, 2)
-    # A part in the middle is slow by itself, and the first has an embedding of 1 s.
-    costs, before, after = measured_costs((2, 2, 2), (3.0, 4.0, 2.0), [1.0] * 6)
-    assert costs == pytest.approx([1.0, 1.0, 2.0, 2.0, 1.0, 1.0])
-    assert (before, after) == (1.0, 0.0)
-    # Estimates say how unlike blocks share a part's time.
-    costs, _, _ = measured_costs((2, 1), (4.0, 1.0), [3.0, 1.0, 1.0])
-    assert costs == pytest.approx([3.0, 1.0, 1.0])
-    assert sum(measured_costs((3,), (6.0,), [1.0, 1.0, 1.0])[0]) == pytest.approx(6.0)
-
-
 def test_stages_are_cut_again_by_their_measured_times(small: Reader) -> None:
-    words = ("parallel.pp=2", "parallel.tp=1", "task_args.n_layers=8")
+    words = ("parallel.pp=2", "parallel.tp=1")
     full_plan = plan(small, *words, workers=2)
     present = next(
         row for row in full_plan.rows if row.candidate.dims.pp == 2 and row.candidate.chunks == 1
     )
-    assert present.stages is not None and sum(present.stages) == len(present.block_seconds)
+    assert present.stages is not None and sum(present.stages) == 4
     planned = planned_parts(present.seconds)
     comparison = compared(planned, planned)
-    first, second = present.stages
-    even = [float(first), float(second)]
+    second = planned.step / 40
+
+    def cut(blocks: Sequence[float], after: float) -> Estimate | None:
+        measured = BlockSeconds(before=0.0, blocks=tuple(blocks), after=after)
+        return cut_again(full_plan, present, comparison, measured)
+
+    # The same two stages take equally long in each case, for another reason.
+    slow_head = cut([second] * 4, 3 * second)
+    slow_last_block = cut([second] * 3 + [4 * second], 0.0)
+    slow_third_block = cut([second, second, 4 * second, second], 0.0)
+    assert slow_head is not None and slow_head.stages == (3, 1)
+    assert slow_last_block is not None and slow_last_block.stages == (3, 1)
+    assert slow_third_block is None, "the slow block would be beside two others"
+    assert layout_name(slow_head) != layout_name(present)
+    assert slow_head.step_seconds < planned.step
+    slow_first = cut([3 * second] + [second] * 3, 0.0)
+    assert slow_first is not None and slow_first.stages == (1, 3)
+    stages_as_planned = [second / size for size in present.stages for _ in range(size)]
+    even = BlockSeconds(before=0.0, blocks=tuple(stages_as_planned), after=0.0)
     assert cut_again(full_plan, present, comparison, even) is None
-    slow_head = [float(first), second + planned.step / 4 + 3.0]
-    row = cut_again(full_plan, present, comparison, slow_head)
-    if first + second > 2:
-        assert row is not None and row.stages is not None
-        assert row.stages[0] > first and sum(row.stages) == first + second
-        assert row.step_seconds < planned.step
-        assert layout_name(row) != layout_name(present)
     assert cut_again(full_plan, replace(present, stages=None), comparison, even) is None

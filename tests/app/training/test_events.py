@@ -34,7 +34,7 @@ from app.training.events import (
     WorkerInfo,
     WorkerStarted,
 )
-from strategies.pipeline.simulate import Span
+from strategies.pipeline.simulate import BlockSeconds, Span
 from tests.chain import config
 
 pytestmark = pytest.mark.pure
@@ -72,7 +72,9 @@ FOR_DRIVER: list[DriverEvent] = [
         step=7, spans=[Span(stage=0, kind="F", micro_batch=0, chunk=0, start=0.0, end=1.0)]
     ),
     StepPartsMeasured(
-        step=21, parts=StepParts(computing=0.5, bubble=0.25), part_seconds=(0.25, 0.5)
+        step=21,
+        parts=StepParts(computing=0.5, bubble=0.25),
+        blocks=BlockSeconds(before=0.125, blocks=(0.25, 0.5), after=0.0),
     ),
     WarningIssued(message="the disk is nearly full"),
     TrainingDone(summary={"step": 50, "stopped": False}),
