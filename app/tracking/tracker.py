@@ -298,6 +298,17 @@ class WriterProcess:
     def _is_alive(self) -> bool:
         return look_at_lock(self._folder, "writer") == (True, self._attempt)
 
+    def _earlier_writer(self, state: State) -> int | None:
+        """The process that delivers this spool for an earlier start; None if it is not here.
+
+        The number may be that of a process on another host, or have gone to another process since.
+        """
+        try:
+            words = Path(f"/proc/{state.writer}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            return None
+        return state.writer if os.fsencode(self._folder) in words else None
+
     def _spawn(self, niceness: int = WHILE_TRAINING) -> str:
         """Start a writer, which is an orphan process from the beginning.
 
@@ -348,7 +359,7 @@ class WriterProcess:
         A writer that makes no progress is killed, even in the middle of a call; what it has not
         delivered stays in the spool. One that has served while training went on is nicer than other
         processes. If these leave it no processor, another one takes its place that is not. The
-        writer of an earlier start, which ends after its call, is waited for.
+        writer of an earlier start, which ends after its call, is waited for in the same way.
 
         Args:
             timeout: How many seconds to wait without progress while MLflow cannot be reached, or
@@ -374,7 +385,11 @@ class WriterProcess:
                 if not problem:
                     writers += 1
                     progress_time = time.monotonic()
-                elif problem != ANOTHER_DELIVERS or time.monotonic() - progress_time > timeout:
+                elif problem != ANOTHER_DELIVERS:
+                    return problem
+                elif (earlier := self._earlier_writer(state)) and starvation.lasts(earlier):
+                    _kill(earlier)
+                elif time.monotonic() - progress_time > timeout:
                     return problem
             elif not writers and state.writer is not None and starvation.lasts(state.writer):
                 _kill(state.writer)

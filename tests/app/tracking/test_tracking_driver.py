@@ -313,6 +313,39 @@ def test_a_process_that_others_leave_no_processor_is_seen(monkeypatch: pytest.Mo
             process.wait()
 
 
+def test_the_writer_of_an_earlier_start_that_gets_no_processor_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append(tmp_path, {"n": 1})
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    other = subprocess.Popen(sleep)
+    earlier = subprocess.Popen([*sleep, str(tmp_path)])
+    State(writer=other.pid).save(tmp_path)
+    asked: list[int] = []
+
+    def lasts(starvation: tracker.Starvation, pid: int) -> bool:
+        asked.append(pid)
+        return len(asked) > 1
+
+    def spawn(writer: WriterProcess, niceness: int) -> str:
+        State(writer=earlier.pid).save(tmp_path)
+        if earlier.poll() is None:
+            return ANOTHER_DELIVERS
+        State(offset=size(tmp_path)).save(tmp_path)
+        return ""
+
+    monkeypatch.setattr(tracker.Starvation, "lasts", lasts)
+    monkeypatch.setattr(WriterProcess, "_spawn", spawn)
+    try:
+        assert WriterProcess(tmp_path, "", "newer").wait(timeout=60.0) == ""
+        assert set(asked) == {earlier.pid}
+        assert other.poll() is None, "the number may be that of another process by now"
+    finally:
+        for process in (other, earlier):
+            process.kill()
+            process.wait()
+
+
 @pytest.mark.parametrize(("ends", "problem"), [(True, ""), (False, ANOTHER_DELIVERS)])
 def test_the_writer_of_an_earlier_start_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool, problem: str
