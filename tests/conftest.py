@@ -16,7 +16,7 @@ from tests import running
 from tests.pool import restore
 from tests.ray_heads import ray_head
 from tests.running import environment
-from tests.warm_writer import spawn as warm_writer_spawn
+from tests.warm import spawn_writer
 
 hypothesis.settings.register_profile(
     "busy", deadline=None
@@ -130,15 +130,17 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 @pytest.fixture(autouse=True)
-def warm_writer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets runs that are tracked in this process have a writer that starts at once."""
-    if "real_writer" not in request.fixturenames:
-        monkeypatch.setattr(WriterProcess, "_spawn", warm_writer_spawn)
+def warm_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets commands and MLflow's writers start at once (tests/warm.py)."""
+    if "real_start" in request.fixturenames:
+        monkeypatch.setattr(running, "is_warm", False)
+    else:
+        monkeypatch.setattr(WriterProcess, "_spawn", spawn_writer)
 
 
 @pytest.fixture
-def real_writer() -> None:
-    """For tests of how the writer starts and ends: it is a program of its own."""
+def real_start() -> None:
+    """For tests of how a command or a writer starts: each is a program of its own."""
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from app.run.stopping import SIGNALS
+from tests.warm import WarmCommand
 
 ROOT = Path(__file__).parents[1]
 LONG = 300.0
@@ -96,8 +97,10 @@ def invoke(*words: object, code: int = 0) -> Any:
     return result
 
 
-STARTED: list[subprocess.Popen[str]] = []
+STARTED: list[Any] = []
 """The commands that `start` has started; a test ends those that it leaves running."""
+is_warm = True
+"""Whether commands are forks of a process that has imported what they need (tests/warm.py)."""
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -168,17 +171,20 @@ def start(
         program: What to run in place of `trireme`.
     """
     seed(arguments)
-    if program is None:
-        program = [sys.executable, "-m", "app"]
-    process = subprocess.Popen(
-        [*program, *arguments],
-        cwd=ROOT,
-        env=env or environment(),
-        preexec_fn=_end_on_ctrl_c,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env = env or environment()
+    process: Any
+    if program is None and is_warm and str(ROOT) in env["PYTHONPATH"].split(os.pathsep):
+        process = WarmCommand(arguments, env)
+    else:
+        process = subprocess.Popen(
+            [*(program or [sys.executable, "-m", "app"]), *arguments],
+            cwd=ROOT,
+            env=env,
+            preexec_fn=_end_on_ctrl_c,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     STARTED.append(process)
     return process
 

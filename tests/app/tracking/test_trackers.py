@@ -31,8 +31,6 @@ from tests.running import (
     wait_until,
 )
 
-pytestmark = pytest.mark.usefixtures("real_writer")
-
 RECORDER = """
 import json, pathlib
 

@@ -49,8 +49,6 @@ class Toy(Task):
         return model(batch[0]).sum()
 """
 
-pytestmark = pytest.mark.usefixtures("real_writer")
-
 LOAD = """
 import sys
 

@@ -28,8 +28,6 @@ from app.training.events import Event, SystemSampled, WarningIssued
 from app.training.job import SilentChannel
 from tests.running import end_tree, start, wait_until
 
-pytestmark = pytest.mark.usefixtures("real_writer")
-
 
 def events(folder: Path) -> list[dict]:
     """All events of a spool but those that mark damage."""
@@ -115,6 +113,7 @@ def test_a_full_disk_is_reported_once_and_loses_nothing(tmp_path: Path) -> None:
     assert [event["n"] for event in events(tmp_path)] == [0, 1, 2, 3]
 
 
+@pytest.mark.usefixtures("real_start")
 def test_no_secret_reaches_the_spool_and_a_writer_without_a_server_ends(tmp_path: Path) -> None:
     uri = "http://user:sesame@127.0.0.1:9"
     tracker = Tracker(tmp_path, Settings(uri, "e"), run_name="r", run_uid="u")
