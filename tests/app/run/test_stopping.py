@@ -248,6 +248,7 @@ def test_a_closed_pipe_is_no_error_of_a_command(command: str, tmp_path: Path) ->
     assert "Broken" not in done.stderr, done
 
 
+@SLOW_TOO
 def test_training_continues_when_nobody_reads_its_output(tmp_path: Path) -> None:
     arguments = " ".join([*LOCAL, "train.steps=20", f"run.storage={tmp_path}"])
     done = shell(f"$TRIREME {arguments} 2>&1 | head -1; echo ${{PIPESTATUS[0]}}")

@@ -223,7 +223,7 @@ def _loss_at_the_end(weights: str, state: str, *, seed: int = 0) -> float:
     return sum(losses[-50:]) / 50
 
 
-@pytest.mark.pure
+@pytest.mark.slow
 def test_digits_are_learnt_as_in_float32_where_the_nearest_number_would_stall(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -38,6 +38,13 @@ from tests.test_documents import LINK, mistakes_in
 COMMANDS = [command for page in PAGES for command in commands_of(page)]
 TRAINS = [command for command in COMMANDS if command.shown and not command.is_quick]
 """Commands that start processes; each takes seconds on an idle machine."""
+PLANS = [command for command in COMMANDS if command.words[1:2] == ["plan"]]
+FURTHER_PLANS = [
+    command
+    for command in PLANS
+    if command != next(first for first in PLANS if first.page == command.page)
+]
+"""A page's plans after its first one, each of which takes five seconds."""
 OF_OTHERS = {"cp", "docker", "helm", "kubectl", "sbatch", "squeue"}
 """Other programs that pages name."""
 READ_AS_EXPERIMENT = {"train", "plan", "config", "scale", "submit", "doctor"}
@@ -189,7 +196,15 @@ def test_a_mistake_in_a_page_is_noticed(in_guide: Path) -> None:
 # --- commands that are typed ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command.is_quick], ids=str)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=[pytest.mark.slow] if command in FURTHER_PLANS else [])
+        for command in COMMANDS
+        if command.is_quick
+    ],
+    ids=str,
+)
 def test_a_plan_or_a_file_prints_what_the_page_says(
     command: Command,
     in_guide: Path,

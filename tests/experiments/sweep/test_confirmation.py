@@ -195,7 +195,7 @@ def without_a_difference(sweep: Sweep, random_number: random.Random) -> Confirma
     return confirmation
 
 
-@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("mode", ["min", pytest.param("max", marks=pytest.mark.slow)])
 def test_settings_that_do_not_differ_are_rarely_called_worse(tmp_path: Path, mode: str) -> None:
     """In at most 5 % of 1,000 sweeps of settings that are alike is one of them worse."""
     sweep = sweep_of(tmp_path, f"mode={mode}", "confirm_seeds=3")
