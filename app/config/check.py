@@ -11,7 +11,7 @@ from app.config.arguments import no_such_argument
 from app.config.batch_schedule import schedule_mistake
 from app.config.task_names import BUILT_IN
 from app.config.task_source import argument_names
-from app.config.words import meant_value
+from app.config.words import meant_value, remark_on_value
 from app.errors import UserError, nearest
 from strategies.dims import LayoutError, checkpoint_every, unknown_strategy
 from strategies.options import (
@@ -288,7 +288,10 @@ def _names(config: Config) -> Iterator[str]:
 def _choices(config: Config) -> Iterator[str]:
     for key, choices in CHOICES.items():
         value = _value(config, key)
-        if value not in choices:
+        remark = remark_on_value(key, value)
+        if remark is not None:
+            yield f"{key} is {value!r}, but {remark}"
+        elif value not in choices:
             meant = meant_value(key, value)
             hint = nearest(value if meant is None else meant, choices)
             yield f"{key} is {value!r}, but it must be one of {', '.join(choices)}{hint}"

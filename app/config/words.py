@@ -100,6 +100,17 @@ OTHER_VALUES = {
 }
 """For some keys, the words that other trainers use for each of its values; "" if it has none."""
 
+NO_BLOCK_SCALES = (
+    "Trireme has no formats in which a few numbers share a scale (MXFP8, MXFP4, NVFP4): write "
+    "train.precision=fp8, which has a scale for each tensor, or bf16"
+)
+REMARKS_ON_VALUES = {
+    "train.precision": dict.fromkeys(
+        ("mxfp8", "mxfp4", "nvfp4", "fp4", "mx", "mxfp8_e4m3"), NO_BLOCK_SCALES
+    )
+}
+"""For some keys, what is said of values that other trainers have and Trireme does not."""
+
 CONTINUES = "a run continues when its command is run again"
 MERGED = "several files are merged in their order: trireme train base.yaml this.yaml"
 METRICS = "metrics go to MLflow: tracking.uri says to which"
@@ -146,6 +157,16 @@ def meant_number(written: object) -> int | float | None:
         return None
     number = float(match[1].replace(",", ".")) * FACTORS[match[2].lower()]
     return int(number) if number.is_integer() else number
+
+
+def remark_on_value(key: str, written: object) -> str | None:
+    """What to say of a value that other trainers have and Trireme does not; None for others.
+
+    Args:
+        key: A key of the configuration.
+        written: What was written for it.
+    """
+    return REMARKS_ON_VALUES.get(key, {}).get(str(written).lower())
 
 
 def meant_value(key: str, written: object) -> str | None:

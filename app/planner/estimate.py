@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from app.planner.corrections import Correction, correction_for, corrections_of, multiplied
-from app.planner.device import family_of
+from app.planner.device import Device, family_of
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine
 from app.planner.model_costs import ModelCosts
@@ -266,6 +266,20 @@ class Estimator:
             on_cpu=self.machine.device.is_cpu,
         )
 
+    def changed(self, device: Device, stages: tuple[int, ...] | None) -> "Estimator":
+        """The same model on another device, or cut into other stages.
+
+        What depends on neither, such as the sizes of parts, is not computed again.
+        """
+        estimator = replace(
+            self,
+            machine=replace(self.machine, device=device),
+            options=replace(self.options, stages=stages),
+        )
+        estimator._unit_sizes = self._unit_sizes
+        estimator._rank_size = self._rank_size
+        return estimator
+
     def traits(self, candidate: Candidate) -> Traits:
         """What the error of the layout's plan depends on."""
         share = _attention_share(self._part_costs(self._work(candidate)))
@@ -273,6 +287,7 @@ class Estimator:
 
     def _read_traits(self, layout: str) -> Traits:
         parameters = self.reader.size.parameters
+        gpu = self.machine.device.gpu
         if any(parameter.is_expert for parameter in parameters):
             model = MIXTURE
         elif any(not parameter.trainable for parameter in parameters):
@@ -282,7 +297,8 @@ class Estimator:
         return Traits(
             layout=layout,
             model=model,
-            family=family_of(self.machine.device.gpu),
+            family=family_of(gpu),
+            gpu=gpu.base if gpu.name == gpu.base else f"{gpu.base} limited",
             billions=sum(parameter.numel for parameter in parameters) / 1e9,
             sequence=getattr(self.reader, "sequence_length", None),
         )

@@ -195,12 +195,16 @@ def make_plan(
     if "parallel.stages" in fixed_keys and config.parallel.stages:
         chunks = fixed["parallel.pp"] * fixed["parallel.chunks"]
         partition.require_sizes(config.parallel.stages, reader.blocks, chunks)
-    if reader.tp:  # whether the model can be split is known only once it has been read
-        for is_sharded in (True, False):
-            variant = variant_of(is_sharded=is_sharded, tp=2, pp=1, precision=precisions[-1])
-            reader.costs(variant.casting)
     space = _space_of(config, reader, machine, precisions)
     candidates = enumerate_layouts(space, fixed)
+    if reader.tp:  # whether the model can be split is known only once it has been read
+        split = [candidate for candidate in candidates if candidate.dims.tp > 1]
+        for is_sharded in {candidate.strategy.is_sharded for candidate in split}:
+            variant = variant_of(is_sharded=is_sharded, tp=2, pp=1, precision=precisions[-1])
+            reader.costs(variant.casting)
+        if not reader.tp:
+            space = replace(space, splits_layers=False)
+            candidates = enumerate_layouts(space, fixed)
     if not candidates:
         refuse(config, fixed, space)
     estimator = estimator_of(config, reader, machine, fixed_keys)

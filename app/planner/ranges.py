@@ -2,14 +2,18 @@
 
 The ranges are conformal: they are made of the errors of runs whose layout splits the model in the
 same way, each planned with constants that were fitted to other sources' runs only, so that they
-hold for runs of a new source. A range is wider the further a plan is from all of these runs: a
-model of another kind, a family of GPUs without fitted constants, a layout that nobody has
-published, a model or a sequence smaller than the smallest or larger than the largest. It reaches
-further down the more of the computing is attention, whose kernels differ between trainers by more
-than any others (`ranges` in fitted.yaml, written by `python -m experiments.benchmarks published
---fit`).
+hold for runs of a new source. If fewer than 80 of 100 runs of a GPU, of a size of models, of a
+length of sequences or of a layout would be inside, the ranges of that group are wider by the factor
+that brings them in (conformal within groups: Vovk 2012, https://arxiv.org/abs/1209.2673), whether
+or not their trainer is described to the plan. A range is wider the further a plan is from all of
+these runs: a model of another kind, a family of GPUs without fitted constants, a layout that nobody
+has published, a model or a sequence smaller than the smallest or larger than the largest. It
+reaches further down the more of the computing is attention, whose kernels differ between trainers
+by more than any others (`ranges` in fitted.yaml, written by `python -m experiments.benchmarks
+published --fit`).
 """
 
+import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +23,10 @@ DEFAULT = (0.8, 1.25)
 """The range of devices to which nothing was fitted."""
 DENSE, MIXTURE, ADAPTERS = "dense", "mixture", "adapters"
 MODEL_NAMES = {MIXTURE: "a mixture of experts", ADAPTERS: "adapters"}
+SIZE_LIMITS = (3.5, 10.0, 69.0)
+"""Billions of parameters of the largest model of each group but the last."""
+LENGTH_LIMITS = (2048, 8192, 16384)
+"""Tokens of the longest sequence of each group but the last."""
 OCTAVES = 2.0
 """Factors of two beyond the published sizes that count as much as another kind of model."""
 
@@ -33,6 +41,7 @@ class Traits(NamedTuple):
         billions: Of parameters.
         sequence: Tokens of a sequence; None if there are none.
         attention: Share of the computing time that attention takes.
+        gpu: Its name in the catalogue, with " limited" if it is a variant of that GPU.
     """
 
     layout: str
@@ -41,6 +50,16 @@ class Traits(NamedTuple):
     billions: float
     sequence: int | None
     attention: float = 0.0
+    gpu: str = ""
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups of runs that it belongs to: by layout, GPU, size and length."""
+        names = [f"layout {self.layout}", f"gpu {self.gpu}"]
+        names.append(f"size {bisect.bisect_left(SIZE_LIMITS, self.billions)}")
+        if self.sequence:
+            names.append(f"length {bisect.bisect_left(LENGTH_LIMITS, self.sequence)}")
+        return tuple(names)
 
 
 @dataclass(frozen=True)
@@ -68,14 +87,27 @@ def spread_of(traits: Traits, ranges: Mapping[str, Any]) -> Spread:
     if not ranges:
         return Spread(*DEFAULT)
     unmeasured, distance = distance_of(traits, ranges["seen"])
-    low, high = base_of(traits, ranges["layouts"], distance)
-    low /= 1 + ranges["attention"] * traits.attention
-    exponent = 1 + ranges["wider"] * distance
+    low, high = base_of(traits, ranges["layouts"], distance, attention=ranges["attention"])
+    exponent = factor_of(traits, ranges["groups"]) * (1 + ranges["wider"] * distance)
     return Spread(low**exponent, high**exponent, unmeasured)
 
 
+def factor_of(traits: Traits, groups: Mapping[str, float]) -> float:
+    """How many times wider than its layout's the range of a plan is, as its groups need it.
+
+    Args:
+        traits: Of the plan.
+        groups: The factors of the groups that need one.
+    """
+    return max([1.0, *(groups[name] for name in traits.groups if name in groups)])
+
+
 def base_of(
-    traits: Traits, layouts: Mapping[str, Sequence[float]], distance: float
+    traits: Traits,
+    layouts: Mapping[str, Sequence[float]],
+    distance: float,
+    *,
+    attention: float = 0.0,
 ) -> tuple[float, float]:
     """The range of the runs that split the model in the same way.
 
@@ -86,11 +118,13 @@ def base_of(
         traits: Of the plan.
         layouts: (low, high) by layout; `any` has that of all runs.
         distance: From `distance_of`.
+        attention: How many times longer attention may take, less 1.
     """
     low, high = layouts.get(traits.layout) or layouts["any"]
     if distance > 0:
-        return min(low, layouts["any"][0]), max(high, layouts["any"][1])
-    return low, high
+        low = min(low, layouts["any"][0])
+        high = max(high, layouts["any"][1])
+    return low / (1 + attention * traits.attention), high
 
 
 def distance_of(traits: Traits, seen: Mapping[str, Any]) -> tuple[tuple[str, ...], float]:

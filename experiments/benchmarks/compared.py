@@ -1,12 +1,22 @@
-"""A published run beside what the plain `trireme plan` command says of its model and layout."""
+"""A published run beside what the plain `trireme plan` command says of its model and layout.
+
+What is read of a model takes seconds, so that it is kept in Trireme's cache, under a name that
+changes with the code that reads and with the versions of torch and transformers.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import importlib.metadata
 import json
+import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
 from app.config.io import load_config
+from app.data.files import cached
 from app.planner.device import Device, apply_assumptions
 from app.planner.estimate import Estimate
 from app.planner.machine import MachineOptions, find_machine
@@ -71,6 +81,13 @@ class Compared:
 
 _READERS: dict[str, Reader] = {}
 """The readers of models, for all runs that differ in their layout alone."""
+ROOT = Path(__file__).parents[2]
+READING = (
+    *("app/models/*.py", "app/tasks/**/*.py", "strategies/**/*.py"),
+    *("app/planner/trace.py", "app/planner/fus*.py", "app/planner/read.py"),
+    "app/planner/model_costs.py",
+)
+"""The files that decide what is read of a model."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +131,12 @@ class Prepared:
             device = change(device)
         if described:
             device = apply_assumptions(device, self.run.assumptions)
-        estimator = replace(estimator, machine=replace(estimator.machine, device=device))
-        estimates = []
-        for row in self.plan.rows:
-            # The stages of a pipeline hardly depend on the constants, and take time to find.
-            options = replace(estimator.options, stages=row.stages)
-            estimates.append(replace(estimator, options=options).estimate(row.candidate))
+        # The stages of a pipeline hardly depend on the constants, and take time to find.
+        of_stages = {
+            stages: estimator.changed(device, stages)
+            for stages in {row.stages for row in self.plan.rows}
+        }
+        estimates = [of_stages[row.stages].estimate(row.candidate) for row in self.plan.rows]
         fastest = min(estimates, key=lambda row: (not row.fits, row.step_seconds))
         context = device.context
         if described:
@@ -132,14 +149,53 @@ def prepare(run: Run) -> Prepared:
     words, options = run.command()
     if not run.sequence:
         return Prepared(run, None, "the sequence's length was not published")
-    is_on_cpu = options["gpu"] == "cpu"
-    key = json.dumps([run.task, run.task_args, is_on_cpu, run.sequence_parallel, run.tp > 1])
     keys = frozenset(word.partition("=")[0] for word in words)
     try:
         config = load_config([], words)
         machine = find_machine(MachineOptions(**options), config.workers)
-        plan = plan_experiment(config, machine, keys, reader=_READERS.get(key))
+        key = _reading_of(run, is_on_cpu=machine.device.is_cpu)
+        if key not in _READERS:
+            _READERS[key] = _kept_reader(key, lambda: plan_experiment(config, machine, keys))
+        plan = plan_experiment(config, machine, keys, reader=_READERS[key])
     except USER_ERRORS as error:
         return Prepared(run, None, str(error))
-    _READERS.setdefault(key, plan.reader)
     return Prepared(run, plan)
+
+
+def _reading_of(run: Run, *, is_on_cpu: bool) -> str:
+    """What decides what is read of a run's model, as JSON."""
+    is_sharded = run.data not in ("", "ddp") and run.gpus > run.tp * run.pp * run.cp
+    has_pipeline = run.pp > 1
+    return json.dumps(
+        [
+            *(run.task, run.task_args, is_on_cpu, run.precision == "fp32"),
+            *(run.sequence_parallel, run.tp > 1, is_sharded, has_pipeline),
+        ]
+    )
+
+
+def _kept_reader(key: str, plan: Callable[[], Plan]) -> Reader:
+    """The reader of a model, from the cache if it was read before.
+
+    Args:
+        key: What decides what is read.
+        plan: Makes the plan for which the model is read.
+    """
+
+    def make(path: Path) -> None:
+        path.write_bytes(pickle.dumps(plan().reader))
+
+    digest = hashlib.sha256((key + _versions()).encode()).hexdigest()[:16]
+    reader: Reader = pickle.loads(cached(f"read-{digest}.pickle", make).read_bytes())
+    return reader
+
+
+@functools.cache
+def _versions() -> str:
+    """A digest of the code that reads models, and the versions of its libraries."""
+    digest = hashlib.sha256()
+    for pattern in READING:
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(path.read_bytes())
+    libraries = [importlib.metadata.version(name) for name in ("torch", "transformers")]
+    return " ".join([digest.hexdigest(), *libraries])

@@ -21,7 +21,7 @@ from scipy.optimize import least_squares
 
 from app.planner import device as devices
 from app.planner.device import Device
-from app.planner.ranges import DENSE, Traits, base_of, distance_of
+from app.planner.ranges import DENSE, Traits, base_of, distance_of, factor_of
 from experiments.benchmarks.published_runs import Run
 
 Values = dict[str, float]
@@ -216,12 +216,20 @@ def without(whole_fit: Fit, kept: np.ndarray, weights_of_kept: np.ndarray) -> Va
     low = np.log(np.array([CONSTANTS[name].low for name in NAMES])) - 1e-9
     high = np.log(np.array([CONSTANTS[name].high for name in NAMES])) + 1e-9
 
-    def residuals(point: np.ndarray) -> np.ndarray:
-        changes = whole_fit.slopes[kept] @ (point - whole_fit.point)
-        errors = weights_of_kept * (whole_fit.logs[kept] + changes) / TOLERANCE
-        return np.concatenate([errors, PRIOR * (point - start)])
+    slopes = whole_fit.slopes[kept] * (weights_of_kept / TOLERANCE)[:, np.newaxis]
+    logs = whole_fit.logs[kept] * weights_of_kept / TOLERANCE
+    jacobian = np.concatenate([slopes, PRIOR * np.eye(len(NAMES))])
 
-    solution: Any = least_squares(residuals, whole_fit.point, bounds=(low, high), loss="soft_l1")
+    def residuals(point: np.ndarray) -> np.ndarray:
+        return np.concatenate([logs + slopes @ (point - whole_fit.point), PRIOR * (point - start)])
+
+    solution: Any = least_squares(
+        residuals,
+        whole_fit.point,
+        jac=lambda _: jacobian,
+        bounds=(low, high),
+        loss="soft_l1",
+    )
     return {name: math.exp(log_value) for name, log_value in zip(NAMES, solution.x)}
 
 
@@ -286,7 +294,12 @@ Errors = Sequence[tuple[Traits, float]]
 """The traits of runs, and the relative errors of their plans' speed."""
 
 
-def ranges(errors: Errors, quantiles: tuple[float, float] = QUANTILES) -> dict[str, Any]:
+def ranges(
+    errors: Errors,
+    quantiles: tuple[float, float] = QUANTILES,
+    *,
+    described: Errors = (),
+) -> dict[str, Any]:
     """The ranges that app/planner/ranges.py reads.
 
     A kind of layout with few runs has the range of all. The ends are those of a conformal range: of
@@ -295,13 +308,15 @@ def ranges(errors: Errors, quantiles: tuple[float, float] = QUANTILES) -> dict[s
     Args:
         errors: The errors that runs had when nothing of their source was fitted to.
         quantiles: Between which quantiles, in percent, the range is.
+        described: The errors of plans to which the trainers were described.
 
     Returns:
         "layouts": the range of each kind of layout; "seen": the traits of runs that were fitted to;
         "attention": how many times longer attention may take, less 1: the least with which the
-        low end holds for runs that are attention to a large part; "wider": by how much a range is
-        wider where a run has a trait that none of these has, which is the least by which 80 % of
-        such runs are inside.
+        low end holds for runs that are attention to a large part; "groups": how many times wider
+        the ranges of a group are, if too few of its runs would be inside; "wider": by how much a
+        range is wider where a run has a trait that none of these has, which is the least by which
+        80 % of such runs are inside.
     """
     fitted = [pair for pair in errors if has_constants(pair[0])]
     shares = defaultdict[str, list[float]](list)
@@ -315,16 +330,25 @@ def ranges(errors: Errors, quantiles: tuple[float, float] = QUANTILES) -> dict[s
             ends[layout] = _conformal(shares_of_layout, quantiles)
     sizes = [traits.billions for traits, _ in fitted]
     lengths = [traits.sequence for traits, _ in fitted if traits.sequence]
-    seen: dict[str, Any] = {
-        "models": [DENSE],
-        "layouts": sorted(set(shares) - {"any"}),
-        "families": sorted({traits.family for traits, _ in fitted}),
-        "billions": [_rounded(min(sizes)), _rounded(max(sizes))],
-        "sequence": [min(lengths), max(lengths)],
+    fitted_ranges: dict[str, Any] = {
+        "layouts": ends,
+        "seen": {
+            "models": [DENSE],
+            "layouts": sorted(set(shares) - {"any"}),
+            "families": sorted({traits.family for traits, _ in fitted}),
+            "billions": [_rounded(min(sizes)), _rounded(max(sizes))],
+            "sequence": [min(lengths), max(lengths)],
+        },
+        "attention": _slower_attention(fitted, ends, quantiles[0]),
+        "groups": {},
+        "wider": 0.0,
     }
-    attention = _slower_attention(fitted, ends, quantiles[0])
-    wider = _wider(errors, ends, seen, quantiles=quantiles)
-    return {"layouts": ends, "seen": seen, "attention": attention, "wider": wider}
+    inside = (quantiles[1] - quantiles[0]) / 100
+    for kind in (errors, described):
+        for name, factor in _factors(kind, fitted_ranges, inside).items():
+            fitted_ranges["groups"][name] = max(factor, fitted_ranges["groups"].get(name, 1.0))
+    fitted_ranges["wider"] = _wider([*errors, *described], fitted_ranges, inside)
+    return fitted_ranges
 
 
 def has_constants(traits: Traits) -> bool:
@@ -341,7 +365,7 @@ def _slower_attention(errors: Errors, ends: dict[str, list[float]], low_quantile
         low_quantile: Percent of the runs that may be below the low end.
 
     Returns:
-        0 if fewer than `ENOUGH` runs are attention to a large part; rounded up.
+        0 if fewer than `ENOUGH` runs are attention to a large part.
     """
     needed = []
     for traits, error in errors:
@@ -350,29 +374,59 @@ def _slower_attention(errors: Errors, ends: dict[str, list[float]], low_quantile
             needed.append(max(0.0, (low * (1 + error) - 1) / traits.attention))
     if len(needed) < ENOUGH:
         return 0.0
-    quantile = min(1.0, (1 - low_quantile / 100) * (len(needed) + 1) / len(needed))
-    return math.ceil(100 * float(np.quantile(needed, quantile, method="higher"))) / 100
+    return _least(needed, 1 - low_quantile / 100)
 
 
-def _wider(
-    errors: Errors,
-    ends: dict[str, list[float]],
-    seen: dict[str, Any],
-    *,
-    quantiles: tuple[float, float],
-) -> float:
-    """By how much ranges are wider for each trait that no fitted run has; rounded up."""
+def _factors(errors: Errors, fitted_ranges: dict[str, Any], inside: float) -> dict[str, float]:
+    """How many times wider ranges are to be, for each group of runs that needs it.
+
+    Args:
+        errors: Of runs.
+        fitted_ranges: The ranges so far.
+        inside: The share of a group's runs that is to be inside.
+    """
+    times = defaultdict[str, list[float]](list)
+    for traits, error in errors:
+        if has_constants(traits):
+            for name in traits.groups:
+                times[name].append(_times_wider(traits, error, fitted_ranges))
+    factors = {}
+    for name, of_group in times.items():
+        if len(of_group) >= ENOUGH:
+            factors[name] = _least(of_group, inside)
+    return {name: factor for name, factor in factors.items() if factor > 1}
+
+
+def _wider(errors: Errors, fitted_ranges: dict[str, Any], inside: float) -> float:
+    """By how much ranges are wider for each trait that no fitted run has.
+
+    Args:
+        errors: Of runs.
+        fitted_ranges: The ranges so far.
+        inside: The share of such runs that is to be inside.
+    """
     needed = []
     for traits, error in errors:
-        distance = distance_of(traits, seen)[1]
-        low, high = base_of(traits, ends, distance)
+        distance = distance_of(traits, fitted_ranges["seen"])[1]
         if distance > 0:
-            log_share = math.log(1 / (1 + error))
-            log_end = math.log(high if log_share > 0 else low)
-            needed.append(max(0.0, (log_share / log_end - 1) / distance))
-    if not needed:
-        return 0.0
-    inside = (quantiles[1] - quantiles[0]) / 100
+            times = _times_wider(traits, error, fitted_ranges)
+            factor = factor_of(traits, fitted_ranges["groups"])
+            needed.append(max(0.0, (times / factor - 1) / distance))
+    return _least(needed, inside) if needed else 0.0
+
+
+def _times_wider(traits: Traits, error: float, fitted_ranges: dict[str, Any]) -> float:
+    """How many times wider than its layout's a range must be so that a run is inside."""
+    distance = distance_of(traits, fitted_ranges["seen"])[1]
+    low, high = base_of(
+        traits, fitted_ranges["layouts"], distance, attention=fitted_ranges["attention"]
+    )
+    log_share = math.log(1 / (1 + error))
+    return log_share / math.log(high if log_share > 0 else low)
+
+
+def _least(needed: Sequence[float], inside: float) -> float:
+    """The least value that is enough for a share of the runs and one more, rounded up."""
     quantile = min(1.0, inside * (len(needed) + 1) / len(needed))
     return math.ceil(100 * float(np.quantile(needed, quantile, method="higher"))) / 100
 

@@ -12,6 +12,7 @@ anew for each source (GPU), to the rows of all others, and judges on its own.
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
 from collections import defaultdict
@@ -24,7 +25,7 @@ import numpy as np
 
 from app.errors import UserError
 from app.planner.device import constants as planner_constants
-from app.planner.ranges import Traits, spread_of
+from app.planner.ranges import LENGTH_LIMITS, SIZE_LIMITS, Traits, spread_of
 from experiments.benchmarks import evidence, fit
 from experiments.benchmarks.compared import Compared, Prepared, prepare
 from experiments.benchmarks.harness import show
@@ -38,31 +39,14 @@ KINDS = {
     "cp": "CP",
     "cp+tp+pp": "CP + TP + PP",
 }
-Buckets = Sequence[tuple[float, str]]
-"""The largest value of each bucket, and its name."""
-SIZES: Buckets = (
-    (3.5, "up to 3 B"),
-    (10, "3 to 10 B"),
-    (69, "10 to 69 B"),
-    (1e9, "70 B and more"),
-)
-LENGTHS: Buckets = (
-    (2048, "up to 2 k"),
-    (8192, "4 to 8 k"),
-    (16384, "16 k"),
-    (1e9, "32 k and more"),
-)
+SIZES = ("up to 3 B", "3 to 10 B", "10 to 69 B", "70 B and more")
+"""Names of the groups between `SIZE_LIMITS`."""
+LENGTHS = ("up to 2 k", "4 to 8 k", "16 k", "32 k and more")
+"""Names of the groups between `LENGTH_LIMITS`."""
 GROUPINGS = ("all", "kind", "size", "sequence", "GPU", "precision", "table")
 """By what runs are grouped, in the order of the table."""
 MEMORY_GROUPINGS = ("all", "peak", "kind", "precision", "GPU")
 """The same of their memory; a peak is what torch allocates or reserves, or what the card has."""
-
-
-def _bucket(value: float, buckets: Buckets) -> str:
-    for largest, name in buckets:
-        if value <= largest:
-            return name
-    raise ValueError(f"{value} is above the last bucket")
 
 
 def _groups_of(run: Run, billions: float) -> dict[str, str]:
@@ -76,8 +60,8 @@ def _groups_of(run: Run, billions: float) -> dict[str, str]:
     return {
         "all": "all",
         "kind": KINDS.get(run.kind, run.kind),
-        "size": _bucket(billions, SIZES),
-        "sequence": _bucket(run.sequence, LENGTHS),
+        "size": SIZES[bisect.bisect_left(SIZE_LIMITS, billions)],
+        "sequence": LENGTHS[bisect.bisect_left(LENGTH_LIMITS, run.sequence)],
         "GPU": run.gpu.partition(":")[0] + (" limited" if is_limited else ""),
         "precision": run.precision,
         "table": run.table,
@@ -299,9 +283,13 @@ def write_fit(prepared: Sequence[Prepared]) -> str:
     whole_fit = fit_to(fitted)
     sources = [one.run.source for one in fitted]
     intervals = fit.intervals(whole_fit, sources, fit.weights([one.run for one in fitted]))
-    unseen = without_own(prepared, whole_fit, fitted, group_by="source")
-    errors = [error for _, error in _errors_for_ranges(unseen, _traits(prepared))]
-    return fit.write(whole_fit.values, intervals, fit.ranges(errors), len(fitted))
+    traits = _traits(prepared)
+    errors = []
+    for described in (False, True):
+        unseen = without_own(prepared, whole_fit, fitted, group_by="source", described=described)
+        errors.append([error for _, error in _errors_for_ranges(unseen, traits)])
+    ranges = fit.ranges(errors[0], described=errors[1])
+    return fit.write(whole_fit.values, intervals, ranges, len(fitted))
 
 
 def _traits(prepared: Sequence[Prepared]) -> dict[Run, Traits]:
@@ -323,6 +311,7 @@ def _errors_for_ranges(
 def with_ranges_of_others(
     compared: Sequence[Compared],
     unseen: Sequence[Compared],
+    described: Sequence[Compared],
     traits: Mapping[Run, Traits],
     *,
     group_by: str,
@@ -334,15 +323,19 @@ def with_ranges_of_others(
     Args:
         compared: The runs beside their plans.
         unseen: The runs, each planned with constants of others, by the plain command.
+        described: The same with their trainers described.
         traits: What the error of each run's plan depends on.
         group_by: "source" or "gpu".
     """
-    errors = _errors_for_ranges(unseen, traits)
+    all_errors = [_errors_for_ranges(each, traits) for each in (unseen, described)]
     ranges_for: dict[str, dict[str, Any]] = {}
     for group in {_left_out_with(one.run, group_by) for one in compared}:
-        others = [pair for run, pair in errors if _left_out_with(run, group_by) != group]
+        others, others_described = (
+            [pair for run, pair in errors if _left_out_with(run, group_by) != group]
+            for errors in all_errors
+        )
         has_enough = sum(fit.has_constants(each) for each, _ in others) >= fit.ENOUGH
-        ranges_for[group] = fit.ranges(others) if has_enough else {}
+        ranges_for[group] = fit.ranges(others, described=others_described) if has_enough else {}
     changed = []
     for one in compared:
         ranges = ranges_for[_left_out_with(one.run, group_by)]
@@ -477,18 +470,22 @@ def _left_out(
     fitted = [one for one in prepared if _is_fitted(one)]
     whole_fit = fit_to(fitted, again=False)
     traits = _traits(prepared)
-    unseen = without_own(prepared, whole_fit, fitted, group_by=group_by)
+    unseen, unseen_described = (
+        without_own(prepared, whole_fit, fitted, group_by=group_by, described=each)
+        for each in (False, True)
+    )
     judged = {one.run for one in chosen}
-    compared = [one for one in unseen if one.run in judged]
-    compared_described: list[Compared] = []
-    if described:
-        compared_described = without_own(
-            chosen, whole_fit, fitted, group_by=group_by, described=True
+    compared, compared_described = (
+        with_ranges_of_others(
+            [one for one in each if one.run in judged],
+            unseen,
+            unseen_described,
+            traits,
+            group_by=group_by,
         )
-        compared_described = with_ranges_of_others(
-            compared_described, unseen, traits, group_by=group_by
-        )
-    return with_ranges_of_others(compared, unseen, traits, group_by=group_by), compared_described
+        for each in (unseen, unseen_described)
+    )
+    return compared, compared_described if described else []
 
 
 def _billions(one: Prepared) -> float:

@@ -59,6 +59,11 @@ TRAIN = [
         "train.precision is 'fp64', but it must be one of fp32, bf16, fp16, fp8",
     ),
     (
+        "train.precision=mxfp8",
+        "train.precision is 'mxfp8', but Trireme has no formats in which a few numbers share a "
+        "scale … write train.precision=fp8, which has a scale for each tensor, or bf16",
+    ),
+    (
         "train.steps=ten",
         "train.steps (on the command line) is 'ten', … write for instance train.steps=4",
     ),

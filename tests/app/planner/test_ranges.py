@@ -16,6 +16,7 @@ RANGES = {
     "layouts": {"any": [0.8, 1.2], "tp": [0.9, 1.1]},
     "seen": SEEN,
     "attention": 1.0,
+    "groups": {},
     "wider": 0.5,
 }
 KNOWN = Traits("data", DENSE, "hopper", 7.0, 4096)
@@ -63,3 +64,15 @@ def test_a_range_reaches_further_down_the_more_of_the_computing_is_attention() -
     """Attention at half of the speed makes a step that is half attention 1.5 times as long."""
     spread = spread_of(KNOWN._replace(attention=0.5), RANGES)
     assert (spread.low, spread.high) == (pytest.approx(0.8 / 1.5), 1.2)
+
+
+def test_the_range_is_as_wide_as_the_group_needs_that_needs_most() -> None:
+    ranges = RANGES | {"groups": {"gpu a100-40gb": 1.5, "size 1": 2.0, "length 3": 9.0}}
+    narrow = spread_of(KNOWN._replace(gpu="h100-80gb", billions=70.0), ranges)
+    assert (narrow.low, narrow.high) == (0.8, 1.2)
+    by_gpu = spread_of(KNOWN._replace(gpu="a100-40gb", billions=70.0), ranges)
+    assert (by_gpu.low, by_gpu.high) == (pytest.approx(0.8**1.5), pytest.approx(1.2**1.5))
+    by_size = spread_of(KNOWN._replace(gpu="a100-40gb", billions=7.0), ranges)
+    assert (by_size.low, by_size.high) == (pytest.approx(0.8**2), pytest.approx(1.2**2))
+    far = spread_of(KNOWN._replace(gpu="a100-40gb", billions=280.0), ranges)
+    assert far.low == pytest.approx(0.8 ** (1.5 * 1.5)), "and wider still outside of all runs"

@@ -99,15 +99,17 @@ def test_every_worker_gets_equally_many_experts_under_tp_and_ep() -> None:
     assert degrees == {(1, 1), (1, 2), (2, 1)}
 
 
-def _planned(task: str, args: str, precision: str = "fp32") -> Plan:
-    """The plan of a task on two GPUs, without its data."""
+def _planned(task: str, args: str, precision: str = "fp32", **fixed: object) -> Plan:
+    """The plan of a task on two GPUs, without its data; `fixed` is of `parallel`."""
+    keys = {f"parallel.{name}": value for name, value in fixed.items()}
+    keys["train.precision"] = precision
     changes = [
         "train.global_batch_size=8",
-        f"train.precision={precision}",
         f"task={task}",
         f"task_args={{{args}}}",
+        *(f"{key}={value}" for key, value in keys.items()),
     ]
-    return plan_experiment(load_config([], changes), gpus(2), frozenset({"train.precision"}))
+    return plan_experiment(load_config([], changes), gpus(2), frozenset(keys))
 
 
 def test_the_same_model_is_planned_without_its_data(tmp_path: Path, own_cache: Path) -> None:
@@ -186,6 +188,38 @@ def test_pretrained_weights_need_not_be_there_to_plan_with_them(
     with pytest.raises(UserError, match=r"weights"):
         config = load_config([], ["task=huggingface", f"task_args={{{LLAMA}, {options}}}"])
         plan_experiment(config, gpus(2), frozenset(), needs_data="--max-batch")
+
+
+@pytest.mark.parametrize("method", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
+def test_quantized_adapters_are_planned_from_a_configuration_alone(
+    method: str, tmp_path: Path, own_cache: Path
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 99}
+    config = AutoConfig.for_model("llama", **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "llama")
+    common = "pretrained: true, data: no.bin, sequence_length: 64, tokenizer: bytes"
+    quantized = f"lora: {{r: 4, quantize: {method}}}"
+    plan = functools.partial(_planned, "huggingface", precision="bf16", tp=1, pp=1, dp_shard=1)
+    with_weights = plan(f"model: {tmp_path}/llama, {common}, {quantized}")
+    model = f"model: llama, config: {json.dumps(sizes)}"
+    without = plan(f"{model}, {common}, {quantized}")
+    assert without.reader.note.startswith("task_args.model has no weights here")
+    expected = [(row.memory, row.seconds) for row in with_weights.rows]
+    assert [(row.memory, row.seconds) for row in without.rows] == expected
+    adapters = plan(f"{model}, {common}, lora: {{r: 4}}")
+    assert without.best is not None and adapters.best is not None
+    frozen = [
+        sum(p.bytes for p in plan.reader.size.parameters if not p.trainable)
+        + plan.reader.size.buffer_bytes
+        for plan in (without, adapters)
+    ]
+    # Of float32 numbers in layers with adapters 4 or 8 bits are left, with their scales.
+    layers = 2 * (4 * 64 * 64 + 3 * 64 * 128) * 4
+    saved = {"nf4": (0.80, 0.88), "int8": (0.70, 0.75)}[method]
+    assert saved[0] < (frozen[1] - frozen[0]) / layers < saved[1]
 
 
 def test_what_the_hub_has_of_a_model_beside_its_weights_stands_in_for_them(

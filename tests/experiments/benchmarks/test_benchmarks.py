@@ -24,10 +24,20 @@ from app.data.order import Order
 from app.models.gpt import GPT
 from app.planner.machine import MachineOptions, find_machine
 from app.planner.ranges import Traits, spread_of
+from app.planner.read import Reader
 from app.planner.stand_in import plan_experiment
 from app.tasks.huggingface.model import find_model, library, resolve_config
 from cluster.hardware import find_gpu
-from experiments.benchmarks import evidence, fit, harness, laws, plain, published, published_runs
+from experiments.benchmarks import (
+    compared,
+    evidence,
+    fit,
+    harness,
+    laws,
+    plain,
+    published,
+    published_runs,
+)
 from experiments.benchmarks.chaos import Kill, summary, unlike
 from experiments.benchmarks.chaos_task import Start, lost_or_repeated
 from experiments.benchmarks.compared import Compared, Prepared, prepare
@@ -237,6 +247,62 @@ def test_ranges_cover_the_errors_that_they_were_made_from() -> None:
         covered += spread.low <= 1 / (1 + error) <= spread.high
     assert covered >= 4
     assert all(spread.unmeasured == ("a mixture of experts",) for spread in spreads)
+
+
+def test_eight_in_ten_new_runs_of_each_group_are_inside() -> None:
+    """The runs of one GPU err twice as much, which the range of all runs would hide."""
+    traits = Traits("tp", "dense", "hopper", 7.0, 4096, gpu="h100-80gb")
+    other = traits._replace(gpu="h200")
+    errors = np.random.default_rng(0).normal(size=(2, 400)) * [[0.05], [0.15]]
+    old = [(gpu, error) for gpu, row in zip((traits, other), errors) for error in row[:200]]
+    fitted = fit.ranges([*old, *old[:200], *old[:200]])
+    assert set(fitted["groups"]) == {"gpu h200"}
+    for gpu, row in zip((traits, other), errors):
+        spread = spread_of(gpu, fitted)
+        inside = np.mean([spread.low <= 1 / (1 + error) <= spread.high for error in row[200:]])
+        assert 0.77 <= inside <= 0.93
+    described = fit.ranges(old[:200], described=old[200:])
+    assert spread_of(other, described).low < spread_of(other, fit.ranges(old[:200])).low
+
+
+def test_runs_are_judged_by_constants_and_ranges_of_other_sources() -> None:
+    """Two sources agree with each other, and a third one's runs take four times as long."""
+    small = _small()
+    plan = small.compare().plan
+    assert plan is not None
+    prepared = []
+    for source, times in (("a", 1.0), ("b", 1.0), ("c", 4.0)):
+        rows = [replace(small.run, source=source, chunks=chunks) for chunks in range(1, 60)]
+        for i, run in enumerate(run for run in rows if run.part == "fit"):
+            seconds = plan.step_seconds * times * (1 + 0.002 * i)
+            prepared.append(replace(small, run=replace(run, step_seconds=seconds)))
+    judged, described = published._left_out(prepared, prepared, "source", described=True)
+    assert [one.run for one in judged] == [one.run for one in described]
+    inside = {"a": 0, "b": 0, "c": 0}
+    for one in judged:
+        inside[one.run.source] += one.is_inside
+    assert inside["c"] == 0 < min(inside["a"], inside["b"]), "c has no say in its own range"
+    slower = [one.plan.step_seconds for one in judged if one.run.source == "a" and one.plan]
+    ignorant = [one.plan.step_seconds for one in judged if one.run.source == "c" and one.plan]
+    assert min(slower) > max(ignorant), "constants of a's plans are fitted to c too"
+    assert not published._left_out(prepared, prepared[:3], "gpu", described=False)[1]
+
+
+def test_what_is_read_of_a_model_is_kept(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _small().run
+    monkeypatch.setattr(compared, "_READERS", {})
+    first = prepare(run).compare().plan
+    (kept,) = (own_cache / "trireme").glob("read-*.pickle")
+    monkeypatch.setattr(compared, "_READERS", {})
+    monkeypatch.setattr(Reader, "_trace", None)  # nothing is traced again
+    again = prepare(run).compare().plan
+    assert first is not None and again is not None
+    assert (first.memory, first.seconds) == (again.memory, again.seconds)
+    monkeypatch.setattr(compared, "_READERS", {})
+    monkeypatch.setattr(compared, "_versions", lambda: "of other libraries")
+    with pytest.raises(TypeError):
+        prepare(run)
+    assert kept.exists()
 
 
 def test_ranges_allow_for_slower_attention() -> None:
