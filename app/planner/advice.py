@@ -5,7 +5,7 @@ from app.planner.device import device_named
 from app.planner.estimate import Estimate
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine, machine_of_run
-from app.planner.plan import GIB, Plan, estimator_of, reader_of
+from app.planner.plan import GIB, Plan, estimator_of, first_of, reader_of
 from app.planner.read import Reader
 from app.planner.remedies import (
     LARGEST_CLUSTER,
@@ -158,7 +158,7 @@ def advice(plan: Plan, tried: list[Remedy] | None = None) -> list[str]:
             *_activations(plan),
             *([assumption] if assumption else []),
         ]
-    single = best if plan.machine.world == 1 else _fastest(plan.on_gpus(1, {}, as_planned=True))
+    single = best if plan.machine.world == 1 else first_of(plan.on_gpus(1, {}, as_planned=True))
     if single is not None and single is not best and _is_enough(single, best):
         return [
             _answer_of_one(plan, best, single),
@@ -215,14 +215,6 @@ def _activations(plan: Plan) -> list[str]:
     return [sentence] if sentence else []
 
 
-def _fastest(rows: list[Estimate]) -> Estimate | None:
-    """The fastest layout that fits; if none does, the one that takes the least memory."""
-    fitting = [row for row in rows if row.fits]
-    if fitting:
-        return min(fitting, key=lambda row: row.step_seconds)
-    return min(rows, key=lambda row: row.memory_bytes, default=None)
-
-
 def _compared_with_one_gpu(plan: Plan, best: Estimate, single: Estimate | None) -> list[str]:
     world = plan.machine.world
     if single is None:
@@ -255,7 +247,7 @@ def _compared_with_twice_as_many(plan: Plan, best: Estimate) -> list[str]:
     if plan.machine.device.is_cpu or world > MOST_GPUS_DOUBLED:
         return []
     # What a plan for that many would choose from, so that the two do not contradict each other.
-    doubled = _fastest(plan.on_gpus(2 * world, plan.fixed, as_planned=True))
+    doubled = first_of(plan.on_gpus(2 * world, plan.fixed, as_planned=True))
     if doubled is None or not doubled.fits:
         return []
     gain = best.step_seconds / doubled.step_seconds

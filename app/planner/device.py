@@ -67,6 +67,9 @@ class Device:
             second in torchtitan.
         logits: Bytes that a trainer moves for each number that the last layer gives, beside the
             loss: metrics of a training batch, for example.
+        loss_memory: Bytes that a trainer's loss takes of a GPU for each logit of the whole
+            vocabulary, where that is more than Trireme's: copies in float32, logits that tensor
+            parallelism gathers.
         async_tp: Share of tensor parallelism's communication that parallel.async_tp hides.
         scale: Share of a step lost with each doubling of GPUs: stragglers, congestion.
         stage: Share of computation that a pipeline loses beside its bubble: stops, starts, sends.
@@ -99,6 +102,7 @@ class Device:
     unit_operations: float = 25.0
     again: float = 0.0
     logits: float = 0.0
+    loss_memory: float = 0.0
     async_tp: float = 0.0
     scale: float = 0.0
     stage: float = 0.05
@@ -211,9 +215,10 @@ ASSUMED = {
     "again": "of the products that selective checkpointing computes again",
     "fragmentation": "of the allocated memory that cannot be used",
     "logits": "bytes moved for each logit beside the loss, such as by metrics of training batches",
+    "loss_memory": "bytes of memory for each logit, such as 14 for a loss of float32 copies",
     "step": "seconds of a step that nothing hides",
 }
-"""What --assume changes, and what it is: a share, except for the last two."""
+"""What --assume changes, and what it is: a share, except for the last three."""
 
 
 def apply_assumptions(device: Device, assumptions: tuple[str, ...]) -> Device:

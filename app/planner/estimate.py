@@ -11,18 +11,17 @@ computed once for all of them.
 
 import functools
 import itertools
-import math
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from app.planner.corrections import Correction, correction_for, corrections_of, multiplied
-from app.planner.device import Device, family_of
+from app.planner.device import Device, constants, family_of
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine
 from app.planner.model_costs import ModelCosts
 from app.planner.part_costs import PartCost, Work, part_costs, variant_of
-from app.planner.ranges import ADAPTERS, DENSE, MIXTURE, Traits, spread_of
+from app.planner.ranges import ADAPTERS, DENSE, MIXTURE, Traits, fit_probability, spread_of
 from app.planner.read import Reader, Variant
 from app.planner.timing import Case, timing
 from app.planner.trace import AFTER, BEFORE
@@ -48,8 +47,6 @@ from strategies.pipeline.simulate import activations_by_formula
 
 CLOSE = 0.1
 """A plan within this share of a GPU's memory is called close: plans err by as much (README.md)."""
-MEMORY_ERROR = 0.06
-"""Standard deviation of log(memory / planned memory): one plan in twenty errs by more than 10 %."""
 
 
 @dataclass(kw_only=True)
@@ -110,13 +107,10 @@ class Estimate:
 
     @property
     def fit_probability(self) -> float:
-        """The probability that it fits, if log(memory / planned memory) is normally distributed."""
+        """The probability that it fits, by how far measured peaks were from their plans."""
         if self.exceeds_host:
             return 0.0
-        if self.memory_bytes <= 0:
-            return 1.0
-        deviations = math.log(self.capacity / self.memory_bytes) / MEMORY_ERROR
-        return 0.5 * (1 + math.erf(deviations / math.sqrt(2)))
+        return fit_probability(self.capacity, self.memory_bytes, constants()["peaks"])
 
     @property
     def verdict(self) -> str:

@@ -291,6 +291,12 @@ def _reason(plan: Plan, rows: list[Estimate]) -> str:
     ratio = row.step_seconds / best.step_seconds
     if 0.999 < ratio < 1.001:
         return f"{summary}: as fast as the best"
+    if ratio < 1 / (1 + NEAR):
+        chances = [f"{100 * each.fit_probability:.0f} %" for each in (row, best)]
+        return (
+            f"{summary}: {ratio:.2f} × the best's time, but {chances[0]} sure to fit, "
+            f"the best {chances[1]}"
+        )
     if ratio < 1.001:
         return f"{summary}: within {100 * NEAR:.0f} % of the best, and not simpler"
     slower = {part: seconds - best.seconds[part] for part, seconds in row.seconds.items()}

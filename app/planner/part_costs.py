@@ -240,6 +240,10 @@ def _part_cost(
     saved_bytes, recomputed_bytes = _saved_bytes(
         values, shares, work=work, device=device, has_fused_backward=is_fused and is_block
     )
+    working_bytes = max(values["extra"], values["forward_extra"] - values["saved"])
+    if name == AFTER and device.loss_memory:
+        logits = _logits(part.products_at("forward", work.batch, 1))
+        working_bytes = max(working_bytes, device.loss_memory * logits - saved_bytes)
     moved_bytes = 0.0
     if is_block and work.moves_activations:
         moved_bytes = _moved_bytes(saved_bytes, values, shares)
@@ -254,7 +258,7 @@ def _part_cost(
         # The memory of a CPU is the host's, so that nothing leaves it.
         saved_bytes=saved_bytes if device.is_cpu else saved_bytes - moved_bytes,
         recomputed_bytes=recomputed_bytes,
-        working_bytes=max(values["extra"], values["forward_extra"] - values["saved"]),
+        working_bytes=working_bytes,
         stage_input_bytes=values["crossing"],
         # Backward repeats the collectives of forward, and gathers inputs again. If the part is
         # recomputed, its recomputation gathers them: three times those of forward in all.
@@ -354,6 +358,16 @@ def _result_numbers(products: npt.NDArray[np.float64]) -> float:
     """How many numbers the results of all products have."""
     m, n, _, batch, repeats = products.T
     return float((m * n * batch * repeats).sum())
+
+
+def _logits(products: npt.NDArray[np.float64]) -> float:
+    """How many numbers the last layer gives: the results of the widest of these products.
+
+    Others give gradients that a loss in chunks computes in forward.
+    """
+    m, n, _, batch, repeats = products.T
+    is_widest = n > 0.99 * n.max(initial=0.0)
+    return float((m * n * batch * repeats)[is_widest].sum())
 
 
 def _phase_cost(

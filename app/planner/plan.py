@@ -344,6 +344,11 @@ def ranked(rows: list[Estimate]) -> list[Estimate]:
     return [simplest] + [row for row in order if row is not simplest]
 
 
+def first_of(rows: list[Estimate]) -> Estimate | None:
+    """The layout that is ranked first; if none fits, the one that takes the least memory."""
+    return next(iter(ranked(rows)), None)
+
+
 def _log_expected_seconds(row: Estimate) -> float:
     probability = min(row.fit_probability / CERTAIN, 1.0)
     return math.log(row.step_seconds / max(probability, 1e-9))

@@ -1,8 +1,8 @@
-"""The range around a planned speed in which 80 of 100 runs lie, from errors of published runs.
+"""What errors of earlier plans say of a plan: the range of its speed, and whether it fits.
 
-The ranges are conformal: they are made of the errors of runs whose layout splits the model in the
-same way, each planned with constants that were fitted to other sources' runs only, so that they
-hold for runs of a new source. If fewer than 80 of 100 runs of a GPU, of a size of models, of a
+80 of 100 runs have a speed within the range. Ranges are conformal: they are made of the errors of
+runs whose layout splits the model in the same way, each planned with constants that were fitted to
+other sources' runs only, so that they hold for runs of a new source. If fewer than 80 of 100 runs of a GPU, of a size of models, of a
 length of sequences or of a layout would be inside, the ranges of that group are wider by the factor
 that brings them in (conformal within groups: Vovk 2012, https://arxiv.org/abs/1209.2673), whether
 or not their trainer is described to the plan. A range is wider the further a plan is from all of
@@ -11,6 +11,11 @@ has published, a model or a sequence smaller than the smallest or larger than th
 reaches further down the more of the computing is attention, whose kernels differ between trainers
 by more than any others (`ranges` in fitted.yaml, written by `python -m experiments.benchmarks
 published --fit`).
+
+The probability of fitting is the share of published peaks of memory that would have fitted with as
+much room as the plan leaves, each source counting once (`peaks` in constants.yaml, from `python -m
+experiments.benchmarks published --memory`). As for the ranges, those plans were told nothing of the
+runs' trainers.
 """
 
 import bisect
@@ -100,6 +105,29 @@ def factor_of(traits: Traits, groups: Mapping[str, float]) -> float:
         groups: The factors of the groups that need one.
     """
     return max([1.0, *(groups[name] for name in traits.groups if name in groups)])
+
+
+def fit_probability(capacity: float, planned: float, peaks: Mapping[float, float]) -> float:
+    """The probability that a layout fits.
+
+    Between two quantiles it changes as the logarithm of the ratio does, and beyond the last one it
+    goes on as between the last two.
+
+    Args:
+        capacity: Bytes that are there.
+        planned: Bytes that the plan takes.
+        peaks: Quantiles of the ratio of a measured peak to its plan, ascending, by their level.
+    """
+    if planned <= 0:
+        return 1.0
+    room = math.log(capacity / planned)
+    levels = list(peaks)
+    ratios = [math.log(ratio) for ratio in peaks.values()]
+    after = bisect.bisect_left(ratios, room)
+    after = min(max(after, 1), len(ratios) - 1)
+    slope = (levels[after] - levels[after - 1]) / (ratios[after] - ratios[after - 1])
+    probability = levels[after] + slope * (room - ratios[after])
+    return min(max(probability, 0.0), 1.0)
 
 
 def base_of(

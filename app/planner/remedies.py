@@ -12,7 +12,7 @@ from typing import Any
 from app.errors import UserError
 from app.planner.estimate import Estimate
 from app.planner.layouts import DATA_DEGREES, MOVES_ACTIVATIONS, Fixed
-from app.planner.plan import GIB, Plan, ranked
+from app.planner.plan import GIB, Plan, first_of
 from app.planner.stand_in import plan_experiment
 from strategies import registry
 from strategies.dims import DEGREES, MODEL_DEGREES, LayoutError
@@ -118,14 +118,9 @@ def remedies(plan: Plan) -> Iterator[Remedy]:
     yield from _more_gpus(plan, has_offload=has_offload)
 
 
-def _first(rows: list[Estimate]) -> Estimate | None:
-    """The layout that a plan puts first; of those that do not fit the one of the least memory."""
-    return next(iter(ranked(rows)), None)
-
-
 def _with_keys(plan: Plan, name: str, rows: list[Estimate], key: str) -> Remedy:
     """A remedy that is a key of `train`, with the value of its best layout."""
-    row = _first(rows)
+    row = first_of(rows)
     keys = f"train.{key}"
     if row is None:
         reason = "no layout is possible as the other keys are fixed"
@@ -166,7 +161,7 @@ def compare_ways_to_save_activations(plan: Plan) -> str:
 
     def best(values: Fixed, *, recomputed: bool = False) -> Estimate | None:
         rows = plan.on_gpus(world, fixed | values, as_planned=True)
-        return _first(
+        return first_of(
             [
                 row
                 for row in rows
@@ -216,7 +211,7 @@ def _another_layout(plan: Plan) -> Remedy:
     fixed_keys = [key for key in LAYOUT_KEYS if key in plan.fixed]
     kept: Fixed = {"parallel.offload": False}
     kept |= {key: value for key, value in plan.fixed.items() if key in STEP_KEYS}
-    row = _first(plan.on_gpus(plan.machine.world, kept, as_planned=True))
+    row = first_of(plan.on_gpus(plan.machine.world, kept, as_planned=True))
     written = " ".join(f"{key}={plan.fixed[key]}" for key in fixed_keys)
     keys = f"without {written}"
     if row is not None and row.fits:
@@ -233,7 +228,7 @@ def _lora(plan: Plan, settled: Fixed) -> Remedy:
     if config.task != "huggingface":
         return replace(remedy, reason="for models of task=huggingface")
     if config.task_args.get("lora"):
-        row = _first(plan.on_gpus(plan.machine.world, settled, as_planned=True))
+        row = first_of(plan.on_gpus(plan.machine.world, settled, as_planned=True))
         return replace(remedy, keys="task_args.lora, as now", row=row)
     # Imported only here, since the first run on a GPU plans without the package that reads YAML.
     from app.config.io import from_dict, to_dict
@@ -246,14 +241,14 @@ def _lora(plan: Plan, settled: Fixed) -> Remedy:
         adapted = plan_experiment(from_dict(tree), plan.machine, fixed_keys)
     except (UserError, LayoutError) as error:
         return replace(remedy, reason=str(error))
-    row = _first([row for row in adapted.rows if not row.candidate.offload])
+    row = first_of([row for row in adapted.rows if not row.candidate.offload])
     return replace(remedy, row=row)
 
 
 def _offload(plan: Plan, precision: str) -> Remedy:
     """Parameters, gradients and optimizer state in host memory, on the same GPUs."""
     fixed: Fixed = {"train.precision": precision, "parallel.offload": True}
-    row = _first(plan.on_gpus(plan.machine.world, fixed, as_planned=True))
+    row = first_of(plan.on_gpus(plan.machine.world, fixed, as_planned=True))
     name = row.candidate.layout.name if row else registry.by_degrees("dp_shard").name
     return Remedy(
         name="offload",
@@ -278,11 +273,11 @@ def _more_gpus(plan: Plan, *, has_offload: bool) -> Iterator[Remedy]:
         world = 2 * plan.machine.world
         while world <= LARGEST_CLUSTER:
             rows = _rows_if_any_fits(plan, world, fixed)
-            on_gpus = _first([row for row in rows if not row.candidate.offload])
+            on_gpus = first_of([row for row in rows if not row.candidate.offload])
             if on_gpus is not None and on_gpus.fits:
                 yield _of_gpus(plan, "more GPUs", world, on_gpus)
                 return
-            row = _first(rows)
+            row = first_of(rows)
             if row is not None and row.fits and not names_offload:
                 names_offload = True
                 yield _of_gpus(plan, "more GPUs and offload", world, row)

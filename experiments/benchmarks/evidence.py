@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -119,15 +121,17 @@ def figures_of(chosen: Sequence[Choice]) -> dict[str, object]:
     """The figures of choices together.
 
     Returns:
-        "models"; "ran_out", how many choices ran out of memory; "median_loss" and "largest_loss" of
-        the others.
+        "models"; "ran_out", how many choices ran out of memory; "median_loss", to which these are
+        endless (None if the median is one of them); "largest_loss" of the others.
     """
-    losses = [choice.loss for choice in chosen if choice.loss is not None]
+    losses = [math.inf if choice.loss is None else choice.loss for choice in chosen]
+    finished = [loss for loss in losses if math.isfinite(loss)]
+    median = statistics.median(losses) if losses else math.inf
     return {
         "models": len(chosen),
-        "ran_out": len(chosen) - len(losses),
-        "median_loss": float(np.median(losses)) if losses else None,
-        "largest_loss": max(losses, default=None),
+        "ran_out": len(chosen) - len(finished),
+        "median_loss": median if math.isfinite(median) else None,
+        "largest_loss": max(finished, default=None),
     }
 
 

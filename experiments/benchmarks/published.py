@@ -45,6 +45,8 @@ LENGTHS = ("up to 2 k", "4 to 8 k", "16 k", "32 k and more")
 """Names of the groups between `LENGTH_LIMITS`."""
 GROUPINGS = ("all", "kind", "size", "sequence", "GPU", "precision", "table")
 """By what runs are grouped, in the order of the table."""
+LEVELS_OF_PEAKS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
+"""Of the quantiles of published peaks relative to their plans."""
 MEMORY_GROUPINGS = ("all", "peak", "kind", "precision", "GPU")
 """The same of their memory; a peak is what torch allocates or reserves, or what the card has."""
 
@@ -194,6 +196,31 @@ def memory_summary(
             row["bias"] = percent(statistics.median(errors), signed=True)
         rows.append(row)
     return rows
+
+
+def peak_quantiles(compared: Iterable[Compared]) -> dict[float, float]:
+    """Quantiles of a published peak of memory relative to its plan (`peaks` in constants.yaml).
+
+    Each source counts as much as any other, however many rows it has.
+
+    Args:
+        compared: Runs with a peak, and their plans.
+
+    Returns:
+        By level, ascending; empty without runs.
+    """
+    ratios = defaultdict[str, list[float]](list)
+    for one in compared:
+        if one.plan is not None and one.run.memory_gib:
+            ratios[one.run.source].append(1 / (1 + one.memory_error))
+    pairs = sorted(
+        (ratio, 1 / len(of_source)) for of_source in ratios.values() for ratio in of_source
+    )
+    if not pairs:
+        return {}
+    values, weights = np.array(pairs).T
+    levels = (np.cumsum(weights) - weights / 2) / weights.sum()
+    return {level: round(float(np.interp(level, levels, values)), 3) for level in LEVELS_OF_PEAKS}
 
 
 def percent(value: float, *, signed: bool = False) -> str:
@@ -437,17 +464,19 @@ def main(
             compared_described = [one.compare(described=True) for one in chosen]
     if calibration:
         evidence.draw_calibration(chosen, compared, calibration)
-    results = _figures(compared)
+    judged = compared_described or compared
+    results = _figures(judged if sweep else compared)
+    if of_memory:
+        quantiles = peak_quantiles(compared)
+        results["peaks"] = {str(level): ratio for level, ratio in quantiles.items()}
     if regret or sweep:
-        chosen_layouts = evidence.choices(compared)
+        chosen_layouts = evidence.choices(judged)
         results |= evidence.figures_of(chosen_layouts)
         lines = [choice.row for choice in chosen_layouts] + evidence.beside_best(chosen)
     elif shows_runs:
-        lines = [_run_row(one) for one in compared_described or compared]
+        lines = [_run_row(one) for one in judged]
     elif of_memory:
-        lines = memory_summary(
-            compared_described or compared, {one.run: _billions(one) for one in prepared}
-        )
+        lines = memory_summary(judged, {one.run: _billions(one) for one in prepared})
     else:
         lines = summary(compared, {one.run: _billions(one) for one in prepared}, compared_described)
     show("published", results | {"table": lines}, lines, as_json=as_json)
@@ -500,11 +529,14 @@ def _figures(compared: Sequence[Compared]) -> dict[str, object]:
     median_error = None
     if with_speed:
         median_error = statistics.median(abs(one.error) for one in with_speed)
+    ran_out = [one.plan for one in compared if one.run.ran_out and one.plan is not None]
     return {
         "rows": len(compared),
         "refused": sum(one.plan is None for one in compared),
         "not_fitting": verdicts.count("does not fit"),
         "median_error": median_error,
+        "rows_out_of_memory": len(ran_out),
+        "foreseen": sum(plan.verdict != "fits" for plan in ran_out),
     }
 
 

@@ -58,10 +58,24 @@ ALIGNED = 64
 """Multiples to which widths of layers are rounded."""
 ADAPTERS = {"r": 16}
 """The adapters of a run with LoRA whose source does not say them."""
-ADAPTERS_OF = {"Lightning-AI/litgpt": {"r": 8, "targets": ["q_proj", "v_proj"]}}
+QUERIES_AND_VALUES = {"r": 8, "targets": ["q_proj", "v_proj"]}
+ADAPTERS_OF = {"Lightning-AI/litgpt": QUERIES_AND_VALUES, "pytorch/torchtune": QUERIES_AND_VALUES}
 """The same by source.
 
 LitGPT's page counts 4,194,304 trained parameters; its script checkpoints blocks under FSDP.
+torchtune's 8B_lora_single_device.yaml has these adapters, and checkpoints activations: the 24 GB of
+an RTX 4090 need that, and the page's A6000 is 1.5 times as fast without recomputation.
+"""
+
+KEYS_OF = {
+    "Automodel/blob/36044ad3d139363fb6c73c24af2e7c6b65ec52f6/docs/guides": {
+        "train.weight_dtype": "bf16",
+        "optimizer.state_dtype": "bf16",
+    }
+}
+"""Further keys of a source's runs.
+
+Automodel loads weights in the type of their file (torch_dtype="auto"), and torch's Adam keeps that.
 """
 
 
@@ -292,6 +306,9 @@ class Run:
             "train.compile": self.kernels == "fused",
             "train.clip_norm": 1.0,
         }
+        for name, keys in KEYS_OF.items():
+            if name in self.source:
+                values |= keys
         if self.micro_batch:
             values["train.micro_batch_size"] = self.micro_batch
         if self.data in ("zero1", "zero2") and self.pp == 1 and shards > 1:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from app.planner.ranges import ADAPTERS, DENSE, MIXTURE, Traits, spread_of
+from app.planner.device import constants
+from app.planner.ranges import ADAPTERS, DENSE, MIXTURE, Traits, fit_probability, spread_of
 
 pytestmark = pytest.mark.pure
 SEEN = {
@@ -76,3 +77,26 @@ def test_the_range_is_as_wide_as_the_group_needs_that_needs_most() -> None:
     assert (by_size.low, by_size.high) == (pytest.approx(0.8**2), pytest.approx(1.2**2))
     far = spread_of(KNOWN._replace(gpu="a100-40gb", billions=280.0), ranges)
     assert far.low == pytest.approx(0.8 ** (1.5 * 1.5)), "and wider still outside of all runs"
+
+
+def test_the_probability_of_fitting_is_the_share_of_peaks_that_would_have_fitted() -> None:
+    peaks = {0.1: 0.8, 0.5: 1.0, 0.9: 1.25}
+
+    def probability(share: float) -> float:
+        """Of a layout that is planned to take this share of what is there."""
+        return fit_probability(100.0, 100 * share, peaks)
+
+    for level, ratio in peaks.items():
+        assert probability(1 / ratio) == pytest.approx(level)
+    assert 0.5 < probability(1 / 1.1) < 0.9
+    assert probability(0.5) == 1.0 and probability(2.0) == 0.0
+    assert fit_probability(100.0, 0.0, peaks) == 1.0
+    shares = [0.5 + i / 50 for i in range(50)]
+    chances = [probability(share) for share in shares]
+    assert chances == sorted(chances, reverse=True)
+
+
+def test_the_peaks_that_plans_use_are_quantiles() -> None:
+    peaks = constants()["peaks"]
+    assert list(peaks) == sorted(peaks) and min(peaks) > 0 and max(peaks) < 1
+    assert list(peaks.values()) == sorted(set(peaks.values()))

@@ -23,6 +23,7 @@ from app.config.io import load_config
 from app.data.order import Order
 from app.models.gpt import GPT
 from app.planner.machine import MachineOptions, find_machine
+from app.planner.plan import GIB
 from app.planner.ranges import Traits, spread_of
 from app.planner.read import Reader
 from app.planner.stand_in import plan_experiment
@@ -126,6 +127,7 @@ def test_the_planners_choice_is_compared_with_published_runs() -> None:
         assert choice.row["chosen takes"].startswith(difference) and choice.row["layouts"] == "3"
         figures = evidence.figures_of([choice])
         assert figures["ran_out"] == ran_out and figures["models"] == 1
+        assert (figures["median_loss"] is None) == bool(ran_out)
     assert not evidence.choices(members), "two layouts are too few"
 
 
@@ -172,6 +174,36 @@ def test_a_trainer_is_described_to_a_plan_by_options_of_the_command() -> None:
     assert plan.rows[0].step_seconds == pytest.approx(described.step_seconds)
     undescribed = _small().compare().plan
     assert undescribed is not None and undescribed.step_seconds < described.step_seconds
+
+
+@pytest.mark.parametrize("layout", ["data", "tp"])
+def test_a_trainers_loss_takes_memory_for_each_logit_of_the_whole_vocabulary(layout: str) -> None:
+    run = _small(layout).run
+    activations = []
+    for loss_memory in (0, 1, 1000, 2000):
+        described = replace(run, described=(("loss_memory", loss_memory),))
+        plan = replace(_small(layout), run=described).compare(described=True).plan
+        assert plan is not None
+        activations.append(plan.memory["activations"])
+    logits = run.micro_batch * run.sequence * run.vocab_size
+    assert activations[0] == activations[1], "a smaller loss than Trireme's changes nothing"
+    assert activations[3] - activations[2] == pytest.approx(1000 * logits, rel=1e-6)
+    assert activations[2] > 900 * logits
+
+
+def test_each_source_of_peaks_counts_as_much_as_any_other() -> None:
+    compared = _small().compare()
+    assert compared.plan is not None
+    gib = compared.plan.memory_bytes / GIB
+
+    def with_peak(source: str, ratio: float) -> Compared:
+        return replace(compared, run=replace(compared.run, source=source, memory_gib=ratio * gib))
+
+    members = [with_peak("many", 1.0)] * 50 + [with_peak("one", 2.0)]
+    quantiles = published.peak_quantiles(members)
+    assert list(quantiles) == sorted(quantiles) and next(iter(quantiles.values())) == 1.0
+    assert quantiles[0.25] == 1.0 and quantiles[0.9] == 2.0
+    assert not published.peak_quantiles([compared]), "a run without a published peak"
 
 
 @pytest.mark.parametrize("name", sorted(published_runs._models()))
