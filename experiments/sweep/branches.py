@@ -134,7 +134,8 @@ def losses_of(trials: Iterable[Trial], search: Search, others: Mapping[str, Any]
     """The last loss of every branch, by batch, rate and seed.
 
     Args:
-        trials: The branches; those that were stopped early or diverged have no loss.
+        trials: The branches; those that were stopped early or diverged have no loss. A cell with
+            one that has not ended is left out.
         search: Says what is compared.
         others: The values of the other keys of the space that are looked at.
 
@@ -142,6 +143,7 @@ def losses_of(trials: Iterable[Trial], search: Search, others: Mapping[str, Any]
         {} if batch sizes were not varied.
     """
     by_cell: dict[Cell, dict[str, float]] = {}
+    unfinished: set[Cell] = set()
     for trial in trials:
         values = dict(trial.values)
         if BATCH not in values:
@@ -155,9 +157,13 @@ def losses_of(trials: Iterable[Trial], search: Search, others: Mapping[str, Any]
         has_ended = trial.status in ("finished", "reached") and bool(curve)
         loss = search.sign * curve[-1][1] if has_ended else math.nan
         by_cell.setdefault((batch, rate), {})[seed] = loss
+        if not trial.ended:
+            unfinished.add((batch, rate))
     seeds = sorted({seed for losses in by_cell.values() for seed in losses})
     return {
-        cell: [losses.get(seed, math.nan) for seed in seeds] for cell, losses in by_cell.items()
+        cell: [losses.get(seed, math.nan) for seed in seeds]
+        for cell, losses in by_cell.items()
+        if cell not in unfinished
     }
 
 
@@ -177,6 +183,50 @@ def best_cell(losses: Losses) -> Cell:
     """
     means = {cell: float(np.mean(values)) for cell, values in losses.items()}
     return min((cell for cell in means if math.isfinite(means[cell])), key=means.__getitem__)
+
+
+# --- beyond the grid ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edge:
+    """A batch size whose best learning rate is the last that was tried.
+
+    Args:
+        batch: The batch size.
+        rate: That learning rate.
+        beyond: The next one, as far from it as it is from its neighbour.
+    """
+
+    batch: int
+    rate: float
+    beyond: float
+
+
+def edges_of(losses: Losses) -> list[Edge]:
+    """Where a better learning rate may lie beyond those that were tried.
+
+    Args:
+        losses: From `losses_of`.
+
+    Returns:
+        The lowest loss first; a batch that is worse than another, or has one rate, is left out.
+    """
+    grid = _grid_of(losses)
+    if grid is None:
+        return []
+    means = [each.mean(axis=1) for each in grid.losses]
+    logs, _ = _best(grid, [each[None] for each in means])
+    edges = []
+    for each in sorted(_by_batch(grid, means, logs[0], None), key=lambda each: each.loss):
+        tried = sorted(rate for batch, rate in losses if batch == each.batch)
+        if each.verdict == "worse" or not each.edge or len(tried) < 2:
+            continue
+        is_highest = math.isclose(each.best_rate, tried[-1])
+        rate, neighbour = (tried[-1], tried[-2]) if is_highest else (tried[0], tried[1])
+        beyond = float(f"{rate * rate / neighbour:.6g}")
+        edges.append(Edge(batch=each.batch, rate=rate, beyond=beyond))
+    return edges
 
 
 # --- statistics -----------------------------------------------------------------------------------
