@@ -3,7 +3,8 @@
 Branches continue one checkpoint over the same samples, so seeds are compared pair by pair: what a
 seed changes for all of them alike cancels. The noise is the standard deviation, over seeds, of the
 difference between two branches. The critical batch is the largest whose loss after the same
-samples, at its best learning rate, is above the lowest by no more than this noise.
+samples, at its best learning rate, is above the lowest by no more than this noise. A batch that is
+shown to be worse than a larger one had no rate that suits it, and is left out.
 
 Intervals are those of draws: the means of all branches are drawn anew with the measured noise,
 which is drawn too, since it has few degrees of freedom. Each draw gives its own best rates, losses
@@ -124,7 +125,13 @@ class Branches:
         """The batches up to the critical one; without one, those that are not worse."""
         if self.critical is None:
             return [each for each in self.batches if each.verdict != "worse"]
-        return [each for each in self.batches if each.batch <= self.critical.value]
+        best = min(self.batches, key=lambda each: each.loss)
+        return [
+            each
+            for each in self.batches
+            if each.batch <= self.critical.value
+            and (each.verdict != "worse" or each.batch > best.batch)
+        ]
 
 
 # --- from trials ----------------------------------------------------------------------------------
@@ -296,7 +303,9 @@ def answer_of(losses: Losses, *, seed: int = 0) -> Branches | None:
     critical = None
     more_seeds: int | None = 0
     if noise is not None and draws is not None and has_several:
-        value = float(_critical(grid.batches, lowest, np.array([noise]), np.ones(1))[0])
+        first = _first_comparable(grid, means)
+        batches = grid.batches[first:]
+        value = float(_critical(batches, lowest[:, first:], np.array([noise]), np.ones(1))[0])
         critical = _interval(value, draws.critical)
         more_seeds = _more_seeds(grid, means, critical, seed=seed)
     elif has_several:
@@ -384,6 +393,23 @@ def _of_normal_losses(cells: int, seeds: int) -> tuple[float, int]:
     return mean, max(1, round(2 * mean**2 / float(squares.var())))
 
 
+def _first_comparable(grid: _Grid, means: Sequence[Floats]) -> int:
+    """The first batch size that is not shown to be worse than a larger one; two at least are left.
+
+    After the same samples a smaller batch, at its best rate, is no worse. One that is was not tried
+    at a rate that suits it, and says nothing about how large a batch may be.
+    """
+    losses = [float(mean.min()) for mean in means]
+    best = losses.index(min(losses))
+    smallest_shown = shown_difference(
+        grid.variance, freedom=grid.freedom, seeds=grid.seeds, batches=len(losses)
+    )
+    first = 0
+    while first < min(best, len(losses) - 2) and losses[first] - losses[best] > smallest_shown:
+        first += 1
+    return first
+
+
 def _draw(grid: _Grid, means: Sequence[Floats], *, seeds: int, seed: int) -> _Draws:
     """Draws of what the means might have been with so many seeds."""
     random = np.random.default_rng(seed)
@@ -394,7 +420,8 @@ def _draw(grid: _Grid, means: Sequence[Floats], *, seeds: int, seed: int) -> _Dr
     logs, losses = _best(grid, drawn)
     noise = np.sqrt(2 * variances)
     courses = np.exp(random.uniform(-1, 1, DRAWS) * math.log(SHARPEST))
-    critical = _critical(grid.batches, losses, noise, courses)
+    first = _first_comparable(grid, means)
+    critical = _critical(grid.batches[first:], losses[:, first:], noise, courses)
     return _Draws(logs=logs, losses=losses, noise=noise, critical=critical)
 
 
