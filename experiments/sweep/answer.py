@@ -13,10 +13,12 @@ from experiments.sweep import analysis
 from experiments.sweep.analysis import BestRate, CriticalBatch, ScalingRule, StepTime
 from experiments.sweep.branches import (
     Branches,
+    Edge,
     Gain,
     Interval,
     answer_of,
     best_cell,
+    edges_of,
     gains,
     is_of_cell,
     losses_of,
@@ -113,6 +115,7 @@ class Answer:
         by_workers: What to use on numbers of workers.
         confirmation: What several seeds say about the best settings; None with one seed.
         branches: What the branches of a sweep of forks say; None for other sweeps.
+        edges: Batch sizes of branches whose best rate may lie beyond those that were tried.
         gains: The quickest batch of branches on numbers of workers.
         sentences: The answer in words.
     """
@@ -132,6 +135,7 @@ class Answer:
     prior: Prior | None = None
     confirmation: Confirmation | None = None
     branches: Branches | None = None
+    edges: list[Edge] = field(default_factory=list)
     gains: list[Gain] = field(default_factory=list)
     sentences: list[str] = field(default_factory=list)
 
@@ -244,6 +248,8 @@ def _add_branches(answer: Answer, sweep: Sweep, trials: Sequence[Trial]) -> None
     if branches is None:
         return
     answer.branches = branches
+    if RATE in sweep.space:
+        answer.edges = edges_of(losses)
     best = best_cell(losses)
     first = min(
         (trial for trial in trials if is_of_cell(trial, best, others)),
@@ -550,6 +556,7 @@ def _branches_in_words(branches: Branches, sweep: Sweep, answer: Answer) -> list
     ]
     if rates:
         lines.append(f"rates     best {'; '.join(rates)}")
+    lines += [f"edge      {_edge_in_words(edge, sweep, branches)}" for edge in answer.edges]
     if branches.exponent is not None:
         exponent = _interval_in_words(branches.exponent, ".2f")
         lines.append(f"rule      best learning rate ∝ batch^γ, γ = {exponent}")
@@ -584,6 +591,20 @@ def _critical_in_words(branches: Branches) -> str:
     return (
         f"undecided: batch size {interval}{beyond}; about {branches.more_seeds} more seeds would "
         "decide"
+    )
+
+
+def _edge_in_words(edge: Edge, sweep: Sweep, branches: Branches) -> str:
+    """Which trials would decide where the best rate at a batch size is."""
+    last = "highest" if edge.beyond > edge.rate else "lowest"
+    trials = f"{branches.seeds} more trial{'s' if branches.seeds > 1 else ''}"
+    way = ""
+    if sweep.rates_beyond:
+        way = f" (more_rates={sweep.rates_beyond + 1}"
+        way += ", or a larger budget.samples)" if sweep.budget.samples is not None else ")"
+    return (
+        f"undecided: the best rate at batch size {edge.batch} is the {last} that was tried, "
+        f"{edge.rate:.3g}; {trials} at {edge.beyond:.3g} would decide{way}"
     )
 
 

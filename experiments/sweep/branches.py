@@ -3,7 +3,8 @@
 Branches continue one checkpoint over the same samples, so seeds are compared pair by pair: what a
 seed changes for all of them alike cancels. The noise is the standard deviation, over seeds, of the
 difference between two branches. The critical batch is the largest whose loss after the same
-samples, at its best learning rate, is above the lowest by no more than this noise.
+samples, at its best learning rate, is above the lowest by no more than this noise. A batch that is
+shown to be worse than a larger one had no rate that suits it, and is left out.
 
 Intervals are those of draws: the means of all branches are drawn anew with the measured noise,
 which is drawn too, since it has few degrees of freedom. Each draw gives its own best rates, losses
@@ -124,7 +125,13 @@ class Branches:
         """The batches up to the critical one; without one, those that are not worse."""
         if self.critical is None:
             return [each for each in self.batches if each.verdict != "worse"]
-        return [each for each in self.batches if each.batch <= self.critical.value]
+        best = min(self.batches, key=lambda each: each.loss)
+        return [
+            each
+            for each in self.batches
+            if each.batch <= self.critical.value
+            and (each.verdict != "worse" or each.batch > best.batch)
+        ]
 
 
 # --- from trials ----------------------------------------------------------------------------------
@@ -134,7 +141,8 @@ def losses_of(trials: Iterable[Trial], search: Search, others: Mapping[str, Any]
     """The last loss of every branch, by batch, rate and seed.
 
     Args:
-        trials: The branches; those that were stopped early or diverged have no loss.
+        trials: The branches; those that were stopped early or diverged have no loss. A cell with
+            one that has not ended is left out.
         search: Says what is compared.
         others: The values of the other keys of the space that are looked at.
 
@@ -142,6 +150,7 @@ def losses_of(trials: Iterable[Trial], search: Search, others: Mapping[str, Any]
         {} if batch sizes were not varied.
     """
     by_cell: dict[Cell, dict[str, float]] = {}
+    unfinished: set[Cell] = set()
     for trial in trials:
         values = dict(trial.values)
         if BATCH not in values:
@@ -155,9 +164,13 @@ def losses_of(trials: Iterable[Trial], search: Search, others: Mapping[str, Any]
         has_ended = trial.status in ("finished", "reached") and bool(curve)
         loss = search.sign * curve[-1][1] if has_ended else math.nan
         by_cell.setdefault((batch, rate), {})[seed] = loss
+        if not trial.ended:
+            unfinished.add((batch, rate))
     seeds = sorted({seed for losses in by_cell.values() for seed in losses})
     return {
-        cell: [losses.get(seed, math.nan) for seed in seeds] for cell, losses in by_cell.items()
+        cell: [losses.get(seed, math.nan) for seed in seeds]
+        for cell, losses in by_cell.items()
+        if cell not in unfinished
     }
 
 
@@ -177,6 +190,50 @@ def best_cell(losses: Losses) -> Cell:
     """
     means = {cell: float(np.mean(values)) for cell, values in losses.items()}
     return min((cell for cell in means if math.isfinite(means[cell])), key=means.__getitem__)
+
+
+# --- beyond the grid ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edge:
+    """A batch size whose best learning rate is the last that was tried.
+
+    Args:
+        batch: The batch size.
+        rate: That learning rate.
+        beyond: The next one, as far from it as it is from its neighbour.
+    """
+
+    batch: int
+    rate: float
+    beyond: float
+
+
+def edges_of(losses: Losses) -> list[Edge]:
+    """Where a better learning rate may lie beyond those that were tried.
+
+    Args:
+        losses: From `losses_of`.
+
+    Returns:
+        The lowest loss first; a batch that is worse than another, or has one rate, is left out.
+    """
+    grid = _grid_of(losses)
+    if grid is None:
+        return []
+    means = [each.mean(axis=1) for each in grid.losses]
+    logs, _ = _best(grid, [each[None] for each in means])
+    edges = []
+    for each in sorted(_by_batch(grid, means, logs[0], None), key=lambda each: each.loss):
+        tried = sorted(rate for batch, rate in losses if batch == each.batch)
+        if each.verdict == "worse" or not each.edge or len(tried) < 2:
+            continue
+        is_highest = math.isclose(each.best_rate, tried[-1])
+        rate, neighbour = (tried[-1], tried[-2]) if is_highest else (tried[0], tried[1])
+        beyond = float(f"{rate * rate / neighbour:.6g}")
+        edges.append(Edge(batch=each.batch, rate=rate, beyond=beyond))
+    return edges
 
 
 # --- statistics -----------------------------------------------------------------------------------
@@ -246,7 +303,9 @@ def answer_of(losses: Losses, *, seed: int = 0) -> Branches | None:
     critical = None
     more_seeds: int | None = 0
     if noise is not None and draws is not None and has_several:
-        value = float(_critical(grid.batches, lowest, np.array([noise]), np.ones(1))[0])
+        first = _first_comparable(grid, means)
+        batches = grid.batches[first:]
+        value = float(_critical(batches, lowest[:, first:], np.array([noise]), np.ones(1))[0])
         critical = _interval(value, draws.critical)
         more_seeds = _more_seeds(grid, means, critical, seed=seed)
     elif has_several:
@@ -334,6 +393,23 @@ def _of_normal_losses(cells: int, seeds: int) -> tuple[float, int]:
     return mean, max(1, round(2 * mean**2 / float(squares.var())))
 
 
+def _first_comparable(grid: _Grid, means: Sequence[Floats]) -> int:
+    """The first batch size that is not shown to be worse than a larger one; two at least are left.
+
+    After the same samples a smaller batch, at its best rate, is no worse. One that is was not tried
+    at a rate that suits it, and says nothing about how large a batch may be.
+    """
+    losses = [float(mean.min()) for mean in means]
+    best = losses.index(min(losses))
+    smallest_shown = shown_difference(
+        grid.variance, freedom=grid.freedom, seeds=grid.seeds, batches=len(losses)
+    )
+    first = 0
+    while first < min(best, len(losses) - 2) and losses[first] - losses[best] > smallest_shown:
+        first += 1
+    return first
+
+
 def _draw(grid: _Grid, means: Sequence[Floats], *, seeds: int, seed: int) -> _Draws:
     """Draws of what the means might have been with so many seeds."""
     random = np.random.default_rng(seed)
@@ -344,7 +420,8 @@ def _draw(grid: _Grid, means: Sequence[Floats], *, seeds: int, seed: int) -> _Dr
     logs, losses = _best(grid, drawn)
     noise = np.sqrt(2 * variances)
     courses = np.exp(random.uniform(-1, 1, DRAWS) * math.log(SHARPEST))
-    critical = _critical(grid.batches, losses, noise, courses)
+    first = _first_comparable(grid, means)
+    critical = _critical(grid.batches[first:], losses[:, first:], noise, courses)
     return _Draws(logs=logs, losses=losses, noise=noise, critical=critical)
 
 

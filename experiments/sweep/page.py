@@ -236,7 +236,7 @@ def _trial_row(trial: Trial, sweep: Sweep) -> Mapping[str, object]:
 
 def _plots(sweep: Sweep, store: TrialStore, answer: Answer) -> list[tuple[str, str]]:
     """SVG and caption of the plots for which there are data."""
-    trials = store.searched
+    trials = [*store.searched, *store.beyond]
     drawn = [
         _branch_map(sweep, trials) if answer.branches else _trial_map(sweep, trials),
         (_learning_rate(answer), LEARNING_RATE_CAPTION),

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from experiments.sweep.budget import BudgetSpent
 from experiments.sweep.confirmation import plan_confirmation
 from experiments.sweep.page import content
 from experiments.sweep.spec import SOONEST, Sweep
-from experiments.sweep.trials import ENDED, SEED, TrialStore
+from experiments.sweep.trials import BATCH, ENDED, RATE, SEED, Trial, TrialStore
+from experiments.sweep.widening import plan_beyond
 
 
 @dataclass(kw_only=True)
@@ -102,6 +104,7 @@ def sweep(spec: Sweep, console: Console, *, verbose: bool = False) -> Outcome:
                 if trials is not None:
                     try:
                         trials.search()
+                        trials.widen()
                         trials.confirm()
                     except BudgetSpent as error:
                         spent = str(error)
@@ -151,11 +154,30 @@ class Trials:
         ended = sum(trial.ended for trial in self.store.searched)
         of_which = f", of which {ended} have ended" if ended else ""
         then = ""
+        if spec.rates_beyond:
+            rates = "rate" if spec.rates_beyond == 1 else "rates"
+            then = (
+                f"; then up to {spec.rates_beyond} {rates} beyond the grid, where its last is best"
+            )
         if spec.settings_to_confirm:
-            then = f"; then the {_best_in_words(spec)}"
+            then += f"; then the {_best_in_words(spec)}"
         self.console.say(f"sweeping {spec.name}: {spec.count} trials{of_which}{then}")
         if ended < spec.count:
             self.tuning.run_trials(spec, self.store, self.console, tuning=self.search_tuning)
+
+    def widen(self) -> None:
+        """Tries learning rates beyond the grid, as long as the last one is the best."""
+        store = self.store
+        while True:
+            left = [trial for trial in store.beyond if not trial.ended]
+            if not left:
+                left = plan_beyond(self.spec, store.trials.values())
+            if not left:
+                return
+            for trial in left:
+                store.save(trial)
+            self.console.say(f"the last rate is the best: {_beyond_in_words(left)}")
+            self._try(left)
 
     def confirm(self) -> None:
         """Trains the best settings again with other seeds."""
@@ -167,9 +189,13 @@ class Trials:
         if all(trial.ended for trial in confirming):
             return
         self.console.say(f"confirming the {_best_in_words(spec)}: {len(confirming)} trials")
-        sweep = spec.confirming(confirming)
-        tuning = self.tuning.prepare(sweep, confirming, self.cluster, longest=self.longest)
-        self.tuning.run_trials(sweep, store, self.console, tuning=tuning)
+        self._try(confirming)
+
+    def _try(self, trials: Sequence[Trial]) -> None:
+        """Runs these trials, of which some may have ended."""
+        sweep = self.spec.trying(trials)
+        tuning = self.tuning.prepare(sweep, trials, self.cluster, longest=self.longest)
+        self.tuning.run_trials(sweep, self.store, self.console, tuning=tuning)
 
 
 def _best_in_words(spec: Sweep) -> str:
@@ -182,9 +208,20 @@ def _best_in_words(spec: Sweep) -> str:
     )
 
 
+def _beyond_in_words(trials: Sequence[Trial]) -> str:
+    """The cells of trials beyond the grid."""
+    rates: dict[int, float] = {int(trial.values[BATCH]): trial.values[RATE] for trial in trials}
+    cells = [f"{rate:.3g} at batch size {batch}" for batch, rate in rates.items()]
+    return f"{len(trials)} more trials, with {', '.join(cells)}"
+
+
 def _has_ended(spec: Sweep, store: TrialStore) -> bool:
-    """Whether no trial is left, of the search or of what confirms it."""
+    """Whether no trial is left, of the search, beyond its grid, or of what confirms it."""
     if sum(trial.ended for trial in store.searched) < spec.count:
+        return False
+    if plan_beyond(spec, store.trials.values()):
+        return False
+    if not all(trial.ended for trial in store.beyond):
         return False
     if plan_confirmation(spec, store.trials.values()):
         return False
@@ -213,9 +250,11 @@ def _check_samples(spec: Sweep) -> None:
 
 def _of_fork(spec: Sweep) -> str:
     """What the trials of a fork will see, for a person."""
+    more = spec.samples_beyond()
+    beyond = f", and up to {more:,} more at rates beyond the grid" if more else ""
     return (
         f"{spec.count} trials continue {origin_name(spec.fork)} for {spec.samples:,} samples each, "
-        f"{spec.all_samples():,} in all"
+        f"{spec.all_samples():,} in all{beyond}"
     )
 
 

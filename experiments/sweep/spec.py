@@ -40,11 +40,12 @@ from experiments.sweep.search import (
     number,
     read_space,
 )
-from experiments.sweep.trials import BATCH, SEED, Report, Trial
+from experiments.sweep.trials import BATCH, RATE, SEED, Report, Trial
 
 BEST = "best"
 SOONEST = "soonest"
 DEFAULT_SETTINGS = 3
+DEFAULT_MORE_RATES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,11 @@ class Sweep(Search):
     Default: 3; 0 with `fork`, or where the space has train.seed and so its own seeds."""
     confirm_seeds: int = 2
     """With how many other seeds."""
+    more_rates: int | None = None
+    """With `fork` and a grid of two or more learning rates: how many are added at a batch size
+    whose best one is the last that was tried, unless that batch size is worse than another. Each is
+    as far from the last as that is from its neighbour, and gets all seeds, as far as budget.samples
+    allows. Default: 2; 0: none."""
     next: str = ""
     """Which setting next.yaml has: best, or soonest at the target. Default: soonest with a target,
     at which trials stop, otherwise best."""
@@ -90,12 +96,25 @@ class Sweep(Search):
             return self.confirm
         return 0 if self.fork or SEED in self.space else DEFAULT_SETTINGS
 
-    def confirming(self, trials: Sequence[Trial]) -> "Sweep":
+    @property
+    def rates_beyond(self) -> int:
+        """How many learning rates a batch size gets beyond those of the grid."""
+        rates = self.space.get(RATE)
+        if not self.fork or self.searcher != "grid" or rates is None or len(rates.values) < 2:
+            return 0
+        return DEFAULT_MORE_RATES if self.more_rates is None else self.more_rates
+
+    def trying(self, trials: Sequence[Trial]) -> "Sweep":
         """This sweep, which tries the points of these trials and no others, each to its end."""
-        seeds = sorted({int(trial.values[SEED]) for trial in trials})
+        space = {
+            key: Domain("choice", tuple(dict.fromkeys(trial.values[key] for trial in trials)))
+            if key in (SEED, RATE)
+            else self.space[key]
+            for key in trials[0].values
+        }
         return dataclasses.replace(
             self,
-            space={**self.space, SEED: Domain("choice", tuple(seeds))},
+            space=space,
             searcher="random",
             searcher_args={},
             scheduler="none",
@@ -240,9 +259,18 @@ class Sweep(Search):
         start = self.origin_samples
         return config.train.batches.samples_after(steps, start=start) - start
 
+    def samples_of_branch(self, values: Values) -> int:
+        """The samples that a trial of a fork sees.
+
+        Args:
+            values: Its point of the search space.
+        """
+        config = self.config(values, name="trial", storage="runs")
+        return self.samples_of(config, (config.train.steps or 0) - self.origin_step)
+
     def all_samples(self) -> int:
-        """The samples of all trials together, those that confirm the best ones included; of points
-        that are drawn at most so many.
+        """The samples of all trials together, those that confirm the best ones included, and those
+        beyond the grid not; of points that are drawn at most so many.
         """
         lengths = []
         samples_of_data: dict[str, int | None] = {}
@@ -255,6 +283,15 @@ class Sweep(Search):
         confirming = self.settings_to_confirm * self.confirm_seeds * max(lengths)
         searched = sum(lengths) if self.points is not None else self.count * max(lengths)
         return searched + confirming
+
+    def samples_beyond(self) -> int:
+        """The most samples that trials beyond the grid may see, within the budget."""
+        rates = self.space[RATE].values if self.rates_beyond else ()
+        points = [values for values in self.points or () if values.get(RATE) in rates[:1]]
+        most = self.rates_beyond * sum(self.samples_of_branch(values) for values in points)
+        if self.budget.samples is None:
+            return most
+        return max(0, min(most, self.budget.samples - self.all_samples()))
 
     def workers_of(self, values: Values) -> int:
         """The number of workers of a trial."""
@@ -495,7 +532,7 @@ def _checked(key: str, value: Any) -> Any:
         case "trials" | "reports" | "concurrent" | "samples":
             is_valid = value is None or (is_integer and value > 0)
             expected = "a whole number greater than 0"
-        case "confirm":
+        case "confirm" | "more_rates":
             is_valid = value is None or (is_integer and value >= 0)
             expected = "a whole number, or 0 for none"
         case "confirm_seeds":

@@ -71,6 +71,7 @@ class Trial:
         reports: Its evaluations.
         confirms: The trial of the search whose values it repeats with another seed; "" for the
             trials of the search.
+        beyond: Whether its learning rate was added beyond those of the grid.
     """
 
     index: int
@@ -80,6 +81,7 @@ class Trial:
     message: str = ""
     reports: list[Report] = field(default_factory=list)
     confirms: str = ""
+    beyond: bool = False
 
     @property
     def ended(self) -> bool:
@@ -183,7 +185,12 @@ class TrialStore:
     @property
     def searched(self) -> list[Trial]:
         """The trials of the search."""
-        return [trial for trial in self.trials.values() if not trial.confirms]
+        return [trial for trial in self.trials.values() if not trial.confirms and not trial.beyond]
+
+    @property
+    def beyond(self) -> list[Trial]:
+        """The trials with learning rates beyond those of the grid."""
+        return [trial for trial in self.trials.values() if trial.beyond]
 
     @property
     def confirming(self) -> list[Trial]:

@@ -20,12 +20,15 @@ from app.launchers.room import groups_of_this_job, remove_groups_but
 from app.tracking.tracker import Tracker
 from tests.app.kit import logged, training_of
 from tests.running import (
+    LONG,
     POINTS,
+    Lines,
     committed,
     curve,
     invoke,
     mlflow_run,
     mlflow_text,
+    start,
     trireme,
     wait_until,
     weights,
@@ -43,6 +46,15 @@ GPT = [
     "train.log_every=1",
     "tracking.log_model=false",
 ]
+RATES = {
+    "memory_bandwidth": 1e5,
+    "stream": 1.0,
+    "operation": 1e-9,
+    "link_within": 1e13,
+    "latency_within": 1e-9,
+    "latency_across": 1e-9,
+}
+"""A machine whose memory alone takes time, as `trireme calibrate` would have measured it."""
 
 
 def assert_profiled(storage: Path, name: str, first_step: int) -> None:
@@ -175,6 +187,61 @@ def test_a_waiting_run_names_who_holds_its_room_and_leaves_excluded_nodes_out(
     )
     assert ended.code == 2
     assert "no node has it, the most is CPU 0" in ended.err, ended.out + ended.err
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_more_workers_whose_places_others_hold(
+    tmp_path: Path, ray_environment: dict[str, str], connected: None
+) -> None:
+    """Its batch has grown, and cluster.max_workers is more than the cluster has."""
+    held = placement_group([{"CPU": 2}])
+    assert held.wait(30)
+    others = {group for group in placement_group_table() if group != held.id.hex()}
+
+    def states() -> list[str]:
+        table = placement_group_table()
+        return sorted(
+            entry["state"]
+            for group, entry in table.items()
+            if group not in {held.id.hex(), *others} and entry["state"] != "REMOVED"
+        )
+
+    is_slow = tmp_path / "slow"
+    is_slow.touch()
+    # Where memory is slow and links are not, every further worker pays.
+    rates = tmp_path / "trireme" / "planner" / "rates-cpu.json"
+    rates.parent.mkdir(parents=True)
+    rates.write_text(json.dumps(RATES))
+    run = start(
+        [
+            "train",
+            *POINTS,
+            f"task_args={{step_seconds: 0.5, slow_while: {is_slow}}}",
+            "train.batch_schedule=[[0,8],[80,256]]",
+            "train.steps=2000",
+            "train.log_every=1",
+            "tracking.enabled=false",
+            "checkpoint.every_seconds=null",
+            "workers=2",
+            "strategy=ddp",
+            "cluster.max_workers=8",
+            "cluster.wait_seconds=8",
+            f"run.storage={tmp_path}",
+            "run.name=run",
+        ],
+        env={**ray_environment, "XDG_CACHE_HOME": str(tmp_path)},
+    )
+    lines = Lines(run)
+    lines.when("asking for 6 more")
+    wait_until(lambda: "PENDING" in states())
+    lines.when("the 6 workers that were asked for did not come within 8 s: going on with 2")
+    wait_until(lambda: "PENDING" not in states())
+    assert run.poll() is None, "training goes on"
+    is_slow.unlink()
+    assert run.wait(LONG) == 0, lines.text
+    assert lines.text.count("did not come within") == 1, lines.text
+    assert committed(tmp_path / "run")[-1] == 2000
+    wait_until(lambda: not states())
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:

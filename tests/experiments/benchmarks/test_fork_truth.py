@@ -21,7 +21,7 @@ TASK = Task(
     steps=(10,),
     samples=4096,
     batches=(16, 32, 64, 128, 256, 512),
-    rates=fork_truth._doubling(0.001, 7),
+    rates=fork_truth._doubling(0.0005, 9),
 )
 
 
@@ -56,13 +56,15 @@ def test_a_cell_of_the_truth_is_a_real_fork_to_the_bit(tmp_path: Path) -> None:
     assert not (tmp_path / "branch" / "checkpoints").exists(), "nothing is saved"
 
 
-def grid_of(*, critical: float, noise: float) -> dict[tuple[int, float], dict[int, float]]:
-    """Losses that rise by the noise at the critical batch, with a best rate of 0.008."""
+def grid_of(
+    *, critical: float, noise: float, best_rate: float = 0.008
+) -> dict[tuple[int, float], dict[int, float]]:
+    """Losses that rise by the noise at the critical batch, lowest at a rate."""
     random = np.random.default_rng(1)
     grid: dict[tuple[int, float], dict[int, float]] = {}
     for batch in TASK.batches:
         for rate in TASK.rates:
-            loss = 1 + noise * batch / critical + 0.02 * math.log(rate / 0.008) ** 2
+            loss = 1 + noise * batch / critical + 0.02 * math.log(rate / best_rate) ** 2
             drawn = loss + noise / math.sqrt(2) * random.normal(size=SEEDS)
             grid[batch, rate] = {seed: float(value) for seed, value in enumerate(drawn)}
     return grid
@@ -73,11 +75,29 @@ def test_sweeps_on_a_grid_are_judged_by_the_whole_of_it() -> None:
     truth = truth_of(TASK, grid)
     assert truth.best[1] in (0.004, 0.008, 0.016)
     assert 50 < truth.critical.value < 300
-    cases = [case_of(TASK, grid, truth, design) for design in designs(len(TASK.batches))]
-    assert len(cases) == 6
+    cases = [case_of(TASK, grid, truth, design) for design in designs(TASK)]
+    assert len(cases) == 18
+    assert not any(case.is_at_edge for case in cases)
     assert all(case.share <= 0.2 for case in cases), "at most a fifth of the grid"
-    assert sum(case.is_inside for case in cases) >= 4
+    assert sum(case.is_inside for case in cases) >= 14
     assert all(case.regret >= 0 and case.largest_regret >= 0 for case in cases)
+
+
+@pytest.mark.parametrize(("best_rate", "is_at_edge"), [(0.032, False), (0.128, True)])
+def test_sweeps_on_a_grid_go_beyond_their_rates_for_at_most_a_fifth_of_it(
+    best_rate: float, is_at_edge: bool
+) -> None:
+    grid = grid_of(critical=100, noise=0.001, best_rate=best_rate)
+    truth = truth_of(TASK, grid)
+    for design in designs(TASK):
+        trials = fork_truth.replay(TASK, grid, design)
+        assert len(trials) <= len(grid) * SEEDS / 5
+        if design.rates != (3, 4, 5):
+            continue  # the table does not have all that is beyond
+        assert max(trial.values[RATE] for trial in trials) > TASK.rates[design.rates[-1]]
+        case = case_of(TASK, grid, truth, design)
+        assert case.share == len(trials) / (len(grid) * SEEDS)
+        assert case.is_at_edge == is_at_edge, "the table and more_rates end"
 
 
 def test_the_table_has_the_cells_of_its_tasks() -> None:

@@ -151,6 +151,26 @@ def test_what_is_not_decided_says_how_many_seeds_would_decide() -> None:
     assert [each.batch for each in clear.usable()] == [16]
 
 
+def test_a_small_batch_without_a_rate_that_suits_it_does_not_hide_the_critical_one() -> None:
+    """As digits@150 had it: the rates are far too high for a batch of 16."""
+    losses = {
+        (16, 0.001): [0.073, 0.120],
+        (16, 0.002): [0.105, 0.129],
+        (16, 0.004): [0.109, 0.154],
+        (128, 0.0005): [0.0600, 0.0610],
+        (128, 0.001): [0.0590, 0.0598],
+        (128, 0.002): [0.0609, 0.0634],
+        (512, 0.002): [0.0756, 0.0758],
+        (512, 0.004): [0.0706, 0.0701],
+        (512, 0.008): [0.0790, 0.0762],
+    }
+    answer = answer_of(losses)
+    assert answer is not None and answer.critical is not None
+    assert [each.verdict for each in answer.batches] == ["worse", "best", "worse"]
+    assert 128 <= answer.critical.value < 256 and not answer.is_open
+    assert [each.batch for each in answer.usable()] == [128]
+
+
 def test_losses_are_those_of_branches_that_saw_all_samples() -> None:
     def trial(batch: int, rate: float, seed: int, loss: float, status: str = "finished") -> Trial:
         values = {"train.global_batch_size": batch, "optimizer.lr": rate, "train.seed": seed}

@@ -125,3 +125,27 @@ def test_a_branch_sweep_counts_from_its_checkpoint_and_lets_it_go(
         assert tags["trireme.fork"] == "base@4"
         assert tags["mlflow.parentRunId"] == mlflow_run(tmp_path, "branch").info.run_id
     assert held(str(base / "checkpoints")) == set()
+
+
+@pytest.mark.slow
+def test_a_real_sweep_says_that_it_goes_beyond_its_grid(base: Path, tmp_path: Path) -> None:
+    space = {
+        "train.global_batch_size": [16],
+        "optimizer.lr": [1e-5, 2e-5],
+        "train.seed": [0, 1],
+    }
+    file = write_sweep(
+        tmp_path,
+        fork=f"{base}@4",
+        space=space,
+        set={"launcher": "auto", "workers": 1, "tracking.enabled": False},
+        budget={"samples": 6 * 96},
+        reports=1,
+    )
+    ended = trireme("sweep", str(file), f"run.storage={tmp_path}").expect()
+    assert "then up to 2 rates beyond" in ended.out
+    assert "2 more trials, with 4e-05 at batch size 16" in ended.out
+    assert "is the highest that was tried, 4e-05; 2 more trials at 8e-05 would decide" in ended.out
+    assert len(list((tmp_path / "branch").glob("*/trial.json"))) == 6
+    again = trireme("sweep", str(file), f"run.storage={tmp_path}").expect()
+    assert "2 more trials, with" not in again.out, "the budget has no room for others"
