@@ -78,12 +78,18 @@ class Cluster:
         nodes: Its living nodes.
         shape: Its node types, with limits and prices where its file is known. Without a file: the
             living nodes, and no more will come.
-        private: Whether this process has started it for itself.
+        folder: Where this process keeps the files of a Ray that it has started for itself, on this
+            machine alone; None for another cluster.
     """
 
     nodes: tuple[NodeState, ...]
     shape: ClusterShape
-    private: bool = False
+    folder: Path | None = None
+
+    @property
+    def private(self) -> bool:
+        """Whether this process has started it for itself."""
+        return self.folder is not None
 
     @property
     def gpus(self) -> int:
@@ -164,7 +170,7 @@ def connect(
             _leave()
             raise
     _made = True
-    return describe(private=not cluster_address)
+    return describe(None if cluster_address else _FOLDERS[-1].path)
 
 
 def _join(
@@ -515,20 +521,20 @@ def _is_of_another_user(port: int) -> bool:
     return False
 
 
-def describe(*, private: bool = False) -> Cluster:
+def describe(folder: Path | None = None) -> Cluster:
     """The cluster that this process is connected to.
 
     Its file is TRIREME_CLUSTER, or what `ray up` leaves on the head, where jobs run.
 
     Args:
-        private: Whether this process has started Ray for itself; such a Ray has no file.
+        folder: See `Cluster`; a Ray that this process has started for itself has no file.
     """
     from cluster.files import bootstrap_config, cluster_file, read_cluster
     from cluster.shape import living_nodes, shape_of_nodes
 
     nodes = tuple(living_nodes())
-    if private:
-        return Cluster(nodes, shape_of_nodes(nodes), private=True)
+    if folder is not None:
+        return Cluster(nodes, shape_of_nodes(nodes), folder)
     file = cluster_file()
     shape = read_cluster(file) if file else bootstrap_config()
     return Cluster(nodes, shape or shape_of_nodes(nodes))

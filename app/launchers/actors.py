@@ -32,6 +32,7 @@ from app.launchers.ray_workers import (
     RayWorkers,
     enter,
     error_of,
+    queue_for,
     surroundings,
 )
 from app.launchers.room import reserve
@@ -177,7 +178,7 @@ class ActorWorkers(RayWorkers):
         cluster: Cluster,
         reserved: PlacementGroup | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(queue_for(cluster))
         self.per_worker = per_worker
         self.cluster = cluster
         self.reserved = reserved

@@ -92,7 +92,7 @@ class RayLaunch:
             from app.launchers.ray_train import RayTrainWorkers
 
             # Its first process starts while the data is read.
-            self.ray_workers = RayTrainWorkers(self.per_worker)
+            self.ray_workers = RayTrainWorkers(self.per_worker, cluster)
 
     def close(self) -> None:
         """Ends the workers, and gives their resources back."""
