@@ -62,6 +62,8 @@ WITHOUT_RAY = (
 """What to do on a machine where Ray does not start."""
 BUSY = "Timed out waiting for file"
 """In the log of a raylet whose agents have not written their ports in time."""
+FOLDER = "TRIREME_RAY_FOLDER"
+"""The environment variable in which the processes of a command's own Ray find its folder."""
 _FOLDERS: list[TemporaryFolder] = []
 """Of the Ray that this process has started."""
 _GUARDS: list[Guard] = []
@@ -245,6 +247,7 @@ def _start_here(worker_setup: str, before_start: Callable[[], object]) -> None:
     """
     temporary = private_folder()
     _FOLDERS.append(temporary)
+    os.environ[FOLDER] = str(temporary.path)
     folder = temporary.for_ray
     _set_token()
     import ray
@@ -347,6 +350,7 @@ def _leave() -> None:
         _GUARDS.pop().close()
     while _FOLDERS:
         _FOLDERS.pop().remove()
+        os.environ.pop(FOLDER, None)
 
 
 @contextlib.contextmanager
@@ -519,6 +523,12 @@ def _is_of_another_user(port: int) -> bool:
         if user != os.getuid() and any(head.endswith(f":{port}") for head in heads):
             return True
     return False
+
+
+def describe_own() -> Cluster:
+    """The cluster of this process, which its Ray has started."""
+    folder = os.environ.get(FOLDER)
+    return describe(Path(folder) if folder else None)
 
 
 def describe(folder: Path | None = None) -> Cluster:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing.connection import Client, Connection, Listener
@@ -34,12 +35,12 @@ class LocalQueue:
     """What workers say to the driver, and it to them, with threads of the driver that listen.
 
     Args:
-        folder: Where the socket is made.
+        folder: Where the socket is made; its path may have 107 bytes.
     """
 
     def __init__(self, folder: Path) -> None:
         self.root = RootAggregator()
-        self.path = str(folder / "events")
+        self.path = str(folder / f"events-{uuid.uuid4().hex[:8]}")
         self._closed = False
         self._listener = Listener(self.path, family=FAMILY, backlog=BACKLOG)
         threading.Thread(target=self._accept, daemon=True, name="events").start()
