@@ -63,7 +63,8 @@ from cluster.ray_internals import raylet_pid
 if TYPE_CHECKING:
     from cluster.preemption import PreemptionWatcher
 
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.2
+"""Between two polls; the end of a worker is heard of at once."""
 LOOK_SECONDS = 0.0002
 """Between two looks whether the workers have their places, for each worker."""
 ANSWER_SECONDS = 3.0
