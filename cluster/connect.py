@@ -62,6 +62,8 @@ WITHOUT_RAY = (
 """What to do on a machine where Ray does not start."""
 BUSY = "Timed out waiting for file"
 """In the log of a raylet whose agents have not written their ports in time."""
+FOLDER = "TRIREME_RAY_FOLDER"
+"""The environment variable in which the processes of a command's own Ray find its folder."""
 _FOLDERS: list[TemporaryFolder] = []
 """Of the Ray that this process has started."""
 _GUARDS: list[Guard] = []
@@ -78,12 +80,18 @@ class Cluster:
         nodes: Its living nodes.
         shape: Its node types, with limits and prices where its file is known. Without a file: the
             living nodes, and no more will come.
-        private: Whether this process has started it for itself.
+        folder: Where this process keeps the files of a Ray that it has started for itself, on this
+            machine alone; None for another cluster.
     """
 
     nodes: tuple[NodeState, ...]
     shape: ClusterShape
-    private: bool = False
+    folder: Path | None = None
+
+    @property
+    def private(self) -> bool:
+        """Whether this process has started it for itself."""
+        return self.folder is not None
 
     @property
     def gpus(self) -> int:
@@ -164,7 +172,7 @@ def connect(
             _leave()
             raise
     _made = True
-    return describe(private=not cluster_address)
+    return describe(None if cluster_address else _FOLDERS[-1].path)
 
 
 def _join(
@@ -239,6 +247,7 @@ def _start_here(worker_setup: str, before_start: Callable[[], object]) -> None:
     """
     temporary = private_folder()
     _FOLDERS.append(temporary)
+    os.environ[FOLDER] = str(temporary.path)
     folder = temporary.for_ray
     _set_token()
     import ray
@@ -341,6 +350,7 @@ def _leave() -> None:
         _GUARDS.pop().close()
     while _FOLDERS:
         _FOLDERS.pop().remove()
+        os.environ.pop(FOLDER, None)
 
 
 @contextlib.contextmanager
@@ -515,20 +525,26 @@ def _is_of_another_user(port: int) -> bool:
     return False
 
 
-def describe(*, private: bool = False) -> Cluster:
+def describe_own() -> Cluster:
+    """The cluster of this process, which its Ray has started."""
+    folder = os.environ.get(FOLDER)
+    return describe(Path(folder) if folder else None)
+
+
+def describe(folder: Path | None = None) -> Cluster:
     """The cluster that this process is connected to.
 
     Its file is TRIREME_CLUSTER, or what `ray up` leaves on the head, where jobs run.
 
     Args:
-        private: Whether this process has started Ray for itself; such a Ray has no file.
+        folder: See `Cluster`; a Ray that this process has started for itself has no file.
     """
     from cluster.files import bootstrap_config, cluster_file, read_cluster
     from cluster.shape import living_nodes, shape_of_nodes
 
     nodes = tuple(living_nodes())
-    if private:
-        return Cluster(nodes, shape_of_nodes(nodes), private=True)
+    if folder is not None:
+        return Cluster(nodes, shape_of_nodes(nodes), folder)
     file = cluster_file()
     shape = read_cluster(file) if file else bootstrap_config()
     return Cluster(nodes, shape or shape_of_nodes(nodes))

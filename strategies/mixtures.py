@@ -18,16 +18,20 @@ each token chooses. Called with tokens it returns a tuple, which begins with the
 scores (…, E).
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +238,9 @@ class SplitExperts:
 
     def placement(self, parameter: nn.Parameter) -> Shard:
         """How `fully_shard` shards a parameter of the experts over `mesh`."""
+        # Not at the top: costs and tasks need this file too, and it imports for a second.
+        from torch.distributed.tensor import DTensor, Shard
+
         assert self.mesh is not None
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         return Shard(shard_dim(tuple(local.shape), self.mesh.size(-1)))

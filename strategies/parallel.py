@@ -309,13 +309,3 @@ class Parallel:
         value = value.clone()
         dist.all_reduce(value, group=self.group)
         return value if self.layout.dims.cp == 1 else value / self.layout.dims.cp
-
-
-def seed_generators(value: int, device: torch.device) -> None:
-    """Seeds the generators of the host and of one device.
-
-    torch.manual_seed seeds those of all devices, which takes a millisecond if there are none.
-    """
-    torch.default_generator.manual_seed(value)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(value)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from strategies.parallel import seed_generators
+from strategies.seeding import seed_generators
 
 
 def mix(*values: int) -> int:

@@ -32,6 +32,7 @@ from app.launchers.ray_workers import (
     RayWorkers,
     enter,
     error_of,
+    queue_for,
     surroundings,
 )
 from app.launchers.room import reserve
@@ -58,6 +59,10 @@ Resources = dict[str, float]
 @ray.remote(max_restarts=0, max_task_retries=0)
 class WorkerActor:
     """One rank's process."""
+
+    def import_ahead(self) -> None:
+        """Imports what training needs, before it is known what is trained."""
+        from app.training import loop  # noqa: F401
 
     def run(self, job: Job, rank: int, label: str, use_gpu: bool, uplink: Uplink) -> None:
         """Meets the other ranks, and trains to the end.
@@ -150,12 +155,12 @@ class _Reservation:
     """A placement group that attempts keep as long as they ask for the same.
 
     Args:
-        request: What was asked for.
+        request: What was asked for; None before any job is known.
         group: The placement group.
         bundle_of_rank: The number of each rank's bundle.
     """
 
-    request: tuple[ParallelDims, list[Resources], list[str]]
+    request: tuple[ParallelDims, list[Resources], list[str]] | None
     group: PlacementGroup
     bundle_of_rank: list[int]
 
@@ -177,7 +182,7 @@ class ActorWorkers(RayWorkers):
         cluster: Cluster,
         reserved: PlacementGroup | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(queue_for(cluster))
         self.per_worker = per_worker
         self.cluster = cluster
         self.reserved = reserved
@@ -189,6 +194,22 @@ class ActorWorkers(RayWorkers):
         self.dead: dict[int | None, BaseException] = {}
         self._runs = False
         self._reservation: _Reservation | None = None
+        self._started_ahead: list[Any] = []
+        """Actors that import, one in each bundle of the reservation, until the first attempt."""
+
+    def start_ahead(self, count: int, excluded: Sequence[str]) -> None:
+        """Starts workers, which import while the driver prepares what they will train.
+
+        Args:
+            count: How many there will be, as far as it is known.
+            excluded: Ids of nodes that they must not use.
+        """
+        group = reserve([self.per_worker] * count, excluded)
+        self._reservation = _Reservation(None, group, [*range(count)])
+        for bundle in range(count):
+            actor = _start_actor(self.per_worker, group, bundle)
+            actor.import_ahead.remote()
+            self._started_ahead.append(actor)
 
     def start(self, job: Job) -> None:
         """See `Workers`.
@@ -200,29 +221,47 @@ class ActorWorkers(RayWorkers):
         per_stage = resources_of_stages(job.config, dims, self.per_worker)
         self.begin_attempt(job)
         self.dead = {}
+        started_ahead = self._take_started_ahead(job, per_stage)
         group, bundle_of_rank = self._places(dims, per_stage, job.excluded_nodes)
         self._runs = True
         job_ref = ray.put(job)
         for rank in range(dims.world_size):
             stage = dims.coordinates(rank)["pp"]
-            resources = dict(per_stage[stage])
-            cpus = resources.pop("CPU", 0)
-            gpus = resources.pop("GPU", 0)
-            actor = WorkerActor.options(  # type: ignore[attr-defined]
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle_of_rank[rank]),
-                num_cpus=cpus,
-                num_gpus=gpus,
-                resources=resources,
-            ).remote()
+            resources = per_stage[stage]
+            if started_ahead:
+                actor = started_ahead[rank]
+            else:
+                actor = _start_actor(resources, group, bundle_of_rank[rank])
             self.actors.append(actor)
             call = actor.run.remote(
                 job_ref,
                 rank=rank,
                 label=f"stage {stage} of {dims.pp}" if dims.pp > 1 else "",
-                use_gpu=gpus > 0,
+                use_gpu=resources.get("GPU", 0) > 0,
                 uplink=self.uplink,
             )
             self.calls[call] = rank
+
+    def _take_started_ahead(self, job: Job, per_stage: list[Resources]) -> list[Any]:
+        """The workers that were started ahead, in the order of ranks; [] where others are needed.
+
+        Args:
+            job: What they are to train.
+            per_stage: Ray resources of one worker of each stage.
+        """
+        actors = self._started_ahead
+        self._started_ahead = []
+        dims = job.layout.dims
+        are_equal = all(resources == self.per_worker for resources in per_stage)
+        if len(actors) == dims.world_size and are_equal and self._reservation is not None:
+            request = (dims, per_stage, job.excluded_nodes)
+            self._reservation = replace(self._reservation, request=request)
+            return actors
+        if actors:
+            for actor in actors:
+                ray.kill(actor)
+            self._give_back()
+        return []
 
     def _places(
         self, dims: ParallelDims, per_stage: list[Resources], excluded: Sequence[str]
@@ -267,6 +306,9 @@ class ActorWorkers(RayWorkers):
     def close(self) -> None:
         """Ends what outlives attempts."""
         super().close()
+        for actor in self._started_ahead:
+            ray.kill(actor)
+        self._started_ahead = []
         self._give_back()
 
     def _give_back(self) -> None:
@@ -298,6 +340,23 @@ class ActorWorkers(RayWorkers):
                 if error is not None:
                     self.dead[rank] = error
         return self.dead
+
+
+def _start_actor(resources: Resources, group: PlacementGroup, bundle: int) -> Any:
+    """Starts a worker's process.
+
+    Args:
+        resources: Of the worker.
+        group: Where it is placed.
+        bundle: The number of its bundle there.
+    """
+    others = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+    return WorkerActor.options(  # type: ignore[attr-defined]
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
+        num_cpus=resources.get("CPU", 0),
+        num_gpus=resources.get("GPU", 0),
+        resources=others,
+    ).remote()
 
 
 def _is_intact(group: PlacementGroup, nodes: Sequence[NodeState]) -> bool:

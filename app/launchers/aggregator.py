@@ -16,7 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 PERIOD_SECONDS = 1.0
 """Between two heartbeats of a rank, and two reports of an aggregator."""
@@ -97,6 +97,28 @@ class RankAssignment(NamedTuple):
 
     local_rank: int
     store: StoreAddress
+
+
+class Link(Protocol):
+    """How a rank reaches what is above it, the root or an aggregator; see `Aggregator`.
+
+    Its calls may raise if that process is gone.
+    """
+
+    def put(self, attempt: int, events: bytes, urgent: bool = False) -> Callable[[], object]:
+        """Sends events without waiting; returns a function that waits until they have arrived."""
+
+    def beat(self, attempt: int, rank: int, beat: Beat, answer: Answer | None) -> Orders:
+        """Sends a heartbeat and an answer."""
+
+    def join(self, attempt: int, rank: int, node: str, store: StoreAddress | None) -> None:
+        """Tells that a rank has started."""
+
+    def meeting(self, attempt: int, rank: int, node: str) -> RankAssignment | None:
+        """Asks where ranks meet."""
+
+    def node_rank(self, attempt: int, node: str) -> int:
+        """Asks the root for the number of a node."""
 
 
 class LastHeard(Generic[T]):

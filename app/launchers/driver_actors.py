@@ -1,5 +1,7 @@
 """The actors beside the driver: between it and its workers, and the host of a trainer.
 
+A driver whose workers all run on its machine has no queue here (event_socket.py).
+
 Metrics do not go through `ray.train.report`, which is a barrier over all ranks. Little is imported
 at the top, and values pass through pickled already, so that these processes start sooner: without
 the strategies and the loop, which only workers need. The driver starts sooner without Ray Train.
@@ -9,8 +11,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypedDict
 
 import ray
@@ -19,9 +22,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from app.launchers.aggregator import (
     PERIOD_SECONDS,
     Aggregator,
+    Answer,
+    Beat,
+    Link,
+    Orders,
+    RankAssignment,
+    Report,
     RootAggregator,
+    StoreAddress,
     parents,
 )
+from app.launchers.event_socket import SocketLink
 from app.training.events import WorkerDied
 
 LEAST_SECONDS = 0.1
@@ -99,28 +110,116 @@ def start_aggregators(
         running[node] = actor
 
 
-@dataclass(frozen=True)
+class QueueDied(Exception):
+    """The queue's process has died, and with it the attempt."""
+
+
+class ActorQueue:
+    """What workers say to the driver, and it to them, in an `EventQueue` beside the driver."""
+
+    def __init__(self) -> None:
+        self.actor: Any = start_here(EventQueue)
+        self._died = False
+
+    def begin(self, attempt: int, world_size: int) -> None:
+        """See `Aggregator`; starts another queue if this one has died."""
+        if self._died:
+            self.actor = start_here(EventQueue)
+            self._died = False
+        self.actor.begin.remote(attempt, world_size)
+
+    def drain(self, stop: bool) -> Report:
+        """See `RootAggregator`.
+
+        Raises:
+            QueueDied: The queue's process has died.
+        """
+        try:
+            report: Report = ray.get(self.actor.drain.remote(stop))
+        except ray.exceptions.RayActorError as error:
+            self._died = True
+            raise QueueDied(str(error)) from error
+        return report
+
+    def ask(self, question: str) -> None:
+        """See `RootAggregator`."""
+        ray.get(self.actor.ask.remote(question))
+
+    def answered(self) -> dict[str, list[int]]:
+        """See `Aggregator`."""
+        answers: dict[str, list[int]] = ray.get(self.actor.answered.remote())
+        return answers
+
+    def close(self) -> None:
+        """Ends the queue's process."""
+        ray.kill(self.actor)
+
+
+class ActorLink:
+    """A worker's way to an actor; see `Link`.
+
+    Args:
+        actor: The queue, or the aggregator of the worker's node.
+        queue: The queue.
+    """
+
+    def __init__(self, actor: Any, queue: Any) -> None:
+        self._actor = actor
+        self._queue = queue
+
+    def put(self, attempt: int, events: bytes, urgent: bool = False) -> Callable[[], object]:
+        """See `Link`."""
+        return partial(ray.get, self._actor.put.remote(attempt, events, urgent))
+
+    def beat(self, attempt: int, rank: int, beat: Beat, answer: Answer | None) -> Orders:
+        """See `Link`."""
+        orders: Orders = ray.get(self._actor.beat.remote(attempt, rank, beat, answer))
+        return orders
+
+    def join(self, attempt: int, rank: int, node: str, store: StoreAddress | None) -> None:
+        """See `Link`."""
+        ray.get(self._actor.join.remote(attempt, rank, node, store))
+
+    def meeting(self, attempt: int, rank: int, node: str) -> RankAssignment | None:
+        """See `Link`."""
+        call = self._actor.meeting.remote(attempt, rank, node)
+        assignment: RankAssignment | None = ray.get(call)
+        return assignment
+
+    def node_rank(self, attempt: int, node: str) -> int:
+        """See `Link`."""
+        number: int = ray.get(self._queue.node_rank.remote(attempt, node))
+        return number
+
+
+@dataclass(frozen=True, kw_only=True)
 class Uplink:
     """How a worker reaches the driver.
 
     Args:
-        queue: The EventQueue.
         attempt: The number of the attempt.
+        queue: The EventQueue; None without one.
         prefix: Of the names of the nodes' aggregators; "" if ranks report to the queue itself.
+        socket: The path of the driver's socket; "" if there is a queue.
     """
 
-    queue: Any
     attempt: int
-    prefix: str
+    queue: Any = None
+    prefix: str = ""
+    socket: str = ""
 
-    def find(self) -> Any:
-        """The actor that this worker reports to; waits until it has been started."""
+    def root(self) -> Link:
+        """The way to the root."""
+        return SocketLink(self.socket) if self.socket else ActorLink(self.queue, self.queue)
+
+    def find(self) -> Link:
+        """The way to what this worker reports to; waits until that has been started."""
         if not self.prefix:
-            return self.queue
+            return self.root()
         name = f"{self.prefix}/{ray.get_runtime_context().get_node_id()}"
         while True:
             try:
-                return ray.get_actor(name)
+                return ActorLink(ray.get_actor(name), self.queue)
             except ValueError:  # there is no such actor yet
                 time.sleep(LOOK_SECONDS)
 
@@ -173,7 +272,8 @@ def lost_workers(uplink: Uplink) -> Any:
                 for rank, error in worker_exceptions.items()
             ]
             pickled_events = ray.cloudpickle.dumps(events)
-            ray.get(uplink.queue.put.remote(uplink.attempt, pickled_events))
+            wait = uplink.root().put(uplink.attempt, pickled_events)
+            wait()
 
     return LostWorkers()
 

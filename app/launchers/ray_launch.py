@@ -92,7 +92,7 @@ class RayLaunch:
             from app.launchers.ray_train import RayTrainWorkers
 
             # Its first process starts while the data is read.
-            self.ray_workers = RayTrainWorkers(self.per_worker)
+            self.ray_workers = RayTrainWorkers(self.per_worker, cluster)
 
     def close(self) -> None:
         """Ends the workers, and gives their resources back."""
@@ -187,6 +187,23 @@ class RayLaunch:
                 self.give_back()
                 break
         return self.workers
+
+    def start_ahead(self, workers: int) -> None:
+        """Starts the workers of a Ray of this command's own, so that they import meanwhile.
+
+        Elsewhere a run that is refused would have taken places that others wait for.
+
+        Args:
+            workers: How many there will be.
+        """
+        config = self.config
+        has_equal_workers = not config.parallel.stage_resources and not config.train.eval_separate
+        if self.cluster.private and self.only_actors and has_equal_workers and self.group is None:
+            from app.launchers.actors import ActorWorkers
+
+            actor_workers = ActorWorkers(self.per_worker, self.cluster)
+            self.ray_workers = actor_workers
+            actor_workers.start_ahead(workers, config.cluster.exclude_nodes)
 
     def prepare(
         self,
@@ -307,9 +324,10 @@ class RayLaunch:
         if prepared.layout.dims.pp > 1 or self.only_actors:
             from app.launchers.actors import ActorWorkers
 
-            if self.ray_workers is not None:
-                self.ray_workers.close()
-            self.ray_workers = ActorWorkers(self.per_worker, self.cluster)
+            if not isinstance(self.ray_workers, ActorWorkers):
+                if self.ray_workers is not None:
+                    self.ray_workers.close()
+                self.ray_workers = ActorWorkers(self.per_worker, self.cluster)
         assert self.ray_workers is not None
         return self.ray_workers
 

@@ -18,6 +18,7 @@ from app.launchers.ray_workers import (
     RayWorkers,
     enter,
     error_of,
+    queue_for,
     surroundings,
 )
 from app.launchers.room import groups_of_this_job, node_selector, remove_groups_but
@@ -25,6 +26,7 @@ from app.launchers.workers import Failures
 from app.storage.storage import Storage
 from app.training.events import TrainingDone
 from app.training.job import Job, Place
+from cluster.connect import Cluster
 
 
 def train_loop(worker_config: WorkerConfig) -> None:
@@ -53,10 +55,11 @@ class RayTrainWorkers(RayWorkers):
 
     Args:
         per_worker: Ray resources of one worker.
+        cluster: The cluster.
     """
 
-    def __init__(self, per_worker: Mapping[str, float]) -> None:
-        super().__init__()
+    def __init__(self, per_worker: Mapping[str, float], cluster: Cluster) -> None:
+        super().__init__(queue_for(cluster))
         self.per_worker = dict(per_worker)
         self.folder = ""
         """Of Ray Train's own files; "" before the first attempt."""

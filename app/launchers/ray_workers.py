@@ -1,8 +1,8 @@
 """What both launchers in Ray share, in the driver (`RayWorkers`) and around a worker's training.
 
-A worker's events and heartbeats go to the `EventQueue`, and its output to a file of its own. One
-worker of each node samples the node's system metrics and watches for a preemption notice, at which
-all workers save a checkpoint.
+A worker's events and heartbeats go to the `EventQueue`, or to the driver itself if it has started
+Ray for itself, and its output to a file of its own. One worker of each node samples the node's
+system metrics and watches for a preemption notice, at which all workers save a checkpoint.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
@@ -27,12 +27,11 @@ from app.launchers.aggregator import (
     DIRECT_RANKS,
     Answer,
     Beat,
-    Orders,
     RankAssignment,
-    Report,
     StoreAddress,
 )
-from app.launchers.driver_actors import EventQueue, Uplink, start_aggregators, start_here
+from app.launchers.driver_actors import ActorQueue, QueueDied, Uplink, start_aggregators
+from app.launchers.event_socket import LocalQueue
 from app.launchers.heartbeats import HeartbeatThread, Reply, with_ranks
 from app.launchers.recovery import oom_kills
 from app.launchers.room import on_node, placed_nodes
@@ -57,13 +56,15 @@ from app.training.events import (
     WorkerStarted,
 )
 from app.training.job import Job, Place, SilentChannel
+from cluster.connect import Cluster
 from cluster.environment import THREADS
 from cluster.ray_internals import raylet_pid
 
 if TYPE_CHECKING:
     from cluster.preemption import PreemptionWatcher
 
-POLL_SECONDS = 0.05
+POLL_SECONDS = 0.2
+"""Between two polls; the end of a worker is heard of at once."""
 LOOK_SECONDS = 0.0002
 """Between two looks whether the workers have their places, for each worker."""
 ANSWER_SECONDS = 3.0
@@ -72,14 +73,22 @@ GATHER_SECONDS = 3.0
 """How long to wait, after the first failure, for those of other ranks: one may be the cause."""
 
 
+def queue_for(cluster: Cluster) -> ActorQueue | LocalQueue:
+    """The queue of a run's workers: in this process if they cannot be on another machine."""
+    return LocalQueue(cluster.folder) if cluster.folder is not None else ActorQueue()
+
+
 class RayWorkers(Workers):
-    """Base of both launchers; a subclass starts and ends the processes."""
+    """Base of both launchers; a subclass starts and ends the processes.
+
+    Args:
+        queue: What workers say to the driver, and it to them.
+    """
 
     restartable = True
 
-    def __init__(self) -> None:
-        self.queue: Any = start_here(EventQueue)
-        self.queue_died = False
+    def __init__(self, queue: ActorQueue | LocalQueue) -> None:
+        self.queue = queue
         self.attempt = 0
         self.aggregators: dict[str, Any] = {}
         """By the id of their node; {} if ranks report to the queue itself."""
@@ -101,12 +110,12 @@ class RayWorkers(Workers):
         self.failure_clock: float | None = None
         """When the first failure came, in seconds of the monotonic clock."""
         self.finished = False
-        if self.queue_died:
-            self.queue = start_here(EventQueue)
-            self.queue_died = False
-        self.queue.begin.remote(self.attempt, self.world_size)
-        prefix = f"{job.attempt}/{self.attempt}" if self.world_size > DIRECT_RANKS else ""
-        self.uplink = Uplink(self.queue, self.attempt, prefix)
+        self.queue.begin(self.attempt, self.world_size)
+        if isinstance(self.queue, LocalQueue):
+            self.uplink = Uplink(attempt=self.attempt, socket=self.queue.path)
+        else:
+            prefix = f"{job.attempt}/{self.attempt}" if self.world_size > DIRECT_RANKS else ""
+            self.uplink = Uplink(attempt=self.attempt, queue=self.queue.actor, prefix=prefix)
 
     # --- the interface ----------------------------------------------------------------------------
 
@@ -114,9 +123,8 @@ class RayWorkers(Workers):
         """See `Workers`."""
         self.wait()
         try:
-            report: Report = ray.get(self.queue.drain.remote(stop))
-        except ray.exceptions.RayActorError as error:
-            self.queue_died = True
+            report = self.queue.drain(stop)
+        except QueueDied as error:
             lost = WorkerLost("the process between the driver and its workers", str(error))
             return Poll(ended={None: lost})
         statuses: dict[int, Status] = {}
@@ -153,19 +161,19 @@ class RayWorkers(Workers):
             self.placed = bool(nodes)
             if self.uplink.prefix:
                 start_aggregators(
-                    self.queue, self.attempt, self.uplink.prefix, nodes, self.aggregators
+                    self.uplink.queue, self.attempt, self.uplink.prefix, nodes, self.aggregators
                 )
         return self.placed
 
     def ask(self, question: str, ranks: Collection[int] = ()) -> dict[int, str]:
         """See `Workers`."""
-        ray.get(self.queue.ask.remote(with_ranks(question, ranks)))
+        self.queue.ask(with_ranks(question, ranks))
         expected = len(ranks) or self.world_size
         answers: dict[int, str] = {}
         deadline = time.monotonic() + ANSWER_SECONDS
         while len(answers) < expected and time.monotonic() < deadline:
             time.sleep(0.1)
-            for text, answering_ranks in ray.get(self.queue.answered.remote()).items():
+            for text, answering_ranks in self.queue.answered().items():
                 answers |= dict.fromkeys(answering_ranks, text)
         return answers
 
@@ -180,7 +188,7 @@ class RayWorkers(Workers):
     def close(self) -> None:
         """Ends what outlives attempts."""
         self.stop()
-        ray.kill(self.queue)
+        self.queue.close()
 
     # --- for subclasses ---------------------------------------------------------------------------
 
@@ -265,13 +273,11 @@ class RayChannel(SilentChannel):
 
     def __init__(self, uplink: Uplink, rank: int) -> None:
         super().__init__()
-        self.queue = uplink.queue
         self.attempt = uplink.attempt
         self.above = uplink.find()
-        """The actor that takes events and heartbeats: the queue, or the node's aggregator."""
         self.rank = rank
         self._unsent: list[Event] = []
-        self._newest_call: ray.ObjectRef[None] | None = None
+        self._wait_for_newest: Callable[[], object] = lambda: None
         self._lock = threading.Lock()
 
     def emit(self, event: Event) -> None:
@@ -285,27 +291,23 @@ class RayChannel(SilentChannel):
             pickled_events = cloudpickle.dumps(self._unsent)
             self._unsent = []
             is_urgent = isinstance(event, WorkerFailed | NodePreempted)
-            self._newest_call = self.above.put.remote(self.attempt, pickled_events, is_urgent)
+            self._wait_for_newest = self.above.put(self.attempt, pickled_events, is_urgent)
 
     def join(self, info: WorkerInfo, store: StoreAddress | None) -> None:
         """Tells that this rank has started, and on rank 0 where the ranks meet."""
-        ray.get(self.above.join.remote(self.attempt, self.rank, info.node, store))
+        self.above.join(self.attempt, self.rank, info.node, store)
 
     def meeting(self, info: WorkerInfo) -> RankAssignment | None:
         """What this rank learns when all have started; None before."""
-        call = self.above.meeting.remote(self.attempt, self.rank, info.node)
-        assignment: RankAssignment | None = ray.get(call)
-        return assignment
+        return self.above.meeting(self.attempt, self.rank, info.node)
 
     def node_rank(self, node: str) -> int:
         """The number of a node, once all ranks have started."""
-        number: int = ray.get(self.queue.node_rank.remote(self.attempt, node))
-        return number
+        return self.above.node_rank(self.attempt, node)
 
     def send_beat(self, beat: Beat, answer: Answer | None) -> Reply:
         """Sends a heartbeat and an answer, and waits for the driver's reply."""
-        call = self.above.beat.remote(self.attempt, self.rank, beat, answer)
-        orders: Orders = ray.get(call)
+        orders = self.above.beat(self.attempt, self.rank, beat, answer)
         return Reply(stop=orders.stop, question=orders.question, number=orders.number)
 
     def on_reply(self, reply: Reply) -> None:
@@ -320,8 +322,7 @@ class RayChannel(SilentChannel):
 
     def flush(self) -> None:
         """Waits until what was sent has arrived: the process may end as soon as its work has."""
-        if self._newest_call is not None:
-            ray.get(self._newest_call)
+        self._wait_for_newest()
 
 
 AnyError = TypeVar("AnyError", bound=BaseException)

@@ -432,10 +432,11 @@ def _in_ray(
         from app.launchers.ray_launch import RayLaunch
 
         with contextlib.closing(RayLaunch(cluster, config, console)) as launch:
+            workers = launch.wait_for_room()
+            launch.start_ahead(workers)
             from app.run.driver import Driver
             from app.run.lifecycle import train_run
 
-            workers = launch.wait_for_room()
             prepared = launch.prepare(
                 task, workers, requirement=followed_layout(config, run.storage)
             )

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import ConcatDataset
 
@@ -514,6 +513,9 @@ def sample_tokens(
         length: How many tokens the model is called with.
         ends: The tokens that end a text.
     """
+    # Not at the top: MLflow's writer imports this file too, and DTensors import for a second.
+    from torch.distributed.tensor import DTensor
+
     tokens_T = prompt_T
     for _ in range(SAMPLE_TOKENS):
         context_T = tokens_T[-length:]

@@ -80,6 +80,7 @@ class Tracker:
         enabled: If False, every method does nothing.
         tags: Tags of the MLflow run, besides those of its environment (environment.py).
         warn: Called with a sentence that a person should know.
+        logs_model: Whether a model is to be logged at the end, which the writer then prepares for.
         parent: The spool of the parent run, whose folder contains this run's folder. The parent's
             writer delivers this spool too: no writer is started here, and `finish` does not wait.
     """
@@ -94,6 +95,7 @@ class Tracker:
         enabled: bool = True,
         tags: Mapping[str, str] | None = None,
         warn: Callable[[str], object] = _log.warning,
+        logs_model: bool = False,
         parent: Path | None = None,
     ) -> None:
         self.folder = Path(folder).absolute()
@@ -103,6 +105,7 @@ class Tracker:
         self._run_uid = run_uid
         self._tags = tags or {}
         self._warn = warn
+        self._logs_model = logs_model
         self._parent = parent
         self._attempt = uuid.uuid4().hex
         self._writer = WriterProcess(self.folder, settings.uri, self._attempt)
@@ -133,6 +136,7 @@ class Tracker:
             "run_name": self._run_name,
             "run_uid": self._run_uid,
             "parent": str(self._parent or ""),
+            "logs_model": self._logs_model,
             "time": time.time(),
             "tags": tags,
             "uri": mask_uri(self.settings.uri),

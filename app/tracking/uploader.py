@@ -124,6 +124,11 @@ class Uploader:
         self._steps: dict[str, int] = {}  # the highest step that MLflow has of each metric
         self._params: dict[str, str] = {}  # the parameters that MLflow has
 
+    @property
+    def has_metrics(self) -> bool:
+        """Whether MLflow has metrics of the run."""
+        return bool(self._steps)
+
     def deliver(self) -> bool:
         """Deliver the events in the spool, and the end of a run whose driver has died.
 

@@ -14,6 +14,7 @@ The writer also delivers the spools of runs within this run's folder, such as a 
 they appear.
 """
 
+import importlib
 import logging
 import os
 import sys
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from app.console.masking import mask_text
 from app.tracking.feed import Trackers
-from app.tracking.spool import ANOTHER_DELIVERS, State, look_at_lock, take_lock
+from app.tracking.spool import ANOTHER_DELIVERS, State, last_start, look_at_lock, take_lock
 
 INTERVAL_SECONDS = 5.0
 POLL_SECONDS = 0.25
@@ -74,6 +75,8 @@ def serve(folder: Path, uri: str, attempt: str) -> None:
             pause = INTERVAL_SECONDS
             retry_delay = BACKOFF_SECONDS[0]
             failing_alone_since = 0.0
+            if is_appending and uploaders[folder].has_metrics:
+                _prepare_for_model(folder)
         except (TransientError, PermanentError) as error:
             for uploader in uploaders.values():
                 uploader.failed(str(error))
@@ -94,6 +97,15 @@ def serve(folder: Path, uri: str, attempt: str) -> None:
                 break
             time.sleep(min(left, POLL_SECONDS))
     _log.warning("a newer start of this run takes over")
+
+
+def _prepare_for_model(folder: Path) -> None:
+    """Import what the model at the end needs, so that the run's end does not wait for it.
+
+    Called once training goes on: the end of a run that fails at once would wait for it too.
+    """
+    if last_start(folder).get("logs_model"):
+        importlib.import_module("app.tracking.model")
 
 
 def _linger(trackers: Trackers, folder: Path, attempt: str) -> None:

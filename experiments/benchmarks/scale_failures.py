@@ -13,23 +13,21 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import click
-import ray
 from ray import cloudpickle
 
 from app.config import Config
 from app.config.io import load_config
 from app.console.terminal import Console
 from app.launchers import ray_workers
-from app.launchers.aggregator import Beat, Orders, RootAggregator
+from app.launchers.aggregator import Beat, Orders
 from app.launchers.elastic import Elastic
+from app.launchers.event_socket import LocalQueue
 from app.launchers.ray_workers import RayWorkers
 from app.launchers.recovery import Nodes
 from app.launchers.supervisor import Supervisor
@@ -94,42 +92,19 @@ SCENES = (
 )
 
 
-class InProcess:
-    """An actor's handle, whose calls are made here and now.
-
-    Args:
-        actor: What is called.
-    """
-
-    def __init__(self, actor: object) -> None:
-        self._actor = actor
-
-    def __getattr__(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(remote=getattr(self._actor, name))
-
-
-@contextlib.contextmanager
-def without_ray() -> Iterator[None]:
-    """In this context a launcher's queue is in this process, and answers at once."""
-    in_process = SimpleNamespace(get=lambda value: value, exceptions=ray.exceptions)
-    with mock.patch.object(ray_workers, "ray", in_process):
-        yield
-
-
 class SimulatedWorkers(RayWorkers):
     """Ranks of a run that a thread simulates.
 
     Args:
         scene: What happens to them in the first attempt.
         fault_seconds: How long they train before it.
+        folder: A temporary one.
     """
 
-    def __init__(self, scene: Scene, fault_seconds: float) -> None:
-        self.root = RootAggregator()
-        self.queue = InProcess(self.root)
-        self.queue_died = False
-        self.attempt = 0
-        self.aggregators = {}
+    def __init__(self, scene: Scene, fault_seconds: float, folder: Path) -> None:
+        queue = LocalQueue(folder)
+        super().__init__(queue)
+        self.root = queue.root
         self.scene = scene
         self.fault_seconds = fault_seconds
         self.fault_clock: float | None = None
@@ -392,7 +367,7 @@ def play(
         overrides: Of the configuration.
         quiet: Say nothing meanwhile.
     """
-    with tempfile.TemporaryDirectory() as folder, without_ray():
+    with tempfile.TemporaryDirectory() as folder:
         config = load_config(
             [],
             [
@@ -407,7 +382,7 @@ def play(
                 *overrides,
             ],
         )
-        workers = SimulatedWorkers(scene, train_seconds)
+        workers = SimulatedWorkers(scene, train_seconds, Path(folder))
         console = TimedConsole(quiet=quiet)
         run = Run(config)
         driver = Driver(run, config, console, resolve_tracking(config.tracking, folder))
@@ -427,7 +402,8 @@ def play(
             steps=10**6,
             cwd=str(Path.cwd()),
         )
-        supervisor.run(job)
+        with contextlib.closing(workers):
+            supervisor.run(job)
         cpu = time.process_time() - start_cpu - workers.simulation_seconds
         seconds = time.monotonic() - start_clock
     assert workers.fault_clock is not None

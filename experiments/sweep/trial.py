@@ -42,7 +42,7 @@ from app.storage.lease import read_lease
 from app.tracking.settings import Settings
 from app.tracking.tracker import Delivery, Tracker
 from app.training.events import MetricsLogged, TrainingStarted
-from cluster.connect import describe
+from cluster.connect import describe_own
 from experiments.sweep.search import Values
 from experiments.sweep.spec import Sweep
 from experiments.sweep.trials import Report, Trial
@@ -437,7 +437,7 @@ def _make_workers(
     if _trains_in_process(config):
         yield LocalWorkers()
         return
-    workers = ActorWorkers(per_worker, describe(), ray.util.get_current_placement_group())
+    workers = ActorWorkers(per_worker, describe_own(), ray.util.get_current_placement_group())
     try:
         yield workers
     finally:

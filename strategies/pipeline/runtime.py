@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from strategies.dims import LayoutError
 from strategies.grad_sync import GradSync
-from strategies.parallel import Loss, seed_generators
+from strategies.parallel import Loss
 from strategies.pipeline import weight_grad
 from strategies.pipeline.interface import PipelineStage, Placeholders, Signature
 from strategies.pipeline.p2p import P2PComm, Receiver, TensorMeta, TensorMetas, encode
 from strategies.pipeline.postings import Message, PostedReceive, endpoints, posted_receives
 from strategies.pipeline.schedules import Op, Placement, Schedule
 from strategies.pipeline.timeline import Timeline
+from strategies.seeding import seed_generators
 from strategies.zero_weight import has_no_weight, recorded_outputs, silence
 
 T = TypeVar("T")

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from strategies.parallel import seed_generators
+from strategies.seeding import seed_generators
 from strategies.tensor.ops import MARK, Peers, ShapePeers, mark_split
 from strategies.tensor.plan import Plan
 from strategies.tree import tree_leaves

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from strategies.parallel import seed_generators
 from strategies.parallelize import Options, choose, parallelize
+from strategies.seeding import seed_generators
 from tests.pool import run_distributed
 from tests.strategies.models import CPU, language_loss, seeded
 

@@ -22,6 +22,7 @@ HEAVY = (
     "torch",
     "torch._dynamo",
     "torch._inductor",
+    "torch.distributed.tensor",
     "transformers",
 )
 """Packages that take from a tenth of a second to some seconds to import."""
@@ -29,13 +30,16 @@ ALLOWED = {
     "app.cli": [],
     "app.launchers.train": [],
     "app.tracking.writer": [],
-    "app.run.prepare": ["numpy", "torch"],
-    "app.training.loop": ["numpy", "torch"],
-    "app.launchers.actors": ["numpy", "ray", "torch"],
-    "app.launchers.ray_launch": ["numpy", "ray", "torch"],
+    "app.tasks.language": ["numpy", "torch"],
+    "app.models.prediction": ["numpy", "torch"],
+    "app.run.prepare": ["numpy", "torch", "torch.distributed.tensor"],
+    "app.training.loop": ["numpy", "torch", "torch.distributed.tensor"],
+    "app.launchers.actors": ["numpy", "ray", "torch", "torch.distributed.tensor"],
+    "app.launchers.ray_launch": ["numpy", "ray", "torch", "torch.distributed.tensor"],
 }
 """Of HEAVY, what may be imported after a module and those above it: the command itself, a checked
-configuration, MLflow's writer, the data and the first step, a worker, and the workers' driver."""
+configuration, MLflow's writer, a task and what MLflow keeps of it, the data and the first step, a
+worker, and the workers' driver."""
 
 
 def test_a_start_imports_only_what_it_needs() -> None:

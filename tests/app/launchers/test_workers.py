@@ -19,8 +19,8 @@ from torch.distributed import TCPStore
 
 from app.config.io import with_values
 from app.errors import UserError
-from app.launchers import ray_workers, threads, train
-from app.launchers.actors import Placement, placement, resources_of_stages
+from app.launchers import actors, ray_workers, threads, train
+from app.launchers.actors import ActorWorkers, Placement, placement, resources_of_stages
 from app.launchers.ray_launch import ray_is_gone, resources_to_ask_for, when_over
 from app.launchers.store import open_store
 from app.launchers.torchrun import Environment
@@ -356,3 +356,69 @@ def test_a_store_for_one_machine_is_not_reachable_from_another(host: str, addres
     assert listening == [address]
     TCPStore(host, store.port, is_master=False).set("key", "value")
     assert store.get("key") == b"value"
+
+
+def worker_of(rank: int) -> Mock:
+    """A worker's actor, whose call is known by the rank."""
+    actor = Mock(rank=rank)
+    actor.run.remote.return_value = f"call of {rank}"
+    return actor
+
+
+@pytest.mark.parametrize(
+    ("dims", "expected"),
+    [
+        (ParallelDims(dp_replicate=2), "started ahead"),
+        (ParallelDims(pp=2), "started ahead"),
+        (ParallelDims(dp_replicate=4), "started now"),
+        (None, "ended"),
+    ],
+)
+def test_workers_that_were_started_ahead_train_where_they_fit(
+    monkeypatch: pytest.MonkeyPatch, dims: ParallelDims | None, expected: str
+) -> None:
+    """Two of them, on a machine of four CPUs.
+
+    Args:
+        monkeypatch: Replaces Ray.
+        dims: Of the layout; None if the run is refused.
+        expected: What becomes of them.
+    """
+    started: list[Mock] = []
+    ended: list[Mock] = []
+    groups: list[list[dict[str, float]]] = []
+    removed: list[object] = []
+
+    def start_actor(resources: dict[str, float], group: object, bundle: int) -> Mock:
+        assert resources == ONE
+        started.append(worker_of(len(started)))
+        return started[-1]
+
+    def reserve(bundles: list[dict[str, float]], excluded: list[str]) -> str:
+        groups.append(bundles)
+        return f"group {len(groups)}"
+
+    monkeypatch.setattr(actors, "_start_actor", start_actor)
+    monkeypatch.setattr(actors, "reserve", reserve)
+    monkeypatch.setattr(actors, "remove_placement_group", removed.append)
+    monkeypatch.setattr(actors, "living_nodes", lambda excluded: nodes(4))
+    monkeypatch.setattr(actors, "_is_intact", lambda group, nodes: True)
+    monkeypatch.setattr(actors, "queue_for", lambda cluster: Mock(actor=None))
+    monkeypatch.setattr(ray, "kill", ended.append)
+    monkeypatch.setattr(ray, "put", lambda job: job)
+    workers = ActorWorkers(ONE, NONE)
+    workers.start_ahead(2, [])
+    ahead = [*started]
+    assert groups == [[ONE, ONE]] and all(actor.import_ahead.remote.called for actor in ahead)
+    if dims is not None:
+        layout = Mock(dims=dims)
+        workers.start(Mock(layout=layout, config=config(), excluded_nodes=[], attempt="a"))
+        assert len(workers.calls) == dims.world_size
+    if expected == "started ahead":
+        assert workers.actors == ahead and started == ahead
+        assert not ended and len(groups) == 1 and not removed
+    else:
+        workers.close()
+        assert ended[:2] == ahead and removed[0] == "group 1"
+    if expected == "started now":
+        assert len(started) == 6 and ended == started

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,11 +20,11 @@ from mlflow import MlflowClient
 
 from app.storage.lease import process_started
 from app.tasks import load_task
-from app.tracking import uploader
+from app.tracking import uploader, writer
 from app.tracking.model import LOADER, PICKLING, _origins
-from app.tracking.spool import State
+from app.tracking.spool import State, write_json
 from app.tracking.tracker import Tracker, WriterProcess, sync
-from app.tracking.writer import claim
+from app.tracking.writer import claim, serve
 from cluster.remote import free_port
 from tests.app.tracking.kit import Store, tracker
 from tests.running import end_tree, environment, seed, start, wait_until
@@ -314,6 +315,36 @@ def test_the_model_loads_where_there_is_only_mlflow_and_torch(
 def test_the_modules_that_a_logged_model_names_exist() -> None:
     assert callable(importlib.import_module(LOADER)._load_pyfunc)
     assert callable(importlib.import_module(PICKLING).Pickler)
+
+
+@pytest.mark.parametrize("logs_model", [False, True])
+def test_the_writer_prepares_for_a_model_once_the_run_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs_model: bool
+) -> None:
+    """Its imports are the longest part of a short run's end."""
+    write_json(tmp_path / "start.json", {"logs_model": logs_model})
+    imported: list[str] = []
+    imported_before: list[list[str]] = []
+
+    class Deliveries:
+        """Of a run that starts, trains and ends."""
+
+        def __init__(self, *arguments: object) -> None:
+            self.has_metrics = False
+
+        def deliver(self) -> bool:
+            imported_before.append([*imported])
+            self.has_metrics = len(imported_before) > 1
+            return len(imported_before) < 3
+
+    monkeypatch.setattr(uploader, "Uploader", Deliveries)
+    monkeypatch.setattr(writer, "importlib", SimpleNamespace(import_module=imported.append))
+    monkeypatch.setattr(writer, "INTERVAL_SECONDS", 0.0)
+    # A process does not see its own lock.
+    monkeypatch.setattr(writer, "look_at_lock", lambda *_: (len(imported_before) < 3, "a"))
+    serve(tmp_path, "", "a")
+    expected = ["app.tracking.model"] if logs_model else []
+    assert imported_before[:3] == [[], [], expected]
 
 
 # --- processes ------------------------------------------------------------------------------------
