@@ -192,7 +192,8 @@ def work_out(sweep: Sweep, store: TrialStore) -> Answer:
         prior=sweep.prior,
     )
     if sweep.fork:
-        _add_branches(answer, sweep, trials)
+        has_ended = sum(trial.ended for trial in store.searched) >= sweep.count
+        _add_branches(answer, sweep, trials, is_whole=has_ended)
     if answer.branches is None:
         answer.by_workers = _by_workers(answer, sound_trials)
     answer.sentences = _sentences(sweep, store, answer)
@@ -239,8 +240,15 @@ def _as_best_trial(trial: Trial, sweep: Sweep, *, mean: float, seeds: int) -> Be
     }
 
 
-def _add_branches(answer: Answer, sweep: Sweep, trials: Sequence[Trial]) -> None:
-    """Adds what branches say about the batch, and what that would bring."""
+def _add_branches(answer: Answer, sweep: Sweep, trials: Sequence[Trial], *, is_whole: bool) -> None:
+    """Adds what branches say about the batch, and what that would bring.
+
+    Args:
+        answer: Gets it.
+        sweep: The sweep.
+        trials: The branches.
+        is_whole: Whether all of the search have ended; before that its rates have no edge.
+    """
     varied = (BATCH, RATE, SEED)
     others = {key: value for key, value in answer.best["values"].items() if key not in varied}
     losses = losses_of(trials, sweep, others)
@@ -248,7 +256,7 @@ def _add_branches(answer: Answer, sweep: Sweep, trials: Sequence[Trial]) -> None
     if branches is None:
         return
     answer.branches = branches
-    if RATE in sweep.space:
+    if RATE in sweep.space and is_whole:
         answer.edges = edges_of(losses)
     best = best_cell(losses)
     first = min(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ DISTRIBUTIONS = {
 }
 """The arguments of each distribution."""
 DEFAULT_TRIALS = 16
+EXPONENT = re.compile(r"[+-]?\d+[eE][+-]?\d+")
 
 
 @dataclass(frozen=True)
@@ -245,6 +247,11 @@ def _read_choice(key: str, values: list[Any]) -> Domain:
     if not values:
         problem = f"space.{key} is an empty list, so there is nothing to try"
         raise UserError(f"{problem}: give at least one value")
+    # YAML reads 1e-4, which has no point, as a text.
+    values = [
+        float(value) if isinstance(value, str) and EXPONENT.fullmatch(value) else value
+        for value in values
+    ]
     different = [value for i, value in enumerate(values) if value not in values[:i]]
     return Domain("choice", tuple(different))
 

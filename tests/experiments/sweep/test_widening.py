@@ -10,7 +10,7 @@ import pytest
 
 from app.errors import UserError
 from experiments.sweep.branches import Edge, edges_of, losses_of
-from experiments.sweep.search import Search
+from experiments.sweep.search import Search, read_space
 from experiments.sweep.spec import Sweep, read_sweep
 from experiments.sweep.trials import BATCH, RATE, SEED, Trial
 from experiments.sweep.widening import cells_beyond, plan_beyond
@@ -134,3 +134,10 @@ def test_a_cell_that_is_still_trained_is_no_edge_and_hides_none() -> None:
     trials[-1].status = "running"
     losses = losses_of(trials, Search(space={}), {})
     assert (32, 0.4) not in losses
+
+
+def test_rates_without_a_point_are_numbers() -> None:
+    """YAML reads 1e-5 as a text, whose neighbour beyond a grid nobody could compute."""
+    space = read_space({RATE: ["1e-5", 2e-05, "3E-05"], "strategy": ["ddp", "1d"]})
+    assert space[RATE].values == (1e-5, 2e-5, 3e-5)
+    assert space["strategy"].values == ("ddp", "1d")
