@@ -66,6 +66,7 @@ NOT_NEGATIVE = (
     "optimizer.weight_decay",
     "optimizer.eps",
     "schedule.warmup_steps",
+    "schedule.join_samples",
     "tracking.system_metrics_every",
     "tracking.flush_timeout",
     "fault.max_restarts",

@@ -230,6 +230,9 @@ class ScheduleConfig:
     batch_size: Optional[int] = None
     """The global batch whose steps the schedule counts, so that the curve over samples stays what
     it was with that batch. A sweep of forks sets both to those of its run. null: the run's own."""
+    join_samples: int = 0
+    """A fork whose rate is not that of its checkpoint goes from one to the other over this many
+    samples, by the same factor with each. 0: at once."""
 
 
 @dataclass(frozen=True, kw_only=True)

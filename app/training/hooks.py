@@ -10,7 +10,7 @@ import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -253,6 +253,41 @@ def curve_point(config: Config, *, step: int, steps: int, samples: int) -> Curve
     return CurvePoint(step=step_on_curve, steps=steps_of_curve, batch_size=batch_size)
 
 
+class Beginning(NamedTuple):
+    """Where a fork continues another run.
+
+    Args:
+        samples: Samples that had been seen.
+        rate: The learning rate of the last step before.
+    """
+
+    samples: int
+    rate: float
+
+
+def joined_rate(rate: float, beginning: Beginning, *, samples: int, join_samples: int) -> float:
+    """The learning rate on the way from a fork's checkpoint to the fork's own schedule.
+
+    Args:
+        rate: What the schedule says.
+        beginning: Where the fork began.
+        samples: Samples seen so far.
+        join_samples: Over how many samples it goes there, by the same factor with each.
+    """
+    if min(rate, beginning.rate) <= 0:  # no factor leads there
+        return rate
+    done = min(1.0, (samples - beginning.samples) / join_samples)
+    return beginning.rate ** (1 - done) * rate**done
+
+
+def base_rate(optimizer: torch.optim.Optimizer, config: Config) -> float:
+    """The rate that `set_learning_rate` has set, before factors of single groups."""
+    group = optimizer.param_groups[0]
+    if "initial_lr" in group:
+        return float(group["lr"] / group["initial_lr"] * (config.optimizer.lr or 1.0))
+    return float(group["lr"])
+
+
 def set_learning_rate(
     optimizer: torch.optim.Optimizer,
     config: Config,
@@ -261,6 +296,8 @@ def set_learning_rate(
     step: int,
     steps: int,
     point: CurvePoint,
+    samples: int = 0,
+    beginning: Beginning | None = None,
 ) -> dict[str, float]:
     """Set the learning rate of a step.
 
@@ -271,12 +308,14 @@ def set_learning_rate(
         step: Steps taken so far.
         steps: Steps of the whole run.
         point: Where the configured schedule is.
+        samples: Samples seen so far.
+        beginning: Where a fork began; None if the run is no fork.
 
     Returns:
         The rates by name: "lr" is that of the first parameter group, "lr_NAME" that of one of
         several optimizers, "lr_group_1" and so on those of groups that differ from the first.
     """
-    base_rate = config.optimizer.lr
+    peak = config.optimizer.lr
     factor = task.schedule(step, steps)
     if factor is None:
         rate = learning_rate(
@@ -287,10 +326,13 @@ def set_learning_rate(
             batch_size=point.batch_size,
         )
     else:
-        rate = base_rate * factor
+        rate = peak * factor
+    join_samples = config.schedule.join_samples
+    if beginning is not None and join_samples:
+        rate = joined_rate(rate, beginning, samples=samples, join_samples=join_samples)
     for group in optimizer.param_groups:
         if "initial_lr" in group:  # an optimizer of the task's own
-            group["lr"] = rate * group["initial_lr"] / (base_rate or 1.0)
+            group["lr"] = rate * group["initial_lr"] / (peak or 1.0)
         else:
             group["lr"] = rate
     return _learning_rates(optimizer)

@@ -295,6 +295,8 @@ class Training:
             step=self.steps_done if self.growth is None else int(point.step),
             steps=self.job.steps,
             point=point,
+            samples=samples_seen,
+            beginning=self.progress.beginning,
         )
         batches = [micro_batch.batch for micro_batch in micro_batches]
         weights = self._weights(micro_batches, global_batch_size)

@@ -24,6 +24,7 @@ from app.training.average import Average
 from app.training.batch_growth import Decision, Position
 from app.training.evaluation import evaluation_batch_size
 from app.training.events import CheckpointSaved, MetricsLogged, WarningIssued
+from app.training.hooks import Beginning, base_rate
 from app.training.job import Channel, Job, Place
 from app.training.optimizer import LossScale
 from strategies.parallelize import Parallel
@@ -45,6 +46,8 @@ class Progress:
     """Position in the run's stream of samples."""
     stream: str = ""
     """Where data that is a stream continues; see app/data/stream.py."""
+    beginning: Beginning | None = None
+    """Where a fork began; None if the run is no fork."""
     decisions: tuple[Decision, ...] = ()
     """What a run that decides on its batch has decided."""
     evaluations: list[dict[str, float]] = field(default_factory=list)
@@ -235,6 +238,8 @@ class Persistence:
             "step": progress.step,
             "samples_seen": progress.samples_seen,
             "stream": progress.stream,
+            "rate": base_rate(self.optimizer, self.job.config),
+            "beginning": progress.beginning,
             "decisions": [decision.to_meta() for decision in progress.decisions],
             "evaluations": progress.evaluations,
             "ended": progress.ended,
@@ -417,6 +422,8 @@ class Persistence:
         progress.step = meta["step"]
         progress.samples_seen = meta["samples_seen"]
         progress.stream = meta.get("stream", "")
+        beginning = meta.get("beginning")
+        progress.beginning = Beginning(*beginning) if beginning else None
         progress.decisions = tuple(Decision(**each) for each in meta.get("decisions", []))
         progress.evaluations = meta.get("evaluations", [])
         progress.ended = meta.get("ended", False)
@@ -432,7 +439,10 @@ class Persistence:
         What the other run has logged stays with it, and what it has decided on a batch that it
         began with, if this run begins with another one.
         """
-        self._load(self._find(self.job.fork), progress)
+        commit = self._find(self.job.fork)
+        self._load(commit, progress)
+        rate = commit.meta.get("rate")
+        progress.beginning = None if rate is None else Beginning(progress.samples_seen, rate)
         self.frozen_saved = False
         self.saved_step = -1
         first_batch = self.job.config.train.global_batch_size

@@ -260,6 +260,9 @@ class ScheduleKeys(TypedDict, total=False):
     batch_size: int | None
     """The global batch whose steps the schedule counts, so that the curve over samples stays what
     it was with that batch. A sweep of forks sets both to those of its run. null: the run's own."""
+    join_samples: int
+    """A fork whose rate is not that of its checkpoint goes from one to the other over this many
+    samples, by the same factor with each. 0: at once."""
 
 class CheckpointKeys(TypedDict, total=False):
     """What is saved, when, and what is kept."""
@@ -636,6 +639,7 @@ def sweep(
     fork: str = ...,
     metric: str = ...,
     mode: str = ...,
+    more_rates: int | None = ...,
     name: str = ...,
     next: str = ...,
     reports: int | None = ...,
@@ -677,6 +681,7 @@ def sweep(
         fork: As in a sweep file.
         metric: As in a sweep file.
         mode: As in a sweep file.
+        more_rates: As in a sweep file.
         name: As in a sweep file.
         next: As in a sweep file.
         reports: As in a sweep file.

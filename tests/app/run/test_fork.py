@@ -69,6 +69,21 @@ def test_the_same_command_continues_a_fork_from_its_first_choice(tmp_path: Path)
     assert list(curve(tmp_path, "warm")) == [5, 6, 7, 8]
 
 
+def test_a_fork_goes_over_to_its_own_rate_smoothly_also_when_it_is_continued(
+    tmp_path: Path,
+) -> None:
+    base = train_base(tmp_path)
+    words = ["fork", base, "--at", "4", "optimizer.lr=0.016", "schedule.join_samples=64"]
+    invoke(*words, "train.steps=10", "run.name=smooth")
+    rates = curve(tmp_path, "smooth", "train/lr")
+    expected = [0.001, 0.002, 0.004, 0.008, 0.016, 0.016]
+    assert rates == pytest.approx(dict(zip(range(5, 11), expected, strict=True)))
+    invoke(*words, "train.steps=7", "run.name=halting")
+    invoke(*words, "train.steps=10", "run.name=halting")
+    assert curve(tmp_path, "halting", "train/lr") == rates
+    assert same_bits(weights(tmp_path / "halting"), weights(tmp_path / "smooth"))
+
+
 def test_a_checkpoint_stays_until_its_fork_has_one_of_its_own(tmp_path: Path) -> None:
     base = train_base(tmp_path, "train.steps=2", UNTRACKED)
     (origin,) = commits(str(base / "checkpoints"))
