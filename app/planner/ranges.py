@@ -5,12 +5,12 @@ runs whose layout splits the model in the same way, each planned with constants 
 other sources' runs only, so that they hold for runs of a new source. If fewer than 80 of 100 runs
 of a GPU, of a size of models, of a length of sequences or of a layout would be inside, the ranges
 of that group are wider by the factor that brings them in (conformal within groups: Vovk 2012,
-https://arxiv.org/abs/1209.2673), whether or not their trainer is described to the plan. A range is
-wider the further a plan is from all of these runs: a model of another kind, a family of GPUs
-without fitted constants, a layout that nobody has published, a model or a sequence smaller than the
-smallest or larger than the largest. It reaches further down the more of the computing is attention,
-whose kernels differ between trainers by more than any others (`ranges` in fitted.yaml, written by
-`python -m experiments.benchmarks published --fit`).
+https://arxiv.org/abs/1209.2673). A range is wider the further a plan is from all of these runs: a
+model of another kind, a family of GPUs without fitted constants, a layout that nobody has
+published, a model or a sequence smaller than the smallest or larger than the largest. It reaches
+further down the more of the computing is attention, whose kernels differ between trainers by more
+than any others (`ranges` in fitted.yaml, written by `python -m experiments.benchmarks published
+--fit`).
 
 The probability of fitting is the share of published peaks of memory that would have fitted with as
 much room as the plan leaves, each source counting once (`peaks` in constants.yaml, from `python -m

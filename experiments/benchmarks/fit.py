@@ -294,12 +294,7 @@ Errors = Sequence[tuple[Traits, float]]
 """The traits of runs, and the relative errors of their plans' speed."""
 
 
-def ranges(
-    errors: Errors,
-    quantiles: tuple[float, float] = QUANTILES,
-    *,
-    described: Errors = (),
-) -> dict[str, Any]:
+def ranges(errors: Errors, quantiles: tuple[float, float] = QUANTILES) -> dict[str, Any]:
     """The ranges that app/planner/ranges.py reads.
 
     A kind of layout with few runs has the range of all. The ends are those of a conformal range: of
@@ -308,7 +303,6 @@ def ranges(
     Args:
         errors: The errors that runs had when nothing of their source was fitted to.
         quantiles: Between which quantiles, in percent, the range is.
-        described: The errors of plans to which the trainers were described.
 
     Returns:
         "layouts": the range of each kind of layout; "seen": the traits of runs that were fitted to;
@@ -344,10 +338,8 @@ def ranges(
         "wider": 0.0,
     }
     inside = (quantiles[1] - quantiles[0]) / 100
-    for kind in (errors, described):
-        for name, factor in _factors(kind, fitted_ranges, inside).items():
-            fitted_ranges["groups"][name] = max(factor, fitted_ranges["groups"].get(name, 1.0))
-    fitted_ranges["wider"] = _wider([*errors, *described], fitted_ranges, inside)
+    fitted_ranges["groups"] = _factors(fitted, fitted_ranges, inside)
+    fitted_ranges["wider"] = _wider(errors, fitted_ranges, inside)
     return fitted_ranges
 
 
@@ -380,21 +372,32 @@ def _slower_attention(errors: Errors, ends: dict[str, list[float]], low_quantile
 def _factors(errors: Errors, fitted_ranges: dict[str, Any], inside: float) -> dict[str, float]:
     """How many times wider ranges are to be, for each group of runs that needs it.
 
+    Groups overlap, so that a factor for one may be enough for another. The one that needs the most
+    gets its factor first, and the others are looked at again with it.
+
     Args:
-        errors: Of runs.
+        errors: Of runs with fitted constants.
         fitted_ranges: The ranges so far.
         inside: The share of a group's runs that is to be inside.
     """
-    times = defaultdict[str, list[float]](list)
+    times_of_group = defaultdict[str, list[tuple[Traits, float]]](list)
     for traits, error in errors:
-        if has_constants(traits):
-            for name in traits.groups:
-                times[name].append(_times_wider(traits, error, fitted_ranges))
-    factors = {}
-    for name, of_group in times.items():
-        if len(of_group) >= ENOUGH:
-            factors[name] = _least(of_group, inside)
-    return {name: factor for name, factor in factors.items() if factor > 1}
+        times = _times_wider(traits, error, fitted_ranges)
+        for name in traits.groups:
+            times_of_group[name].append((traits, times))
+    factors: dict[str, float] = {}
+    while True:
+        lacking = {}
+        for name, runs in times_of_group.items():
+            needed = [times / factor_of(traits, factors) for traits, times in runs]
+            factor = _least(needed, inside) if len(runs) >= ENOUGH else 1.0
+            if factor > 1:
+                lacking[name] = factor
+        if not lacking:
+            return factors
+        worst = max(lacking, key=lambda name: lacking[name])
+        runs = times_of_group[worst]
+        factors[worst] = max(_least([times for _, times in runs], inside), factors.get(worst, 1.0))
 
 
 def _wider(errors: Errors, fitted_ranges: dict[str, Any], inside: float) -> float:

@@ -311,11 +311,8 @@ def write_fit(prepared: Sequence[Prepared]) -> str:
     sources = [one.run.source for one in fitted]
     intervals = fit.intervals(whole_fit, sources, fit.weights([one.run for one in fitted]))
     traits = _traits(prepared)
-    errors = []
-    for described in (False, True):
-        unseen = without_own(prepared, whole_fit, fitted, group_by="source", described=described)
-        errors.append([error for _, error in _errors_for_ranges(unseen, traits)])
-    ranges = fit.ranges(errors[0], described=errors[1])
+    unseen = without_own(prepared, whole_fit, fitted, group_by="source")
+    ranges = fit.ranges([error for _, error in _errors_for_ranges(unseen, traits)])
     return fit.write(whole_fit.values, intervals, ranges, len(fitted))
 
 
@@ -338,7 +335,6 @@ def _errors_for_ranges(
 def with_ranges_of_others(
     compared: Sequence[Compared],
     unseen: Sequence[Compared],
-    described: Sequence[Compared],
     traits: Mapping[Run, Traits],
     *,
     group_by: str,
@@ -350,19 +346,15 @@ def with_ranges_of_others(
     Args:
         compared: The runs beside their plans.
         unseen: The runs, each planned with constants of others, by the plain command.
-        described: The same with their trainers described.
         traits: What the error of each run's plan depends on.
         group_by: "source" or "gpu".
     """
-    all_errors = [_errors_for_ranges(each, traits) for each in (unseen, described)]
+    errors = _errors_for_ranges(unseen, traits)
     ranges_for: dict[str, dict[str, Any]] = {}
     for group in {_left_out_with(one.run, group_by) for one in compared}:
-        others, others_described = (
-            [pair for run, pair in errors if _left_out_with(run, group_by) != group]
-            for errors in all_errors
-        )
+        others = [pair for run, pair in errors if _left_out_with(run, group_by) != group]
         has_enough = sum(fit.has_constants(each) for each, _ in others) >= fit.ENOUGH
-        ranges_for[group] = fit.ranges(others, described=others_described) if has_enough else {}
+        ranges_for[group] = fit.ranges(others) if has_enough else {}
     changed = []
     for one in compared:
         ranges = ranges_for[_left_out_with(one.run, group_by)]
@@ -508,7 +500,6 @@ def _left_out(
         with_ranges_of_others(
             [one for one in each if one.run in judged],
             unseen,
-            unseen_described,
             traits,
             group_by=group_by,
         )

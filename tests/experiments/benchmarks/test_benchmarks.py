@@ -293,8 +293,21 @@ def test_eight_in_ten_new_runs_of_each_group_are_inside() -> None:
         spread = spread_of(gpu, fitted)
         inside = np.mean([spread.low <= 1 / (1 + error) <= spread.high for error in row[200:]])
         assert 0.77 <= inside <= 0.93
-    described = fit.ranges(old[:200], described=old[200:])
-    assert spread_of(other, described).low < spread_of(other, fit.ranges(old[:200])).low
+
+
+def test_a_group_whose_runs_another_group_has_brought_in_needs_no_factor() -> None:
+    """The runs of small models are those on one GPU, with some of another one's."""
+    known = Traits("tp", "dense", "hopper", 30.0, 4096, gpu="h100-80gb")
+    other = known._replace(gpu="h200", billions=1.0)
+    errors = np.random.default_rng(1).normal(size=(2, 200)) * [[0.05], [0.2]]
+    runs = [(known, error) for error in errors[0]] * 4
+    runs += [(known._replace(billions=1.0), error) for error in errors[0][:20]]
+    runs += [(other, error) for error in errors[1]]
+    fitted = fit.ranges(runs)
+    assert len(fitted["groups"]) == 1
+    spread = spread_of(other, fitted)
+    inside = np.mean([spread.low <= 1 / (1 + error) <= spread.high for error in errors[1]])
+    assert 0.79 <= inside <= 0.93
 
 
 def test_runs_are_judged_by_constants_and_ranges_of_other_sources() -> None:

@@ -307,8 +307,13 @@ def _check_profile(parallel: Any, step: Callable[[], None]) -> None:
     assert {span.kind for span in spans} >= {"F", "B", "SEND", "RECV", "REDUCE"}, spans
     for span in spans:
         assert 0 <= span.start <= span.end <= seconds, spans
-    for span, next_span in pairwise(spans):
+    blocks = [span for span in spans if span.kind == "BLOCK"]
+    forwards = [span for span in spans if span.kind == "F"]
+    for block in blocks:
+        assert any(each.start <= block.start and block.end <= each.end for each in forwards), spans
+    for span, next_span in pairwise(span for span in spans if span not in blocks):
         assert span.end <= next_span.start, spans
+    assert blocks, spans
     assert spans[-1].end > 1e-3, spans
 
 

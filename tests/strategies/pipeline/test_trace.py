@@ -1,5 +1,6 @@
 """Models that know nothing of pipelines, whose blocks form a chain, and refusals of others."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -275,5 +276,10 @@ def test_a_block_that_returns_something_else_than_in_the_trace_is_refused() -> N
     stage = Stage(model, blocks, assignment=plan.assignment, tracer=plan.tracer, parts=[0])
     placeholders = stage.placeholders(stage.signature(batch), language_loss, batch)
     words = ["the block blocks.0 looks at numbers (", "but it returns a tuple: let it"]
-    run = functools.partial(stage.run, placeholders=placeholders, inputs=[])
+    run = functools.partial(
+        stage.run,
+        placeholders=placeholders,
+        inputs=[],
+        timed_block=lambda _: contextlib.nullcontext(),
+    )
     assert_refused(words, run, 0, language_loss, batch)
