@@ -75,6 +75,7 @@ class Device:
         stage: Share of computation that a pipeline loses beside its bubble: stops, starts, sends.
         split: Share that schedules lose which compute the gradients of weights apart.
         context: Bytes of a device that the process and the libraries take.
+        of_another_trainer: Whether kernels or memory of another trainer are assumed.
         fragmentation: Share of what is allocated that cannot be used.
         ranges: Of planned speeds (ranges.py).
         fitted: Whether it is fitted to published training, which says more than single operations.
@@ -103,6 +104,7 @@ class Device:
     again: float = 0.0
     logits: float = 0.0
     loss_memory: float = 0.0
+    of_another_trainer: bool = False
     async_tp: float = 0.0
     scale: float = 0.0
     stage: float = 0.05
@@ -219,6 +221,8 @@ ASSUMED = {
     "step": "seconds of a step that nothing hides",
 }
 """What --assume changes, and what it is: a share, except for the last three."""
+OF_TRAINERS = ("flash", "again", "fragmentation", "logits", "loss_memory")
+"""Those that describe another trainer than Trireme."""
 
 
 def apply_assumptions(device: Device, assumptions: tuple[str, ...]) -> Device:
@@ -242,6 +246,8 @@ def apply_assumptions(device: Device, assumptions: tuple[str, ...]) -> Device:
                 f"--assume {assumption}: write one of {', '.join(ASSUMED)}, then = and a number, "
                 "as in across=0.5"
             )
+        if name in OF_TRAINERS:
+            device = replace(device, of_another_trainer=True)
         if name == "products":
             precisions = [*device.matmul, *device.gpu.peak]
             device = replace(device, matmul=dict.fromkeys(precisions, number))

@@ -68,6 +68,7 @@ class Estimate:
         host_bytes: The memory of a host; None if it is not known.
         unmeasured: Traits of the plan that none of the runs behind `speed_range` had.
         on_cpu: Whether the workers compute on CPUs.
+        of_another_trainer: Whether another trainer than Trireme is described to the plan.
     """
 
     candidate: Candidate
@@ -82,6 +83,7 @@ class Estimate:
     host_bytes: float | None = None
     unmeasured: tuple[str, ...] = ()
     on_cpu: bool = False
+    of_another_trainer: bool = False
 
     def __post_init__(self) -> None:
         self.memory_bytes = sum(self.memory.values())
@@ -110,7 +112,8 @@ class Estimate:
         """The probability that it fits, by how far measured peaks were from their plans."""
         if self.exceeds_host:
             return 0.0
-        return fit_probability(self.capacity, self.memory_bytes, constants()["peaks"])
+        peaks = constants()["peaks_of_others" if self.of_another_trainer else "peaks"]
+        return fit_probability(self.capacity, self.memory_bytes, peaks)
 
     @property
     def verdict(self) -> str:
@@ -258,6 +261,7 @@ class Estimator:
             host_bytes=self.machine.host_bytes,
             unmeasured=spread.unmeasured,
             on_cpu=self.machine.device.is_cpu,
+            of_another_trainer=self.machine.device.of_another_trainer,
         )
 
     def changed(self, device: Device, stages: tuple[int, ...] | None) -> "Estimator":

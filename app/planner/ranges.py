@@ -12,10 +12,9 @@ further down the more of the computing is attention, whose kernels differ betwee
 than any others (`ranges` in fitted.yaml, written by `python -m experiments.benchmarks published
 --fit`).
 
-The probability of fitting is the share of published peaks of memory that would have fitted with as
-much room as the plan leaves, each source counting once (`peaks` in constants.yaml, from `python -m
-experiments.benchmarks published --memory`). As for the ranges, those plans were told nothing of the
-runs' trainers.
+The probability of fitting is the share of measured peaks of memory that would have fitted with as
+much room as the plan leaves: of Trireme's own trainings, or of published ones where another trainer
+is described to the plan, whose peaks differ by more (`peaks` in constants.yaml).
 """
 
 import bisect

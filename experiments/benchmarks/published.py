@@ -199,7 +199,7 @@ def memory_summary(
 
 
 def peak_quantiles(compared: Iterable[Compared]) -> dict[float, float]:
-    """Quantiles of a published peak of memory relative to its plan (`peaks` in constants.yaml).
+    """Quantiles of a published peak of memory relative to its plan (`peaks_of_others` in constants.yaml).
 
     Each source counts as much as any other, however many rows it has.
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from app.planner.device import constants
+from app.planner.device import apply_assumptions, constants
+from app.planner.machine import MachineOptions, find_machine
 from app.planner.ranges import ADAPTERS, DENSE, MIXTURE, Traits, fit_probability, spread_of
 
 pytestmark = pytest.mark.pure
@@ -97,6 +98,16 @@ def test_the_probability_of_fitting_is_the_share_of_peaks_that_would_have_fitted
 
 
 def test_the_peaks_that_plans_use_are_quantiles() -> None:
-    peaks = constants()["peaks"]
-    assert list(peaks) == sorted(peaks) and min(peaks) > 0 and max(peaks) < 1
-    assert list(peaks.values()) == sorted(set(peaks.values()))
+    for name in ("peaks", "peaks_of_others"):
+        peaks = constants()[name]
+        assert list(peaks) == sorted(peaks) and min(peaks) > 0 and max(peaks) < 1
+        assert list(peaks.values()) == sorted(set(peaks.values()))
+
+
+def test_another_trainers_layout_needs_more_room_than_one_of_trireme() -> None:
+    device = find_machine(MachineOptions(gpus=8, gpu="h100-80gb"), "8").device
+    assert not apply_assumptions(device, ("across=0.5",)).of_another_trainer
+    assert apply_assumptions(device, ("loss_memory=16",)).of_another_trainer
+    own = fit_probability(1.0, 0.85, constants()["peaks"])
+    other = fit_probability(1.0, 0.85, constants()["peaks_of_others"])
+    assert own > 0.99 and 0.6 < other < 0.85

@@ -1,12 +1,16 @@
 """Plans beside what one GPU was measured to take (gpu_first/one_gpu.py)."""
 
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from app.planner.device import constants
 from experiments.benchmarks.gpu_first import one_gpu
 
 pytestmark = pytest.mark.pure
+RESULTS = Path(one_gpu.__file__).parents[1] / "RESULTS.md"
 NAMES = ("gpt-350m", "gpt-1.3b", "gpt-1.3b-fp8-4k")
 """Trainings that keep the GPU busy, two of them in the set that the planner was mended with."""
 
@@ -18,6 +22,23 @@ def test_a_plan_is_within_a_tenth_of_what_one_gpu_took(tmp_path: Path) -> None:
     for row, line, now in compared:
         assert now.planned_ms == pytest.approx(line.ms, rel=0.1), row
         assert now.planned_gib == pytest.approx(line.gib, rel=0.1), row
+
+
+@pytest.mark.slow
+def test_the_probability_of_fitting_is_of_what_trireme_has_measured(tmp_path: Path) -> None:
+    """`peaks` in constants.yaml: of one H100, and of CPUs as RESULTS.md has them, half each."""
+    on_gpu = [
+        line.gib / now.planned_gib for _, line, now in one_gpu.compare(one_gpu.lines(), tmp_path)
+    ]
+    table = RESULTS.read_text().partition("<!-- memory at")[2].partition("<!-- end")[0]
+    rows = re.findall(r"^\| [^|]+ \| ([\d.]+) \| ([\d.]+) \| ", table, re.MULTILINE)
+    on_cpus = [float(measured) / float(planned) for planned, measured in rows]
+    assert len(on_gpu) == 24 and len(on_cpus) == 31
+    pairs = sorted((ratio, 1 / len(of_set)) for of_set in (on_gpu, on_cpus) for ratio in of_set)
+    ratios, weights = np.array(pairs).T
+    levels = (np.cumsum(weights) - weights / 2) / weights.sum()
+    for level, ratio in constants()["peaks"].items():
+        assert ratio == pytest.approx(np.interp(level, levels, ratios), abs=0.01)
 
 
 @pytest.mark.parametrize(("words", "times_as_long"), [(50257, 4.0), (50260, 2.0), (50264, 1.0)])

@@ -216,7 +216,16 @@ def _check_spans(spans: list[Span], *, stage: int, chunks: int) -> None:
     for span in spans:
         assert span.stage == stage
         assert span.start <= span.end
-    for span, next_span in itertools.pairwise(spans):
+    blocks = [span for span in spans if span.kind == "BLOCK"]
+    assert blocks
+    for block in blocks:
+        (forward,) = (
+            span
+            for span in spans
+            if span.kind == "F" and span.start <= block.start and block.end <= span.end
+        )
+        assert (forward.micro_batch, forward.chunk) == (block.micro_batch, block.chunk)
+    for span, next_span in itertools.pairwise(span for span in spans if span.kind != "BLOCK"):
         assert span.end <= next_span.start
 
 
