@@ -332,7 +332,8 @@ def ranked(rows: list[Estimate]) -> list[Estimate]:
 
     They are ranked by speed times the probability of fitting, since a layout that runs out of
     memory is worth nothing. The first is the simplest of those within `NEAR` of the best, as what
-    others gain is less than what is known. What does not fit comes last, least memory first.
+    others gain is less than what is known, and of these one that fits for certain if there is one.
+    What does not fit comes last, least memory first.
     Equally good layouts (within 0.1 %) are ranked by less memory, then by simplicity.
     """
     order = sorted(rows, key=_rank)
@@ -340,7 +341,7 @@ def ranked(rows: list[Estimate]) -> list[Estimate]:
         return order
     limit = _log_expected_seconds(order[0]) + math.log1p(NEAR)
     near_best = [row for row in order if row.fits and _log_expected_seconds(row) <= limit]
-    simplest = min(near_best, key=lambda row: row.candidate.complexity)
+    simplest = min(near_best, key=lambda row: (row.verdict == "close", row.candidate.complexity))
     return [simplest] + [row for row in order if row is not simplest]
 
 

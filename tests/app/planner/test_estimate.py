@@ -209,11 +209,10 @@ def test_a_simpler_layout_within_the_range_of_the_fastest_comes_first(
     ("share", "gain", "first"),
     [
         (0.5, 0.9, "fast"),
-        (0.85, 0.9, "safe"),
-        (0.85, 0.6, "fast"),
+        (0.85, 0.9, "fast"),
         (0.97, 0.9, "safe"),
         (0.97, 0.5, "fast"),
-        (0.999, 0.6, "safe"),
+        (0.999, 0.9, "safe"),
         (1.2, 0.1, "safe"),
     ],
 )
@@ -226,6 +225,6 @@ def test_speed_is_weighed_by_the_probability_that_a_layout_fits(
     safe = replace(row, seconds={"compute": 1.0}, memory={"parameters": 0.3 * row.capacity})
     fast = replace(row, seconds={"compute": gain}, memory={"parameters": share * row.capacity})
     assert safe.fit_probability > 0.95 and 0 <= fast.fit_probability <= 1
-    assert (fast.fit_probability > 0.4) == (share < 1)
+    assert (fast.fit_probability > 0.5) == (share < 1)
     assert ranked([fast, safe])[0] is (safe if first == "safe" else fast)
     assert replace(safe, host_memory_bytes=1.2, host_bytes=1.0).fit_probability == 0
