@@ -97,10 +97,16 @@ class Sweep(Search):
         return 0 if self.fork or SEED in self.space else DEFAULT_SETTINGS
 
     @property
+    def has_rates_with_edge(self) -> bool:
+        """Whether it is a grid of forks whose last learning rate may be the best one."""
+        rates = self.space.get(RATE)
+        is_grid_of_forks = bool(self.fork) and self.searcher == "grid"
+        return is_grid_of_forks and rates is not None and len(rates.values) >= 2
+
+    @property
     def rates_beyond(self) -> int:
         """How many learning rates a batch size gets beyond those of the grid."""
-        rates = self.space.get(RATE)
-        if not self.fork or self.searcher != "grid" or rates is None or len(rates.values) < 2:
+        if not self.has_rates_with_edge:
             return 0
         return DEFAULT_MORE_RATES if self.more_rates is None else self.more_rates
 
@@ -587,6 +593,9 @@ def _check(sweep: Sweep) -> None:
     if sweep.samples is not None and not sweep.fork:
         problem = "samples is for the trials of a fork, and fork is not given"
         raise UserError(f"{problem}: write fork: runs/NAME, or train.steps under set")
+    if sweep.more_rates and not sweep.has_rates_with_edge:
+        problem = "more_rates is for a fork and a grid of two or more learning rates"
+        raise UserError(f"{problem}, which this sweep has not: leave it out")
     if {"train.steps", "train.epochs"} <= space.keys():
         problem = "the space has train.steps and train.epochs, which contradict each other"
         raise UserError(f"{problem}: leave one out")

@@ -194,16 +194,16 @@ def test_a_run_goes_on_without_more_workers_whose_places_others_hold(
     tmp_path: Path, ray_environment: dict[str, str], connected: None
 ) -> None:
     """Its batch has grown, and cluster.max_workers is more than the cluster has."""
-    held = placement_group([{"CPU": 2}])
-    assert held.wait(30)
-    others = {group for group in placement_group_table() if group != held.id.hex()}
+    taken_places = placement_group([{"CPU": 2}])
+    assert taken_places.wait(30)
+    others = {group for group in placement_group_table() if group != taken_places.id.hex()}
 
     def states() -> list[str]:
         table = placement_group_table()
         return sorted(
             entry["state"]
             for group, entry in table.items()
-            if group not in {held.id.hex(), *others} and entry["state"] != "REMOVED"
+            if group not in {taken_places.id.hex(), *others} and entry["state"] != "REMOVED"
         )
 
     is_slow = tmp_path / "slow"

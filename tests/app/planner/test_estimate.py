@@ -224,7 +224,7 @@ def test_speed_is_weighed_by_the_probability_that_a_layout_fits(
     row = plan_of(small, gpus(2), "train.precision=bf16", fixed_keys=fixed_keys).rows[0]
     safe = replace(row, seconds={"compute": 1.0}, memory={"parameters": 0.3 * row.capacity})
     fast = replace(row, seconds={"compute": gain}, memory={"parameters": share * row.capacity})
-    assert safe.fit_probability > 0.95 and 0 <= fast.fit_probability <= 1
+    assert safe.fit_probability > 0.999 and 0 <= fast.fit_probability <= 1
     assert (fast.fit_probability > 0.5) == (share < 1)
     assert ranked([fast, safe])[0] is (safe if first == "safe" else fast)
     assert replace(safe, host_memory_bytes=1.2, host_bytes=1.0).fit_probability == 0

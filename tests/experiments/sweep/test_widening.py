@@ -73,7 +73,7 @@ def test_the_next_rate_is_as_far_as_the_neighbour_and_only_where_it_matters() ->
 
 
 def test_a_sweep_goes_on_beyond_its_grid_until_the_best_rate_is_inside(tmp_path: Path) -> None:
-    sweep = read(tmp_path, more_rates=5)
+    sweep = replace(read(tmp_path), more_rates=5)
     trials = grid_of(sweep)
     added = []
     while planned := plan_beyond(sweep, trials):
@@ -88,7 +88,7 @@ def test_a_sweep_goes_on_beyond_its_grid_until_the_best_rate_is_inside(tmp_path:
 
 def test_no_more_rates_than_the_file_allows(tmp_path: Path) -> None:
     for count, expected in ((None, 2), (1, 1), (0, 0)):
-        sweep = read(tmp_path, more_rates=count)
+        sweep = replace(read(tmp_path), more_rates=count)
         trials = grid_of(sweep)
         added = []
         while planned := plan_beyond(sweep, trials):
@@ -99,6 +99,8 @@ def test_no_more_rates_than_the_file_allows(tmp_path: Path) -> None:
         read(tmp_path, more_rates=-1)
     drawn = read(tmp_path, searcher="random", trials=4)
     assert drawn.rates_beyond == 0, "points that are drawn have no edge"
+    with pytest.raises(UserError, match="more_rates is for a fork and a grid of two or more"):
+        read(tmp_path, more_rates=2)  # the file names no fork
 
 
 def test_rates_beyond_the_grid_stay_within_its_samples(tmp_path: Path) -> None:
