@@ -15,7 +15,6 @@ The loop imports no launcher and no tracker: it reports to the `Channel` that it
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,10 +22,9 @@ import torch
 from torch import Tensor
 
 from app.checkpoint.ranks import Ranks
-from app.config.batch_schedule import BatchSchedule
 from app.data.loader import Batch, number_on, pipeline_example, rows, train_batches
 from app.data.randomness import seed_everything, seed_step
-from app.errors import NonFiniteError, UserError, return_line, with_line
+from app.errors import UserError, return_line, with_line
 from app.storage.storage import Storage
 from app.tasks import load_task
 from app.tasks.build import build_model
@@ -35,16 +33,7 @@ from app.tasks.items import CountedBatch, count_items, weighs_items
 from app.training import hooks
 from app.training.average import Average
 from app.training.batch_gather import Gathering
-from app.training.batch_growth import (
-    Branch,
-    BranchPoint,
-    Decision,
-    Growth,
-    Position,
-    compare,
-    is_as_good,
-    pairs_of,
-)
+from app.training.branches import Branches
 from app.training.evaluation import Evaluator
 from app.training.events import TrainingStarted, WarningIssued
 from app.training.expert_load import expert_metrics
@@ -58,7 +47,6 @@ from app.training.process import collect_garbage, configure_torch, garbage_waits
 from app.training.profiler import Profiler
 from app.training.reference import Reference
 from app.training.reporting import Reporter
-from app.training.snapshot import Snapshot
 from app.training.step_parts import StepMeter
 from app.training.step_sync import Agreement, StepSync
 from app.training.width_transfer import scale_initial_weights
@@ -155,7 +143,7 @@ class Training:
         )
         self.resumed_from = self.persistence.resume(self.progress)
 
-        self.sync = self._make_sync()
+        self.restart_sync()
         self.reporter = Reporter(
             channel=channel,
             place=place,
@@ -166,14 +154,9 @@ class Training:
             utilization=Utilization.of(self.task, job.layout, place, precision=train.precision),
             moved=self.parallel.moved,
         )
-        self.growth: Growth | None = None
+        self.branches: Branches | None = None
         if train.grows_by_itself:
-            growth = Growth.of(
-                batch=train.global_batch_size,
-                steps=job.steps,
-                warmup_steps=self.config.schedule.warmup_steps,
-            )
-            self._follow(replace(growth, decisions=self.progress.decisions))
+            self.branches = Branches(self)
         self._require_shared_batch()
         self.evaluator = Evaluator(
             config=self.config,
@@ -224,8 +207,11 @@ class Training:
             self._compute_reference()
         with garbage_waits():
             while self.steps_done < self.steps and not (stopped or self.progress.ended):
-                point = self._branch_point()
-                stopped = self._take_steps() if point is None else self._try_branches(point)
+                point = self.branches.point() if self.branches else None
+                if self.branches is not None and point is not None:
+                    stopped = self.branches.train(point)
+                else:
+                    stopped = self._take_steps()
         self.heartbeat.phase = "ending"
         # First, because it waits until a storage that is away or full can be written again.
         self.persistence.finish(self.progress)
@@ -237,7 +223,9 @@ class Training:
     def _take_steps(self) -> bool:
         """Take steps until the run ends, or the next branches begin; whether it is to stop."""
         stopped = False
-        last_step = self.steps_done + self._steps_to_branches()
+        last_step = self.steps
+        if self.branches is not None:
+            last_step = self.steps_done + self.branches.steps_until_next()
         batches = self.batches(last_step - self.steps_done)
         self.sync.restart_clock()
         try:
@@ -259,7 +247,7 @@ class Training:
         step = self.steps_done + 1
         with self.step_meter.step(step) if self.step_meter else contextlib.nullcontext():
             with self.step_meter.reading() if self.step_meter else contextlib.nullcontext():
-                micro_batches = self._next_batches(batches)
+                micro_batches = self.next_batches(batches)
             with self.profiler.step(step) if self.profiler else contextlib.nullcontext():
                 if self.pipeline_monitor is None:
                     self.step(micro_batches)
@@ -285,14 +273,14 @@ class Training:
         step = self.steps_done + 1
         samples_seen = self.progress.samples_seen
         global_batch_size = self.global_batches.batch_at(samples_seen)
-        is_logged = self.in_branch or self._is_logged(step)
+        is_logged = self.in_branch or self.is_logged(step)
         self._seed_step(step)
         point = self._curve_point(global_batch_size)
         learning_rates = hooks.set_learning_rate(
             self.optimizer,
             self.config,
             self.task,
-            step=self.steps_done if self.growth is None else int(point.step),
+            step=self.steps_done if self.branches is None else int(point.step),
             steps=self.job.steps,
             point=point,
             samples=samples_seen,
@@ -326,18 +314,15 @@ class Training:
             losses = hooks.logged_losses(self.task, weights, may_be_halved=may_be_halved)
             self.sync.log(step, learning_rates, updates.grad_norm, losses=losses)
 
-    def _is_logged(self, step: int) -> bool:
+    def is_logged(self, step: int) -> bool:
+        """Whether the losses of a step are logged."""
         return step in (1, self.steps) or step % self.config.train.log_every == 0
 
     def _curve_point(self, batch: int) -> hooks.CurvePoint:
         """Where the schedule of the rate is in the next step, whose batch it is."""
+        if self.branches is not None:
+            return self.branches.curve_point(batch)
         samples = self.progress.samples_seen
-        if self.growth is not None:
-            return hooks.CurvePoint(
-                step=self.growth.step_on_curve(samples, batch),
-                steps=self.config.schedule.steps or self.job.steps,
-                batch_size=batch,
-            )
         return hooks.curve_point(
             self.config, step=self.steps_done, steps=self.job.steps, samples=samples
         )
@@ -432,7 +417,8 @@ class Training:
             counted=lambda batch: CountedBatch(batch, count_items(self.task, batch)),
         )
 
-    def _next_batches(self, batches: Iterator[list[CountedBatch]]) -> list[CountedBatch]:
+    def next_batches(self, batches: Iterator[list[CountedBatch]]) -> list[CountedBatch]:
+        """The micro-batches of the next step, from `batches`."""
         if self.heartbeat.phase != "training":  # before the first step, which may take long
             return next(batches)
         self.heartbeat.phase = "reading"  # waiting for data has a time limit of its own
@@ -446,11 +432,15 @@ class Training:
         step = self.steps_done
         return (
             step == self.steps
-            or self._branch_point() is not None
+            or self._branches_begin()
             or _is_due(step, self.config.checkpoint.every_steps)
             or _is_due(step, self.config.train.eval_every)
             or self.sync.is_due(step)
         )
+
+    def _branches_begin(self) -> bool:
+        """Whether the run tries another batch after the step just taken."""
+        return self.branches is not None and self.branches.point() is not None
 
     def _handle_boundary(self) -> bool:
         """Agree with the other ranks, report, evaluate, save; whether the run is to stop."""
@@ -464,38 +454,41 @@ class Training:
             save=wants_save,
             may_be_infinite=self.loss_scale.enabled,
         )
-        self._report_steps(agreed)
-        self._log(expert_metrics(self.parallel))
+        self.report_steps(agreed)
+        self.log(expert_metrics(self.parallel))
         collect_garbage()
         if self.noise_scale is not None:
-            self._log(self.noise_scale.values())
+            self.log(self.noise_scale.values())
         is_evaluated_here = not self.config.train.eval_separate
         if is_evaluated_here and (is_last or _is_due(step, self.config.train.eval_every)):
-            self._evaluate()
+            self.evaluate()
         if agreed.stop and not is_evaluated_here:
             self._set_ended(self.persistence.is_ended_by_evaluations())
         is_save_due = _is_due(step, self.config.checkpoint.every_steps)
-        is_save_due = is_save_due or self._branch_point() is not None
+        is_save_due = is_save_due or self._branches_begin()
         if is_last or self.progress.ended or agreed.save or agreed.stop or is_save_due:
-            self._save()
+            self.save()
         self.persistence.check()
         self.sync.restart_clock()
         return agreed.stop and not (is_last or self.progress.ended)
 
-    def _report_steps(self, agreed: Agreement) -> None:
+    def report_steps(self, agreed: Agreement) -> None:
+        """Report the steps since the last boundary."""
         loss_scale = self.loss_scale.scale if self.loss_scale.enabled else None
         self.reporter.report_steps(agreed, loss_scale)
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Save a checkpoint of the step just taken."""
         self.heartbeat.phase = "saving"
         self.persistence.save(self.progress)
         self.heartbeat.phase = "training"
 
-    def _log(self, values: dict[str, float]) -> None:
+    def log(self, values: dict[str, float]) -> None:
+        """Log metrics of the step just taken."""
         if values:
             self.reporter.log(self.steps_done, values)
 
-    def _evaluate(self) -> None:
+    def evaluate(self) -> None:
         """Log the metrics on held-out data, and decide whether training ends early."""
         self.heartbeat.phase = "evaluating"
         metrics = self.evaluator.run(self.steps_done)
@@ -503,15 +496,16 @@ class Training:
         self.progress.evaluations.append(metrics)
         ends_early = hooks.stops_early(self.config, self.task, self.progress.evaluations)
         self._set_ended(any(Ranks().all_gather(ends_early)))
-        self._log({f"eval/{name}": value for name, value in metrics.items()})
+        self.log({f"eval/{name}": value for name, value in metrics.items()})
 
     def _set_ended(self, ended: bool) -> None:
         """Note whether training ends early, after this step."""
         self.progress.ended = ended
         if ended:
-            self._warn(f"training ends early, after step {self.steps_done:,}")
+            self.warn(f"training ends early, after step {self.steps_done:,}")
 
-    def _warn(self, message: str) -> None:
+    def warn(self, message: str) -> None:
+        """Show a message to the person, once for all ranks."""
         if self.place.rank == 0:
             self.channel.emit(WarningIssued(message=message))
 
@@ -528,176 +522,11 @@ class Training:
         self.heartbeat.phase = "training"
         self.step_meter = None
 
-    # --- deciding on the batch (train.batch_schedule=auto) ----------------------------------------
-
-    def _branch_point(self) -> BranchPoint | None:
-        """The branches that begin at the step just taken; None if none do."""
-        return None if self.growth is None else self.growth.point_at(self.progress.samples_seen)
-
-    def _steps_to_branches(self) -> int:
-        """The steps until the next branches begin, or else until the run ends."""
-        steps_left = self.steps - self.steps_done
-        if self.growth is None:
-            return steps_left
-        samples = self.progress.samples_seen
-        point = self.growth.next_point(samples)
-        if point is None:
-            return steps_left
-        return min(steps_left, self.global_batches.steps_until(point, start=samples))
-
-    def _follow(self, growth: Growth) -> None:
-        """Take what was decided: the batch from now on, and the steps that are left."""
-        self.growth = growth
-        self.progress.decisions = growth.decisions
-        self.global_batches = growth.batches
-        self.steps = self.steps_done + growth.steps_left(self.progress.samples_seen)
-        self.reporter.follow(self.global_batches, self.steps)
-
-    def _try_branches(self, point: BranchPoint) -> bool:
-        """Train two branches from here, and go on from the end of the better one.
-
-        The checkpoint of this step is committed before anything of it is given up, and the one
-        after the branches knows the decision. So a run that is killed between them trains the
-        branches again, and decides the same.
-
-        Returns:
-            Whether the run is to stop. Then the branches are forgotten.
-        """
-        assert self.growth is not None
-        start = self.progress.position
-        self._warn(
-            f"at {point.samples:,} samples: trying a batch of {2 * point.batch:,} beside "
-            f"{point.batch:,}, over the next {point.window:,} samples"
-        )
-        # Beside the state that is trained, one copy is needed: of where the branches begin, and
-        # while the second one is trained, of the end of the first.
-        snapshot = Snapshot(self.parallel, self.optimizer, self.loss_scale, self.average)
-        doubled = self._train_branch(2 * point.batch, point.window)
-        snapshot.swap()
-        self.progress.position = start
-        if not doubled.stopped:
-            self.heartbeat.phase = "saving"
-            self.persistence.finish(self.progress)
-            self.heartbeat.phase = "training"
-            same = self._train_branch(point.batch, point.window)
-            if not same.stopped:
-                self._decide(point, start, same, doubled, snapshot)
-                return False
-            self.progress.position = start
-        self._follow(self.growth)
-        self.sync = self._make_sync()
-        return True
-
-    def _train_branch(self, batch: int, window: int) -> Branch:
-        """Take the steps of a branch.
-
-        Args:
-            batch: Its global batch.
-            window: Its samples.
-        """
-        self.global_batches = BatchSchedule.constant(batch)
-        self.sync = self._make_sync()
-        self.in_branch = True
-        branch = Branch(end=self.progress.position)
-        steps = window // batch
-        last_step = self.steps_done + steps
-        batches = self.batches(steps)
-        self.sync.restart_clock()
-        try:
-            while self.steps_done < last_step and not branch.stopped:
-                self.step(self._next_batches(batches))
-                if self.sync.is_due(self.steps_done) or self.steps_done == last_step:
-                    agreed = self.sync.agree(
-                        self.steps_done,
-                        stop=self.channel.stop_requested(),
-                        save=False,  # the checkpoint of where the branches begin is there
-                        may_be_infinite=self.loss_scale.enabled,
-                    )
-                    branch.agreements.append(agreed)
-                    branch.stopped = agreed.stop
-                    collect_garbage()
-        except NonFiniteError as error:
-            branch.diverged = error
-        finally:
-            self.in_branch = False
-            getattr(batches, "close", lambda: None)()
-        branch.end = self.progress.position
-        return branch
-
-    def _decide(
-        self,
-        point: BranchPoint,
-        start: Position,
-        same: Branch,
-        doubled: Branch,
-        snapshot: Snapshot,
-    ) -> None:
-        """Compare the branches, and take over the better one.
-
-        Args:
-            point: Where they begin.
-            start: Likewise.
-            same: The branch with the batch, whose end is the present state.
-            doubled: The branch with twice the batch.
-            snapshot: The state at its end.
-
-        Raises:
-            NonFiniteError: Both have diverged.
-        """
-        assert self.growth is not None
-        if same.diverged is not None and doubled.diverged is not None:
-            raise same.diverged
-        difference = compare(same.losses, doubled.losses)
-        # The numbers are the same on all ranks; the first one decides all the same.
-        takes_doubled = Ranks().from_first(is_as_good(difference))
-        taken, dropped = (doubled, same) if takes_doubled else (same, doubled)
-        decision = Decision(
-            samples=point.samples,
-            batch=point.batch,
-            window=point.window,
-            difference=difference.mean,
-            error=difference.error,
-            doubled=takes_doubled,
-            dropped_steps=sum(agreed.steps for agreed in dropped.agreements),
-            dropped_seconds=sum(agreed.seconds for agreed in dropped.agreements),
-        )
-        if takes_doubled:
-            snapshot.swap()
-        self.progress.position = start
-        self._follow(replace(self.growth, decisions=(*self.growth.decisions, decision)))
-        self._warn(decision.sentence)
-        for agreed in taken.agreements:
-            steps = agreed.steps
-            batch = self.global_batches.batch_at(self.progress.samples_seen)
-            self.progress.step += steps
-            self.progress.samples_seen += steps * batch
-            due = [entry for entry in agreed.logged if self._is_logged(entry.step)]
-            self._report_steps(replace(agreed, logged=due))
-        self.progress.position = taken.end
-        self.heartbeat.step = self.steps_done
-        self._log_branches(start, same, doubled, decision)
-        every = self.config.train.eval_every
-        if every and self.steps_done // every > start.step // every:
-            self._evaluate()
-        self._save()
-        self.persistence.check()
-        self.sync = self._make_sync()
-
-    def _log_branches(
-        self, start: Position, same: Branch, doubled: Branch, decision: Decision
-    ) -> None:
-        """Log the losses of both branches by step of the larger batch, and their difference."""
-        if same.diverged is None and doubled.diverged is None:
-            pairs = pairs_of(same.losses, doubled.losses)
-            for number, (of_same, of_doubled) in enumerate(pairs, start=start.step + 1):
-                values = {"batch/loss_same": of_same, "batch/loss_doubled": of_doubled}
-                self.reporter.log(number, values)
-            self._log({"batch/difference": decision.difference, "batch/error": decision.error})
-
     # --- start and end ----------------------------------------------------------------------------
 
-    def _make_sync(self) -> StepSync:
-        return StepSync(
+    def restart_sync(self) -> None:
+        """Begin to count steps and losses anew, at the next step."""
+        self.sync = StepSync(
             loss_copies=self.dims.cp * self.dims.tp,
             data_copies=self.dims.world_size // self.dims.dp,
             first_step=self.steps_done + 1,
@@ -799,7 +628,7 @@ class Training:
             "trained_parameters": self.trained_count,
             "memory_bytes": memory_bytes(self.place.device),
             "memory_bytes_before": self.memory_before,
-            **({} if self.growth is None else {"batch": self.growth.summary()}),
+            **({} if self.branches is None else {"batch": self.branches.growth.summary()}),
         }
 
     def close(self) -> None:
