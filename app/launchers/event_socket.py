@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -29,6 +30,8 @@ from app.launchers.aggregator import (
 BACKLOG = 128
 """How many workers may connect at once."""
 FAMILY = "AF_UNIX"
+RETRY_SECONDS = 0.1
+"""Until a connection is accepted again, after one could not be."""
 
 
 class LocalQueue:
@@ -72,8 +75,9 @@ class LocalQueue:
         while True:
             try:
                 connection = self._listener.accept()
-            except OSError:
+            except OSError:  # the process may have too many open files, until others are closed
                 connection = None
+                time.sleep(RETRY_SECONDS)
             if self._closed:
                 return
             if connection is not None:

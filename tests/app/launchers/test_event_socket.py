@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 
 from app.launchers.aggregator import Orders, RankAssignment
 from app.launchers.driver_actors import Uplink
-from app.launchers.event_socket import LocalQueue, SocketLink
+from app.launchers.event_socket import RETRY_SECONDS, LocalQueue, SocketLink
 
 pytestmark = pytest.mark.pure
 
@@ -107,3 +109,23 @@ def test_what_cannot_arrive_raises(tmp_path: Path) -> None:
     with pytest.raises(OSError):
         link.beat(ATTEMPT, 0, TRAINING, None)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_process_with_too_many_open_files_waits_and_then_accepts(
+    local_queue: LocalQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accept = local_queue._listener.accept
+    refusals: list[float] = []
+
+    def refuse_for_a_while() -> object:
+        if len(refusals) < 3:
+            refusals.append(time.monotonic())
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept()
+
+    monkeypatch.setattr(local_queue._listener, "accept", refuse_for_a_while)
+    link_to(local_queue).put(ATTEMPT, b"first", True)()  # accepted by the call that waits already
+    link_to(local_queue).put(ATTEMPT, b"second", True)()
+    assert local_queue.drain(False).events == [b"first", b"second"]
+    # It does not use a whole processor until then.
+    assert refusals[-1] - refusals[0] >= 2 * RETRY_SECONDS
