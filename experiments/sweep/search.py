@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from app.errors import UserError, nearest
+from experiments.sweep.paired import Comparisons
+from experiments.sweep.trials import RATE
 
 if TYPE_CHECKING:
     from ray.tune.schedulers import TrialScheduler
@@ -23,7 +25,9 @@ Values = dict[str, Any]
 """A point of the search space: values by key."""
 
 SEARCHERS = ("grid", "random", "optuna")
-SCHEDULERS = ("none", "asha")
+PAIRED = "paired"
+"""Stops trials that are shown to be worse over the same samples; see paired.py."""
+SCHEDULERS = ("none", "asha", PAIRED)
 DISTRIBUTIONS = {
     "choice": "any number of values",
     "uniform": "[low, high]",
@@ -185,6 +189,8 @@ def make_scheduler(search: Search, *, longest: int, report_every: int) -> TrialS
     """
     from ray.tune import TuneError, schedulers
 
+    if search.scheduler == PAIRED:
+        return _make_paired(search, looks=math.ceil(longest / report_every) - 1)
     arguments: dict[str, Any] = {
         "time_attr": search.time,
         "metric": search.metric,
@@ -203,6 +209,16 @@ def make_scheduler(search: Search, *, longest: int, report_every: int) -> TrialS
         reason = " ".join(str(error).split())
         problem = f"scheduler {search.scheduler} does not take these arguments"
         raise UserError(f"{problem}: {reason}") from error
+
+
+def _make_paired(search: Search, *, looks: int) -> TrialScheduler:
+    from experiments.sweep.paired_scheduler import PairedScheduler
+
+    rates = [float(rate) for rate in search.space[RATE].values]
+    if search.scheduler_args:
+        raise UserError("scheduler paired takes no arguments: write scheduler: paired")
+    comparisons = Comparisons(rates=sorted(rates), trials=search.count, looks=looks)
+    return PairedScheduler(comparisons)
 
 
 def read_space(space: object) -> dict[str, Domain]:

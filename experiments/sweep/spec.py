@@ -30,8 +30,10 @@ from app.run.manifest import run_folder
 from app.run.prepare import prepare, read_task
 from app.storage.storage import Storage
 from experiments.sweep.budget import Budget, read_budget
+from experiments.sweep.paired import LEAST_RATES
 from experiments.sweep.prior import Prior, prior_of
 from experiments.sweep.search import (
+    PAIRED,
     SCHEDULERS,
     SEARCHERS,
     Domain,
@@ -379,11 +381,16 @@ def read_sweep(file: str, overrides: list[str]) -> Sweep:
         raise UserError(f"{file} has the unknown key {key!r}{hint}")
     searcher, searcher_args = _name_and_arguments("searcher", keys.pop("searcher", "grid"))
     # A grid's table wants all its cells; of points that are drawn most are not worth their end.
-    default_scheduler = "none" if searcher == "grid" else "asha"
-    scheduler_key = keys.pop("scheduler", default_scheduler)
-    scheduler, scheduler_args = _name_and_arguments("scheduler", scheduler_key)
     space = read_space(keys.pop("space", None))
     forked_run = str(keys.pop("fork", None) or "")
+    default_scheduler = "none" if searcher == "grid" else "asha"
+    if (
+        forked_run
+        and _problem_of_paired(space, searcher, str(keys.get("metric") or Search.metric)) is None
+    ):
+        default_scheduler = PAIRED
+    scheduler_key = keys.pop("scheduler", default_scheduler)
+    scheduler, scheduler_args = _name_and_arguments("scheduler", scheduler_key)
     experiment_or_file = keys.pop("experiment", None)
     if forked_run and not experiment_or_file:
         experiment_or_file = str(config_file(_run_and_step(forked_run)[0]))
@@ -570,6 +577,22 @@ def _checked(key: str, value: Any) -> Any:
     return number(value) if key == "target" else value
 
 
+def _problem_of_paired(space: Mapping[str, Domain], searcher: str, metric: str) -> str | None:
+    """Why trials cannot be stopped by what they have lost over the same samples; None if they can.
+
+    Args:
+        space: The search space.
+        searcher: Suggests its points.
+        metric: What the sweep compares.
+    """
+    rates = space.get(RATE)
+    if searcher != "grid" or rates is None or len(rates.values) < LEAST_RATES:
+        return f"it compares the rates of a grid that has at least {LEAST_RATES} of {RATE}"
+    if not metric.endswith("loss"):
+        return f"it compares training losses, and this sweep compares {metric}"
+    return None
+
+
 def _check(sweep: Sweep) -> None:
     """Checks the keys together.
 
@@ -596,6 +619,10 @@ def _check(sweep: Sweep) -> None:
     if sweep.more_rates and not sweep.has_rates_with_edge:
         problem = "more_rates is for a fork and a grid of two or more learning rates"
         raise UserError(f"{problem}, which this sweep has not: leave it out")
+    if sweep.scheduler == PAIRED:
+        reason = _problem_of_paired(space, sweep.searcher, sweep.metric)
+        if reason is not None:
+            raise UserError(f"scheduler is paired, but {reason}: write scheduler: none, or asha")
     if {"train.steps", "train.epochs"} <= space.keys():
         problem = "the space has train.steps and train.epochs, which contradict each other"
         raise UserError(f"{problem}: leave one out")

@@ -43,7 +43,8 @@ from app.tracking.settings import Settings
 from app.tracking.tracker import Delivery, Tracker
 from app.training.events import MetricsLogged, TrainingStarted
 from cluster.connect import describe_own
-from experiments.sweep.search import Values
+from experiments.sweep.paired import PIECES
+from experiments.sweep.search import PAIRED, Values
 from experiments.sweep.spec import Sweep
 from experiments.sweep.trials import Report, Trial
 
@@ -66,6 +67,7 @@ LEASE_SECONDS = 90.0
 
 Ray takes a while to end the processes of a killed sweep.
 """
+TRAIN_LOSS = "train/loss"
 WORST = 1e30
 """Stands for a value that is not finite, since schedulers compare numbers."""
 
@@ -205,6 +207,8 @@ class TrialDriver(Driver):
         super().metrics_logged(event)
         values = event.values
         self.latest |= values
+        if TRAIN_LOSS in values:
+            self.trial.add_loss(event.step, values[TRAIN_LOSS])
         is_evaluation = any(name.startswith("eval/") for name in values)
         if is_evaluation or self.trial.sweep.metric in values:
             # A checkpoint brings events of earlier starts, whose seconds are counted already.
@@ -257,6 +261,7 @@ class TrialRun:
         self.results: queue.Queue[TuneResult] = queue.Queue()
         self.console = LogConsole(self.folder / "logs" / "driver.log")
         self.steps = 0
+        self.losses: dict[int, float] = {}
         self.stop_reason = ""
         self.thread: threading.Thread | None = None
         self.has_ended = threading.Event()
@@ -311,6 +316,16 @@ class TrialRun:
         if self.thread is not None:
             self.thread.join()
 
+    def add_loss(self, step: int, loss: float) -> None:
+        """Keeps a training loss for the next report, if trials are compared by them.
+
+        Args:
+            step: The optimizer step; of a fork, with those of the run that it continues.
+            loss: The loss.
+        """
+        if self.sweep.scheduler == PAIRED:
+            self.losses[step - self.sweep.origin_step] = loss
+
     def report(self, step: int, seconds: float, metrics: dict[str, float]) -> None:
         """Reports an evaluation.
 
@@ -337,6 +352,9 @@ class TrialRun:
             "steps": self.steps,
             "workers": int(self.config.workers),
         }
+        if self.losses:
+            self.last["losses"] = sorted(self.losses.items())
+            self.losses = {}
         self.results.put(self._result(self.last))
 
     def _result(self, report: Report) -> TuneResult:
@@ -386,6 +404,10 @@ class TrialRun:
         if self.sweep.reports:
             every = max(1, math.ceil(self.steps / self.sweep.reports))
             config = with_values(config, {"train.eval_every": every})
+        if self.sweep.scheduler == PAIRED:
+            looks = math.ceil(self.steps / (config.train.eval_every or self.steps))
+            log_every = max(1, self.steps // (looks * PIECES))
+            config = with_values(config, {"train.log_every": log_every})
         prepared = prepare(config, task, workers, devices_per_node=None)
         config = prepared.config
         run = Run(config)

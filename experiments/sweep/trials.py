@@ -48,6 +48,7 @@ class Report(TypedDict, total=False):
         metrics: The metrics by name.
         workers: The number of workers.
         steps: The steps of the whole trial.
+        losses: (step, training loss) since the report before, where trials are compared by them.
     """
 
     step: int
@@ -56,6 +57,7 @@ class Report(TypedDict, total=False):
     metrics: dict[str, float]
     workers: int
     steps: int
+    losses: list[tuple[int, float]]
 
 
 @dataclass

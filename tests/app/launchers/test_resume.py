@@ -292,7 +292,7 @@ def test_a_run_in_ray_survives_its_processes_one_after_another(
     has_stages = overrides is CHAIN
     address = ray_environment["RAY_ADDRESS"]
     earlier_processes = of_ray(address, *workers, queue)
-    extra = ["fault.start_seconds=15"]
+    extra = ["fault.start_seconds=60"]
     if has_stages:
         extra.append(f"task_args.hang={tmp_path / 'sleep'}")
     process = start(command(tmp_path, *overrides, *extra), env=ray_environment)
