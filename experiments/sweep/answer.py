@@ -500,7 +500,9 @@ def _endings(store: TrialStore) -> str:
     for status in ENDED:
         if counts[status]:
             endings.append(f"{counts[status]} {words.get(status, status)}")
-    return ", ".join(endings)
+    saved = sum(trial.samples_left for trial in store.trials.values() if trial.status == "pruned")
+    remark = f"; {saved:,} samples were saved" if saved else ""
+    return ", ".join(endings) + remark
 
 
 def _rule_in_words(rule: ScalingRule, rates: Sequence[BestRate]) -> str:

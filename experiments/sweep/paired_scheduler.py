@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ray.tune.schedulers import FIFOScheduler, TrialScheduler
 
 from experiments.sweep.paired import Branch, Comparisons, better_branch
-from experiments.sweep.trials import RATE
+from experiments.sweep.trials import RATE, SEED
 
 if TYPE_CHECKING:
     from ray.tune.experiment import Trial
@@ -27,21 +27,32 @@ class PairedScheduler(FIFOScheduler):
         self.comparisons = comparisons
         self._groups: dict[str, dict[str, Branch]] = {}
         """Trials by name, by all of their values but the learning rate."""
+        self._stopped: set[str] = set()
+        """Settings, which are values without the seed, with a trial that was stopped."""
 
     def on_trial_result(self, tune_controller: Any, trial: Trial, result: dict[str, Any]) -> str:
-        """Whether a trial goes on after a report."""
-        report = result["report"]
-        if not report:
-            return TrialScheduler.CONTINUE
-        others = {key: value for key, value in trial.config.items() if key != RATE}
-        group = self._groups.setdefault(str(sorted(others.items())), {})
+        """Whether a trial goes on after a report.
+
+        Args:
+            tune_controller: Tune's.
+            trial: Tune's trial.
+            result: What the trial has given to Tune (`TuneResult`), flattened.
+        """
+        group = self._groups.setdefault(_without(RATE, trial.config), {})
         branch = group.setdefault(
-            str(trial), Branch(rate=float(trial.config[RATE]), last_step=report["steps"])
+            str(trial), Branch(rate=float(trial.config[RATE]), last_step=result["steps"])
         )
-        branch.losses |= {int(step): loss for step, loss in report.get("losses", ())}
-        if report["step"] >= report["steps"]:
+        branch.losses |= {int(step): loss for step, loss in result["losses"]}
+        if result["step"] >= branch.last_step:
             return TrialScheduler.CONTINUE
-        rivals = [other for name, other in group.items() if name != str(trial)]
-        if better_branch(branch, rivals, self.comparisons) is None:
+        setting = _without(SEED, trial.config)
+        others = [other for name, other in group.items() if name != str(trial)]
+        if setting not in self._stopped and not better_branch(branch, others, self.comparisons):
             return TrialScheduler.CONTINUE
+        self._stopped.add(setting)
         return TrialScheduler.STOP
+
+
+def _without(key: str, values: dict[str, Any]) -> str:
+    """What trials have in common that differ in one key alone."""
+    return str(sorted(item for item in values.items() if item[0] != key))

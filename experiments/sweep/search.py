@@ -217,7 +217,7 @@ def _make_paired(search: Search, *, looks: int) -> TrialScheduler:
     rates = [float(rate) for rate in search.space[RATE].values]
     if search.scheduler_args:
         raise UserError("scheduler paired takes no arguments: write scheduler: paired")
-    comparisons = Comparisons(rates=sorted(rates), trials=search.count, looks=looks)
+    comparisons = Comparisons(rates=sorted(rates), looks=looks)
     return PairedScheduler(comparisons)
 
 

@@ -52,7 +52,8 @@ Resources = dict[str, float]
 TuneResult = dict[str, Any]
 """What Tune is given for a report.
 
-It has the metric, "step", "samples" and "report" (a `Report`); that of a trial's end also has
+It has the metric, "report" (a `Report`), and of this "step", "samples", "steps" and "losses", since
+schedulers receive it flattened. That of a trial's end also has
 "done", "status" and "message".
 """
 REACHED = "target reached"
@@ -367,6 +368,8 @@ class TrialRun:
             metric: value,
             "step": report.get("step", 0),
             "samples": report.get("samples", 0),
+            "steps": report.get("steps", 0),
+            "losses": report.get("losses", []),
             "report": report,
         }
 

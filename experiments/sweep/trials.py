@@ -94,6 +94,14 @@ class Trial:
         """The last report; empty before the first one."""
         return self.reports[-1] if self.reports else Report()
 
+    @property
+    def samples_left(self) -> int:
+        """About how many samples the trial had left at its last report."""
+        last = self.last
+        if not last.get("step"):
+            return 0
+        return round(last["samples"] * (last["steps"] / last["step"] - 1))
+
     def curve(self, metric: str, over: str = "step") -> list[tuple[float, float]]:
         """The course of a metric.
 

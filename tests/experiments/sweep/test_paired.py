@@ -32,7 +32,7 @@ def run_sweep(curves: Sequence[Floats], rates: Sequence[float] = RATES) -> list[
         curves: The training losses of each trial, by step.
         rates: Its learning rate.
     """
-    comparisons = Comparisons(rates=sorted(rates), trials=len(curves), looks=REPORTS - 1)
+    comparisons = Comparisons(rates=sorted(rates), looks=REPORTS - 1)
     branches: list[Branch] = []
     for rate, curve in zip(rates, curves, strict=True):
         branch = Branch(rate=rate, last_step=STEPS)
@@ -56,7 +56,7 @@ def noise(random: np.random.Generator, correlation: float) -> Floats:
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.8])
-def test_rates_that_do_not_differ_are_stopped_in_at_most_one_sweep_in_twenty(
+def test_rates_that_do_not_differ_are_stopped_in_at_most_one_case_in_twenty(
     correlation: float,
 ) -> None:
     random = np.random.default_rng(7)
@@ -65,8 +65,8 @@ def test_rates_that_do_not_differ_are_stopped_in_at_most_one_sweep_in_twenty(
     for _ in range(sweeps):
         samples = 10 * random.normal(size=STEPS)  # what the samples do is the same for all
         steps = run_sweep([samples + noise(random, correlation) for _ in RATES])
-        mistaken += min(steps) < STEPS
-    assert mistaken / sweeps <= MISTAKES
+        mistaken += sum(step < STEPS for step in steps)
+    assert mistaken / (sweeps * len(RATES)) <= MISTAKES
 
 
 def test_a_rate_that_is_worse_is_stopped_though_samples_vary_more() -> None:
@@ -103,7 +103,7 @@ def test_a_difference_that_goes_away_and_a_neighbour_stop_nothing(
 ) -> None:
     random = np.random.default_rng(9)
     step = np.arange(1, STEPS + 1, dtype=np.float64)
-    comparisons = Comparisons(rates=RATES, trials=len(RATES), looks=REPORTS - 1)
+    comparisons = Comparisons(rates=RATES, looks=REPORTS - 1)
     curves = [noise(random, 0.0), noise(random, 0.0) + difference(step)]
     first, second = (
         Branch(
@@ -118,7 +118,7 @@ def test_a_difference_that_goes_away_and_a_neighbour_stop_nothing(
 
 
 def test_a_branch_is_not_compared_with_one_that_is_not_as_far() -> None:
-    comparisons = Comparisons(rates=RATES, trials=2, looks=1)
+    comparisons = Comparisons(rates=RATES, looks=1)
     better = Branch(rate=1e-4, last_step=STEPS, losses=dict.fromkeys(range(1, 63), 0.0))
     worse = Branch(rate=1.6e-3, last_step=STEPS, losses=dict.fromkeys(range(1, 65), 9.0))
     assert better_branch(worse, [better], comparisons) is None
@@ -127,7 +127,7 @@ def test_a_branch_is_not_compared_with_one_that_is_not_as_far() -> None:
 
 
 def test_few_losses_and_losses_that_are_not_finite_stop_nothing() -> None:
-    comparisons = Comparisons(rates=RATES, trials=2, looks=1)
+    comparisons = Comparisons(rates=RATES, looks=1)
     for losses in ({}, {1: 9.0}, dict.fromkeys(range(1, 9), 9.0), {1: float("nan"), 2: 9.0}):
         worse = Branch(rate=1.6e-3, last_step=STEPS, losses=dict(losses))
         better = Branch(rate=1e-4, last_step=STEPS, losses=dict.fromkeys(losses, 0.0))
@@ -156,13 +156,13 @@ def test_tune_stops_a_trial_and_learns_the_same_again_from_repeated_reports() ->
 
     def report(step: int, loss: float) -> dict[str, Any]:
         losses = [(each, loss) for each in range(step - PIECES + 1, step + 1)]
-        return {"report": {"step": step, "steps": STEPS, "losses": losses}}
+        return {"step": step, "steps": STEPS, "losses": losses}
 
     def decisions() -> list[list[str]]:
-        comparisons = Comparisons(rates=RATES, trials=4, looks=REPORTS - 1)
+        comparisons = Comparisons(rates=RATES, looks=REPORTS - 1)
         scheduler = PairedScheduler(comparisons)
         answers = []
-        rows = [(1e-4, 0, 1.0), (4e-4, 0, 2.0), (4e-4, 1, 2.0), (2e-4, 0, 3.0)]
+        rows = [(1e-4, 0, 1.0), (4e-4, 0, 2.0), (2e-4, 0, 3.0), (8e-4, 1, 9.0), (4e-4, 1, 1.0)]
         for number, (rate, seed, loss) in enumerate(rows):
             config = {"optimizer.lr": rate, "train.seed": seed}
             trial: Any = NamedTrial(f"t{number}", config)
@@ -177,6 +177,7 @@ def test_tune_stops_a_trial_and_learns_the_same_again_from_repeated_reports() ->
     first = decisions()
     goes_on = [TrialScheduler.CONTINUE] * REPORTS
     stopped = [TrialScheduler.STOP] * (REPORTS - 1) + [TrialScheduler.CONTINUE]
-    # Another seed has other samples, a neighbour is kept, and the last report ends a trial anyway.
-    assert first == [goes_on, stopped, goes_on, goes_on]
+    # A neighbour is kept, another seed has other samples, and the last report ends a trial anyway.
+    # The last trial is of a setting that was stopped with the first seed.
+    assert first == [goes_on, stopped, goes_on, goes_on, stopped]
     assert decisions() == first
