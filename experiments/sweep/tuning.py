@@ -5,6 +5,7 @@ This file imports Ray, and is itself imported once Ray is connected.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import sys
@@ -28,6 +29,7 @@ from app.storage.storage import Storage
 from app.tracking.settings import resolve_tracking
 from cluster.connect import Cluster
 from cluster.pending import check_feasible
+from cluster.shape import NodeState
 from experiments.sweep.budget import BudgetSpent, Ledger, end_at_once, watched
 from experiments.sweep.prior import nearest_point
 from experiments.sweep.search import make_scheduler, make_searcher
@@ -35,6 +37,7 @@ from experiments.sweep.spec import Sweep
 from experiments.sweep.trial import (
     REACHED,
     STOP_FILE,
+    Resources,
     TrialContext,
     TrialRun,
     TuneResult,
@@ -67,6 +70,7 @@ class Tuning:
         uses_gpus: Whether trials use GPUs.
         earlier_trials: Those whose points are tried first, in this order.
         dollars_per_hour: Of a trial, by its number of workers; {} if a price is not known.
+        room: How many trials what is free on the cluster has room for, at most.
     """
 
     searcher: Searcher | SearchAlgorithm
@@ -74,6 +78,7 @@ class Tuning:
     uses_gpus: bool
     earlier_trials: list[Trial]
     dollars_per_hour: dict[int, float]
+    room: int = 0
 
 
 def prepare(
@@ -120,7 +125,26 @@ def prepare(
             check_budget(experiment.budget, rate)
             check_budget(sweep.budget.dollars, rate)
             dollars_per_hour |= {} if rate is None else {workers: rate}
-    return Tuning(searcher, scheduler, uses_gpus, list(earlier_trials), dollars_per_hour)
+    needs = [trial_bundles(config, uses_gpus=uses_gpus) for config in sweep.configs]
+    return Tuning(
+        searcher,
+        scheduler,
+        uses_gpus,
+        list(earlier_trials),
+        dollars_per_hour,
+        room=max(_room(bundles, cluster.nodes) for bundles in needs),
+    )
+
+
+def _room(bundles: Sequence[Resources], nodes: Sequence[NodeState]) -> int:
+    """How many trials with these bundles the free resources of nodes are enough for, at most."""
+    counts = []
+    for name in {name for bundle in bundles for name in bundle}:
+        needed = sum(bundle.get(name, 0.0) for bundle in bundles)
+        free = sum(node.available.get(name, 0.0) for node in nodes)
+        if needed:
+            counts.append(int(free // needed))
+    return min(counts, default=0)
 
 
 def run_trials(
@@ -261,6 +285,9 @@ class Observer(tune.Callback, tune.Stopper):
 
     Attributes:
         running: Tune's ids of the running trials, and how many workers each has.
+        starting: The workers of each of the first trials, which have resources and no process yet.
+        slots_to_start: How many trials at once Tune has resources for and has not started yet;
+            later ones are given the process of an earlier one.
         ending: Those that ran when a person stopped the sweep, and still save; None until then.
         is_over_budget: Whether running trials save because the budget is nearly spent.
         problem: Why the whole sweep ends.
@@ -283,6 +310,8 @@ class Observer(tune.Callback, tune.Stopper):
         self.other_names = store.trials.keys() - {trial.name for trial in self.earlier_trials}
         self.named = 0
         self.running: dict[str, int] = {}
+        self.starting: list[int] = []
+        self.slots_to_start = min(tuning.room, sweep.concurrent or tuning.room)
         self.ending: set[str] | None = None
         self.is_over_budget = False
         self.problem: UserError | None = None
@@ -310,9 +339,9 @@ class Observer(tune.Callback, tune.Stopper):
         return len(ended) < self.sweep.count
 
     def rate(self) -> float:
-        """Dollars per hour of the trials that run; 0 if a price is not known."""
-        running = list(self.running.values())  # another thread asks
-        return sum(self.dollars_per_hour.get(workers, 0.0) for workers in running)
+        """Dollars per hour of the trials that run or start; 0 if a price is not known."""
+        held = [*list(self.running.values()), *self.starting]  # another thread asks
+        return sum(self.dollars_per_hour.get(workers, 0.0) for workers in held)
 
     # --- what Tune asks ---------------------------------------------------------------------------
 
@@ -340,6 +369,13 @@ class Observer(tune.Callback, tune.Stopper):
 
     # --- what Tune reports (`tune.Callback`) ------------------------------------------------------
 
+    def on_step_end(self, iteration: int, trials: list[TuneTrial], **info: Any) -> None:
+        if not self.slots_to_start and not self.starting:
+            return
+        waiting = (trial for trial in trials if trial.status == TuneTrial.PENDING)
+        first = itertools.islice(waiting, self.slots_to_start)
+        self.starting = [self.sweep.workers_of(trial.config) for trial in first]
+
     def on_trial_start(
         self,
         iteration: int,
@@ -348,6 +384,8 @@ class Observer(tune.Callback, tune.Stopper):
         **info: Any,
     ) -> None:
         self.running[trial.trial_id] = self.sweep.workers_of(trial.config)
+        self.slots_to_start = max(0, self.slots_to_start - 1)
+        self.starting = self.starting[: self.slots_to_start]
         name = str(trial)
         if name not in self.store.trials:
             index = int(name[1:].split("-")[0])

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.console.terminal import Console
 from app.errors import UserError
 from app.storage.storage import Storage
+from cluster.shape import NodeState
 from experiments.sweep.budget import (
     AHEAD_SECONDS,
     FILE,
@@ -193,6 +195,53 @@ def test_what_is_taken_is_counted_until_all_has_ended(
     assert calls == ["ask", "end"], "once each"
     assert ends[0].is_set()
     assert json.loads((tmp_path / FILE).read_text())["seconds"] == ledger.taken.seconds
+
+
+class TuneTrialInState:
+    """What the observer asks of a trial of Tune's."""
+
+    def __init__(self, number: int) -> None:
+        self.trial_id = str(number)
+        self.status = "PENDING"
+        self.config: dict[str, Any] = {"workers": 2}
+
+    def __str__(self) -> str:
+        return f"t{self.trial_id}-x"
+
+
+def test_dollars_are_counted_from_when_a_trial_has_resources(tmp_path: Path) -> None:
+    """And not of trials that wait for those of others."""
+    from experiments.sweep.trials import TrialStore
+    from experiments.sweep.tuning import Observer, Tuning, _room
+
+    nodes = [
+        NodeState(address="a", kind="", total={"CPU": 8.0}, available={"CPU": 3.0, "memory": 9.0}),
+        NodeState(address="b", kind="", total={"CPU": 8.0}, available={"CPU": 2.5}),
+    ]
+    room = _room([{}, {"CPU": 1.0}, {"CPU": 1.0}], nodes)
+    assert room == 2, "of two CPUs each, in five and a half"
+    assert _room([{"GPU": 1.0}], nodes) == 0
+    file, storage = write(tmp_path, concurrent=4)
+    sweep = read_sweep(file, [storage])
+    tuning = Tuning(
+        searcher=None,  # type: ignore[arg-type]
+        scheduler=None,  # type: ignore[arg-type]
+        uses_gpus=False,
+        earlier_trials=[],
+        dollars_per_hour={2: 3.0},
+        room=room,
+    )
+    store = TrialStore(tmp_path, "sweep", {})
+    observer = Observer(sweep, store, Console(), tuning=tuning)
+    trials: list[Any] = [TuneTrialInState(number) for number in range(4)]
+    rates = []
+    for started in range(4):
+        observer.on_step_end(started, trials)
+        rates.append(observer.rate())
+        trials[started].status = "RUNNING"
+        observer.on_trial_start(started, trials, trials[started])
+    rates.append(observer.rate())
+    assert rates == [6.0, 6.0, 6.0, 9.0, 12.0], "two start at once, and others later"
 
 
 @pytest.mark.slow
