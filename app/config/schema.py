@@ -379,7 +379,7 @@ class Config:
     launcher: str = "auto"
     """ray (Ray Train's TorchTrainer; Ray actors where pp > 1), actors (Ray actors for any
     strategy), local (this process), or torchrun (the processes that torchrun or Slurm started).
-    auto: torchrun in its environment; actors on this machine's CPUs alone, where fewer processes
+    auto: torchrun in its environment; actors on the CPUs of a single machine, where fewer processes
     start sooner; else ray."""
     budget: Optional[float] = None
     """US dollars that this run may cost, over all its starts: it saves and stops before it spends

@@ -83,10 +83,12 @@ class RayLaunch:
                 config, cluster, workers=self.workers, per_worker=self.per_worker
             )
             self.for_evaluation = {name: amount for name, amount in asked.items() if amount}
-        # On the CPUs of one machine, Ray Train's own five processes take longer to start than the
-        # workers.
-        is_laptop = config.launcher == "auto" and cluster.private and not cluster.gpus
-        self.only_actors = is_laptop or config.launcher == "actors"
+        self.only_actors = config.launcher == "actors" or (
+            config.launcher == "auto"
+            and fits_on_one_machine_without_gpus(
+                config, cluster, workers=self.workers, per_worker=self.per_worker
+            )
+        )
         has_stages = (config.parallel.pp or 1) > 1 or "pipeline" in config.strategy
         if not self.only_actors and not has_stages:
             from app.launchers.ray_train import RayTrainWorkers
@@ -439,6 +441,29 @@ def resources_to_ask_for(config: Config, cluster: Cluster) -> tuple[int, dict[st
         return max(1, int(gpus / per_worker["GPU"])), per_worker
     degrees = math.prod(getattr(config.parallel, name) or 1 for name in MESH_DIMS)
     return max(2, degrees), per_worker
+
+
+def fits_on_one_machine_without_gpus(
+    config: Config, cluster: Cluster, *, workers: int, per_worker: dict[str, float]
+) -> bool:
+    """Whether a run needs no more than the only node of a cluster that has no GPUs.
+
+    There, Ray Train's own six processes take longer to start than the workers.
+
+    Args:
+        config: May let the run grow to more workers.
+        cluster: The cluster.
+        workers: How many train.
+        per_worker: Ray resources of each of these.
+    """
+    if cluster.gpus or len(cluster.nodes) > 1:
+        return False
+    if cluster.private:
+        return True
+    if cluster.max_resources or config.cluster.max_workers:
+        return False
+    empty_nodes = [replace(node, available=node.total) for node in cluster.nodes]
+    return place([per_worker] * workers, empty_nodes)[1] is None
 
 
 def evaluation_resources(

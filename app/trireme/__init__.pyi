@@ -395,8 +395,8 @@ def train(
             else one CPU.
         launcher: ray (Ray Train's TorchTrainer; Ray actors where pp > 1), actors (Ray actors for
             any strategy), local (this process), or torchrun (the processes that torchrun or Slurm
-            started). auto: torchrun in its environment; actors on this machine's CPUs alone, where
-            fewer processes start sooner; else ray.
+            started). auto: torchrun in its environment; actors on the CPUs of a single machine,
+            where fewer processes start sooner; else ray.
         budget: US dollars that this run may cost, over all its starts: it saves and stops before it
             spends more. null: no limit. Needs prices: those of cluster.file, else the list prices
             of its GPUs (cluster/hardware.yaml).
@@ -465,8 +465,8 @@ def fork(
             else one CPU.
         launcher: ray (Ray Train's TorchTrainer; Ray actors where pp > 1), actors (Ray actors for
             any strategy), local (this process), or torchrun (the processes that torchrun or Slurm
-            started). auto: torchrun in its environment; actors on this machine's CPUs alone, where
-            fewer processes start sooner; else ray.
+            started). auto: torchrun in its environment; actors on the CPUs of a single machine,
+            where fewer processes start sooner; else ray.
         budget: US dollars that this run may cost, over all its starts: it saves and stops before it
             spends more. null: no limit. Needs prices: those of cluster.file, else the list prices
             of its GPUs (cluster/hardware.yaml).
@@ -538,8 +538,8 @@ def plan(
             else one CPU.
         launcher: ray (Ray Train's TorchTrainer; Ray actors where pp > 1), actors (Ray actors for
             any strategy), local (this process), or torchrun (the processes that torchrun or Slurm
-            started). auto: torchrun in its environment; actors on this machine's CPUs alone, where
-            fewer processes start sooner; else ray.
+            started). auto: torchrun in its environment; actors on the CPUs of a single machine,
+            where fewer processes start sooner; else ray.
         budget: US dollars that this run may cost, over all its starts: it saves and stops before it
             spends more. null: no limit. Needs prices: those of cluster.file, else the list prices
             of its GPUs (cluster/hardware.yaml).
@@ -604,8 +604,8 @@ def scale(
             else one CPU.
         launcher: ray (Ray Train's TorchTrainer; Ray actors where pp > 1), actors (Ray actors for
             any strategy), local (this process), or torchrun (the processes that torchrun or Slurm
-            started). auto: torchrun in its environment; actors on this machine's CPUs alone, where
-            fewer processes start sooner; else ray.
+            started). auto: torchrun in its environment; actors on the CPUs of a single machine,
+            where fewer processes start sooner; else ray.
         budget: US dollars that this run may cost, over all its starts: it saves and stops before it
             spends more. null: no limit. Needs prices: those of cluster.file, else the list prices
             of its GPUs (cluster/hardware.yaml).
@@ -704,8 +704,8 @@ def sweep(
             else one CPU.
         launcher: ray (Ray Train's TorchTrainer; Ray actors where pp > 1), actors (Ray actors for
             any strategy), local (this process), or torchrun (the processes that torchrun or Slurm
-            started). auto: torchrun in its environment; actors on this machine's CPUs alone, where
-            fewer processes start sooner; else ray.
+            started). auto: torchrun in its environment; actors on the CPUs of a single machine,
+            where fewer processes start sooner; else ray.
         cluster: What is asked of the cluster, and what happens when its resources do not come.
         run: Name and place of the run.
         parallel: Degrees of parallelism and how each kind behaves.

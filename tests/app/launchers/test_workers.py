@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,7 +22,12 @@ from app.config.io import with_values
 from app.errors import UserError
 from app.launchers import actors, ray_workers, threads, train
 from app.launchers.actors import ActorWorkers, Placement, placement, resources_of_stages
-from app.launchers.ray_launch import ray_is_gone, resources_to_ask_for, when_over
+from app.launchers.ray_launch import (
+    fits_on_one_machine_without_gpus,
+    ray_is_gone,
+    resources_to_ask_for,
+    when_over,
+)
 from app.launchers.store import open_store
 from app.launchers.torchrun import Environment
 from app.launchers.workers import kill_process
@@ -147,6 +153,31 @@ def test_workers_and_resources_follow_from_the_strategy(
     run_config = config(*overrides)
     assert resources_to_ask_for(run_config, found_cluster) == expected
     assert choose(run_config.strategy, expected[0]).dims.world_size == expected[0]
+
+
+@pytest.mark.parametrize(
+    ("found_cluster", "overrides", "expected"),
+    [
+        (NONE, [], True),
+        (NONE, ["workers=8"], True),
+        # Another node may come, by hand or by an autoscaler that has no file here.
+        (NONE, ["workers=9"], False),
+        (NONE, ["cluster.max_workers=16"], False),
+        (replace(NONE, folder=Path("/tmp/ray")), ["workers=9"], True),
+        (cluster(2, CPU=8.0), [], False),
+        (cluster(1, CPU=8.0, GPU=2.0), [], False),
+    ],
+    ids=["fits", "fills it", "too many", "may grow", "private", "two nodes", "with GPUs"],
+)
+def test_auto_takes_actors_where_one_machine_without_gpus_is_enough(
+    found_cluster: Cluster, overrides: list[str], expected: bool
+) -> None:
+    run_config = config(*overrides)
+    workers, per_worker = resources_to_ask_for(run_config, found_cluster)
+    answer = fits_on_one_machine_without_gpus(
+        run_config, found_cluster, workers=workers, per_worker=per_worker
+    )
+    assert answer == expected
 
 
 def test_a_run_shrinks_or_ends_when_it_has_waited_for_workers_too_long() -> None:
