@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import importlib.metadata
 import json
 import os
@@ -73,6 +74,7 @@ def here(patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str], *words:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+        gc.unfreeze()  # this process goes on
     out, err = capture.readouterr()
     return Ended(int(ended.value.code or 0), out, err)
 

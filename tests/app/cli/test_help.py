@@ -1,5 +1,6 @@
 """The help of the command line: every command and option is explained, in plain words."""
 
+import gc
 import re
 from collections.abc import Iterator
 
@@ -7,6 +8,7 @@ import click
 import pytest
 
 from app.cli import group
+from tests.running import here
 
 pytestmark = pytest.mark.pure
 
@@ -34,3 +36,13 @@ def test_help_explains_everything_in_plain_words(path: str, command: click.Comma
         assert "..." not in command.get_short_help_str(68), "the first sentence fits the list"
     options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
     assert all(option.help and option.help.endswith(".") for option in options), "a sentence each"
+
+
+def test_a_command_does_not_end_with_a_search_for_garbage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It takes most of two seconds where torch and Ray are imported."""
+    frozen: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    here(monkeypatch, capsys, "--help").expect()
+    assert frozen == [True]
