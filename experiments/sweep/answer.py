@@ -596,12 +596,15 @@ def _critical_in_words(branches: Branches) -> str:
     beyond = ", or more than was tried" if branches.is_open else ""
     if branches.is_decided:
         return f"batch size {interval}{beyond}"
+    ways = []
+    if branches.edge_batches:
+        batches = ", ".join(map(str, branches.edge_batches))
+        ways.append(f"rates beyond those at batch size {batches}")
     if branches.more_seeds is None:
-        return f"undecided: batch size {interval}{beyond}; train each branch for more samples"
-    return (
-        f"undecided: batch size {interval}{beyond}; about {branches.more_seeds} more seeds would "
-        "decide"
-    )
+        ways.append("more samples for each branch")
+    elif branches.more_seeds:
+        ways.append(f"about {branches.more_seeds} more seeds")
+    return f"undecided: batch size {interval}{beyond}; {' and '.join(ways)} would decide"
 
 
 def _edge_in_words(edge: Edge, sweep: Sweep, branches: Branches) -> str:

@@ -11,6 +11,10 @@ which is drawn too, since it has few degrees of freedom. Each draw gives its own
 and critical batch. Between two batches that were tried the loss may rise early or late, and each
 draw takes another course. The central 90 % of the draws contain the truth in at least 80 % of
 synthetic cases, which is what the intervals claim.
+
+Where the best rate of a batch is the last that was tried, its loss is an upper bound: a better rate
+may lie beyond it. With it the batch may be as good as the best one, or so good that all larger ones
+are worse, so the interval of the critical batch contains every such batch.
 """
 
 from __future__ import annotations
@@ -97,8 +101,9 @@ class Branches:
         noise: The standard deviation of the difference between two branches; None with one seed.
         critical: The critical batch; None with one seed or one batch size.
         exponent: γ of best rate ∝ batch**γ; None if fewer than two batches have a best rate.
-        more_seeds: How many more would decide on the critical batch; 0 if it is decided, None if
-            more than MOST_SEEDS would be needed.
+        more_seeds: How many more would make the noise small enough to decide on the critical batch;
+            0 if it is, None if more than MOST_SEEDS would be needed.
+        edge_batches: The batch sizes whose best rate is the last of two or more that were tried.
     """
 
     batches: list[BranchBatch]
@@ -107,10 +112,12 @@ class Branches:
     critical: Interval | None
     exponent: Interval | None
     more_seeds: int | None
+    edge_batches: list[int]
 
     @property
     def is_decided(self) -> bool:
-        return self.more_seeds == 0
+        is_narrow = self.critical is None or self.critical.high <= DECIDED * self.critical.low
+        return self.more_seeds == 0 and is_narrow
 
     @property
     def is_open(self) -> bool:
@@ -203,11 +210,13 @@ class Edge:
         batch: The batch size.
         rate: That learning rate.
         beyond: The next one, as far from it as it is from its neighbour.
+        is_worse: Whether the batch is worse than another at the rates that were tried.
     """
 
     batch: int
     rate: float
     beyond: float
+    is_worse: bool
 
 
 def edges_of(losses: Losses) -> list[Edge]:
@@ -217,7 +226,8 @@ def edges_of(losses: Losses) -> list[Edge]:
         losses: From `losses_of`.
 
     Returns:
-        The lowest loss first; a batch that is worse than another, or has one rate, is left out.
+        The lowest loss first. A batch that is worse than another is among them, since with a rate
+        beyond those that were tried it may not be. A batch that has one rate is left out.
     """
     grid = _grid_of(losses)
     if grid is None:
@@ -226,13 +236,14 @@ def edges_of(losses: Losses) -> list[Edge]:
     logs, _ = _best(grid, [each[None] for each in means])
     edges = []
     for each in sorted(_by_batch(grid, means, logs[0], None), key=lambda each: each.loss):
-        tried = sorted(rate for batch, rate in losses if batch == each.batch)
-        if each.verdict == "worse" or not each.edge or len(tried) < 2:
+        if each.batch not in grid.edge_batches:
             continue
+        tried = sorted(rate for batch, rate in losses if batch == each.batch)
         is_highest = math.isclose(each.best_rate, tried[-1])
         rate, neighbour = (tried[-1], tried[-2]) if is_highest else (tried[0], tried[1])
         beyond = float(f"{rate * rate / neighbour:.6g}")
-        edges.append(Edge(batch=each.batch, rate=rate, beyond=beyond))
+        is_worse = each.verdict == "worse"
+        edges.append(Edge(batch=each.batch, rate=rate, beyond=beyond, is_worse=is_worse))
     return edges
 
 
@@ -248,6 +259,7 @@ class _Grid:
         logs: For each, the logarithms of its rates, rising.
         losses: For each, (rates, seeds).
         edges: For each, whether the best rate is the last that was tried.
+        edge_batches: Those of them with two or more rates.
         variance: Of a branch's loss, without what a seed changes for all alike.
         freedom: Degrees of freedom of the variance; 0 if there is one seed.
     """
@@ -256,6 +268,7 @@ class _Grid:
     logs: list[Floats]
     losses: list[Floats]
     edges: list[bool]
+    edge_batches: list[int]
     variance: float
     freedom: int
 
@@ -306,8 +319,13 @@ def answer_of(losses: Losses, *, seed: int = 0) -> Branches | None:
         first = _first_comparable(grid, means)
         batches = grid.batches[first:]
         value = float(_critical(batches, lowest[:, first:], np.array([noise]), np.ones(1))[0])
-        critical = _interval(value, draws.critical)
-        more_seeds = _more_seeds(grid, means, critical, seed=seed)
+        by_noise = _interval(value, draws.critical)
+        more_seeds = _more_seeds(grid, means, by_noise, seed=seed)
+        critical = Interval(
+            value=value,
+            low=min([by_noise.low, *grid.edge_batches]),
+            high=max([by_noise.high, *grid.edge_batches]),
+        )
     elif has_several:
         more_seeds = 2
     return Branches(
@@ -317,6 +335,7 @@ def answer_of(losses: Losses, *, seed: int = 0) -> Branches | None:
         critical=critical,
         exponent=_exponent(grid, logs[0], draws),
         more_seeds=more_seeds,
+        edge_batches=grid.edge_batches,
     )
 
 
@@ -325,6 +344,7 @@ def _grid_of(losses: Losses) -> _Grid | None:
     logs = []
     arrays = []
     edges = []
+    edge_batches = []
     for batch in sorted({batch for batch, _ in losses}):
         tried = sorted(rate for cell_batch, rate in losses if cell_batch == batch)
         rates = [rate for rate in tried if np.isfinite(losses[batch, rate]).all()]
@@ -336,6 +356,8 @@ def _grid_of(losses: Losses) -> _Grid | None:
         logs.append(np.log(rates))
         arrays.append(array)
         edges.append(best in (tried[0], tried[-1]))
+        if edges[-1] and len(tried) > 1:
+            edge_batches.append(batch)
     if not batches:
         return None
     variance, freedom = residual_variance(arrays)
@@ -344,6 +366,7 @@ def _grid_of(losses: Losses) -> _Grid | None:
         logs=logs,
         losses=arrays,
         edges=edges,
+        edge_batches=edge_batches,
         variance=variance,
         freedom=freedom,
     )

@@ -2,7 +2,8 @@
 
 The best rate of a grid's edge is a bound and no answer: a better one may lie beyond it. So a batch
 size that may still be chosen gets another rate there, with all seeds, and another after that if the
-new one is the best again.
+new one is the best again. Then batch sizes that are worse at the rates that were tried get theirs:
+until their best rates are inside, they leave the critical batch open.
 """
 
 from __future__ import annotations
@@ -65,11 +66,13 @@ def _added(trials: Iterable[Trial]) -> dict[int, int]:
 def cells_beyond(losses: Losses, added: Mapping[int, int], *, most: int) -> list[Cell]:
     """The cells to try next beyond a grid, that of the best batch size first.
 
+    Those of batch sizes that are worse than another follow when no others are left.
+
     Args:
         losses: Of all branches.
         added: How many rates each batch size got beyond the grid already.
         most: How many it may get.
     """
-    return [
-        (edge.batch, edge.beyond) for edge in edges_of(losses) if added.get(edge.batch, 0) < most
-    ]
+    edges = [edge for edge in edges_of(losses) if added.get(edge.batch, 0) < most]
+    may_be_chosen = [edge for edge in edges if not edge.is_worse]
+    return [(edge.batch, edge.beyond) for edge in may_be_chosen or edges]

@@ -28,6 +28,8 @@ BATCHES = [8, 16, 32, 64, 128, 256]
 CURVATURES = np.geomspace(0.01, 1.0, 12)
 """Of a quadratic loss."""
 SAMPLES = 8192
+RATES = np.geomspace(1.0 / 256, 1.0, 9)
+"""Among them are the best ones of all batches."""
 
 
 def loss_of_quadratic(batch: int, rates: Floats, gradient_noise: float) -> Floats:
@@ -50,12 +52,16 @@ def at_best_rate(batch: int, gradient_noise: float) -> float:
 
 
 def branches_of_quadratic(
-    gradient_noise: float, noise: float, *, seeds: int, random: np.random.Generator
+    gradient_noise: float,
+    noise: float,
+    *,
+    seeds: int,
+    random: np.random.Generator,
+    rates: Floats = RATES,
 ) -> Losses:
     """Losses of branches on a quadratic, with noise of a known size, and more that seeds share."""
     shared = random.normal(scale=5 * noise, size=seeds)
     losses = {}
-    rates = np.geomspace(1.0 / 256, 1.0, 9)
     for batch in BATCHES:
         expected = loss_of_quadratic(batch, rates, gradient_noise)
         for rate, loss in zip(rates, expected, strict=True):
@@ -75,15 +81,28 @@ def true_critical_batch(gradient_noise: float, noise: float) -> int:
     return candidates[bisect.bisect_left(candidates, True, key=is_worse) - 1]
 
 
-@pytest.mark.parametrize("seeds", [3, 5])
-def test_the_true_critical_batch_is_inside_the_interval_in_80_percent_of_cases(seeds: int) -> None:
+@pytest.mark.parametrize(
+    ("seeds", "rates"),
+    [
+        pytest.param(3, RATES, id="3 seeds"),
+        pytest.param(5, RATES, id="5 seeds"),
+        pytest.param(3, RATES[:4], id="rates too low for large batches"),
+        pytest.param(3, RATES[6:], id="rates too high for small batches"),
+        pytest.param(3, RATES[3:5], id="two rates"),
+    ],
+)
+def test_the_true_critical_batch_is_inside_the_interval_in_80_percent_of_cases(
+    seeds: int, rates: Floats
+) -> None:
     random = np.random.default_rng(seeds)
     inside = []
     for gradient_noise, size in product((0.3, 1.0, 3.0, 10.0, 30.0), (0.05, 0.1, 0.2, 0.4, 0.8)):
         spread = at_best_rate(256, gradient_noise) - at_best_rate(8, gradient_noise)
         noise = spread * size / math.sqrt(2)
         truth = true_critical_batch(gradient_noise, noise)
-        losses = branches_of_quadratic(gradient_noise, noise, seeds=seeds, random=random)
+        losses = branches_of_quadratic(
+            gradient_noise, noise, seeds=seeds, random=random, rates=rates
+        )
         answer = answer_of(losses)
         assert answer is not None and answer.critical is not None
         assert answer.noise is not None
@@ -169,6 +188,32 @@ def test_a_small_batch_without_a_rate_that_suits_it_does_not_hide_the_critical_o
     assert [each.verdict for each in answer.batches] == ["worse", "best", "worse"]
     assert 128 <= answer.critical.value < 256 and not answer.is_open
     assert [each.batch for each in answer.usable()] == [128]
+    assert answer.edge_batches == [16]
+    assert answer.critical.low == 16, "with lower rates it may be the best by far"
+    assert not answer.is_decided
+    inside = answer_of(losses | {(16, 0.0005): [0.080, 0.121]})
+    assert inside is not None and inside.critical is not None
+    assert inside.edge_batches == [] and inside.critical.low > 100
+
+
+def test_a_large_batch_without_a_rate_that_suits_it_may_be_the_critical_one() -> None:
+    """As digits@300 had it: 256 is as good as 128 at the rate that follows."""
+    losses = {
+        (128, 0.008): [0.0541, 0.0538],
+        (128, 0.016): [0.0510, 0.0509],
+        (128, 0.032): [0.0533, 0.0535],
+        (256, 0.008): [0.0573, 0.0574],
+        (256, 0.016): [0.0565, 0.0563],
+        (256, 0.032): [0.0584, 0.0583],
+    }
+    inside = answer_of(losses)
+    assert inside is not None and inside.critical is not None
+    assert inside.critical.high < 200 and not inside.is_open
+    at_edge = answer_of({cell: each for cell, each in losses.items() if cell != (256, 0.032)})
+    assert at_edge is not None and at_edge.critical is not None
+    assert [each.verdict for each in at_edge.batches] == ["best", "worse"]
+    assert (at_edge.edge_batches, at_edge.critical.high) == ([256], 256)
+    assert at_edge.is_open, "the critical batch may be larger still"
 
 
 def test_losses_are_those_of_branches_that_saw_all_samples() -> None:

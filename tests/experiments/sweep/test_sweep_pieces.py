@@ -300,15 +300,19 @@ def branch_trials(seeds: int) -> list[Trial]:
     return trials
 
 
-@pytest.mark.parametrize("seeds", [1, 3])
-def test_a_sweep_of_forks_answers_which_batch_is_best_now(tmp_path: Path, seeds: int) -> None:
-    sweep = replace(
-        sweep_of(tmp_path, BASE.replace("[8]", "[8, 16, 32]")),
-        fork=f"{tmp_path}/base/checkpoints/step-00000004-abc",
+def sweep_of_forks(folder: Path) -> Sweep:
+    return replace(
+        sweep_of(folder, BASE.replace("[8]", "[8, 16, 32]")),
+        fork=f"{folder}/base/checkpoints/step-00000004-abc",
         samples=640,
         origin_step=4,
         origin_samples=64,
     )
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_a_sweep_of_forks_answers_which_batch_is_best_now(tmp_path: Path, seeds: int) -> None:
+    sweep = sweep_of_forks(tmp_path)
     store = TrialStore(tmp_path / "s", sweep.name, sweep.identity())
     store.trials = {trial.name: trial for trial in branch_trials(seeds)}
     answer = work_out(sweep, store)
@@ -334,6 +338,20 @@ def test_a_sweep_of_forks_answers_which_batch_is_best_now(tmp_path: Path, seeds:
     # The run has 40 steps of 16, of which 4 are taken.
     assert on_one.steps == (40 * 16 - 64) // on_one.batch
     assert on_one.batch in (8, 16)
+
+
+def test_a_sweep_of_forks_says_which_rates_leave_its_critical_batch_open(tmp_path: Path) -> None:
+    sweep = sweep_of_forks(tmp_path)
+    store = TrialStore(tmp_path / "s", sweep.name, sweep.identity())
+    below_the_best = [trial for trial in branch_trials(3) if trial.values[RATE] < 0.04]
+    store.trials = {trial.name: trial for trial in below_the_best}
+    words = "\n".join(work_out(sweep, store).sentences)
+    assert re.search(
+        r"^critical  undecided: batch size \d+ \(80 %: 8 to 32\), or more than was tried; "
+        r"rates beyond those at batch size 8, 16, 32 would decide$",
+        words,
+        re.MULTILINE,
+    ), words
 
 
 def test_terminal_and_page_show_the_best_and_the_last_value(tmp_path: Path) -> None:

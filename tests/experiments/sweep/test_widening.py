@@ -54,18 +54,20 @@ def rates_of(trials: list[Trial]) -> list[tuple[int, float, Any]]:
     return [(each.values[BATCH], each.values[RATE], each.values.get(SEED)) for each in trials]
 
 
-def test_the_next_rate_is_as_far_as_the_neighbour_and_only_where_it_matters() -> None:
+def test_the_next_rate_is_as_far_as_the_neighbour_and_first_where_it_may_be_chosen() -> None:
     losses = {(16, rate): [loss, loss + 0.001] for rate, loss in ((0.1, 2.0), (0.2, 1.0))}
-    assert edges_of(losses) == [Edge(batch=16, rate=0.2, beyond=0.4)]
+    assert edges_of(losses) == [Edge(batch=16, rate=0.2, beyond=0.4, is_worse=False)]
     falling = {(16, rate): [loss, loss + 0.001] for rate, loss in ((0.1, 1.0), (0.4, 2.0))}
-    assert edges_of(falling) == [Edge(batch=16, rate=0.1, beyond=0.025)]
+    assert edges_of(falling) == [Edge(batch=16, rate=0.1, beyond=0.025, is_worse=False)]
     inner = losses | {(16, 0.4): [3.0, 3.0]}
     assert edges_of(inner) == []
     diverged = losses | {(16, 0.4): [math.nan, math.nan]}
     assert edges_of(diverged) == [], "beyond the best rate training diverges, so it is the last"
     worse = losses | {(64, rate): [9.0, 9.001] for rate in (0.1, 0.2, 0.4)}
     worse |= {(64, 0.8): [8.0, 8.001]}
-    assert [edge.batch for edge in edges_of(worse)] == [16], "64 is worse whatever its rate is"
+    assert [(edge.batch, edge.is_worse) for edge in edges_of(worse)] == [(16, False), (64, True)]
+    assert cells_beyond(worse, {}, most=2) == [(16, 0.4)], "first what may be chosen"
+    assert cells_beyond(worse, {16: 2}, most=2) == [(64, 1.6)]
     assert edges_of({(16, 0.1): [1.0, 1.1]}) == [], "one rate has no neighbour"
     assert edges_of({}) == []
     assert cells_beyond(losses, {16: 1}, most=2) == [(16, 0.4)]
@@ -81,8 +83,9 @@ def test_a_sweep_goes_on_beyond_its_grid_until_the_best_rate_is_inside(tmp_path:
         assert len({trial.name for trial in [*trials, *planned]}) == len(trials) + len(planned)
         trials += end(planned)
         added += rates_of(planned)
-    # 16 is worse than 32 from the first: nothing beyond is tried there.
-    assert added == [(32, rate, seed) for rate in (0.016, 0.032, 0.064) for seed in (0, 1)]
+    # 16 is worse than 32 from the first, so what may be chosen comes first.
+    rates = (0.016, 0.032, 0.064)
+    assert added == [(batch, rate, seed) for batch in (32, 16) for rate in rates for seed in (0, 1)]
     assert sweep.trying(planned or trials[-2:]).count == 2
 
 
