@@ -42,7 +42,14 @@ from app.training.job import Job, Place, SilentChannel
 from app.training.loop import Training
 from app.training.persistence import Persistence, Progress
 from experiments.benchmarks.harness import show
-from experiments.sweep.branches import Interval, answer_of, best_cell, edges_of, losses_of
+from experiments.sweep.branches import (
+    BranchBatch,
+    Interval,
+    answer_of,
+    best_cell,
+    edges_of,
+    losses_of,
+)
 from experiments.sweep.search import Search, Values
 from experiments.sweep.spec import DEFAULT_MORE_RATES, Sweep, read_sweep
 from experiments.sweep.trials import BATCH, RATE, SEED, Report, Trial, load_trial
@@ -73,6 +80,7 @@ class Task:
         samples: That each branch sees.
         batches: The batch sizes, rising.
         rates: The learning rates, rising.
+        centre: The rate in the middle of sweeps: the highest that is not above the run's own.
     """
 
     experiment: str
@@ -81,6 +89,7 @@ class Task:
     samples: int
     batches: tuple[int, ...]
     rates: tuple[float, ...]
+    centre: float
 
 
 def _doubling(lowest: float, count: int) -> tuple[float, ...]:
@@ -94,7 +103,8 @@ TASKS = {
         steps=(50, 150, 300),
         samples=2048,
         batches=(16, 32, 64, 128, 256, 512),
-        rates=_doubling(1.25e-4, 9),
+        rates=_doubling(3.125e-5, 13),
+        centre=0.002,
     ),
     "mnist": Task(
         experiment="mnist.yaml",
@@ -107,7 +117,8 @@ TASKS = {
         steps=(40, 100, 200),
         samples=1024,
         batches=(16, 32, 64, 128, 256),
-        rates=_doubling(2.5e-4, 7),
+        rates=_doubling(3.125e-5, 10),
+        centre=0.002,
     ),
     "gpt": Task(
         experiment="gpt.yaml",
@@ -120,7 +131,8 @@ TASKS = {
         steps=(40, 100, 200),
         samples=256,
         batches=(4, 8, 16, 32, 64),
-        rates=_doubling(5e-4, 7),
+        rates=_doubling(6.25e-5, 10),
+        centre=0.004,
     ),
 }
 
@@ -370,9 +382,9 @@ class Design:
 
 
 def designs(task: Task) -> list[Design]:
-    """Three batches, three or four rates in the middle, far apart or close, and two seeds."""
+    """Three batches, two seeds, three or four rates around the run's own, far apart or close."""
     batches = len(task.batches)
-    centre = len(task.rates) // 2
+    centre = task.rates.index(task.centre)
     last = batches - 1
     middles = sorted({last // 2, (last + 1) // 2})
     widest = (-3, -1, 1, 3) if batches > 5 else (-3, 0, 3)
@@ -417,18 +429,23 @@ class Case:
     """What one sweep answers beside the truth.
 
     Attributes:
-        is_inside: Whether the true critical batch is inside its 80 % interval.
-        regret: The loss of the batch and rate that it names, over all seeds, above the grid's best,
-            in standard deviations of the difference between two branches.
-        largest_regret: The same of the largest batch that it says may be used.
+        is_inside: Whether the true critical batch is inside its 80 % interval; None if it is not
+            known.
+        factor: The interval's upper end over its lower one.
+        regret: The loss of the batch and rate that it names above that of those which the whole
+            grid would name by the same two seeds, both by the third seed, which chose neither; in
+            standard deviations, over seeds, of the difference between two such branches.
+        above_lowest: Its loss over all seeds above the lowest of the grid, which in part is the
+            luckiest, likewise.
         share: Of the grid's samples.
         is_decided: Whether it names a critical batch, instead of asking for more seeds.
         is_at_edge: Whether it says that a better rate may lie beyond that of the cell it names.
     """
 
-    is_inside: bool
+    is_inside: bool | None
+    factor: float
     regret: float
-    largest_regret: float
+    above_lowest: float
     share: float
     is_decided: bool
     is_at_edge: bool
@@ -439,13 +456,13 @@ class Truth:
     """What the whole grid says.
 
     Attributes:
-        critical: The critical batch, with its 80 % interval.
+        critical: The critical batch; None if a better rate of a batch may lie beyond the grid.
         best: The cell with the lowest mean.
         noise: The standard deviation, over seeds, of the difference between two branches.
         means: The mean loss of each cell.
     """
 
-    critical: Interval
+    critical: float | None
     best: Cell
     noise: float
     means: Mapping[Cell, float]
@@ -460,7 +477,28 @@ def truth_of(task: Task, grid: Grid) -> Truth:
     answer = answer_of(losses)
     assert answer is not None and answer.critical is not None and answer.noise is not None
     means = {cell: statistics.fmean(values) for cell, values in losses.items()}
-    return Truth(critical=answer.critical, best=best_cell(losses), noise=answer.noise, means=means)
+    edges = [each for each in answer.batches if each.batch in answer.edge_batches]
+    is_known = all(_is_flat_at_lowest_rate(task, means, edge, answer.noise) for edge in edges)
+    return Truth(
+        critical=answer.critical.value if is_known else None,
+        best=best_cell(losses),
+        noise=answer.noise,
+        means=means,
+    )
+
+
+def _is_flat_at_lowest_rate(
+    task: Task, means: Mapping[Cell, float], edge: BranchBatch, noise: float
+) -> bool:
+    """Whether a batch's best rate is the grid's lowest, and rates below it change nothing.
+
+    A small rate changes the loss in proportion, and a rate of 0 leaves the checkpoint as it is. So
+    the loss there is about as far below that of the lowest rate as this is below that of twice the
+    rate.
+    """
+    lowest, second = task.rates[:2]
+    is_lowest_best = math.isclose(edge.best_rate, lowest)
+    return is_lowest_best and means[edge.batch, second] - means[edge.batch, lowest] < noise
 
 
 def replay(task: Task, grid: Grid, design: Design) -> list[Trial]:
@@ -498,23 +536,37 @@ def case_of(task: Task, grid: Grid, truth: Truth, design: Design) -> Case:
     named_cell = best_cell(losses)
     answer = answer_of(losses)
     assert answer is not None and answer.critical is not None
-    largest = max(answer.usable(), key=lambda each: each.batch)
-    lowest = truth.means[truth.best]
-    named = truth.means[named_cell]
-    named_largest = truth.means[largest.batch, _nearest(task.rates, largest.best_rate)]
+    (judge,) = set(range(SEEDS)) - set(design.seeds)
+    by_same_seeds = {
+        cell: [by_seed[seed] for seed in design.seeds] for cell, by_seed in grid.items()
+    }
+    named_by_grid = best_cell(by_same_seeds)
+    regret = grid[named_cell][judge] - grid[named_by_grid][judge]
+    above_lowest = truth.means[named_cell] - truth.means[truth.best]
     critical = answer.critical
+    is_inside = None
+    if truth.critical is not None:
+        is_inside = critical.low <= truth.critical <= critical.high
     return Case(
-        is_inside=critical.low <= truth.critical.value <= critical.high,
-        regret=(named - lowest) / truth.noise,
-        largest_regret=(named_largest - lowest) / truth.noise,
+        is_inside=is_inside,
+        factor=critical.high / critical.low,
+        regret=regret / noise_between(grid, named_cell, named_by_grid),
+        above_lowest=above_lowest / noise_between(grid, named_cell, truth.best),
         share=len(trials) / (len(grid) * SEEDS),
         is_decided=answer.is_decided,
         is_at_edge=named_cell in [(edge.batch, edge.rate) for edge in edges_of(losses)],
     )
 
 
-def _nearest(rates: Sequence[float], rate: float) -> float:
-    return min(rates, key=lambda each: abs(math.log(each / rate)))
+def noise_between(grid: Grid, first: Cell, second: Cell) -> float:
+    """The standard deviation, over seeds, of the difference between two branches of a grid.
+
+    At a low rate branches hardly depend on the seed, and at a high one much. So it is that of these
+    two cells, and not one for the whole grid. Losses of the table are rounded to `SAME`.
+    """
+    variances = [statistics.variance(grid[cell].values()) for cell in (first, second)]
+    rounding = SAME * grid[first][0]
+    return math.sqrt(sum(variances) + rounding**2)
 
 
 def cases() -> Iterator[tuple[str, int, Truth, list[Case]]]:
@@ -530,46 +582,40 @@ def cases() -> Iterator[tuple[str, int, Truth, list[Case]]]:
 
 
 def rows() -> list[dict[str, str]]:
-    """A line for each checkpoint, and one for all."""
+    """A line for each checkpoint, and one for each task."""
     lines = []
-    everything: list[Case] = []
+    by_task: dict[str, list[Case]] = {}
     for name, step, truth, answers in cases():
-        everything += answers
-        critical = truth.critical
+        by_task.setdefault(name, []).extend(answers)
+        critical = "unknown" if truth.critical is None else f"{truth.critical:.0f}"
         lines.append(
             {
                 "checkpoint": f"{name}@{step}",
-                "critical batch": f"{critical.value:.0f} ({critical.low:.0f}–{critical.high:.0f})",
+                "critical batch": critical,
                 "best cell": f"{truth.best[0]}, {truth.best[1]:.3g}",
                 "noise": f"{truth.noise:.3g}",
                 **_summary(answers),
             }
         )
-    if everything:
-        lines.append(
-            {
-                "checkpoint": "all",
-                "critical batch": "",
-                "best cell": "",
-                "noise": "",
-                **_summary(everything),
-            }
-        )
+    for name, answers in by_task.items():
+        of_grid = {"checkpoint": name, "critical batch": "", "best cell": "", "noise": ""}
+        lines.append({**of_grid, **_summary(answers)})
     return lines
 
 
 def _summary(answers: Sequence[Case]) -> dict[str, str]:
-    inside = sum(case.is_inside for case in answers)
+    known = [case for case in answers if case.is_inside is not None]
+    inside = sum(case.is_inside is True for case in known)
+    wrong = sum(case.is_decided for case in known if not case.is_inside)
     regrets = [case.regret for case in answers]
-    in_grid = [case.regret for case in answers if not case.is_at_edge]
-    largest = [case.largest_regret for case in answers]
+    above = [case.above_lowest for case in answers]
     return {
-        "inside": f"{inside} of {len(answers)}",
-        "decided": f"{sum(case.is_decided for case in answers)}",
+        "inside": f"{inside} of {len(known)}",
+        "factor": f"{statistics.median(case.factor for case in answers):.1f}",
+        "decided (wrong)": f"{sum(case.is_decided for case in answers)} ({wrong})",
         "at an edge": f"{sum(case.is_at_edge for case in answers)}",
         "regret, mean (worst)": f"{statistics.fmean(regrets):.2f} ({max(regrets):.2f})",
-        "others": f"{statistics.fmean(in_grid):.2f} ({max(in_grid):.2f})" if in_grid else "",
-        "largest batch": f"{statistics.fmean(largest):.2f} ({max(largest):.2f})",
+        "above the lowest": f"{statistics.fmean(above):.2f} ({max(above):.2f})",
         "share": f"{max(case.share for case in answers):.0%}",
     }
 
@@ -608,8 +654,9 @@ def compare_with_sweep(name: str, folder: Path) -> list[dict[str, str]]:
     outcome = json.loads(ended.stdout.strip().splitlines()[-1])
     records = [load_trial(each.parent) for each in Path(outcome["folder"]).glob("*/trial.json")]
     trials = [record for record in records if record is not None]
+    finished = [trial for trial in trials if trial.status == "finished"]
     differences = []
-    for trial in trials:
+    for trial in finished:
         loss = grid[int(trial.values[BATCH]), float(trial.values[RATE])][trial.values[SEED]]
         differences.append(abs(trial.last["metrics"][METRIC] / loss - 1))
     answer = json.loads((Path(outcome["folder"]) / "answer.json").read_text())
@@ -620,6 +667,7 @@ def compare_with_sweep(name: str, folder: Path) -> list[dict[str, str]]:
         {
             "sweep": f"{name}@{step}",
             "branches": f"{len(trials)}",
+            "stopped early": f"{len(trials) - len(finished)}",
             "with the table's loss": f"{sum(each < SAME for each in differences)}",
             "largest difference": f"{max(differences):.1e}",
             "its critical batch": _words(Interval(**critical)),
