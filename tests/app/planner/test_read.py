@@ -300,11 +300,14 @@ def test_one_chunk_of_a_loss_is_traced_for_all_equal_ones(
         reader = Reader(task, on_gpu=True, splits=False)
         return reader.costs(CAST, whole_model=whole_model).parts
 
-    calls = []
+    calls: list[Tensor] = []
     chunk_loss = cross_entropy._chunk_loss
-    monkeypatch.setattr(
-        cross_entropy, "_chunk_loss", lambda *args: calls.append(1) or chunk_loss(*args)
-    )
+
+    def counted(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(logits)
+        return chunk_loss(logits, targets)
+
+    monkeypatch.setattr(cross_entropy, "_chunk_loss", counted)
     parts = read()
     calls_of_some = len(calls)
     monkeypatch.setattr(trace, "first_chunks_only", lambda _: contextlib.nullcontext())

@@ -310,18 +310,19 @@ def test_more_runs_of_a_new_source_are_inside_if_sources_count_and_not_runs() ->
     """One of twelve sources has a third of the rows."""
     traits = Traits("tp", "dense", "hopper", 7.0, 4096)
     generator = np.random.default_rng(0)
-    inside = []
-    inside_pooled = []
+    inside: list[bool] = []
+    inside_pooled: list[bool] = []
     for _ in range(40):
         errors = []
         sources = []
-        for source, rows in enumerate([30, *[5] * 11]):
+        for number, rows in enumerate([30, *[5] * 11]):
             offset = 0.1 * generator.normal()
             errors += [(traits, offset + 0.01 * error) for error in generator.normal(size=rows)]
-            sources += [str(source)] * rows
+            sources += [str(number)] * rows
         new = 0.1 * generator.normal(size=200)
-        for shares, source in ((inside, sources.__getitem__), (inside_pooled, str)):
-            spread = spread_of(traits, fit.ranges(_residuals(errors, source)))
+        by_source = _residuals(errors, sources.__getitem__)
+        for shares, residuals in ((inside, by_source), (inside_pooled, _residuals(errors))):
+            spread = spread_of(traits, fit.ranges(residuals))
             shares += [spread.low <= 1 / (1 + error) <= spread.high for error in new]
     assert np.mean(inside_pooled) < 0.72, "each row as a source of its own"
     assert 0.74 <= np.mean(inside) <= 0.9
