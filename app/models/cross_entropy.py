@@ -25,6 +25,10 @@ Both functions compute their gradients in forward. Backward only multiplies them
 gradient, in place: a second backward is an error of torch, not a wrong gradient.
 """
 
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -102,6 +106,48 @@ def _has_own_functions(tensor: Tensor) -> bool:
     return functions_of_type not in (Tensor.__torch_function__, nn.Parameter.__torch_function__)
 
 
+_REPEATED: ContextVar[Callable[[int], contextlib.AbstractContextManager[None]] | None] = ContextVar(
+    "repeated", default=None
+)
+"""What records the costs of one chunk so many times, while the others are left out."""
+
+
+@contextlib.contextmanager
+def first_chunks_only(
+    repeated: Callable[[int], contextlib.AbstractContextManager[None]],
+) -> Iterator[None]:
+    """Compute one chunk in place of all chunks of its size, whose costs are the same.
+
+    Losses and gradients are wrong, so that it is for fake tensors only.
+
+    Args:
+        repeated: Called with the number of chunks; active while the one is computed.
+    """
+    token = _REPEATED.set(repeated)
+    try:
+        yield
+    finally:
+        _REPEATED.reset(token)
+
+
+def _chunks(count: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors' rows, a chunk of each at a time.
+
+    Args:
+        count: The number of chunks.
+        tensors: With the same number of rows.
+    """
+    chunks = zip(*(tensor.chunk(count) for tensor in tensors))
+    repeated = _REPEATED.get()
+    if repeated is None:
+        yield from chunks
+        return
+    for _, equal_chunks in itertools.groupby(chunks, lambda chunk: len(chunk[0])):
+        first, *others = equal_chunks
+        with repeated(1 + len(others)):
+            yield first
+
+
 def _can_overwrite(logits: Tensor) -> bool:
     """Whether no other backward uses the logits: they are a product, perhaps in another shape."""
     node = logits.grad_fn
@@ -162,10 +208,8 @@ class _CrossEntropy(torch.autograd.Function):
             slopes = logits.detach()
         else:
             slopes = torch.empty_like(logits)
-        chunks = -(-logits.numel() // CHUNK_NUMBERS)
-        for chunk_logits, chunk_targets, chunk_slopes in zip(
-            logits.chunk(chunks), targets.chunk(chunks), slopes.chunk(chunks)
-        ):
+        count = -(-logits.numel() // CHUNK_NUMBERS)
+        for chunk_logits, chunk_targets, chunk_slopes in _chunks(count, logits, targets, slopes):
             loss, slope = _chunk_loss(chunk_logits, chunk_targets)
             total += loss
             if needs_gradient:
@@ -190,9 +234,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), device=hidden.device)
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros(weight.shape if needs_gradient else (), device=weight.device)
-        for rows, row_targets, row_gradients in zip(
-            hidden.chunk(CHUNKS), targets.chunk(CHUNKS), hidden_gradient.chunk(CHUNKS)
-        ):
+        for rows, row_targets, row_gradients in _chunks(CHUNKS, hidden, targets, hidden_gradient):
             loss, slope = _chunk_loss(F.linear(rows, weight), row_targets)
             total += loss
             if needs_gradient:

@@ -202,14 +202,15 @@ def part_costs(
         work: What a worker does with a micro-batch.
         device: The device that does it.
         compiles_blocks: Whether torch.compile compiles the blocks.
-        compiles_loss: Whether the loss is compiled on a GPU that has the whole model.
+        compiles_loss: Whether the loss is compiled on a GPU that has whole logits.
     """
     costs = []
     for name in model.parts:
         if name.startswith("block"):
             is_compiled = compiles_blocks
         else:
-            is_compiled = name == AFTER and compiles_loss and work.variant.whole_model
+            # Logits that tensor parallelism splits have a loss of their own, which is not compiled.
+            is_compiled = name == AFTER and compiles_loss and work.tp == 1
         is_fused = is_compiled and not device.is_cpu
         costs.append(_part_cost(model, name, work=work, device=device, is_fused=is_fused))
     return costs
@@ -231,7 +232,7 @@ def _part_cost(
         work = work._replace(precision="bf16")
     if name == AFTER and device.logits:
         products = part.products_at("forward", work.batch, work.tp)
-        values["moved_forward"] += device.logits * _result_numbers(products)
+        values["moved_forward"] += device.logits * _logits(products)
     forward = _phase_cost(part, values, phase="forward", work=work, device=device)
     backward = _phase_cost(part, values, phase="backward", work=work, device=device)
     shares = _Recomputed(0.0, 0.0)
@@ -352,12 +353,6 @@ def _operand_numbers(products: npt.NDArray[np.float64]) -> float:
     """How many numbers both operands of all products have."""
     m, n, k, batch, repeats = products.T
     return float(((m * k + k * n) * batch * repeats).sum())
-
-
-def _result_numbers(products: npt.NDArray[np.float64]) -> float:
-    """How many numbers the results of all products have."""
-    m, n, _, batch, repeats = products.T
-    return float((m * n * batch * repeats).sum())
 
 
 def _logits(products: npt.NDArray[np.float64]) -> float:

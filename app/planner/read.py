@@ -277,7 +277,14 @@ class Reader:
                 return self.task.loss(model, values)
 
         with fake or contextlib.nullcontext():
-            return watch(module, self._block_names, loss, peers, on_gpu=self._on_gpu)
+            return watch(
+                module,
+                self._block_names,
+                loss,
+                peers,
+                on_gpu=self._on_gpu,
+                is_fake=fake is not None,
+            )
 
     def _make_module(self, casting: str, fake: Any) -> nn.Module:
         """A new module for a trace: with real parameters, or with fake ones of the same shapes."""

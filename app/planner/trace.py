@@ -13,10 +13,11 @@ Fused operations are recorded as GPUs have them (fused.py).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from app.data.loader import map_tensors, tensors
+from app.models.cross_entropy import first_chunks_only
 from app.planner.fused import Fused
 from app.planner.fusion import Fusion, Place
 from strategies.activation_checkpointing import is_kept
@@ -129,6 +131,7 @@ class CostRecorder(OperationMode):
         self.parts: dict[str, PartTrace] = defaultdict(PartTrace)
         self.part = BEFORE
         self.phase = "forward"
+        self._times = 1
         # Storages are identified by id() as long as they are alive.
         state = [*module.parameters(), *module.buffers()]
         self._parameters = {_storage_id(tensor) for tensor in state}
@@ -156,7 +159,21 @@ class CostRecorder(OperationMode):
 
     def count(self, name: str, value: float) -> None:
         """Add to a value of the current part."""
-        self.parts[self.part].values[name] += value
+        self.parts[self.part].values[name] += value * self._times
+
+    @contextlib.contextmanager
+    def repeated(self, times: int) -> Iterator[None]:
+        """Record everything so many times, in the order in which it would be computed.
+
+        Args:
+            times: How often it would be computed.
+        """
+        products = self.parts[self.part].products[self.phase]
+        before = len(products)
+        self._times = times
+        yield
+        self._times = 1
+        products.extend(products[before:] * (times - 1))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -342,6 +359,7 @@ def watch(
     peers: ShapePeers | None = None,
     *,
     on_gpu: bool = True,
+    is_fake: bool = False,
 ) -> Trace:
     """Run a forward and a backward once and record what the parts cost.
 
@@ -353,6 +371,7 @@ def watch(
         loss: Computes the loss of the model that it is called with.
         peers: Of a model that is split by tensor parallelism, what counts its collectives.
         on_gpu: Whether fused operations are those of a GPU (fused.py).
+        is_fake: Whether tensors are fake, so that of a loss in chunks one chunk is enough.
     """
     recorder = CostRecorder(module)
     order: list[str] = []
@@ -364,7 +383,8 @@ def watch(
     traced_blocks: dict[Hashable, _TracedBlock] = {}
     for block in dict.fromkeys(module.get_submodule(name) for name in blocks):
         block.forward = _traced_forward(block, recorder, order, traced_blocks)
-    with recorder, Fused(recorder, on_gpu=on_gpu):
+    chunks = first_chunks_only(recorder.repeated) if is_fake else contextlib.nullcontext()
+    with recorder, Fused(recorder, on_gpu=on_gpu), chunks:
         with saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
             value = loss(module)
         sent_forward = dict(peers.sent_bytes) if peers is not None else {}

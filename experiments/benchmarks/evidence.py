@@ -51,10 +51,10 @@ def draw_calibration(
         problem = f"--calibration needs {fit.ENOUGH} runs with a speed"
         raise click.UsageError(f"{problem}, and there are {len(with_speed)}")
     fitted = [one for one in with_speed if one.run.part == "fit"] or with_speed
-    errors = [(traits[one.run], one.error) for one in fitted]
+    residuals = [fit.Residual(one.run.source, traits[one.run], one.error) for one in fitted]
     lines: dict[str, list[tuple[float, float]]] = {"as it should be": [(0, 0), (100, 100)]}
     for level in range(10, 100, 10):
-        ranges = fit.ranges(errors, (50 - level / 2, 50 + level / 2))
+        ranges = fit.ranges(residuals, (50 - level / 2, 50 + level / 2))
         for part in PARTS_OF_TABLE:
             are_inside = []
             for one in with_speed:

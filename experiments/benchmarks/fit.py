@@ -13,7 +13,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
@@ -96,7 +96,9 @@ STEP = 0.02
 QUANTILES = (10.0, 90.0)
 """The quantiles of errors between which the range is that a plan shows."""
 ENOUGH = 8
-"""Runs that a kind of layout needs for a range of its own."""
+"""Runs of which attention is a large part that are needed to say how much slower it may be."""
+ENOUGH_SOURCES = 4
+"""Sources that a group of runs needs so that 80 of 100 runs of a fifth source are inside."""
 LARGE_ATTENTION = 0.2
 """The share of computing above which attention is a large part of a step."""
 
@@ -290,18 +292,35 @@ def intervals(
 
 # --- ranges ---------------------------------------------------------------------------------------
 
-Errors = Sequence[tuple[Traits, float]]
-"""The traits of runs, and the relative errors of their plans' speed."""
 
-
-def ranges(errors: Errors, quantiles: tuple[float, float] = QUANTILES) -> dict[str, Any]:
-    """The ranges that app/planner/ranges.py reads.
-
-    A kind of layout with few runs has the range of all. The ends are those of a conformal range: of
-    n errors the one is taken that n + 1 would have there.
+class Residual(NamedTuple):
+    """The error of a run's plan, made with constants that were fitted to other sources' runs.
 
     Args:
-        errors: The errors that runs had when nothing of their source was fitted to.
+        source: The run's source.
+        traits: What the error depends on.
+        error: The relative error of the planned speed.
+    """
+
+    source: str
+    traits: Traits
+    error: float
+
+
+Residuals = Sequence[Residual]
+
+
+def ranges(residuals: Residuals, quantiles: tuple[float, float] = QUANTILES) -> dict[str, Any]:
+    """The ranges that app/planner/ranges.py reads.
+
+    Runs of one source err alike, so that sources are what is drawn at random, and not runs. Each of
+    them counts as much, however many runs it has. The ends of the ranges of a kind of layout are
+    quantiles of its runs, and groups are wider by a factor that counts the source of the next run
+    too, which is not known, and whose errors are taken to be as large as any (Lee, Barber, Willett
+    2023, https://arxiv.org/abs/2306.06342). A kind of layout with few sources has the range of all.
+
+    Args:
+        residuals: The errors that runs had when nothing of their source was fitted to.
         quantiles: Between which quantiles, in percent, the range is.
 
     Returns:
@@ -312,24 +331,23 @@ def ranges(errors: Errors, quantiles: tuple[float, float] = QUANTILES) -> dict[s
         range is wider where a run has a trait that none of these has, which is the least by which
         80 % of such runs are inside.
     """
-    fitted = [pair for pair in errors if has_constants(pair[0])]
-    shares = defaultdict[str, list[float]](list)
-    for traits, error in fitted:
-        share = 1 / (1 + error)
-        shares["any"].append(share)
-        shares[traits.layout].append(share)
+    fitted = [residual for residual in residuals if has_constants(residual.traits)]
+    by_layout = defaultdict[str, list[Residual]](list)
+    for residual in fitted:
+        by_layout["any"].append(residual)
+        by_layout[residual.traits.layout].append(residual)
     ends = {}
-    for layout, shares_of_layout in shares.items():
-        if len(shares_of_layout) >= ENOUGH:
-            ends[layout] = _conformal(shares_of_layout, quantiles)
-    sizes = [traits.billions for traits, _ in fitted]
-    lengths = [traits.sequence for traits, _ in fitted if traits.sequence]
+    for layout, of_layout in by_layout.items():
+        if layout == "any" or _sources(of_layout) >= ENOUGH_SOURCES:
+            ends[layout] = _ends(of_layout, quantiles)
+    sizes = [residual.traits.billions for residual in fitted]
+    lengths = [residual.traits.sequence for residual in fitted if residual.traits.sequence]
     fitted_ranges: dict[str, Any] = {
         "layouts": ends,
         "seen": {
             "models": [DENSE],
-            "layouts": sorted(set(shares) - {"any"}),
-            "families": sorted({traits.family for traits, _ in fitted}),
+            "layouts": sorted(set(by_layout) - {"any"}),
+            "families": sorted({residual.traits.family for residual in fitted}),
             "billions": [_rounded(min(sizes)), _rounded(max(sizes))],
             "sequence": [min(lengths), max(lengths)],
         },
@@ -339,7 +357,7 @@ def ranges(errors: Errors, quantiles: tuple[float, float] = QUANTILES) -> dict[s
     }
     inside = (quantiles[1] - quantiles[0]) / 100
     fitted_ranges["groups"] = _factors(fitted, fitted_ranges, inside)
-    fitted_ranges["wider"] = _wider(errors, fitted_ranges, inside)
+    fitted_ranges["wider"] = _wider(residuals, fitted_ranges, inside)
     return fitted_ranges
 
 
@@ -348,11 +366,13 @@ def has_constants(traits: Traits) -> bool:
     return traits.family in FAMILIES and traits.model == DENSE
 
 
-def _slower_attention(errors: Errors, ends: dict[str, list[float]], low_quantile: float) -> float:
+def _slower_attention(
+    residuals: Residuals, ends: dict[str, list[float]], low_quantile: float
+) -> float:
     """How many times longer attention may take, less 1, so that the low end of ranges holds.
 
     Args:
-        errors: Of runs with fitted constants.
+        residuals: Of runs with fitted constants.
         ends: The range of each kind of layout.
         low_quantile: Percent of the runs that may be below the low end.
 
@@ -360,87 +380,122 @@ def _slower_attention(errors: Errors, ends: dict[str, list[float]], low_quantile
         0 if fewer than `ENOUGH` runs are attention to a large part.
     """
     needed = []
-    for traits, error in errors:
+    for source, traits, error in residuals:
         if traits.attention > LARGE_ATTENTION:
             low = base_of(traits, ends, 0.0)[0]
-            needed.append(max(0.0, (low * (1 + error) - 1) / traits.attention))
+            needed.append((max(0.0, (low * (1 + error) - 1) / traits.attention), source))
     if len(needed) < ENOUGH:
         return 0.0
-    return _least(needed, 1 - low_quantile / 100)
+    return _rounded_up(_quantile(needed, 1 - low_quantile / 100))
 
 
-def _factors(errors: Errors, fitted_ranges: dict[str, Any], inside: float) -> dict[str, float]:
+def _factors(
+    residuals: Residuals, fitted_ranges: dict[str, Any], inside: float
+) -> dict[str, float]:
     """How many times wider ranges are to be, for each group of runs that needs it.
 
     Groups overlap, so that a factor for one may be enough for another. The one that needs the most
-    gets its factor first, and the others are looked at again with it.
+    gets its factor first, and the others are looked at again with it. A group of fewer than
+    `ENOUGH_SOURCES` sources has no factor of its own.
 
     Args:
-        errors: Of runs with fitted constants.
+        residuals: Of runs with fitted constants.
         fitted_ranges: The ranges so far.
         inside: The share of a group's runs that is to be inside.
     """
-    times_of_group = defaultdict[str, list[tuple[Traits, float]]](list)
-    for traits, error in errors:
-        times = _times_wider(traits, error, fitted_ranges)
-        for name in traits.groups:
-            times_of_group[name].append((traits, times))
+    members = defaultdict[str, list[Residual]](list)
+    for residual in residuals:
+        for name in residual.traits.groups:
+            members[name].append(residual)
     factors: dict[str, float] = {}
     while True:
         lacking = {}
-        for name, runs in times_of_group.items():
-            needed = [times / factor_of(traits, factors) for traits, times in runs]
-            factor = _least(needed, inside) if len(runs) >= ENOUGH else 1.0
-            if factor > 1:
-                lacking[name] = factor
+        for name, group in members.items():
+            if _sources(group) < ENOUGH_SOURCES:
+                continue
+            times = [(_times_wider(each, fitted_ranges), each) for each in group]
+            needed = [
+                (wider / factor_of(each.traits, factors), each.source) for wider, each in times
+            ]
+            if _rounded_up(_quantile(needed, inside, counts_unseen=True)) > 1:
+                needed_alone = [(wider, each.source) for wider, each in times]
+                lacking[name] = _rounded_up(_quantile(needed_alone, inside, counts_unseen=True))
         if not lacking:
             return factors
         worst = max(lacking, key=lambda name: lacking[name])
-        runs = times_of_group[worst]
-        factors[worst] = max(_least([times for _, times in runs], inside), factors.get(worst, 1.0))
+        factors[worst] = lacking[worst]
 
 
-def _wider(errors: Errors, fitted_ranges: dict[str, Any], inside: float) -> float:
+def _wider(residuals: Residuals, fitted_ranges: dict[str, Any], inside: float) -> float:
     """By how much ranges are wider for each trait that no fitted run has.
 
     Args:
-        errors: Of runs.
+        residuals: Of runs.
         fitted_ranges: The ranges so far.
         inside: The share of such runs that is to be inside.
     """
     needed = []
-    for traits, error in errors:
-        distance = distance_of(traits, fitted_ranges["seen"])[1]
+    for row, residual in enumerate(residuals):
+        distance = distance_of(residual.traits, fitted_ranges["seen"])[1]
         if distance > 0:
-            times = _times_wider(traits, error, fitted_ranges)
-            factor = factor_of(traits, fitted_ranges["groups"])
-            needed.append(max(0.0, (times / factor - 1) / distance))
-    return _least(needed, inside) if needed else 0.0
+            times = _times_wider(residual, fitted_ranges)
+            factor = factor_of(residual.traits, fitted_ranges["groups"])
+            # There are few sources of each of these traits, so that runs count in place of them.
+            needed.append((max(0.0, (times / factor - 1) / distance), str(row)))
+    return _rounded_up(_quantile(needed, inside, counts_unseen=True)) if needed else 0.0
 
 
-def _times_wider(traits: Traits, error: float, fitted_ranges: dict[str, Any]) -> float:
+def _times_wider(residual: Residual, fitted_ranges: dict[str, Any]) -> float:
     """How many times wider than its layout's a range must be so that a run is inside."""
+    traits = residual.traits
     distance = distance_of(traits, fitted_ranges["seen"])[1]
     low, high = base_of(
         traits, fitted_ranges["layouts"], distance, attention=fitted_ranges["attention"]
     )
-    log_share = math.log(1 / (1 + error))
+    log_share = math.log(1 / (1 + residual.error))
     return log_share / math.log(high if log_share > 0 else low)
 
 
-def _least(needed: Sequence[float], inside: float) -> float:
-    """The least value that is enough for a share of the runs and one more, rounded up."""
-    quantile = min(1.0, inside * (len(needed) + 1) / len(needed))
-    return math.ceil(100 * float(np.quantile(needed, quantile, method="higher"))) / 100
+def _sources(residuals: Residuals) -> int:
+    """How many sources runs have."""
+    return len({residual.source for residual in residuals})
 
 
-def _conformal(shares: Sequence[float], quantiles: tuple[float, float]) -> list[float]:
-    """Both ends of a conformal range, around 1."""
-    count = len(shares)
-    low, high = (quantile / 100 for quantile in quantiles)
-    low_quantile = max(0.0, low * (count + 1) / count - 1 / count)
-    high_quantile = min(1.0, high * (count + 1) / count)
-    low_end, high_end = np.quantile(np.array(shares), (low_quantile, high_quantile))
+def _quantile(
+    values: Sequence[tuple[float, str]], level: float, *, counts_unseen: bool = False
+) -> float:
+    """The least value that is enough for a share of the runs, if all sources count as much.
+
+    Args:
+        values: Of runs, each with its source.
+        level: The share.
+        counts_unseen: Whether a further source counts too, for which no value is enough.
+
+    Returns:
+        The largest value if none is enough.
+    """
+    rows = Counter(source for _, source in values)
+    sources = len(rows) + counts_unseen
+    reached = 0.0
+    for value, source in sorted(values):
+        reached += 1 / (sources * rows[source])
+        if reached > level - 1e-9:
+            return value
+    return max(values)[0]
+
+
+def _rounded_up(value: float) -> float:
+    """Two digits behind the point, rounded up."""
+    return math.ceil(100 * value - 1e-6) / 100
+
+
+def _ends(residuals: Residuals, quantiles: tuple[float, float]) -> list[float]:
+    """Both ends of a range, around 1."""
+    low, high = quantiles
+    shares = [(1 / (1 + residual.error), residual.source) for residual in residuals]
+    negative_shares = [(-share, source) for share, source in shares]
+    low_end = -_quantile(negative_shares, 1 - low / 100)
+    high_end = _quantile(shares, high / 100)
     return [_rounded(min(low_end, 0.99)), _rounded(max(high_end, 1.01))]
 
 

@@ -292,6 +292,46 @@ def _left_out_with(run: Run, group_by: str) -> str:
     return run.source if group_by == "source" else run.gpu.partition(":")[0]
 
 
+class Shifts:
+    """By how much planned times change when constants are fitted without a second group.
+
+    By the derivatives of the whole fit, so that nothing is planned again.
+
+    Args:
+        whole_fit: The fit to all rows that are for it.
+        fitted: Those rows.
+        group_by: "source" or "gpu".
+    """
+
+    def __init__(self, whole_fit: fit.Fit, fitted: Sequence[Prepared], group_by: str) -> None:
+        self._whole_fit = whole_fit
+        self._rows = {one.run: row for row, one in enumerate(fitted)}
+        self._groups = np.array([_left_out_with(one.run, group_by) for one in fitted])
+        self._weights = fit.weights([one.run for one in fitted])
+        self._points: dict[frozenset[str], np.ndarray] = {}
+
+    def of(self, run: Run, group: str, second: str) -> float:
+        """The change of the logarithm of a run's time; 0 for one that is not fitted to.
+
+        Args:
+            run: The run.
+            group: Its group, which is left out in any case.
+            second: The other one that is left out.
+        """
+        if run not in self._rows:
+            return 0.0
+        change = self._point(frozenset((group, second))) - self._point(frozenset((group,)))
+        return float(self._whole_fit.slopes[self._rows[run]] @ change)
+
+    def _point(self, left_out: frozenset[str]) -> np.ndarray:
+        """The logarithms of the constants that are fitted without some groups."""
+        if left_out not in self._points:
+            kept = np.flatnonzero(~np.isin(self._groups, list(left_out)))
+            values = fit.without(self._whole_fit, kept, self._weights[kept])
+            self._points[left_out] = np.log([values[name] for name in fit.NAMES])
+        return self._points[left_out]
+
+
 def _is_fitted(one: Prepared) -> bool:
     """Whether constants are fitted to a row."""
     if one.plan is None or not one.run.step_seconds:
@@ -313,7 +353,7 @@ def write_fit(prepared: Sequence[Prepared]) -> str:
     intervals = fit.intervals(whole_fit, sources, fit.weights([one.run for one in fitted]))
     traits = _traits(prepared)
     unseen = without_own(prepared, whole_fit, fitted, group_by="source")
-    ranges = fit.ranges([error for _, error in _errors_for_ranges(unseen, traits)])
+    ranges = fit.ranges([residual for _, residual in _residuals(unseen, traits)])
     return fit.write(whole_fit.values, intervals, ranges, len(fitted))
 
 
@@ -322,12 +362,12 @@ def _traits(prepared: Sequence[Prepared]) -> dict[Run, Traits]:
     return {one.run: one.traits for one in prepared if one.plan is not None}
 
 
-def _errors_for_ranges(
+def _residuals(
     unseen: Sequence[Compared], traits: Mapping[Run, Traits]
-) -> list[tuple[Run, tuple[Traits, float]]]:
+) -> list[tuple[Run, fit.Residual]]:
     """The errors that ranges are made of: those of rows that constants are fitted to."""
     return [
-        (one.run, (traits[one.run], one.error))
+        (one.run, fit.Residual(one.run.source, traits[one.run], one.error))
         for one in unseen
         if one.has_speed and one.run.part == "fit"
     ]
@@ -337,24 +377,33 @@ def with_ranges_of_others(
     compared: Sequence[Compared],
     unseen: Sequence[Compared],
     traits: Mapping[Run, Traits],
+    shifts: Shifts,
     *,
     group_by: str,
 ) -> list[Compared]:
     """The same runs, with ranges that were made of the errors of other sources', or on other GPUs.
 
-    Ranges stay as they are where there are too few others to make any of.
+    These errors too are those of plans with constants to which neither the run's source nor theirs
+    was fitted (CV+: Barber et al. 2021, https://arxiv.org/abs/1905.02928). Ranges stay as they are
+    where there are too few others to make any of.
 
     Args:
         compared: The runs beside their plans.
         unseen: The runs, each planned with constants of others, by the plain command.
         traits: What the error of each run's plan depends on.
+        shifts: By how much the planned times change without a second group.
         group_by: "source" or "gpu".
     """
-    errors = _errors_for_ranges(unseen, traits)
+    residuals = _residuals(unseen, traits)
     ranges_for: dict[str, dict[str, Any]] = {}
     for group in {_left_out_with(one.run, group_by) for one in compared}:
-        others = [pair for run, pair in errors if _left_out_with(run, group_by) != group]
-        has_enough = sum(fit.has_constants(each) for each, _ in others) >= fit.ENOUGH
+        others = []
+        for run, residual in residuals:
+            group_of_run = _left_out_with(run, group_by)
+            if group_of_run != group:
+                share = math.exp(shifts.of(run, group_of_run, group))
+                others.append(residual._replace(error=(1 + residual.error) / share - 1))
+        has_enough = sum(fit.has_constants(each.traits) for each in others) >= fit.ENOUGH
         ranges_for[group] = fit.ranges(others) if has_enough else {}
     changed = []
     for one in compared:
@@ -496,12 +545,14 @@ def _left_out(
         without_own(prepared, whole_fit, fitted, group_by=group_by, described=each)
         for each in (False, True)
     )
+    shifts = Shifts(whole_fit, fitted, group_by)
     judged = {one.run for one in chosen}
     compared, compared_described = (
         with_ranges_of_others(
             [one for one in each if one.run in judged],
             unseen,
             traits,
+            shifts,
             group_by=group_by,
         )
         for each in (unseen, unseen_described)

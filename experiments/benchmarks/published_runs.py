@@ -59,8 +59,17 @@ ALIGNED = 64
 ADAPTERS = {"r": 16}
 """The adapters of a run with LoRA whose source does not say them."""
 QUERIES_AND_VALUES = {"r": 8, "targets": ["q_proj", "v_proj"]}
-ADAPTERS_OF = {"Lightning-AI/litgpt": QUERIES_AND_VALUES, "pytorch/torchtune": QUERIES_AND_VALUES}
+IN_PROJECTIONS = {"r": 16, "targets": ["q_proj", "k_proj", "v_proj"]}
+ADAPTERS_OF = {
+    "Lightning-AI/litgpt": QUERIES_AND_VALUES,
+    "pytorch/torchtune": QUERIES_AND_VALUES,
+    "nemo-framework": IN_PROJECTIONS,
+    "NVIDIA-NeMo/Megatron": IN_PROJECTIONS,
+}
 """The same by source.
+
+NVIDIA's recipes for performance set peft.target_modules to ["linear_qkv"] alone, with a rank of 16
+(NeMo's nemo/collections/llm/recipes/llama3_70b.py, Megatron-Bridge's scripts/performance).
 
 LitGPT's page counts 4,194,304 trained parameters; its script checkpoints blocks under FSDP.
 torchtune's 8B_lora_single_device.yaml has these adapters, and checkpoints activations: the 24 GB of
@@ -222,6 +231,8 @@ class Run:
         args: dict[str, Any] = {"data": "tokens-of-the-run.bin", "sequence_length": self.sequence}
         if not self.d_model:
             args |= self._named_model()
+        elif self.model.startswith("mpt-"):
+            args |= {"model": "gpt2", "config": self._gpt2_config()}
         elif self._is_built_in():
             args |= {
                 "d_model": self.d_model,
@@ -261,6 +272,19 @@ class Run:
         if self.gated:
             return self.d_hidden
         return round(2 * self.d_hidden / 3 / ALIGNED) * ALIGNED
+
+    def _gpt2_config(self) -> dict[str, Any]:
+        """The configuration of a GPT-2 of the run's sizes."""
+        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        return dropouts | {
+            "n_embd": self.d_model,
+            "n_layer": self.n_layers,
+            "n_head": self.n_heads,
+            "n_inner": self.d_hidden,
+            "n_positions": self.sequence,
+            "vocab_size": self.vocab_size,
+            "activation_function": "gelu",
+        }
 
     def _config(self) -> dict[str, Any]:
         """The configuration of a model of the `transformers` library."""
@@ -408,8 +432,9 @@ def _from_published(entry: Mapping[str, str]) -> Run:
 def _from_llm_foundry(entry: Mapping[str, str]) -> Run:
     """A row of llm_foundry.csv.
 
-    MPT models are GPT-2s in all but name, here under FSDP. The pages name their networks:
-    InfiniBand and RoCE.
+    MPT models are GPT-2s in all but name, here under FSDP: LayerNorm, learned positions, biases and
+    a feed-forward layer of two products with GELU (llmfoundry/models/mpt and models/layers/ffn.py
+    at 061f2c7). The pages name their networks: InfiniBand and RoCE.
     """
     width = int(entry["d_model"])
     heads = int(entry["n_heads"])

@@ -207,6 +207,7 @@ class HuggingFace(SplitDataTask):
         self._eval = self._data.eval_data()
         self.unit = self._data.unit
         self.float_output = self._data.float_output
+        self.compiles_loss = self._data.compiles_loss
         self.gathers = self._data.gathers
         self.config = resolve_config(self.source, derived=self._data.config_keys, written=written)
         self.recipe = replace(recipe, config=self.config)

@@ -1,5 +1,6 @@
 """What the planner reads from a model holds at batch sizes and degrees that it did not trace."""
 
+import contextlib
 import itertools
 import resource
 from types import SimpleNamespace
@@ -17,13 +18,15 @@ from torch.utils.data import Dataset, TensorDataset
 from app.config.io import load_config
 from app.data.loader import fetch
 from app.errors import UserError
+from app.models import cross_entropy
 from app.planner import read as reading
 from app.planner import trace
 from app.planner.advice import predict
 from app.planner.device import device_named
 from app.planner.machine import cpus
+from app.planner.model_costs import PartCosts
 from app.planner.read import AUTOCAST, CAST, PLAIN, Reader
-from app.tasks import load_task
+from app.tasks import language, load_task
 from app.tasks.base import Task
 from strategies import activation_checkpointing
 from strategies.layout import choose
@@ -273,3 +276,62 @@ def test_a_large_model_is_read_without_its_memory() -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1e6, (
         "a gigabyte, in kilobytes"
     )
+
+
+VOCABULARY = 256
+
+
+def _call_every_vocabulary_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let losses be computed in chunks."""
+    for module in (cross_entropy, language):
+        monkeypatch.setattr(module, "LARGE_VOCABULARY", VOCABULARY)
+
+
+@pytest.mark.parametrize("whole_model", [True, False])
+def test_one_chunk_of_a_loss_is_traced_for_all_equal_ones(
+    whole_model: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of the last layer's input, and that of logits, in 8 and more chunks."""
+    _call_every_vocabulary_large(monkeypatch)
+    monkeypatch.setattr(cross_entropy, "CHUNK_NUMBERS", 20 * VOCABULARY)
+    task = _gpt(sequence_length=101)
+
+    def read() -> dict[str, PartCosts]:
+        reader = Reader(task, on_gpu=True, splits=False)
+        return reader.costs(CAST, whole_model=whole_model).parts
+
+    calls: list[Tensor] = []
+    chunk_loss = cross_entropy._chunk_loss
+
+    def counted(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        calls.append(logits)
+        return chunk_loss(logits, targets)
+
+    monkeypatch.setattr(cross_entropy, "_chunk_loss", counted)
+    parts = read()
+    calls_of_some = len(calls)
+    monkeypatch.setattr(trace, "first_chunks_only", lambda _: contextlib.nullcontext())
+    all_parts = read()
+    assert calls_of_some < (len(calls) - calls_of_some) / 2
+    for name, part in all_parts.items():
+        for phase in ("forward", "backward"):
+            expected = part.products_at(phase, 8, 1)
+            assert parts[name].products_at(phase, 8, 1) == pytest.approx(expected)
+        for value, expected_value in part.at(8, 1).items():
+            if not value.startswith("fused_"):
+                # The loss of the chunk before is alive in the others: 4 bytes.
+                read_value = parts[name].at(8, 1)[value]
+                assert read_value == pytest.approx(expected_value, rel=1e-4), value
+
+
+def test_a_fused_loss_reads_and_writes_each_logit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of chunks is, though they share the memory of the logits."""
+    _call_every_vocabulary_large(monkeypatch)
+    task = _gpt(sequence_length=128)
+    moved = []
+    for rows in (1 << 20, 64):
+        monkeypatch.setattr(cross_entropy, "CHUNK_NUMBERS", rows * VOCABULARY)
+        reader = Reader(task, on_gpu=True, splits=False)
+        moved.append(reader.costs(CAST).parts["after"].at(8, 1)["fused_moved_forward"])
+    assert moved[0] <= moved[1] <= 1.5 * moved[0]
+    assert moved[0] > 2 * 2 * 8 * 128 * VOCABULARY
