@@ -11,9 +11,9 @@ Only rates of one batch size are compared, since a batch is judged by its best r
 to the better one are kept, because the interval of the best rate rests on them.
 
 The differences follow one another and are correlated, for which app/training/paired.py allows. The
-level of one comparison is `MISTAKES` shared out over all that are made of a trial, with every other
-rate at every report. A setting is judged by all of its seeds, so one that is stopped with one seed
-is stopped with the others at their first report.
+level of one comparison is `MISTAKES` shared out over all that are made of a setting, with each seed
+beside every other rate at every report. A setting is judged by all of its seeds, so one that is
+stopped with one seed is stopped with the others at their first report.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 from app.training.paired import Floats, mean_of
 
 MISTAKES = 0.05
-"""The probability that a trial is stopped although its rate is as good as the others."""
+"""The probability that a setting is stopped although its rate is as good as the others."""
 COMPARED = 0.5
 """The share of the steps so far, at their end, that is compared."""
 PIECES = 64
@@ -45,17 +45,19 @@ class Comparisons:
 
     Args:
         rates: The learning rates of its grid, rising.
-        looks: How many reports of a trial come before its last one.
+        seeds: How many seeds it has.
+        looks: How many reports of a trial come before its last one, at most.
     """
 
     rates: Sequence[float]
+    seeds: int
     looks: int
 
     @property
     def level(self) -> float:
         """The probability of a mistake that one comparison may have (Bonferroni)."""
         others = max(1, len(self.rates) - 1)
-        return MISTAKES / (others * max(1, self.looks))
+        return MISTAKES / (others * self.seeds * max(1, self.looks))
 
     def rates_apart(self, first: float, second: float) -> int:
         """How many steps of the grid lie between two of its rates."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.errors import UserError, nearest
 from experiments.sweep.paired import Comparisons
-from experiments.sweep.trials import RATE
+from experiments.sweep.trials import RATE, SEED
 
 if TYPE_CHECKING:
     from ray.tune.schedulers import TrialScheduler
@@ -190,7 +190,8 @@ def make_scheduler(search: Search, *, longest: int, report_every: int) -> TrialS
     from ray.tune import TuneError, schedulers
 
     if search.scheduler == PAIRED:
-        return _make_paired(search, looks=math.ceil(longest / report_every) - 1)
+        # Reports are due at multiples of the whole run's steps, so the first may come at once.
+        return _make_paired(search, looks=math.ceil(longest / report_every))
     arguments: dict[str, Any] = {
         "time_attr": search.time,
         "metric": search.metric,
@@ -217,7 +218,8 @@ def _make_paired(search: Search, *, looks: int) -> TrialScheduler:
     rates = [float(rate) for rate in search.space[RATE].values]
     if search.scheduler_args:
         raise UserError("scheduler paired takes no arguments: write scheduler: paired")
-    comparisons = Comparisons(rates=sorted(rates), looks=looks)
+    seeds = len(search.space[SEED].values) if SEED in search.space else 1
+    comparisons = Comparisons(rates=sorted(rates), seeds=seeds, looks=looks)
     return PairedScheduler(comparisons)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
+from ray.tune.schedulers import TrialScheduler
 
 from experiments.sweep.paired import (
     MISTAKES,
@@ -16,6 +17,8 @@ from experiments.sweep.paired import (
     better_branch,
     difference_at,
 )
+from experiments.sweep.paired_scheduler import PairedScheduler
+from experiments.sweep.trials import RATE, SEED
 
 pytestmark = pytest.mark.pure
 
@@ -25,25 +28,36 @@ REPORTS = 4
 STEPS = REPORTS * PIECES
 
 
-def run_sweep(curves: Sequence[Floats], rates: Sequence[float] = RATES) -> list[int]:
-    """The last step of each trial, if trials run one after another.
+class NamedTrial:
+    """What the scheduler asks of a trial of Tune's."""
+
+    def __init__(self, name: str, config: dict[str, Any]) -> None:
+        self.name = name
+        self.config = config
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def run_sweep(curves: Mapping[tuple[float, int], Floats]) -> dict[tuple[float, int], int]:
+    """The last step of each trial, by the scheduler, if trials run one after another.
 
     Args:
-        curves: The training losses of each trial, by step.
-        rates: Its learning rate.
+        curves: The training losses of each trial by step, by its rate and seed.
     """
-    comparisons = Comparisons(rates=sorted(rates), looks=REPORTS - 1)
-    branches: list[Branch] = []
-    for rate, curve in zip(rates, curves, strict=True):
-        branch = Branch(rate=rate, last_step=STEPS)
-        for report in range(REPORTS):
-            for step in range(report * PIECES + 1, (report + 1) * PIECES + 1):
-                branch.losses[step] = float(curve[step - 1])
-            is_last = report == REPORTS - 1
-            if not is_last and better_branch(branch, branches, comparisons) is not None:
+    rates = sorted({rate for rate, _ in curves})
+    seeds = len({seed for _, seed in curves})
+    scheduler = PairedScheduler(Comparisons(rates=rates, seeds=seeds, looks=REPORTS - 1))
+    last_steps = {}
+    for (rate, seed), curve in curves.items():
+        trial: Any = NamedTrial(f"{rate}-{seed}", {RATE: rate, SEED: seed})
+        for step in range(PIECES, STEPS + 1, PIECES):
+            losses = [(each, float(curve[each - 1])) for each in range(step - PIECES + 1, step + 1)]
+            result = {"step": step, "steps": STEPS, "losses": losses}
+            last_steps[rate, seed] = step
+            if scheduler.on_trial_result(None, trial, result) == TrialScheduler.STOP:
                 break
-        branches.append(branch)
-    return [branch.step for branch in branches]
+    return last_steps
 
 
 def noise(random: np.random.Generator, correlation: float) -> Floats:
@@ -56,28 +70,34 @@ def noise(random: np.random.Generator, correlation: float) -> Floats:
 
 
 @pytest.mark.parametrize("correlation", [0.0, 0.8])
-def test_rates_that_do_not_differ_are_stopped_in_at_most_one_case_in_twenty(
+def test_settings_that_do_not_differ_are_stopped_in_at_most_one_case_in_twenty(
     correlation: float,
 ) -> None:
+    """By the scheduler, with two seeds, of which one is enough to stop a setting."""
     random = np.random.default_rng(7)
-    sweeps = 1000
+    sweeps = 200
     mistaken = 0
     for _ in range(sweeps):
-        samples = 10 * random.normal(size=STEPS)  # what the samples do is the same for all
-        steps = run_sweep([samples + noise(random, correlation) for _ in RATES])
-        mistaken += sum(step < STEPS for step in steps)
+        curves: dict[tuple[float, int], Floats] = {}
+        for seed in range(2):
+            samples = 10 * random.normal(size=STEPS)  # what they do is the same for all rates
+            curves |= {(rate, seed): samples + noise(random, correlation) for rate in RATES}
+        last_steps = run_sweep(curves)
+        mistaken += len({rate for (rate, _), step in last_steps.items() if step < STEPS})
     assert mistaken / (sweeps * len(RATES)) <= MISTAKES
 
 
 def test_a_rate_that_is_worse_is_stopped_though_samples_vary_more() -> None:
     random = np.random.default_rng(8)
-    saved = 0.0
     sweeps = 100
+    saved = 0.0
     for _ in range(sweeps):
         samples = 10 * random.normal(size=STEPS)
-        worse = (0.0, 0.0, 0.0, 3.0, 3.0)
-        steps = run_sweep([samples + noise(random, 0.3) + each for each in worse])
-        saved += sum(STEPS - step for step in steps[3:]) / (2 * STEPS)
+        worse = dict(zip(RATES, (0.0, 0.0, 0.0, 3.0, 3.0), strict=True))
+        last_steps = run_sweep(
+            {(rate, 0): samples + noise(random, 0.3) + worse[rate] for rate in RATES}
+        )
+        saved += sum(STEPS - last_steps[rate, 0] for rate in RATES[3:]) / (2 * STEPS)
     assert saved / sweeps > 0.5, "of the steps of the rates that are worse"
 
 
@@ -103,7 +123,7 @@ def test_a_difference_that_goes_away_and_a_neighbour_stop_nothing(
 ) -> None:
     random = np.random.default_rng(9)
     step = np.arange(1, STEPS + 1, dtype=np.float64)
-    comparisons = Comparisons(rates=RATES, looks=REPORTS - 1)
+    comparisons = Comparisons(rates=RATES, seeds=1, looks=REPORTS - 1)
     curves = [noise(random, 0.0), noise(random, 0.0) + difference(step)]
     first, second = (
         Branch(
@@ -118,7 +138,7 @@ def test_a_difference_that_goes_away_and_a_neighbour_stop_nothing(
 
 
 def test_a_branch_is_not_compared_with_one_that_is_not_as_far() -> None:
-    comparisons = Comparisons(rates=RATES, looks=1)
+    comparisons = Comparisons(rates=RATES, seeds=1, looks=1)
     better = Branch(rate=1e-4, last_step=STEPS, losses=dict.fromkeys(range(1, 63), 0.0))
     worse = Branch(rate=1.6e-3, last_step=STEPS, losses=dict.fromkeys(range(1, 65), 9.0))
     assert better_branch(worse, [better], comparisons) is None
@@ -127,7 +147,7 @@ def test_a_branch_is_not_compared_with_one_that_is_not_as_far() -> None:
 
 
 def test_few_losses_and_losses_that_are_not_finite_stop_nothing() -> None:
-    comparisons = Comparisons(rates=RATES, looks=1)
+    comparisons = Comparisons(rates=RATES, seeds=1, looks=1)
     for losses in ({}, {1: 9.0}, dict.fromkeys(range(1, 9), 9.0), {1: float("nan"), 2: 9.0}):
         worse = Branch(rate=1.6e-3, last_step=STEPS, losses=dict(losses))
         better = Branch(rate=1e-4, last_step=STEPS, losses=dict.fromkeys(losses, 0.0))
@@ -139,45 +159,15 @@ def test_a_difference_goes_on_along_a_line() -> None:
     assert difference_at(20.0, steps, 3.0 - 0.1 * steps) == pytest.approx(1.0)
 
 
-def test_tune_stops_a_trial_and_learns_the_same_again_from_repeated_reports() -> None:
-    from ray.tune.schedulers import TrialScheduler
-
-    from experiments.sweep.paired_scheduler import PairedScheduler
-
-    class NamedTrial:
-        """What the scheduler asks of Tune's trial."""
-
-        def __init__(self, name: str, config: dict[str, Any]) -> None:
-            self.name = name
-            self.config = config
-
-        def __str__(self) -> str:
-            return self.name
-
-    def report(step: int, loss: float) -> dict[str, Any]:
-        losses = [(each, loss) for each in range(step - PIECES + 1, step + 1)]
-        return {"step": step, "steps": STEPS, "losses": losses}
-
-    def decisions() -> list[list[str]]:
-        comparisons = Comparisons(rates=RATES, looks=REPORTS - 1)
-        scheduler = PairedScheduler(comparisons)
-        answers = []
-        rows = [(1e-4, 0, 1.0), (4e-4, 0, 2.0), (2e-4, 0, 3.0), (8e-4, 1, 9.0), (4e-4, 1, 1.0)]
-        for number, (rate, seed, loss) in enumerate(rows):
-            config = {"optimizer.lr": rate, "train.seed": seed}
-            trial: Any = NamedTrial(f"t{number}", config)
-            answers.append(
-                [
-                    scheduler.on_trial_result(None, trial, report(step, loss))
-                    for step in range(PIECES, STEPS + 1, PIECES)
-                ]
-            )
-        return answers
-
-    first = decisions()
-    goes_on = [TrialScheduler.CONTINUE] * REPORTS
-    stopped = [TrialScheduler.STOP] * (REPORTS - 1) + [TrialScheduler.CONTINUE]
-    # A neighbour is kept, another seed has other samples, and the last report ends a trial anyway.
-    # The last trial is of a setting that was stopped with the first seed.
-    assert first == [goes_on, stopped, goes_on, goes_on, stopped]
-    assert decisions() == first
+def test_a_neighbour_is_kept_and_a_setting_is_stopped_with_all_its_seeds() -> None:
+    rows = [(1e-4, 0, 1.0), (4e-4, 0, 2.0), (2e-4, 0, 3.0), (8e-4, 1, 9.0), (4e-4, 1, 1.0)]
+    curves = {(rate, seed): np.full(STEPS, loss) for rate, seed, loss in rows}
+    last_steps = run_sweep(curves)
+    assert last_steps == {
+        (1e-4, 0): STEPS,
+        (4e-4, 0): PIECES,
+        (2e-4, 0): STEPS,  # next to the better one
+        (8e-4, 1): STEPS,  # another seed has other samples
+        (4e-4, 1): PIECES,  # stopped with the first seed
+    }
+    assert run_sweep(curves) == last_steps, "the same again from repeated reports"
