@@ -211,7 +211,7 @@ class Branches:
         training.progress.position = start
         self._apply(replace(self.growth, decisions=(*self.growth.decisions, decision)))
         training.warn(decision.sentence)
-        self._report(taken)
+        self._take_over(taken)
         self._log_losses(start, same, doubled, decision)
         every = training.config.train.eval_every
         if every and training.steps_done // every > start.step // every:
@@ -230,7 +230,7 @@ class Branches:
         training.steps = training.steps_done + steps_left
         training.reporter.follow(training.global_batches, training.steps)
 
-    def _report(self, taken: Branch) -> None:
+    def _take_over(self, taken: Branch) -> None:
         """Report the steps of the branch that was taken over, and go to its end."""
         training = self.training
         progress = training.progress
