@@ -360,7 +360,13 @@ def _grid_of(losses: Losses) -> _Grid | None:
             edge_batches.append(batch)
     if not batches:
         return None
-    variance, freedom = residual_variance(arrays)
+    # At an edge a batch's loss may hardly vary, as a rate near 0 changes nothing: that is not how
+    # much it varies at the best rate.
+    is_inside = [batch not in edge_batches for batch in batches]
+    inside = [array for array, each in zip(arrays, is_inside, strict=True) if each]
+    variance, freedom = residual_variance(inside) if inside else (0.0, 0)
+    if not freedom:
+        variance, freedom = residual_variance(arrays)
     return _Grid(
         batches=batches,
         logs=logs,

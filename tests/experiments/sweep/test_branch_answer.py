@@ -216,6 +216,25 @@ def test_a_large_batch_without_a_rate_that_suits_it_may_be_the_critical_one() ->
     assert at_edge.is_open, "the critical batch may be larger still"
 
 
+def test_a_rate_near_zero_where_nothing_varies_is_not_the_noise() -> None:
+    """As digits@300 had it: the loss of most batches falls as their rates do."""
+    random = np.random.default_rng(1)
+    inside = {(256, rate): 0.053 + 0.002 * random.normal(size=3) for rate in (0.016, 0.032, 0.064)}
+    inside[256, 0.032] -= 0.004
+    flat = {
+        (batch, rate): 0.053 + 0.1 * rate + 0.01 * rate * random.normal(size=3)
+        for batch in (16, 32, 512)
+        for rate in (3e-5, 6e-5, 1.2e-4)
+    }
+    answer = answer_of({cell: list(losses) for cell, losses in (flat | inside).items()})
+    assert answer is not None and answer.noise is not None
+    assert answer.edge_batches == [16, 32, 512]
+    assert answer.noise > 0.001
+    only_flat = answer_of({cell: list(losses) for cell, losses in flat.items()})
+    assert only_flat is not None and only_flat.noise is not None
+    assert only_flat.noise < 0.001, "nothing else shows any"
+
+
 def test_losses_are_those_of_branches_that_saw_all_samples() -> None:
     def trial(batch: int, rate: float, seed: int, loss: float, status: str = "finished") -> Trial:
         values = {"train.global_batch_size": batch, "optimizer.lr": rate, "train.seed": seed}
