@@ -125,6 +125,13 @@ class Search:
         return self.trials or DEFAULT_TRIALS
 
     @property
+    def stop_reason(self) -> str:
+        """Why the scheduler stops a trial, for a person."""
+        if self.scheduler == PAIRED:
+            return "stopped early for a better learning rate"
+        return f"stopped early by {self.scheduler}"
+
+    @property
     def sign(self) -> int:
         """1 if a lower value is better, else -1: a lower sign · value is always better."""
         return 1 if self.mode == "min" else -1
@@ -216,8 +223,6 @@ def _make_paired(search: Search, *, looks: int) -> TrialScheduler:
     from experiments.sweep.paired_scheduler import PairedScheduler
 
     rates = [float(rate) for rate in search.space[RATE].values]
-    if search.scheduler_args:
-        raise UserError("scheduler paired takes no arguments: write scheduler: paired")
     seeds = len(search.space[SEED].values) if SEED in search.space else 1
     comparisons = Comparisons(rates=sorted(rates), seeds=seeds, looks=looks)
     return PairedScheduler(comparisons)

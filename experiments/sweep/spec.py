@@ -587,7 +587,7 @@ def _problem_of_paired(space: Mapping[str, Domain], searcher: str, metric: str) 
     """
     rates = space.get(RATE)
     if searcher != "grid" or rates is None or len(rates.values) < LEAST_RATES:
-        return f"it compares the rates of a grid that has at least {LEAST_RATES} of {RATE}"
+        return f"it needs a grid with {LEAST_RATES} or more values of {RATE}"
     if not metric.endswith("loss"):
         return f"it compares training losses, and this sweep compares {metric}"
     return None
@@ -623,6 +623,8 @@ def _check(sweep: Sweep) -> None:
         reason = _problem_of_paired(space, sweep.searcher, sweep.metric)
         if reason is not None:
             raise UserError(f"scheduler is paired, but {reason}: write scheduler: none, or asha")
+        if sweep.scheduler_args:
+            raise UserError("scheduler paired takes no arguments: write scheduler: paired")
     if {"train.steps", "train.epochs"} <= space.keys():
         problem = "the space has train.steps and train.epochs, which contradict each other"
         raise UserError(f"{problem}: leave one out")

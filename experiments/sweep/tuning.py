@@ -103,9 +103,7 @@ def prepare(
     """
     os.environ.update(ENVIRONMENT)
     experiment = sweep.experiment
-    report_every = experiment.train.eval_every or longest
-    if sweep.reports:
-        report_every = max(1, longest // sweep.reports)
+    report_every = _report_every(sweep, longest)
     # The trials of earlier starts come first, in their order.
     points = [trial.values for trial in earlier_trials]
     points += [values for values in sweep.points or () if values not in points]
@@ -134,6 +132,23 @@ def prepare(
         dollars_per_hour,
         room=max(_room(bundles, cluster.nodes) for bundles in needs),
     )
+
+
+def _report_every(sweep: Sweep, longest: int) -> int:
+    """Steps, or samples as `time` says, between two reports of the trial that reports most often.
+
+    Args:
+        sweep: The sweep.
+        longest: The length of the longest trial (`Sweep.longest`).
+    """
+    if sweep.reports:
+        return max(1, longest // sweep.reports)
+    steps = sweep.experiment.train.eval_every
+    if not steps:
+        return longest
+    if sweep.time == "step":
+        return steps
+    return steps * min(config.train.global_batch_size for config in sweep.configs)
 
 
 def _room(bundles: Sequence[Resources], nodes: Sequence[NodeState]) -> int:
@@ -340,8 +355,8 @@ class Observer(tune.Callback, tune.Stopper):
 
     def rate(self) -> float:
         """Dollars per hour of the trials that run or start; 0 if a price is not known."""
-        held = [*list(self.running.values()), *self.starting]  # another thread asks
-        return sum(self.dollars_per_hour.get(workers, 0.0) for workers in held)
+        trials = [*list(self.running.values()), *self.starting]  # another thread asks
+        return sum(self.dollars_per_hour.get(workers, 0.0) for workers in trials)
 
     # --- what Tune asks ---------------------------------------------------------------------------
 
@@ -450,7 +465,7 @@ class Observer(tune.Callback, tune.Stopper):
             return "reached", ""
         if last["step"] >= last["steps"]:
             return "finished", ""
-        return "pruned", f"stopped early by {self.sweep.scheduler} after step {last['step']:,}"
+        return "pruned", f"{self.sweep.stop_reason} after step {last['step']:,}"
 
     def _end(self, record: Trial, status: str, message: str) -> None:
         """Stores how a trial has ended, and says so."""
@@ -494,7 +509,7 @@ class TrialActor(tune.Trainable):
     def cleanup(self) -> None:
         """Ends the trial, which Tune may have stopped."""
         sweep = self.context.sweep
-        reason = f"stopped early by {sweep.scheduler}"
+        reason = sweep.stop_reason
         if sweep.is_reached(self.current.last_taken):
             reason = REACHED
         self.current.stop(reason)

@@ -84,7 +84,7 @@ def test_sweeps_on_a_grid_are_judged_by_the_whole_of_it() -> None:
     assert sum(case.is_inside is True for case in cases) >= 14
     assert all(case.above_lowest >= 0 for case in cases)
     # The seed that judges has chosen neither cell, so a regret may be below zero by chance.
-    assert -2 < sum(case.regret for case in cases) / len(cases) < 2
+    assert abs(sum(case.regret for case in cases)) / len(cases) < 1
 
 
 def test_the_luckiest_cell_of_a_grid_is_no_better_by_a_seed_that_did_not_choose_it() -> None:

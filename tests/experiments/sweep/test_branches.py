@@ -20,6 +20,7 @@ from tests.running import mlflow_run, trireme
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 SPACE: dict[str, Any] = {"train.global_batch_size": [16, 32], "optimizer.lr": [0.001]}
+THREE_RATES: dict[str, Any] = {**SPACE, "optimizer.lr": [0.001, 0.01, 0.1]}
 
 
 def write_sweep(folder: Path, **keys: Any) -> Path:
@@ -99,6 +100,22 @@ def test_a_study_keeps_its_checkpoint_until_it_is_released_or_gone(
         ({"samples": 0}, "samples is 0, but it must be a whole number greater than 0"),
         ({"fork": "runs/none"}, "runs/none is not a run's folder"),
         ({"fork": None, "experiment": {"task": "tests.tasks:Points"}}, "fork is not given"),
+        (
+            {"scheduler": "paired"},
+            "it needs a grid with 3 or more values of optimizer.lr",
+        ),
+        (
+            {"scheduler": "paired", "space": THREE_RATES, "searcher": "random"},
+            "paired, but it needs a grid",
+        ),
+        (
+            {"scheduler": "paired", "space": THREE_RATES, "metric": "eval/accuracy"},
+            "compares training losses, and this sweep compares eval/accuracy: write",
+        ),
+        (
+            {"scheduler": {"name": "paired", "grace_period": 4}, "space": THREE_RATES},
+            "takes no arguments: write scheduler: paired",
+        ),
     ],
 )
 def test_a_branch_sweep_that_cannot_run_is_refused(
@@ -107,6 +124,41 @@ def test_a_branch_sweep_that_cannot_run_is_refused(
     keys = {"fork": str(base), **keys}
     with pytest.raises(UserError, match=sentence):
         read_sweep(str(write_sweep(tmp_path, **keys)), [])
+
+
+@pytest.mark.parametrize(
+    ("keys", "scheduler"),
+    [
+        ({"space": THREE_RATES}, "paired"),
+        ({"space": THREE_RATES, "scheduler": "none"}, "none"),
+        ({"space": THREE_RATES, "metric": "eval/accuracy", "mode": "max"}, "none"),
+        ({"space": THREE_RATES, "searcher": "random"}, "asha"),
+        ({"space": SPACE}, "none"),
+    ],
+)
+def test_a_grid_of_forks_stops_rates_early_where_they_can_be_compared(
+    base: Path, tmp_path: Path, keys: dict[str, Any], scheduler: str
+) -> None:
+    file = str(write_sweep(tmp_path, fork=str(base), **keys))
+    assert read_sweep(file, [f"run.storage={tmp_path}"]).scheduler == scheduler
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"reports": 4, "time": "samples"}, 24),
+        ({"reports": None, "set": {"train.eval_every": 2}}, 2),
+        ({"reports": None, "set": {"train.eval_every": 2}, "time": "samples"}, 2 * 16),
+        ({"reports": None}, 96),
+    ],
+)
+def test_the_distance_of_two_reports_is_in_what_schedulers_compare(
+    base: Path, tmp_path: Path, keys: dict[str, Any], expected: int
+) -> None:
+    from experiments.sweep.tuning import _report_every
+
+    file = str(write_sweep(tmp_path, fork=str(base), **keys))
+    assert _report_every(read_sweep(file, [f"run.storage={tmp_path}"]), 96) == expected
 
 
 @pytest.mark.slow
