@@ -4,7 +4,7 @@
 runs whose layout splits the model in the same way, each planned with constants that were fitted to
 other sources' runs only (CV+: https://arxiv.org/abs/1905.02928), so that they hold for runs of a
 new source. Runs of one source err alike, so that each source counts as much, however many runs it
-has, and the new one too (https://arxiv.org/abs/2306.06342). If fewer than 80 of 100 runs of a GPU,
+has (https://arxiv.org/abs/2306.06342; what that leaves out: experiments/benchmarks/fit.py). If fewer than 80 of 100 runs of a GPU,
 of a size of models, of a length of sequences or of a layout would be inside, the ranges of that
 group are wider by the factor that brings them in (conformal within groups: Vovk 2012,
 https://arxiv.org/abs/1209.2673). A range is wider the further a plan is from all of these runs: a

@@ -319,6 +319,9 @@ def ranges(residuals: Residuals, quantiles: tuple[float, float] = QUANTILES) -> 
     too, which is not known, and whose errors are taken to be as large as any (Lee, Barber, Willett
     2023, https://arxiv.org/abs/2306.06342). A kind of layout with few sources has the range of all.
 
+    The ends do not count that source, because with few sources it would make them as wide as the
+    worst run: of twelve simulated sources 75 to 78 of 100 runs of a new one are inside, not 80.
+
     Args:
         residuals: The errors that runs had when nothing of their source was fitted to.
         quantiles: Between which quantiles, in percent, the range is.
