@@ -4,15 +4,15 @@
 runs whose layout splits the model in the same way, each planned with constants that were fitted to
 other sources' runs only (CV+: https://arxiv.org/abs/1905.02928), so that they hold for runs of a
 new source. Runs of one source err alike, so that each source counts as much, however many runs it
-has (https://arxiv.org/abs/2306.06342; what that leaves out: experiments/benchmarks/fit.py). If fewer than 80 of 100 runs of a GPU,
-of a size of models, of a length of sequences or of a layout would be inside, the ranges of that
-group are wider by the factor that brings them in (conformal within groups: Vovk 2012,
-https://arxiv.org/abs/1209.2673). A range is wider the further a plan is from all of these runs: a
-model of another kind, a family of GPUs without fitted constants, a layout that nobody has
-published, a model or a sequence smaller than the smallest or larger than the largest. It reaches
-further down the more of the computing is attention, whose kernels differ between trainers by more
-than any others (`ranges` in fitted.yaml, written by `python -m experiments.benchmarks published
---fit`).
+has (https://arxiv.org/abs/2306.06342; what that leaves out: experiments/benchmarks/fit.py). If
+fewer than 80 of 100 runs of a GPU, of a size of models, of a length of sequences or of a layout
+would be inside, the ranges of that group are wider by the factor that brings them in (conformal
+within groups: Vovk 2012, https://arxiv.org/abs/1209.2673). A range is wider the further a plan is
+from all of these runs: a model of another kind, a family of GPUs without fitted constants, a layout
+that nobody has published, a model or a sequence smaller than the smallest or larger than the
+largest. It reaches further down the more of the computing is attention, whose kernels differ
+between trainers by more than any others (`ranges` in fitted.yaml, written by `python -m
+experiments.benchmarks published --fit`).
 
 The probability of fitting is the share of measured peaks of memory that would have fitted with as
 much room as the plan leaves: of Trireme's own trainings, or of published ones where another trainer
