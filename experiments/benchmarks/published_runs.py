@@ -65,6 +65,7 @@ ADAPTERS_OF = {
     "pytorch/torchtune": QUERIES_AND_VALUES,
     "nemo-framework": IN_PROJECTIONS,
     "NVIDIA-NeMo/Megatron": IN_PROJECTIONS,
+    "QwenLM/Qwen": {"r": 64},
 }
 """The same by source.
 
