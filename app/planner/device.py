@@ -223,8 +223,6 @@ ASSUMED = {
 """What --assume changes, and what it is: a share, except for the last three."""
 OF_TRAINERS = ("flash", "again", "fragmentation", "logits", "loss_memory")
 """Those that describe another trainer than Trireme."""
-UNKNOWN_TRAINER = "trainer=unknown"
-"""The assumption that a plan is of another trainer, of whose kernels nothing is known."""
 
 
 def apply_assumptions(device: Device, assumptions: tuple[str, ...]) -> Device:
@@ -232,17 +230,12 @@ def apply_assumptions(device: Device, assumptions: tuple[str, ...]) -> Device:
 
     Args:
         device: The device.
-        assumptions: name=value for each, with a name of ASSUMED, or UNKNOWN_TRAINER.
+        assumptions: name=value for each, with a name of ASSUMED.
 
     Raises:
         UserError: The name is not one of ASSUMED, or the value is not a number.
     """
     for assumption in assumptions:
-        if assumption == UNKNOWN_TRAINER:
-            if device.ranges:
-                wider = constants()["fitted"]["ranges_of_unknown_trainers"]
-                device = replace(device, ranges=wider)
-            continue
         name, _, value = assumption.partition("=")
         try:
             number = float(value)
@@ -251,7 +244,7 @@ def apply_assumptions(device: Device, assumptions: tuple[str, ...]) -> Device:
         if name not in ASSUMED or number < 0:
             raise UserError(
                 f"--assume {assumption}: write one of {', '.join(ASSUMED)}, then = and a number, "
-                f"as in across=0.5, or {UNKNOWN_TRAINER}"
+                "as in across=0.5"
             )
         if name in OF_TRAINERS:
             device = replace(device, of_another_trainer=True)

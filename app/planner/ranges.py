@@ -33,8 +33,6 @@ SIZE_LIMITS = (3.5, 10.0, 69.0)
 """Billions of parameters of the largest model of each group but the last."""
 LENGTH_LIMITS = (2048, 8192, 16384)
 """Tokens of the longest sequence of each group but the last."""
-ENOUGH_SOURCES = 4
-"""Sources that a group of runs needs so that 80 of 100 runs of a fifth source are inside."""
 OCTAVES = 2.0
 """Factors of two beyond the published sizes that count as much as another kind of model."""
 
@@ -96,20 +94,8 @@ def spread_of(traits: Traits, ranges: Mapping[str, Any]) -> Spread:
         return Spread(*DEFAULT)
     unmeasured, distance = distance_of(traits, ranges["seen"])
     low, high = base_of(traits, ranges["layouts"], distance, attention=ranges["attention"])
-    little = little_known(traits, ranges["seen"])
-    exponent = factor_of(traits, ranges["groups"]) * (1 + ranges["wider"] * (distance + little))
+    exponent = factor_of(traits, ranges["groups"]) * (1 + ranges["wider"] * distance)
     return Spread(low**exponent, high**exponent, unmeasured)
-
-
-def little_known(traits: Traits, seen: Mapping[str, Any]) -> float:
-    """How near a layout is to one that nobody has published: 1 less its share of enough sources.
-
-    Args:
-        traits: Of the plan.
-        seen: The traits of the runs, with the number of sources of each layout.
-    """
-    sources = seen["layouts"].get(traits.layout, ENOUGH_SOURCES)
-    return max(0.0, 1 - sources / ENOUGH_SOURCES)
 
 
 def factor_of(traits: Traits, groups: Mapping[str, float]) -> float:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from app.config.io import load_config
 from app.data.files import cached
-from app.planner.device import UNKNOWN_TRAINER, Device, apply_assumptions
+from app.planner.device import Device, apply_assumptions
 from app.planner.estimate import Estimate
 from app.planner.machine import MachineOptions, find_machine
 from app.planner.plan import GIB, Plan
@@ -121,8 +121,7 @@ class Prepared:
         Args:
             change: Returns the device with other constants.
             described: Whether the command has the --assume options with which a user of the run's
-                trainer would describe it; otherwise it says that the trainer is unknown, which
-                makes ranges wider.
+                trainer would describe it.
         """
         if self.plan is None:
             return Compared(self.run, None, self.refusal)
@@ -130,8 +129,8 @@ class Prepared:
         device = estimator.machine.device
         if change is not None:
             device = change(device)
-        assumptions = self.run.assumptions if described else (UNKNOWN_TRAINER,)
-        device = apply_assumptions(device, assumptions)
+        if described:
+            device = apply_assumptions(device, self.run.assumptions)
         # The stages of a pipeline hardly depend on the constants, and take time to find.
         of_stages = {
             stages: estimator.changed(device, stages)

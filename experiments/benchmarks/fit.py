@@ -21,14 +21,7 @@ from scipy.optimize import least_squares
 
 from app.planner import device as devices
 from app.planner.device import Device
-from app.planner.ranges import (
-    DENSE,
-    ENOUGH_SOURCES,
-    Traits,
-    base_of,
-    distance_of,
-    factor_of,
-)
+from app.planner.ranges import DENSE, Traits, base_of, distance_of, factor_of
 from experiments.benchmarks.published_runs import Run
 
 Values = dict[str, float]
@@ -104,6 +97,8 @@ QUANTILES = (10.0, 90.0)
 """The quantiles of errors between which the range is that a plan shows."""
 ENOUGH = 8
 """Runs of which attention is a large part that are needed to say how much slower it may be."""
+ENOUGH_SOURCES = 4
+"""Sources that a group of runs needs so that 80 of 100 runs of a fifth source are inside."""
 LARGE_ATTENTION = 0.2
 """The share of computing above which attention is a large part of a step."""
 
@@ -354,11 +349,7 @@ def ranges(residuals: Residuals, quantiles: tuple[float, float] = QUANTILES) -> 
         "layouts": ends,
         "seen": {
             "models": [DENSE],
-            "layouts": {
-                layout: _sources(of_layout)
-                for layout, of_layout in sorted(by_layout.items())
-                if layout != "any"
-            },
+            "layouts": sorted(set(by_layout) - {"any"}),
             "families": sorted({residual.traits.family for residual in fitted}),
             "billions": [_rounded(min(sizes)), _rounded(max(sizes))],
             "sequence": [min(lengths), max(lengths)],
@@ -515,7 +506,6 @@ def write(
     values: Values,
     intervals_of_values: Mapping[str, tuple[float, float]],
     fitted_ranges: dict[str, Any],
-    ranges_of_unknown: dict[str, Any],
     runs: int,
 ) -> str:
     """Writes the planner's file.
@@ -524,7 +514,6 @@ def write(
         values: The constants.
         intervals_of_values: What `intervals` returns.
         fitted_ranges: What `ranges` returns.
-        ranges_of_unknown: The same for trainers of which nothing is known.
         runs: The number of runs that were fitted to.
 
     Returns:
@@ -547,7 +536,6 @@ def write(
         "shared": shared,
         "families": dict(families),
         "ranges": fitted_ranges,
-        "ranges_of_unknown_trainers": ranges_of_unknown,
         "intervals": ends,
     }
     command = "python -m experiments.benchmarks published --fit"

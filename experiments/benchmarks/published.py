@@ -342,9 +342,7 @@ def _is_fitted(one: Prepared) -> bool:
 def write_fit(prepared: Sequence[Prepared]) -> str:
     """Fits the constants and the ranges to rows, and writes them.
 
-    Ranges are fitted to the errors that runs had when nothing of their source was fitted to, of
-    plans to which their trainers were described: Trireme knows its own. Those of a trainer of which
-    nothing is known are fitted to the errors of plans without these descriptions.
+    Ranges are fitted to the errors that runs had when nothing of their source was fitted to.
 
     Returns:
         A sentence that says where they are.
@@ -354,29 +352,9 @@ def write_fit(prepared: Sequence[Prepared]) -> str:
     sources = [one.run.source for one in fitted]
     intervals = fit.intervals(whole_fit, sources, fit.weights([one.run for one in fitted]))
     traits = _traits(prepared)
-    ranges, ranges_of_unknown = (
-        fit.ranges([residual for _, residual in _residuals(unseen, traits)])
-        for unseen in _unseen(prepared, whole_fit, fitted, group_by="source")
-    )
-    return fit.write(whole_fit.values, intervals, ranges, ranges_of_unknown, len(fitted))
-
-
-def _unseen(
-    prepared: Sequence[Prepared], whole_fit: fit.Fit, fitted: Sequence[Prepared], *, group_by: str
-) -> tuple[list[Compared], list[Compared]]:
-    """Rows beside plans with constants fitted only to other sources' rows, or on other GPUs.
-
-    Args:
-        prepared: The rows.
-        whole_fit: The fit to all rows that are for it.
-        fitted: Those rows.
-        group_by: "source" or "gpu".
-
-    Returns:
-        (beside plans to which trainers were described, beside plans to which they were not)
-    """
-    described = without_own(prepared, whole_fit, fitted, group_by=group_by, described=True)
-    return described, without_own(prepared, whole_fit, fitted, group_by=group_by)
+    unseen = without_own(prepared, whole_fit, fitted, group_by="source")
+    ranges = fit.ranges([residual for _, residual in _residuals(unseen, traits)])
+    return fit.write(whole_fit.values, intervals, ranges, len(fitted))
 
 
 def _traits(prepared: Sequence[Prepared]) -> dict[Run, Traits]:
@@ -411,7 +389,7 @@ def with_ranges_of_others(
 
     Args:
         compared: The runs beside their plans.
-        unseen: The runs, each planned with constants of others, as those that are judged are.
+        unseen: The runs, each planned with constants of others, by the plain command.
         traits: What the error of each run's plan depends on.
         shifts: By how much the planned times change without a second group.
         group_by: "source" or "gpu".
@@ -563,13 +541,16 @@ def _left_out(
     fitted = [one for one in prepared if _is_fitted(one)]
     whole_fit = fit_to(fitted, again=False)
     traits = _traits(prepared)
-    unseen_described, unseen = _unseen(prepared, whole_fit, fitted, group_by=group_by)
+    unseen, unseen_described = (
+        without_own(prepared, whole_fit, fitted, group_by=group_by, described=each)
+        for each in (False, True)
+    )
     shifts = Shifts(whole_fit, fitted, group_by)
     judged = {one.run for one in chosen}
     compared, compared_described = (
         with_ranges_of_others(
             [one for one in each if one.run in judged],
-            each,
+            unseen,
             traits,
             shifts,
             group_by=group_by,

@@ -9,7 +9,7 @@ from app.planner.ranges import ADAPTERS, DENSE, MIXTURE, Traits, fit_probability
 pytestmark = pytest.mark.pure
 SEEN = {
     "models": [DENSE],
-    "layouts": {"data": 6, "tp": 4, "pp": 1},
+    "layouts": ["data", "tp"],
     "families": ["hopper"],
     "billions": [1.0, 70.0],
     "sequence": [2048, 8192],
@@ -56,24 +56,6 @@ def test_each_trait_that_no_measured_run_has_widens_the_range(
     assert spread.unmeasured == ((unmeasured,) if unmeasured else ())
     wider = spread_of(KNOWN._replace(**{"family": "", "model": MIXTURE, **change}), RANGES)
     assert wider.low < spread.low or {"family", "model"} >= set(change)
-
-
-def test_a_layout_with_few_sources_is_near_to_one_that_nobody_has_published() -> None:
-    overall = spread_of(KNOWN, RANGES)
-    pipeline = spread_of(KNOWN._replace(layout="pp"), RANGES)
-    unpublished = spread_of(KNOWN._replace(layout="cp"), RANGES)
-    assert (pipeline.low, pipeline.unmeasured) == (pytest.approx(0.8**1.375), ())
-    assert unpublished.low < pipeline.low < overall.low
-
-
-def test_the_range_of_an_unknown_trainer_is_wider() -> None:
-    machine = find_machine(MachineOptions(gpu="h100-80gb", gpus=8), "1")
-    small = Traits("data", DENSE, "hopper", 1.0, 2048, gpu="h100-80gb")
-    unknown = apply_assumptions(machine.device, ("trainer=unknown",))
-    narrow, wide = (spread_of(small, device.ranges) for device in (machine.device, unknown))
-    assert wide.low < narrow.low and wide.high > narrow.high
-    on_cpu = find_machine(MachineOptions(gpu="cpu", gpus=1), "1").device
-    assert not apply_assumptions(on_cpu, ("trainer=unknown",)).ranges, "there nothing is fitted"
 
 
 def test_a_missing_sequence_length_does_not_widen_the_range() -> None:
