@@ -7,7 +7,8 @@ the language_modelling task if that has the model, with the run's degrees, micro
 recomputation and precision written as keys.
 
 layouts.csv.gz has all 587 layouts that Aleph Alpha ran with FlashAttention-2; 108 rows of
-published.csv are from the same sheets.
+published.csv are from the same sheets. fresh.csv.gz has 99 rows of twelve pages that nothing was
+fitted to or chosen by; it has the columns of published.csv, and is read only where it is named.
 
 A hash of a row's address and settings puts it into one of three parts: `fit` (constants are fitted
 to it), `choose` (looked at while the planner is written) and `held out` (looked at once, when the
@@ -20,6 +21,7 @@ import csv
 import functools
 import gzip
 import hashlib
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, astuple, dataclass, fields, replace
@@ -387,17 +389,21 @@ def sweep_runs() -> list[Run]:
     layouts.csv.gz has what differs between the layouts of a source; published.csv has the rest.
     """
     of_source: dict[str, dict[str, str]] = {}
-    with TABLES[0].open(newline="") as file:
-        for entry in csv.DictReader(file):
-            of_source.setdefault(entry["source"], entry)
-    with gzip.open(SWEEP, "rt", newline="") as file:
-        entries = [of_source[entry["source"]] | entry for entry in csv.DictReader(file)]
-    return _runs_of(entries)
+    for entry in _entries(TABLES[0]):
+        of_source.setdefault(entry["source"], entry)
+    return _runs_of([of_source[entry["source"]] | entry for entry in _entries(SWEEP)])
 
 
 def _read_table(path: Path) -> list[Run]:
-    with path.open(newline="") as file:
-        return _runs_of(list(csv.DictReader(file)))
+    return _runs_of(_entries(path))
+
+
+def _entries(path: Path) -> list[dict[str, str]]:
+    """The rows of a table, which may be compressed."""
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        content = gzip.decompress(content)
+    return list(csv.DictReader(io.StringIO(content.decode(), newline="")))
 
 
 def _runs_of(entries: Sequence[Mapping[str, str]]) -> list[Run]:
