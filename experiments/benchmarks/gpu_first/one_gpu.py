@@ -29,10 +29,10 @@ from app.config import Config
 from app.config.io import from_dict
 from app.errors import UserError
 from app.planner.advice import predict
-from app.planner.machine import Machine, MachineOptions, find_machine
+from app.planner.estimate import Estimate
+from app.planner.machine import MachineOptions, find_machine
 from app.planner.plan import GIB
 from app.tasks import load_task
-from app.tasks.base import Task
 from experiments.benchmarks.gpu_first.check import CheckContext
 from experiments.benchmarks.gpu_first.training import make_training
 from experiments.benchmarks.harness import measure_in_turns, show
@@ -244,16 +244,16 @@ def measure(names: Sequence[str], *, seconds: float, folder: Path) -> Iterator[L
         )
         try:
             config = config_of(rows[name], folder, weights=True)
-            line = _planned(line, config, load_task(config.task, config.task_args), machine)
+            task = load_task(config.task, config.task_args)
+            line = _with_plan(line, predict(config, task, choose("single", 1), machine))
             yield _measured(line, config)
         except Exception as error:
             traceback.print_exc()
             yield dataclasses.replace(line, remark=f"{type(error).__name__}: {error}"[:200])
 
 
-def _planned(line: Line, config: Config, task: Task, machine: Machine) -> Line:
+def _with_plan(line: Line, estimate: Estimate) -> Line:
     """The line with what the plan says of the training."""
-    estimate = predict(config, task, choose("single", 1), machine)
     return dataclasses.replace(
         line,
         planned_ms=round(1e3 * estimate.step_seconds, 2),
@@ -330,7 +330,11 @@ def compare(measured: Iterable[Line], folder: Path) -> Iterator[tuple[dict[str, 
             continue
         machine = find_machine(MachineOptions(gpu=line.gpu, gpus=1), "1")
         config = config_of(rows[line.name], folder, weights=False)
-        now = _planned(line, config, load_task(config.task, config.task_args), machine)
+        task = load_task(config.task, config.task_args)
+        estimate = predict(config, task, choose("single", 1), machine)
+        now = _with_plan(line, estimate)
+        low, high = estimate.speed_range
+        is_inside = low <= now.planned_ms / line.ms <= high
         row = {
             "set": rows[line.name]["set"],
             "training": line.name,
@@ -339,6 +343,8 @@ def compare(measured: Iterable[Line], folder: Path) -> Iterator[tuple[dict[str, 
             "planned": f"{now.planned_ms:.1f}",
             "error": f"{100 * (now.planned_ms / line.ms - 1):+.0f} %",
             "before": f"{100 * (line.planned_ms / line.ms - 1):+.0f} %",
+            "range": f"{low:.2f} to {high:.2f} of the speed",
+            "inside": "yes" if is_inside else "no",
             "GiB": f"{line.gib:.2f}",
             "planned GiB": f"{now.planned_gib:.2f}",
             "memory error": f"{100 * (now.planned_gib / line.gib - 1):+.0f} %",
@@ -350,12 +356,14 @@ def compare(measured: Iterable[Line], folder: Path) -> Iterator[tuple[dict[str, 
 def _summary(compared: Sequence[tuple[dict[str, str], Line, Line]]) -> Iterator[str]:
     for name in dict.fromkeys(row["set"] for row, _, _ in compared):
         of_set = [(line, now) for row, line, now in compared if row["set"] == name]
+        inside = sum(row["inside"] == "yes" for row, _, _ in compared if row["set"] == name)
         speed = [now.planned_ms / line.ms - 1 for line, now in of_set]
         memory = [now.planned_gib / line.gib - 1 for line, now in of_set]
         speed_before = [line.planned_ms / line.ms - 1 for line, _ in of_set]
         memory_before = [line.planned_gib / line.gib - 1 for line, _ in of_set]
         yield (
-            f"{name}, {len(of_set)} trainings: step {_errors(speed)}, memory {_errors(memory)}; "
+            f"{name}, {len(of_set)} trainings: step {_errors(speed)}, "
+            f"{inside} inside the 80 % range, memory {_errors(memory)}; "
             f"planned before it was measured: step {_errors(speed_before)}, "
             f"memory {_errors(memory_before)}"
         )
