@@ -43,7 +43,7 @@ SIZES = ("up to 3 B", "3 to 10 B", "10 to 69 B", "70 B and more")
 """Names of the groups between `SIZE_LIMITS`."""
 LENGTHS = ("up to 2 k", "4 to 8 k", "16 k", "32 k and more")
 """Names of the groups between `LENGTH_LIMITS`."""
-GROUPINGS = ("all", "kind", "size", "sequence", "GPU", "precision", "table")
+GROUPINGS = ("all", "kind", "size", "sequence", "GPU", "precision", "table", "source")
 """By what runs are grouped, in the order of the table."""
 LEVELS_OF_PEAKS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
 """Of the quantiles of published peaks relative to their plans."""
@@ -67,6 +67,7 @@ def _groups_of(run: Run, billions: float) -> dict[str, str]:
         "GPU": run.gpu.partition(":")[0] + (" limited" if is_limited else ""),
         "precision": run.precision,
         "table": run.table,
+        "source": run.source.removeprefix("https://"),
     }
 
 

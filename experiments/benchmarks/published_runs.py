@@ -62,7 +62,7 @@ ADAPTERS = {"r": 16}
 """The adapters of a run with LoRA whose source does not say them."""
 QUERIES_AND_VALUES = {"r": 8, "targets": ["q_proj", "v_proj"]}
 IN_PROJECTIONS = {"r": 16, "targets": ["q_proj", "k_proj", "v_proj"]}
-ADAPTERS_OF = {
+ADAPTERS_OF: dict[str, dict[str, Any]] = {
     "Lightning-AI/litgpt": QUERIES_AND_VALUES,
     "pytorch/torchtune": QUERIES_AND_VALUES,
     "nemo-framework": IN_PROJECTIONS,

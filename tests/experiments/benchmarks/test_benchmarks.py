@@ -78,6 +78,9 @@ def test_a_table_of_published_runs_is_compared(tmp_path: Path) -> None:
     assert lines["all", "all"]["speeds"] == "1" and lines["GPU", "b17-80gb"]["refused"] == "1"
     assert lines["kind", "data parallel"]["rows"] == "2"
     assert lines["sequence", "up to 2 k"]["rows"] == "2"
+    assert lines[
+        "source", "github.com/mosaicml/llm-foundry/blob/061f2c7/scripts/train/benchmarking"
+    ]
 
 
 @pytest.mark.parametrize("row_number", range(0, 431, 43))
@@ -91,6 +94,22 @@ def test_a_published_run_is_planned_by_arguments_that_a_user_could_write(row_num
     degrees = [getattr(config.parallel, name) for name in names]
     assert math.prod(degrees) == run.gpus == options["gpus"]
     assert run.gpu in ("h100", "a100") or find_gpu(run.gpu)
+
+
+def test_fresh_rows_are_runs_that_no_other_table_has() -> None:
+    fresh = published_runs.runs(published_runs.FOLDER / "fresh.csv.gz")
+    assert len(fresh) == 99 and all(run.step_seconds > 0 for run in fresh)
+    assert all(run.source.startswith("https://") for run in fresh), "each has its address"
+
+    def speed_of(run: Run) -> tuple[str, int, int, int, str, str]:
+        tokens = run.global_batch * run.sequence / (run.step_seconds or math.inf) / run.gpus
+        return run.model, run.sequence, run.gpus, run.micro_batch, run.precision, f"{tokens:.2g}"
+
+    known = {speed_of(run) for run in published.runs()}
+    assert not [run.name for run in fresh if speed_of(run) in known]
+    for run in fresh[::20]:
+        config = load_config([], run.command()[0])
+        assert (config.parallel.tp, config.parallel.cp) == (run.tp, run.cp)
 
 
 @functools.cache

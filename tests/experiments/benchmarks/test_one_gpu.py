@@ -22,6 +22,7 @@ def test_a_plan_is_within_a_tenth_of_what_one_gpu_took(tmp_path: Path) -> None:
     for row, line, now in compared:
         assert now.planned_ms == pytest.approx(line.ms, rel=0.1), row
         assert now.planned_gib == pytest.approx(line.gib, rel=0.1), row
+        assert row["inside"] == "yes", row
 
 
 @pytest.mark.slow
