@@ -103,6 +103,7 @@ def _group_row(
         "90th": "",
         "bias": "",
         "inside": "",
+        "high to low": "",
         "refused": str(len(members) - len(planned)),
         "said not to fit": str(len(not_fitting)),
         "ran out": "",
@@ -122,7 +123,7 @@ def _group_row(
 
 
 def _errors_of_speed(with_speed: Sequence[Compared]) -> dict[str, str]:
-    """Errors of runs with a speed, and how many are inside the range; empty without runs."""
+    """Errors of runs with a speed, how many are inside the range, and its width; empty without."""
     if not with_speed:
         return {}
     errors = sorted(abs(one.error) for one in with_speed)
@@ -132,7 +133,15 @@ def _errors_of_speed(with_speed: Sequence[Compared]) -> dict[str, str]:
         "90th": percent(errors[int(0.9 * (len(errors) - 1))]),
         "bias": percent(bias, signed=True),
         "inside": percent(sum(one.is_inside for one in with_speed) / len(with_speed)),
+        "high to low": f"{statistics.median(map(_width_of_range, with_speed)):.2f}",
     }
+
+
+def _width_of_range(one: Compared) -> float:
+    """The high end of the range that the plan shows, by its low end."""
+    assert one.plan is not None
+    low, high = one.plan.speed_range
+    return high / low
 
 
 def summary(
