@@ -1,6 +1,7 @@
 """Fixtures of all tests, among them one Ray head for all that need one, since it starts slowly."""
 
 import contextlib
+import copy
 import gc
 import os
 from collections.abc import Iterator
@@ -127,6 +128,42 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
     return folder
+
+
+@pytest.fixture(scope="module")
+def readers() -> dict[tuple[str, ...], Any]:
+    """What the planner has read of models, by all that it depends on (`models_read_once`)."""
+    return {}
+
+
+@pytest.fixture
+def models_read_once(readers: dict[tuple[str, ...], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the plans of a module read each model once, which takes most of a plan's time.
+
+    It is for modules whose plans are of one model for many machines. That a model is read anew
+    is what tests/app/planner shows.
+    """
+    from app.planner import plan
+
+    read = plan.reader_of
+
+    def read_once(config: Any, task: Any, machine: Any, *, splits: bool = True) -> Any:
+        keys = (
+            config.task,
+            config.task_args,
+            config.parallel.sequence_parallel,
+            config.parallel.loss_parallel,
+            config.train.weight_dtype,
+            config.optimizer.args,
+            machine.device.is_cpu,
+            splits,
+        )
+        key = tuple(map(str, keys))
+        if key not in readers:
+            readers[key] = read(config, task, machine, splits=splits)
+        return copy.copy(readers[key])  # with the same costs; a plan writes its notes into it
+
+    monkeypatch.setattr(plan, "reader_of", read_once)
 
 
 @pytest.fixture(autouse=True)

@@ -45,6 +45,7 @@ GRACE = 3.0
 """Seconds that the other ranks get to end by themselves after one has failed."""
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 _PRELOADED = [
+    "torch._dynamo",
     "torch.distributed.fsdp",
     "strategies.parallelize",
     "tests.strategies.models",

@@ -30,7 +30,7 @@ def test_growth_is_the_power_of_the_width() -> None:
     ("optimizer", "widths"),
     [
         ("adamw", [32, 128, 512]),
-        ("sgd", [32, 128, 512]),
+        pytest.param("sgd", [32, 128, 512], marks=pytest.mark.slow),
         ("muon", [32, 128, 256]),  # its products are of matrices as wide, in 16 bits
     ],
 )

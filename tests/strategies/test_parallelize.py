@@ -133,7 +133,7 @@ ALL_CASES = [*FLOAT32_CASES, (classifier_loss, "bf16"), (_loss_by_methods, "bf16
     [
         (DDP, ALL_CASES),
         (FSDP, ALL_CASES),
-        (Row("zero2", 2), FLOAT32_CASES),
+        pytest.param(Row("zero2", 2), FLOAT32_CASES, marks=pytest.mark.slow),
         (Row("fsdp+pipeline", 4, {"pp": 2}), FLOAT32_CASES[:1]),
     ],
     ids=lambda value: str(value) if isinstance(value, Row) else "",

@@ -154,7 +154,7 @@ SELECTIVE = {"activation_checkpointing": "selective"}
     [
         (DDP, SELECTIVE | {"bucket_mb": 0.01}),
         (FSDP, SELECTIVE),
-        (TENSOR, SELECTIVE),
+        slow(TENSOR, SELECTIVE),
         (TENSOR, {}),  # gathers again in backward, unlike the rows with full recomputation
         slow(ZERO_BUBBLE_TENSOR, {}),
         (TENSOR, {"sequence_parallel": False}),
@@ -165,9 +165,10 @@ SELECTIVE = {"activation_checkpointing": "selective"}
         (FSDP_TENSOR, {"offload": True, "accumulate_sharded": True}),
         slow(DDP_TENSOR, FULL | {"bucket_mb": 0.01}),
         (RING, {}),
-        *((row, SELECTIVE) for row in (RING, *OTHER_CONTEXTS)),
+        slow(RING, SELECTIVE),
+        *((row, SELECTIVE) for row in OTHER_CONTEXTS),
         slow(DDP_EXPERT, COMPILED),
-        (FSDP, COMPILED | FULL),
+        slow(FSDP, COMPILED | FULL),
         slow(TENSOR, COMPILED | SELECTIVE),
         slow(RING, COMPILED | FULL),  # traced where attention is not replaced
         slow(OTHER_CONTEXTS[-1], COMPILED),

@@ -252,7 +252,7 @@ def test_what_all_workers_have_stays_the_same(is_sequence_split: bool) -> None:
     ("strategy", "degrees"),
     [
         ("fsdp+tensor", {"tp": 2, "dp_shard": 2}),
-        ("ddp+tensor", {"tp": 2, "dp_replicate": 2}),
+        pytest.param("ddp+tensor", {"tp": 2, "dp_replicate": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_data_parallel_workers_have_masks_of_their_own(
@@ -272,8 +272,15 @@ def test_data_parallel_workers_have_masks_of_their_own(
         assert not torch.equal(first, data_neighbour)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("is_sequence_split", [True, False])
+@pytest.mark.parametrize(
+    ("mode", "is_sequence_split"),
+    [
+        ("full", True),
+        ("selective", False),
+        pytest.param("full", False, marks=pytest.mark.slow),
+        pytest.param("selective", True, marks=pytest.mark.slow),
+    ],
+)
 def test_recomputation_draws_the_same_masks_again(mode: str, is_sequence_split: bool) -> None:
     plain = _trained_on_two(is_sequence_split, steps=2)
     recomputing = _trained_on_two(is_sequence_split, mode, steps=2)

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from app.config import Config
 from app.config.io import with_values
 from app.errors import RunFailed, UserError
 from app.launchers.elastic import Elastic, limits_of, room_by_node
@@ -39,9 +40,23 @@ from app.training.events import (
 from app.training.job import Job
 from tests.chain import config
 
-pytestmark = pytest.mark.pure
+pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("models_read_once")]
 
 Free = Callable[[Sequence[str]], Mapping[str, Mapping[str, float]]]
+
+
+prepared_before: dict[str, Prepared] = {}
+"""Runs of a given layout by their configuration: a preparation takes a second, mostly a step."""
+
+
+def prepare_once(config: Config, *, workers: int, **others: Any) -> Prepared:
+    """A run, prepared; that of a layout which the planner chooses anew each time."""
+    if config.strategy == "auto":
+        return prepare(config, workers=workers, devices_per_node=None, **others)
+    key = f"{config} {workers} {others.get('requirement')}"
+    if key not in prepared_before:
+        prepared_before[key] = prepare(config, workers=workers, devices_per_node=None, **others)
+    return prepared_before[key]
 
 
 def elastic(*overrides: str, free: Free = lambda excluded: {}, workers: int = 4) -> Elastic:
@@ -49,7 +64,7 @@ def elastic(*overrides: str, free: Free = lambda excluded: {}, workers: int = 4)
     run_config = config(
         f"workers={workers}", "train.global_batch_size=12", "tracking.enabled=false", *overrides
     )
-    prepare_for = functools.partial(prepare, task=read_task(run_config), devices_per_node=None)
+    prepare_for = functools.partial(prepare_once, task=read_task(run_config))
     return Elastic(
         config=run_config,
         first=prepare_for(run_config, workers=workers),
@@ -343,7 +358,7 @@ def test_auto_takes_a_smaller_layout_when_the_first_step_finds_a_gpu_full() -> N
     assert why.startswith("note: strategy auto is ")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "auto"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_full_gpu_ends_a_run_where_no_smaller_layout_may_be_taken(strategy: str) -> None:
     scene = Scene(strategy=strategy)
     with pytest.raises(RunFailed, match=r"ran out of its GPU's memory .*: write a smaller"):
@@ -440,7 +455,7 @@ def finishes_measured(scene: Scene) -> Failures:
     return finishes(scene)
 
 
-@pytest.mark.parametrize("then", [None, {2: WorkerLost()}])
+@pytest.mark.parametrize("then", [None, pytest.param({2: WorkerLost()}, marks=pytest.mark.slow)])
 def test_a_run_moves_to_the_layout_that_is_now_expected_to_be_faster(
     following: Scene, then: Failures | None, tmp_path: Path
 ) -> None:
@@ -537,11 +552,15 @@ def test_without_follow_a_run_says_what_was_wrong_and_stays(
 @pytest.mark.parametrize(
     ("overrides", "sizes"),
     [
-        (["strategy=ddp"], [0, 1, 2, 3, 4, 4]),
+        pytest.param(["strategy=ddp"], [0, 1, 2, 3, 4, 4], marks=pytest.mark.slow),
         # 3 does not divide 16.
         (["strategy=fsdp", "train.global_batch_size=16"], [0, 1, 2, 2, 4, 4]),
         (["strategy=ddp+pipeline", "parallel.pp=2"], [0, 0, 2, 2, 4, 4]),
-        (["strategy=ddp", "parallel.dp_replicate=4"], [0, 1, 2, 3, 4, 4]),
+        pytest.param(
+            ["strategy=ddp", "parallel.dp_replicate=4"],
+            [0, 1, 2, 3, 4, 4],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_smaller_run_has_complete_groups_and_the_same_global_batch(

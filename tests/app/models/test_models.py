@@ -230,9 +230,21 @@ LAYOUTS += [("tensor", {}, False, False), ("pipeline", {"schedule": "zb_h1"}, Fa
 LAYOUTS += [("pipeline", {}, False, True)]
 
 
+def _layouts_with_options() -> list[Any]:
+    """Every layout with tied weights in 32 bits, and without them in 16: one of both is quick."""
+    rows = []
+    for number, layout in enumerate(LAYOUTS):
+        for is_tied, numbers in ((True, "fp32"), (False, "bf16")):
+            marks = [] if is_tied == (number % 2 == 0) else [pytest.mark.slow]
+            row_id = f"{layout[0]} {layout[1]} {numbers}"
+            rows.append(pytest.param(*layout, is_tied, numbers, marks=marks, id=row_id))
+    return rows
+
+
 @pytest.mark.alone
-@pytest.mark.parametrize(("name", "options", "gives_loss", "fuses"), LAYOUTS)
-@pytest.mark.parametrize(("tied", "precision"), [(True, "fp32"), (False, "bf16")])
+@pytest.mark.parametrize(
+    ("name", "options", "gives_loss", "fuses", "tied", "precision"), _layouts_with_options()
+)
 def test_every_layout_trains_the_same_with_all_options(
     name: str,
     options: dict[str, Any],

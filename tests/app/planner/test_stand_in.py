@@ -176,13 +176,13 @@ LLAMA = f"model: llama, data: no.bin, sequence_length: 64, config: {{{LLAMA_SIZE
 def test_pretrained_weights_need_not_be_there_to_plan_with_them(
     options: str, own_cache: Path
 ) -> None:
-    plan = _planned("huggingface", f"{LLAMA}, {options}", "bf16")
+    plan = _planned("huggingface", f"{LLAMA}, {options}", "bf16", tp=1, pp=1)
     assert plan.best is not None
     assert plan.reader.note.startswith("task_args.model has no weights here")
     trained = [p for p in plan.reader.size.parameters if p.trainable]
     assert (len(trained) < len(plan.reader.size.parameters)) == ("lora" in options)
     assert ("adapters" in plan.best.unmeasured) == ("lora" in options)
-    full = _planned("huggingface", LLAMA, "bf16")
+    full = _planned("huggingface", LLAMA, "bf16", tp=1, pp=1)
     frozen = sum(p.numel for p in plan.reader.size.parameters if not p.trainable)
     assert frozen in (0, full.reader.parameters), "every weight of the model's configuration"
     with pytest.raises(UserError, match=r"weights"):

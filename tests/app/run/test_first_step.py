@@ -425,7 +425,12 @@ def test_a_loss_that_is_a_mean_is_not_noted() -> None:
 
 
 @pytest.mark.parametrize(
-    "task", ["Counts", "CountsOnce", "CountsInTheModel", "CountsInSixteenBits"]
+    "task",
+    [
+        "CountsOnce",
+        "CountsInTheModel",
+        *(pytest.param(task, marks=pytest.mark.slow) for task in ("Counts", "CountsInSixteenBits")),
+    ],
 )
 def test_a_loss_that_counts_its_calls_is_noted_where_there_are_micro_batches(task: str) -> None:
     (note,) = notes_with("often", prepared(task, "strategy=ddp", "train.micro_batch_size=2"))

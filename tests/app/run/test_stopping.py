@@ -239,7 +239,15 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "command", ["--help", "config experiments/mnist.yaml", "runs {}", "doctor --help"]
+    "command",
+    [
+        "--help",
+        "runs {}",
+        *(
+            pytest.param(command, marks=SLOW_TOO)
+            for command in ("config experiments/mnist.yaml", "doctor --help")
+        ),
+    ],
 )
 def test_a_closed_pipe_is_no_error_of_a_command(command: str, tmp_path: Path) -> None:
     done = shell(f"$TRIREME {command.format(tmp_path)} | head -0; echo ${{PIPESTATUS[0]}}")
@@ -256,10 +264,8 @@ def test_training_continues_when_nobody_reads_its_output(tmp_path: Path) -> None
     assert committed(tmp_path / "run") == [20]
 
 
-@pytest.mark.parametrize(
-    "closed",
-    [*(pytest.param(each, marks=SLOW_TOO) for each in (">&-", "2>&-", "<&-")), "<&- >&- 2>&-"],
-)
+@SLOW_TOO
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
 def test_training_runs_with_closed_streams(closed: str, tmp_path: Path) -> None:
     arguments = " ".join([*LOCAL, "train.steps=20", f"run.storage={tmp_path}"])
     done = shell(f"$TRIREME {arguments} {closed}")

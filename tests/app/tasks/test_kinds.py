@@ -312,7 +312,18 @@ def test_a_plan_reads_the_longest_sample(kind: str, files: Path) -> None:
     samples = task.train_data()
     sizes = [tensors(samples[number])[0].numel() for number in range(len(samples))]
     assert tensors(reader._batches[BATCHES[0]])[0].numel() == BATCHES[0] * max(sizes)
-    assert reader.costs().parts
+
+
+TRACED = ("masked_lm", "ctc")
+"""Kinds whose models are small, of texts and of sounds; others' traces are slow."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in TRACED)) for kind in KINDS],
+)
+def test_a_plan_reads_the_costs_of_every_kind(kind: str, files: Path) -> None:
+    assert Reader(make_task(kind, files)).costs().parts
 
 
 def test_texts_that_become_classes_and_texts_are_planned_by_the_longest(data: Path) -> None:
@@ -943,20 +954,23 @@ def trained(
     return results
 
 
-SLOW = ("speech_seq2seq", "image_text_to_text", "semantic_segmentation")
-LIKE_MASKED_LM = ("token_classification", "question_answering")
-"""Models of the same layers, split by the same plan; only the loss and the head are their own."""
+IN_TWO_LAYOUTS: dict[str, list[tuple[str, dict[str, int], float]]] = {
+    "token_classification": [DATA[0], PIPELINE],
+    "question_answering": [DATA[0], PIPELINE],
+    "ctc": [DATA[0], PIPELINE],
+    "image_text": [DATA[0], TENSOR],
+}
+"""What `make test` trains of kinds whose blocks are split as those of masked_lm are."""
 
 
 def _kinds() -> list[Any]:
     """Kinds with their layouts."""
     rows = []
     for kind, layouts in LAYOUTS.items():
-        is_slow = kind in (*SLOW, *LIKE_MASKED_LM)
-        marks = [pytest.mark.slow] if is_slow else []
+        marks = [] if kind == "masked_lm" else [pytest.mark.slow]
         rows.append(pytest.param(kind, layouts, marks=marks, id=kind))
-        if kind in LIKE_MASKED_LM:
-            rows.append(pytest.param(kind, [DATA[0], PIPELINE], id=f"{kind} in two layouts"))
+        if kind in IN_TWO_LAYOUTS:
+            rows.append(pytest.param(kind, IN_TWO_LAYOUTS[kind], id=f"{kind} in two layouts"))
     return rows
 
 

@@ -55,7 +55,13 @@ PLAIN_LOSSES: dict[str, tuple[dict[str, Any], Callable[..., Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("loss_type", PLAIN_LOSSES)
+@pytest.mark.parametrize(
+    "loss_type",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("hinge", "smoothed")))
+        for name in PLAIN_LOSSES
+    ],
+)
 def test_losses_and_rewards_are_those_of_the_equations(
     loss_type: str, data: Path, tmp_path: Path
 ) -> None:
@@ -322,15 +328,22 @@ def tuned(
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("name", ["preferences", "lora preferences"])
+@pytest.mark.parametrize(
+    ("name", "layouts"),
+    [
+        ("preferences", [LAYOUTS[1], LAYOUTS[-1]]),
+        pytest.param("preferences", LAYOUTS, marks=pytest.mark.slow),
+        pytest.param("lora preferences", LAYOUTS[:2], marks=pytest.mark.slow),
+    ],
+    ids=["preferences in two layouts", "preferences", "lora preferences"],
+)
 def test_every_layout_has_the_reference_and_the_losses_of_one_device(
-    name: str, base: Path, tmp_path: Path
+    name: str, layouts: list[tuple[str, dict[str, int]]], base: Path, tmp_path: Path
 ) -> None:
     args = arguments(name, base) | {"eval_samples": 5, "dpo": {"beta": BETA}}
     ((losses, reference, evaluation),) = tuned(0, str(tmp_path), args, [("single", {})], 1)
     assert losses[0] == pytest.approx(math.log(2)) and losses[2] < losses[1] < losses[0]
     assert evaluation["eval/rewards/margins"] > 0 and evaluation["eval/rewards/accuracies"] <= 1
-    layouts = LAYOUTS if name == "preferences" else LAYOUTS[:2]
     of_ranks = run_distributed(tuned, 2, str(tmp_path), args, layouts, 2)
     for rank, results in enumerate(of_ranks):
         for (strategy, _), result in zip(layouts, results, strict=True):

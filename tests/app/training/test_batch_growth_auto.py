@@ -294,7 +294,7 @@ def decided(run: dict[str, Any]) -> list[tuple[int, int, bool]]:
     [
         # Its state is as whole as that of one device, which the tests below look at.
         pytest.param("ddp", ["train.micro_batch_size=4"], marks=pytest.mark.slow),
-        ("fsdp", ["train.micro_batch_size=8"]),
+        pytest.param("fsdp", ["train.micro_batch_size=8"], marks=pytest.mark.slow),
         ("pipeline", []),
     ],
 )
@@ -351,7 +351,9 @@ def test_the_branches_losses_are_those_of_runs_with_that_batch(short: None) -> N
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("name", ["Exploding", "ExplodingOnStream"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("Exploding", marks=pytest.mark.slow), "ExplodingOnStream"]
+)
 def test_a_larger_batch_that_diverges_is_refused_and_leaves_nothing(short: None, name: str) -> None:
     task = f"task=tests.app.training.test_batch_growth_auto:{name}"
     run = trained(0, 1, "single", prepared(1, "single", task, "train.micro_batch_size=16"))
@@ -395,8 +397,13 @@ def _run_until(folder: Path, killed_at: int | None, more: tuple[str, ...]) -> An
 
 
 @pytest.mark.pure
-@pytest.mark.pure
-@pytest.mark.parametrize("more", [(), ("train.ema_decay=0.9", "optimizer.name=adamw8bit")])
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        pytest.param(("train.ema_decay=0.9", "optimizer.name=adamw8bit"), marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_that_is_killed_in_a_branch_and_outside_goes_on_to_the_bit(
     short: None, tmp_path: Path, more: tuple[str, ...]
 ) -> None:

@@ -103,7 +103,9 @@ def evaluated(folder: Path, run_config: Config, plan: Plan) -> Metrics:
 
 
 @pytest.mark.pure
-@pytest.mark.parametrize("task", ["tests.tasks:Gan", f"{__name__}:Noisy"])
+@pytest.mark.parametrize(
+    "task", ["tests.tasks:Gan", pytest.param(f"{__name__}:Noisy", marks=pytest.mark.slow)]
+)
 def test_one_worker_and_its_checkpoints_give_the_same_bits(tmp_path: Path, task: str) -> None:
     in_training = train(0, 1, "single", str(tmp_path), task)
     assert in_training.keys() == {2, 4}

@@ -142,9 +142,11 @@ ANSWER = r"asked: .*a\?.*\nwritten: .*\nwanted: b.*"
     ("task", "args", "pattern"),
     [
         ("language_modelling", "data: text.txt, d_model: 16", "{prompt} → .*"),
-        ("huggingface", f"data: text.txt, {GPT2}", "{prompt} → .*"),
+        pytest.param(
+            "huggingface", f"data: text.txt, {GPT2}", "{prompt} → .*", marks=pytest.mark.slow
+        ),
         ("huggingface", f"data: talk.jsonl, kind: instructions, {GPT2}", ANSWER),
-        ("huggingface", f"data: pairs.csv, {T5}", ANSWER),
+        pytest.param("huggingface", f"data: pairs.csv, {T5}", ANSWER, marks=pytest.mark.slow),
     ],
 )
 def test_a_language_model_shows_what_it_writes(

@@ -292,7 +292,7 @@ TOLERANCES = {"fp32": 2e-4, "bf16": 5e-3}
     ("weights", "layouts"),
     [
         ("bf16", [*LAYOUTS]),
-        ("fp32", ["fsdp"]),
+        pytest.param("fp32", ["fsdp"], marks=pytest.mark.slow),
         pytest.param("fp32", [*LAYOUTS], marks=pytest.mark.slow),
     ],
 )

@@ -369,7 +369,7 @@ def test_runs_are_judged_by_constants_and_ranges_of_other_sources() -> None:
     assert plan is not None
     prepared = []
     for source, times in (("a", 1.0), ("b", 1.0), ("c", 4.0)):
-        rows = [replace(small.run, source=source, chunks=chunks) for chunks in range(1, 60)]
+        rows = [replace(small.run, source=source, chunks=chunks) for chunks in range(1, 30)]
         for i, run in enumerate(run for run in rows if run.part == "fit"):
             seconds = plan.step_seconds * times * (1 + 0.002 * i)
             prepared.append(replace(small, run=replace(run, step_seconds=seconds)))

@@ -9,7 +9,7 @@ from app.planner.plan import GIB
 from experiments.benchmarks import memory
 from experiments.benchmarks.compared import Compared
 from experiments.benchmarks.published_runs import runs
-from tests.app.planner.conftest import EXPERIMENT, gpus, plan_of, read
+from tests.app.planner.conftest import TINY, gpus, plan_of, read
 
 
 @pytest.mark.pure
@@ -41,7 +41,7 @@ def test_the_plan_of_a_training_is_what_the_allocator_hands_out(tmp_path: Path) 
 @pytest.mark.pure
 def test_a_published_peak_is_compared_with_the_plan_of_the_same_quantity() -> None:
     run = next(run for run in runs() if run.memory_gib and run.peak == "allocated")
-    plan = plan_of(read((EXPERIMENT,)), gpus(1)).rows[0]
+    plan = plan_of(read((), *TINY), gpus(1)).rows[0]
     gib = {
         peak: Compared(replace(run, peak=peak), plan, context=2.0 * GIB).memory_gib
         for peak in ("allocated", "reserved", "card")

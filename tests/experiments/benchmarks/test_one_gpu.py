@@ -42,7 +42,13 @@ def test_the_probability_of_fitting_is_of_what_trireme_has_measured(tmp_path: Pa
         assert ratio == pytest.approx(np.interp(level, levels, ratios), abs=0.01)
 
 
-@pytest.mark.parametrize(("words", "times_as_long"), [(50257, 4.0), (50260, 2.0), (50264, 1.0)])
+@pytest.mark.parametrize(
+    ("words", "times_as_long"),
+    [
+        (50257, 4.0),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in ((50260, 2.0), (50264, 1.0))),
+    ],
+)
 def test_the_last_layer_of_an_odd_vocabulary_is_planned_as_slow_as_it_is(
     words: int, times_as_long: float, tmp_path: Path
 ) -> None:

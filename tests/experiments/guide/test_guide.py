@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -71,7 +72,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture
-def in_guide(folder: Path, home: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Path:
+def in_guide(
+    folder: Path,
+    home: dict[str, str],
+    models_read_once: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Path:
     """The current folder is the guide's, and the home has the key that two_boxes.yaml names."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder))
@@ -242,10 +248,14 @@ def test_a_training_prints_what_the_page_says(
     assert not lines_not_printed(command.shown, answer.err + answer.out), answer.err + answer.out
 
 
-def test_the_script_after_trains(folder: Path) -> None:
+def test_the_script_after_trains(
+    in_guide: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, which has imported torch."""
     overrides = ["launcher=local", "train.epochs=2", "run.name=quick", "tracking.enabled=false"]
-    answer = typed(["python", "after.py", *overrides], folder).expect()
-    (accuracy,) = re.findall(r"held out .* accuracy ([\d.]+)%", answer.out)
+    monkeypatch.setattr(sys, "argv", ["after.py", *overrides])
+    runpy.run_path("after.py", run_name="__main__")
+    (accuracy,) = re.findall(r"held out .* accuracy ([\d.]+)%", capfd.readouterr().out)
     assert float(accuracy) > 80
 
 

@@ -310,7 +310,7 @@ def sweep_of_forks(folder: Path) -> Sweep:
     )
 
 
-@pytest.mark.parametrize("seeds", [1, 3])
+@pytest.mark.parametrize("seeds", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_sweep_of_forks_answers_which_batch_is_best_now(tmp_path: Path, seeds: int) -> None:
     sweep = sweep_of_forks(tmp_path)
     store = TrialStore(tmp_path / "s", sweep.name, sweep.identity())

@@ -50,6 +50,12 @@ def _options_of_schedule(schedule: str) -> dict[str, Any]:
 
 
 ALL_SCHEDULES = [_options_of_schedule(schedule) for schedule in SCHEDULES]
+UNLIKE = ("interleaved_1f1b", "zbv")
+"""Schedules with two stages on a worker, and with backward in two parts in a fold.
+
+tests/strategies/test_parity.py trains with others, and tests/strategies/pipeline/test_schedules.py
+looks at the order of each.
+"""
 SEVERAL_CHUNKS = [_options_of_schedule(schedule) for schedule in ("interleaved_1f1b", "zbv")]
 ZB_H1 = {"schedule": "zb_h1"}
 
@@ -88,7 +94,7 @@ def _train_each(rank: int, strategy: str, workers: int, pp: int, cases: list[Cas
 @pytest.mark.parametrize(
     ("strategy", "workers", "pp", "cases"),
     [
-        pytest.param("pipeline", 2, 2, SPLIT_BACKWARD_CASES, id="split backward"),
+        slow("pipeline", 2, 2, SPLIT_BACKWARD_CASES, id="split backward"),
         slow("fsdp+pipeline", 4, 2, [("", o) for o in SEVERAL_CHUNKS], id="sharded chunks"),
         pytest.param("pipeline", 2, 2, CHAIN_CASES, id="chains"),
         slow("pipeline", 4, 4, SKIPPING_CASES, id="chains of 4"),
@@ -167,7 +173,11 @@ def _run_stage(rank: int, options: dict[str, Any]) -> StageResult:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("options", ALL_SCHEDULES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [options if options["schedule"] in UNLIKE else slow(options) for options in ALL_SCHEDULES],
+    ids=str,
+)
 def test_one_step_of_every_schedule_with_a_smaller_last_micro_batch(
     options: dict[str, Any],
 ) -> None:
@@ -402,8 +412,8 @@ def _record_gathered_types(sync: Any, types: Types) -> None:
 @pytest.mark.parametrize(
     ("strategy", "workers", "options", "reduced"),
     [
-        ("pipeline", 2, {}, None),
-        ("pipeline", 2, BF16, None),
+        slow("pipeline", 2, {}, None),
+        slow("pipeline", 2, BF16, None),
         ("pipeline", 2, BF16 | ZB_H1, None),
         slow("pipeline", 2, BF16 | ZB_H1 | {"activation_checkpointing": "full"}, None),
         slow("tensor+pipeline", 4, BF16, None),
