@@ -26,6 +26,7 @@ from pathlib import Path
 
 import click
 
+from cluster.remote import free_port
 from experiments.benchmarks.harness import interval, show
 from experiments.benchmarks.peers.workload import (
     CLIP_NORM,
@@ -71,11 +72,11 @@ class Peer:
 
     def command(self, *, model: str, strategy: str, folder: Path) -> list[str]:
         """The command of a training in a folder."""
-        if self.file == "with_trireme.py":
-            return _trireme_command(model, strategy, folder)
         launcher = [sys.executable, "-m"]
         if self.uses_torchrun:
             launcher += ["torch.distributed.run", "--nproc-per-node", str(WORKERS), "-m"]
+        if self.file == "with_trireme.py":
+            return [*launcher, "app", "train", *_trireme_keys(model, strategy, folder)]
         module = f"experiments.benchmarks.peers.{self.file.removesuffix('.py')}"
         return [*launcher, module, model, strategy]
 
@@ -133,16 +134,18 @@ PEERS = (
         package="ray",
         uses_torchrun=False,
     ),
+    Peer(
+        name="Trireme under torchrun",
+        file="with_trireme.py",
+        strategies=("ddp", "fsdp"),
+        package="torch",
+    ),
 )
 
 
-def _trireme_command(model: str, strategy: str, folder: Path) -> list[str]:
+def _trireme_keys(model: str, strategy: str, folder: Path) -> list[str]:
     work = workload(model)
     return [
-        sys.executable,
-        "-m",
-        "app",
-        "train",
         "task=experiments.benchmarks.peers.with_trireme:Peer",
         f"task_args.name={model}",
         f"strategy={strategy}",
@@ -190,7 +193,97 @@ def lines_of_code(source: str) -> int:
     return len(lines)
 
 
-def measure(command: Sequence[str], *, steps: int, folder: Path, uri: str) -> Measurement:
+def environment_of(records: Path, uri: str) -> dict[str, str]:
+    """The environment variables of a training's processes.
+
+    Args:
+        records: The folder in which they write down their steps.
+        uri: MLflow's.
+    """
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MLFLOW_TRACKING_URI": uri,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_TRAIN_V2_ENABLED": "1",
+        FOLDER: str(records),
+    }
+    # Where it is set, as in many images, each process would compile its modules again.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    return environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningRay:
+    """A Ray that runs before the commands do, and stays.
+
+    Attributes:
+        address: What `RAY_ADDRESS` is.
+        records: The folder in which its workers write down their steps.
+    """
+
+    address: str
+    records: Path
+
+
+@contextlib.contextmanager
+def running_ray(uri: str) -> Iterator[RunningRay]:
+    """Starts a Ray on this machine with a CPU for each worker, and ends it.
+
+    Its workers have the environment variables of this Ray, not those of the commands.
+
+    Args:
+        uri: MLflow's.
+
+    Raises:
+        click.ClickException: Ray does not start.
+    """
+    with tempfile.TemporaryDirectory(prefix="peers-", ignore_cleanup_errors=True) as name:
+        records = Path(name, "steps")
+        records.mkdir()
+        log = Path(name, "ray.log")
+        port = free_port()
+        command = [
+            str(Path(sys.executable).with_name("ray")),
+            "start",
+            "--head",
+            "--block",
+            f"--port={port}",
+            f"--num-cpus={WORKERS}",
+            "--include-dashboard=false",
+            "--node-ip-address=127.0.0.1",
+            f"--temp-dir={name}",
+        ]
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                command,
+                cwd=name,
+                env=environment_of(records, uri),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            while "Ray runtime started" not in log.read_text():
+                if process.poll() is not None:
+                    raise click.ClickException(f"Ray does not start:\n{log.read_text()[-3000:]}")
+                time.sleep(0.1)
+            yield RunningRay(address=f"127.0.0.1:{port}", records=records)
+        finally:
+            # `ray start --block` ends what it has started before it ends itself.
+            process.terminate()
+            process.wait()
+
+
+def measure(
+    command: Sequence[str],
+    *,
+    steps: int,
+    folder: Path,
+    uri: str,
+    cluster: RunningRay | None = None,
+) -> Measurement:
     """Runs a command to its end.
 
     Args:
@@ -198,23 +291,20 @@ def measure(command: Sequence[str], *, steps: int, folder: Path, uri: str) -> Me
         steps: How many steps it trains.
         folder: Where it runs, empty.
         uri: MLflow's.
+        cluster: The Ray that runs already; None if a command starts its own.
 
     Raises:
         click.ClickException: The command failed, or its steps are not those that were asked for.
     """
-    records = folder / "steps"
-    records.mkdir()
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MLFLOW_TRACKING_URI": uri,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "RAY_TRAIN_V2_ENABLED": "1",
-        FOLDER: str(records),
-    }
-    # Where it is set, as in many images, each process would compile its modules again.
-    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    if cluster is None:
+        records = folder / "steps"
+        records.mkdir()
+        environment = environment_of(records, uri)
+    else:
+        records = cluster.records
+        for earlier in records.iterdir():
+            earlier.unlink()
+        environment = environment_of(records, uri) | {"RAY_ADDRESS": cluster.address}
     began = time.time()
     try:
         process = subprocess.run(
@@ -232,9 +322,10 @@ def measure(command: Sequence[str], *, steps: int, folder: Path, uri: str) -> Me
     if process.returncode:
         raise click.ClickException(f"{' '.join(command)} failed:\n{process.stdout[-3000:]}")
     workers = [steps_of(file.read_bytes()) for file in sorted(records.iterdir())]
-    # Trireme's driver tries one step before its workers train, and is not among these.
-    workers = [worker for worker in workers if len(worker) >= steps]
-    if len(workers) != WORKERS or any(len(worker) != steps for worker in workers):
+    # Trireme reads the model before it trains: in the driver, which is no worker, and under
+    # torchrun in the first worker, whose last steps are those that it trains.
+    workers = [worker[-steps:] for worker in workers if len(worker) >= steps]
+    if len(workers) != WORKERS:
         counts = [len(worker) for worker in workers]
         raise click.ClickException(f"{' '.join(command)}: {steps} steps were asked for: {counts}")
     starts = [worker[0][0] for worker in workers]
@@ -266,14 +357,27 @@ def take_turns(
     strategy: str,
     turns: int,
     uri: str,
+    cluster: RunningRay | None = None,
 ) -> Iterator[tuple[str, Measurement]]:
-    """Measures all peers, and as often as there are turns; every second turn backwards."""
+    """Measures all peers, and as often as there are turns; every second turn backwards.
+
+    Args:
+        peers: In the order of the first turn.
+        model: A workload's name.
+        strategy: ddp or fsdp.
+        turns: How often.
+        uri: MLflow's.
+        cluster: The Ray that runs already; None if each command starts its own.
+    """
     for turn in range(turns):
         for peer in peers if turn % 2 == 0 else reversed(peers):
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 command = peer.command(model=model, strategy=strategy, folder=Path(folder))
                 steps = workload(model).steps
-                yield peer.name, measure(command, steps=steps, folder=Path(folder), uri=uri)
+                measurement = measure(
+                    command, steps=steps, folder=Path(folder), uri=uri, cluster=cluster
+                )
+                yield peer.name, measurement
 
 
 def rows_of(measurements: Measurements, lines: Mapping[str, int]) -> list[dict[str, str]]:
@@ -323,8 +427,21 @@ def mlflow_database() -> Iterator[str]:
 @click.option("--strategy", type=click.Choice(["ddp", "fsdp"]), default="ddp", show_default=True)
 @click.option("--turns", default=5, show_default=True, help="Trainings of each peer.")
 @click.option("--only", help="Names of peers, with commas between; by hand is always among them.")
+@click.option(
+    "--running-ray",
+    "uses_running_ray",
+    is_flag=True,
+    help="Commands of Ray join one that runs already, instead of starting their own.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, every measurement.")
-def main(model: str, strategy: str, turns: int, only: str | None, as_json: bool) -> None:
+def main(
+    model: str,
+    strategy: str,
+    turns: int,
+    only: str | None,
+    uses_running_ray: bool,
+    as_json: bool,
+) -> None:
     """Measures whole commands: the same training by hand, with other libraries, with Trireme.
 
     The extra `benchmarks` installs the others. A turn takes four minutes on two cores.
@@ -342,9 +459,11 @@ def main(model: str, strategy: str, turns: int, only: str | None, as_json: bool)
             )
         peers.append(peer)
     measurements: Measurements = defaultdict(list)
-    with mlflow_database() as uri:
+    with contextlib.ExitStack() as stack:
+        uri = stack.enter_context(mlflow_database())
+        cluster = stack.enter_context(running_ray(uri)) if uses_running_ray else None
         for name, measurement in take_turns(
-            peers, model=model, strategy=strategy, turns=turns, uri=uri
+            peers, model=model, strategy=strategy, turns=turns, uri=uri, cluster=cluster
         ):
             measurements[name].append(measurement)
             print(f"{name}: {measurement.whole:.1f} s", file=sys.stderr)

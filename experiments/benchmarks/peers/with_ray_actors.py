@@ -31,7 +31,10 @@ class Worker:
 
 
 def main(name: str, strategy: str) -> None:
-    ray.init("local", num_cpus=WORKERS, include_dashboard=False)
+    if "RAY_ADDRESS" in os.environ:
+        ray.init()
+    else:
+        ray.init("local", num_cpus=WORKERS, include_dashboard=False)
     workers = [Worker.remote() for _ in range(WORKERS)]  # type: ignore[attr-defined]
     address = ray.get(workers[0].address.remote())
     calls = [

@@ -55,10 +55,37 @@ def test_trireme_trains_as_the_others_do(model: str, tmp_path: Path) -> None:
     assert config.train.clip_norm and config.optimizer.weight_decay
 
 
+@pytest.mark.parametrize(
+    ("name", "launchers"),
+    [("Trireme", 0), ("Trireme under torchrun", 1), (program.BY_HAND, 1), ("Ray actors", 0)],
+)
+def test_torchrun_starts_the_workers_of_those_that_need_it(
+    name: str, launchers: int, tmp_path: Path
+) -> None:
+    peer = next(peer for peer in program.PEERS if peer.name == name)
+    command = peer.command(model="gpt", strategy="ddp", folder=tmp_path)
+    assert command.count("torch.distributed.run") == launchers
+
+
+@pytest.mark.parametrize("earlier", [0, 9])
+def test_what_is_measured_are_the_steps_that_are_trained(earlier: int, tmp_path: Path) -> None:
+    writing = f"""
+import os, pathlib, struct, sys
+for worker, more in enumerate([{earlier}, 0]):
+    steps = b"".join(struct.pack("dd", 100.0 + step, 1e6) for step in range(-more, 20))
+    pathlib.Path(os.environ[{program.FOLDER!r}], str(worker)).write_bytes(steps)
+"""
+    command = [sys.executable, "-c", writing]
+    measured = program.measure(command, steps=20, folder=tmp_path, uri="sqlite:///nowhere")
+    assert measured.step == 1.0
+    assert measured.whole - measured.start - measured.end == pytest.approx(19.0)
+
+
 @pytest.mark.slow
-def test_whole_commands_are_measured() -> None:
+@pytest.mark.parametrize("more", [[], ["--running-ray"]])
+def test_whole_commands_are_measured(more: list[str]) -> None:
     command = [sys.executable, "-m", "experiments.benchmarks", "peers", "--json"]
-    command += ["--model", "mnist", "--turns", "1", "--only", "Trireme"]
+    command += ["--model", "mnist", "--turns", "1", "--only", "Trireme", *more]
     answer = subprocess.run(
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=900
     )
