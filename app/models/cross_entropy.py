@@ -25,10 +25,6 @@ Both functions compute their gradients in forward. Backward only multiplies them
 gradient, in place: a second backward is an error of torch, not a wrong gradient.
 """
 
-import contextlib
-import itertools
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -38,11 +34,10 @@ from torch.autograd.function import once_differentiable
 
 from app.models.linear import add_product, product_dtype
 from app.models.one_kernel import compiles, one_kernel
+from strategies.row_chunks import current_observer, row_chunks
 
 LARGE_VOCABULARY = 8192
 """From here on chunks are worth it for any batch, because memory grows with it."""
-CHUNK_NUMBERS = 1 << 24
-"""Logits of a chunk of given logits: 64 MiB in float32, enough to fill a GPU."""
 CHUNKS = 8
 """Chunks of logits that are made here; few, so that their products are large."""
 VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
@@ -106,48 +101,6 @@ def _has_own_functions(tensor: Tensor) -> bool:
     return functions_of_type not in (Tensor.__torch_function__, nn.Parameter.__torch_function__)
 
 
-_REPEATED: ContextVar[Callable[[int], contextlib.AbstractContextManager[None]] | None] = ContextVar(
-    "repeated", default=None
-)
-"""What records the costs of one chunk so many times, while the others are left out."""
-
-
-@contextlib.contextmanager
-def first_chunks_only(
-    repeated: Callable[[int], contextlib.AbstractContextManager[None]],
-) -> Iterator[None]:
-    """Compute one chunk in place of all chunks of its size, whose costs are the same.
-
-    Losses and gradients are wrong, so that it is for fake tensors only.
-
-    Args:
-        repeated: Called with the number of chunks; active while the one is computed.
-    """
-    token = _REPEATED.set(repeated)
-    try:
-        yield
-    finally:
-        _REPEATED.reset(token)
-
-
-def _chunks(count: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors' rows, a chunk of each at a time.
-
-    Args:
-        count: The number of chunks.
-        tensors: With the same number of rows.
-    """
-    chunks = zip(*(tensor.chunk(count) for tensor in tensors))
-    repeated = _REPEATED.get()
-    if repeated is None:
-        yield from chunks
-        return
-    for _, equal_chunks in itertools.groupby(chunks, lambda chunk: len(chunk[0])):
-        first, *others = equal_chunks
-        with repeated(1 + len(others)):
-            yield first
-
-
 def _can_overwrite(logits: Tensor) -> bool:
     """Whether no other backward uses the logits: they are a product, perhaps in another shape."""
     node = logits.grad_fn
@@ -164,7 +117,13 @@ def _chunk_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """
     if logits.is_cuda and compiles(logits.device):
         return _compiled_chunk_loss(logits, targets)
-    return eager_chunk_loss(logits, targets)
+    observer = current_observer()
+    if observer is None or not observer.compiles_kernels:
+        return eager_chunk_loss(logits, targets)
+    with observer.kernel():
+        loss, slope = eager_chunk_loss(logits, targets)
+        slope = slope.to(logits.dtype)
+    return loss, slope
 
 
 def fusible_chunk_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,12 +167,11 @@ class _CrossEntropy(torch.autograd.Function):
             slopes = logits.detach()
         else:
             slopes = torch.empty_like(logits)
-        count = -(-logits.numel() // CHUNK_NUMBERS)
-        for chunk_logits, chunk_targets, chunk_slopes in _chunks(count, logits, targets, slopes):
-            loss, slope = _chunk_loss(chunk_logits, chunk_targets)
+        for rows in row_chunks(*logits.shape):
+            loss, slope = _chunk_loss(logits[rows], targets[rows])
             total += loss
             if needs_gradient:
-                chunk_slopes.copy_(slope)
+                slopes[rows] = slope
             del slope  # before that of the next chunk is made
         if needs_gradient:
             ctx.save_for_backward(slopes)
@@ -234,13 +192,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         total = torch.zeros((), device=hidden.device)
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros(weight.shape if needs_gradient else (), device=weight.device)
-        for rows, row_targets, row_gradients in _chunks(CHUNKS, hidden, targets, hidden_gradient):
-            loss, slope = _chunk_loss(F.linear(rows, weight), row_targets)
+        for rows in row_chunks(len(hidden), len(weight), chunks=CHUNKS):
+            loss, slope = _chunk_loss(F.linear(hidden[rows], weight), targets[rows])
             total += loss
             if needs_gradient:
                 slope = slope.to(hidden.dtype)
-                torch.mm(slope, weight, out=row_gradients)
-                add_product(weight_gradient, slope.t(), rows)
+                torch.mm(slope, weight, out=hidden_gradient[rows])
+                add_product(weight_gradient, slope.t(), hidden[rows])
             del slope  # before that of the next chunk is made
         if needs_gradient:
             ctx.save_for_backward(hidden_gradient, weight_gradient)

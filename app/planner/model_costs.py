@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from app.planner.trace import AFTER, BEFORE
 from strategies.costs import ParameterSize
+from strategies.row_chunks import chunk_rows
 
 Floats = npt.NDArray[np.float64]
 
@@ -25,6 +26,59 @@ def basis(batch: float, tp: float) -> Floats:
     return np.array([1.0, batch, 1.0 / tp, batch / tp, is_split, batch * is_split])
 
 
+def chunk_numbers(rows: float, numbers: float) -> float:
+    """Logits of a chunk of a loss.
+
+    Args:
+        rows: Rows of all chunks; below 1 if no loss has bounded chunks.
+        numbers: Logits of all chunks.
+    """
+    if rows < 1:
+        return 0.0
+    words = max(1, round(numbers / rows))
+    return float(chunk_rows(round(rows), words) * words)
+
+
+@dataclass
+class Moments:
+    """What a part has allocated beyond what it saves, moment by moment.
+
+    The worst moment is another one for other batches: one moment has more that grows with the
+    batch, another one copies of weights. So each moment is a line of its own.
+
+    Args:
+        coefficients: (M, 6), of bytes without those of a chunk.
+        chunk: (M,), bytes for each logit of a chunk of a loss (strategies/row_chunks.py).
+    """
+
+    coefficients: Floats
+    chunk: Floats
+
+    def worst(self, batch: float, tp: float, chunk_numbers: float) -> float:
+        """Bytes at the worst moment, at least 0.
+
+        Args:
+            batch: Samples of the micro-batch.
+            tp: The degree of tensor parallelism.
+            chunk_numbers: Logits of a chunk.
+        """
+        sizes = self.coefficients @ basis(batch, tp) + self.chunk * chunk_numbers
+        return float(sizes.max(initial=0.0))
+
+    def distinct(self) -> Moments:
+        """Those moments that may be the worst: no other one has at least as much of everything."""
+        c0, c1, c2, c3, c4, c5 = self.coefficients.T
+        # A size is linear in the batch, and both its coefficients are linear in 1/tp, 0 to 1.
+        rows = [c0, c0 + c2, c1, c1 + c3, c4, c5, self.chunk]
+        traits, indices = np.unique(np.column_stack(rows).round(3), axis=0, return_index=True)
+        kept = [
+            index
+            for trait, index in zip(traits, indices)
+            if (traits >= trait).all(axis=1).sum() == 1
+        ]
+        return Moments(self.coefficients[kept], self.chunk[kept])
+
+
 @dataclass
 class PartCosts:
     """The coefficients c0 … c5 of one part's costs.
@@ -33,11 +87,15 @@ class PartCosts:
         values: (6,) for each value of a trace (trace.py).
         products: (P, 4, 6) for each phase: m, n, k and batch of its distinct products.
         repeats: (P,) for each phase: how often each product is computed.
+        moments: Of the whole model.
+        split_moments: Of one that tensor parallelism splits; None if it is not split.
     """
 
     values: dict[str, Floats]
     products: dict[str, Floats]
     repeats: dict[str, Floats]
+    moments: Moments
+    split_moments: Moments | None = None
 
     def at(self, batch: float, tp: float) -> dict[str, float]:
         """Every value for a micro-batch and a degree; none is below 0, unknown names are 0."""
@@ -46,6 +104,18 @@ class PartCosts:
         for name, coefficients in self.values.items():
             values[name] = max(0.0, float(coefficients @ factors))
         return values
+
+    def working_bytes(self, batch: float, tp: float) -> float:
+        """What is alive at the worst moment of forward or backward, beyond what is saved."""
+        moments = self.moments
+        if tp > 1 and self.split_moments is not None:
+            moments = self.split_moments
+        factors = basis(batch, tp)
+        rows, numbers = (
+            float(self.values[name] @ factors) if name in self.values else 0.0
+            for name in ("chunked_rows", "chunked_numbers")
+        )
+        return moments.worst(batch, tp, chunk_numbers(rows, numbers))
 
     def products_at(self, phase: str, batch: float, tp: float) -> Floats:
         """(P, 5): m, n, k, batch and repeats of the products of a phase."""

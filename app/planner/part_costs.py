@@ -241,7 +241,7 @@ def _part_cost(
     saved_bytes, recomputed_bytes = _saved_bytes(
         values, shares, work=work, device=device, has_fused_backward=is_fused and is_block
     )
-    working_bytes = max(values["extra"], values["forward_extra"] - values["saved"])
+    working_bytes = part.working_bytes(work.batch, work.tp)
     if name == AFTER and device.loss_memory:
         logits = _logits(part.products_at("forward", work.batch, 1))
         working_bytes = max(working_bytes, device.loss_memory * logits - saved_bytes)

@@ -7,7 +7,9 @@ Every cost is then
     cost(b, t) = c0 + c1·b + (c2 + c3·b) / t + (c4 + c5·b)·[t > 1]       b samples in a micro-batch
 
 exactly in b for nearly all models, and within a few per cent in t. The last term is what only split
-layers do, such as gathering their input; it needs two values of t. So a few traces of distinct
+layers do, such as gathering their input; it needs two values of t. What is alive is such a line for
+each moment, because another moment may be the worst of another batch; a chunk of a loss that does
+not grow with the batch is counted apart (strategies/row_chunks.py). So a few traces of distinct
 blocks give the costs of all sizes and degrees. A model that cannot be built on `meta`, or whose
 code looks at values, is run for real, once, on the CPU; `Reader.note` says so.
 """
@@ -28,7 +30,14 @@ from torch import Tensor, nn
 
 from app.data.loader import fetch, length, map_tensors, rows, tensors
 from app.errors import UserError
-from app.planner.model_costs import Floats, ModelCosts, PartCosts, basis
+from app.planner.model_costs import (
+    Floats,
+    ModelCosts,
+    Moments,
+    PartCosts,
+    basis,
+    chunk_numbers,
+)
 from app.planner.trace import AFTER, BEFORE, PartTrace, Trace, block_signature, watch
 from app.tasks.base import Task
 from app.tasks.build import build_model
@@ -431,14 +440,47 @@ def _fit_part(traces: Mapping[Key, PartTrace]) -> PartCosts:
             distinct[tuple(np.round(np.concatenate(coefficients), 4))] += 1
         products[phase] = np.array(list(distinct), float).reshape(-1, 4, 6)
         repeats[phase] = np.array(list(distinct.values()), float)
-    return PartCosts(values, products, repeats)
+    whole = {key: trace for key, trace in traces.items() if key[1] == 1}
+    split = {key: trace for key, trace in traces.items() if key[1] > 1}
+    moments = _fit_moments(whole)
+    split_moments = _fit_moments(split, whole) if split else None
+    return PartCosts(values, products, repeats, moments, split_moments)
 
 
-def _fit(values: Mapping[Key, float]) -> Floats:
-    """The coefficients c0 … c5, (6,), of a value; those that the traces do not determine are 0."""
+def _fit_moments(
+    traces: Mapping[Key, PartTrace], unsplit: Mapping[Key, PartTrace] | None = None
+) -> Moments:
+    """The moments of a part; only the worst if traces do not have the same ones.
+
+    Args:
+        traces: All of the whole model, or all of the split one.
+        unsplit: Those of the whole model, if `traces` are of the split one. With them a single
+            degree gives the worst moment of other degrees.
+    """
+    operations = {tuple(moment.operation for moment in trace.moments) for trace in traces.values()}
+    is_one_degree = len({tp for _, tp in traces}) == 1
+    if len(operations) > 1 or (unsplit and is_one_degree):
+        worst = {key: _worst_of(trace) for key, trace in {**(unsplit or {}), **traces}.items()}
+        return Moments(_fit(worst).reshape(1, 6), np.zeros(1))
+    sizes = {key: [moment.size for moment in trace.moments] for key, trace in traces.items()}
+    of_largest = traces[max(traces)].moments
+    return Moments(_fit(sizes).T, np.array([moment.chunk for moment in of_largest])).distinct()
+
+
+def _worst_of(trace: PartTrace) -> float:
+    numbers = chunk_numbers(trace.values["chunked_rows"], trace.values["chunked_numbers"])
+    sizes = (moment.size + moment.chunk * numbers for moment in trace.moments)
+    return max(sizes, default=0.0)
+
+
+def _fit(values: Mapping[Key, float] | Mapping[Key, list[float]]) -> Floats:
+    """The coefficients c0 … c5 of a value, (6,), or of M values, (6, M).
+
+    Those that the traces do not determine are 0.
+    """
     known = 2 * len({tp for _, tp in values})
     equations = np.array([basis(batch, tp)[:known] for batch, tp in values])
     observed = np.array(list(values.values()))
-    coefficients = np.zeros(6)
+    coefficients = np.zeros((6, *observed.shape[1:]))
     coefficients[:known] = np.linalg.lstsq(equations, observed, rcond=None)[0]
     return coefficients

@@ -14,6 +14,7 @@ Fused operations are recorded as GPUs have them (fused.py).
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections import defaultdict
@@ -27,11 +28,11 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from app.data.loader import map_tensors, tensors
-from app.models.cross_entropy import first_chunks_only
 from app.planner.fused import Fused
 from app.planner.fusion import Fusion, Place
 from strategies.activation_checkpointing import is_kept
 from strategies.pipeline.p2p import sent_dtype
+from strategies.row_chunks import chunk_rows, observed_by
 from strategies.tensor.loss import VocabularyLogits
 from strategies.tensor.ops import ShapePeers
 from strategies.torch_internals import OperationMode
@@ -52,6 +53,8 @@ FREE = {
     "lift_fresh",
 }
 """Operations that move no bytes."""
+PROMOTING = {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_"}
+"""Operations of which a CPU's kernel first copies an operand of another type into the result's."""
 
 
 class Product(NamedTuple):
@@ -61,6 +64,20 @@ class Product(NamedTuple):
     n: float
     k: float
     batch: float
+
+
+class Moment(NamedTuple):
+    """What is alive when something has been allocated.
+
+    Args:
+        operation: What has allocated it, and in which phase.
+        size: Bytes, without `chunk`.
+        chunk: Bytes for each logit of a chunk whose rows do not grow with the batch.
+    """
+
+    operation: str
+    size: float
+    chunk: float
 
 
 @dataclass
@@ -86,8 +103,7 @@ class PartTrace:
             kept                                 results that `selective` checkpointing keeps
             boundary                             the input of a block
             crossing                             the same, as a pipeline sends it
-            forward_extra, extra                 alive at the worst moment of forward, of backward,
-                                                 beyond what is saved
+            chunked_rows, chunked_numbers        rows and logits of losses whose chunks are bounded
             sent, collectives                    by one tensor-parallel worker: bytes, and how many
                                                  collectives send them
             sent_forward, collectives_forward    of these, in forward
@@ -98,12 +114,14 @@ class PartTrace:
             regathered                           what a recomputed block has besides `saved`, as it
                                                  does not gather its input again
         products: The matrix products of forward and of backward.
+        moments: What is alive after each allocation, beyond what is saved.
     """
 
     values: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     products: dict[str, list[Product]] = field(
         default_factory=lambda: {"forward": [], "backward": []}
     )
+    moments: list[Moment] = field(default_factory=list)
 
 
 @dataclass
@@ -122,12 +140,18 @@ class Trace:
 class CostRecorder(OperationMode):
     """Records the costs of each operation under the current part and phase.
 
+    It observes the chunks of losses (strategies/row_chunks.py), too.
+
     Args:
         module: The model, whose parameters and buffers are not counted as activations.
+        on_gpu: Whether what a GPU computes in one kernel allocates nothing but its results.
+        is_fake: Whether tensors are fake, so that of equal chunks one is enough.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, on_gpu: bool = True, is_fake: bool = False) -> None:
         super().__init__()
+        self.skips_equal_chunks = is_fake
+        self.compiles_kernels = on_gpu
         self.parts: dict[str, PartTrace] = defaultdict(PartTrace)
         self.part = BEFORE
         self.phase = "forward"
@@ -137,6 +161,11 @@ class CostRecorder(OperationMode):
         self._parameters = {_storage_id(tensor) for tensor in state}
         self._alive: dict[int, float] = {}  # bytes of the other storages that are alive
         self._alive_bytes = 0.0
+        self._in_kernel: dict[int, float] | None = None
+        """Bytes of the storages that the operations of one kernel have made."""
+        self._chunk: tuple[float, int] | None = None
+        """Bytes that were alive before the chunk at work, and its logits."""
+        self._is_later_chunk = False
         self._saved: set[int] = set()
         self._recomputable: dict[int, str] = {}
         """Storages that element-wise operations, norms and casts wrote, with their part.
@@ -162,18 +191,42 @@ class CostRecorder(OperationMode):
         self.parts[self.part].values[name] += value * self._times
 
     @contextlib.contextmanager
-    def repeated(self, times: int) -> Iterator[None]:
-        """Record everything so many times, in the order in which it would be computed.
+    def chunk(
+        self, rows: int, words: int, *, times: int, is_first: bool, is_bounded: bool
+    ) -> Iterator[None]:
+        """Record a chunk so many times, in the order in which chunks would be computed.
 
         Args:
-            times: How often it would be computed.
+            rows: Rows of all chunks.
+            words: Logits of a row.
+            times: How many chunks the one stands for.
+            is_first: Whether it is the first of them, and none of the others is larger.
+            is_bounded: Whether the chunk has `chunk_rows(rows, words)` rows.
         """
-        products = self.parts[self.part].products[self.phase]
+        part = self.parts[self.part]
+        products = part.products[self.phase]
         before = len(products)
+        self._is_later_chunk = not is_first
+        if is_bounded:
+            self._chunk = self._alive_bytes, chunk_rows(rows, words) * words
+            part.values["chunked_rows"] = rows
+            part.values["chunked_numbers"] = rows * words
         self._times = times
         yield
         self._times = 1
         products.extend(products[before:] * (times - 1))
+        self._chunk = None
+        self._is_later_chunk = False
+
+    @contextlib.contextmanager
+    def kernel(self) -> Iterator[None]:
+        """Count only those storages as allocated that are alive at the end."""
+        self._in_kernel = {}
+        yield
+        results = self._in_kernel
+        self._in_kernel = None
+        for key, size in results.items():
+            self._add_alive("kernel", key, size)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -187,12 +240,14 @@ class CostRecorder(OperationMode):
         result = func(*args, **kwargs)
         outputs = tensors(result)
         inputs = tensors((args, {key: value for key, value in kwargs.items() if key != "out"}))
-        new = [tensor for tensor in outputs if self._allocate(tensor)]
+        new = [tensor for tensor in outputs if self._allocate(name, tensor)]
         if packet in flop_registry:
             flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
             self._record_product(name, flops, inputs=inputs, outputs=outputs)
         elif name not in FREE and (new or name.endswith("_") or "out" in kwargs):
             self._record_elementwise(name, inputs=inputs, outputs=outputs)
+            if name in PROMOTING and not self.compiles_kernels:
+                self._record_promotion(name, inputs, outputs[0])
             if _is_sum(name, inputs):
                 smallest_term = float(min(term.nbytes for term in inputs))
                 for tensor in new:
@@ -244,6 +299,14 @@ class CostRecorder(OperationMode):
             if first_copy != copy_key and copy.numel() == source.numel():
                 self._repeated_casts.add(copy_key)
 
+    def _record_promotion(self, name: str, inputs: list[Tensor], output: Tensor) -> None:
+        """Note the moment at which a CPU has copies of operands of another type."""
+        operands = [*(x for x in inputs if x.dim()), output]
+        dtype = functools.reduce(torch.promote_types, (x.dtype for x in operands))
+        copied = sum(x.numel() for x in operands if x.dtype != dtype)
+        if copied:
+            self._add_moment(name, float(copied * dtype.itemsize))
+
     @property
     def _place(self) -> Place:
         return self.part, self.phase
@@ -287,8 +350,13 @@ class CostRecorder(OperationMode):
             if part == self.part and key in self._saved:
                 self.count("fusible", -float(storage.nbytes()))
 
-    def _allocate(self, tensor: Tensor) -> bool:
-        """Whether the tensor's storage is new. It is alive until nothing refers to it."""
+    def _allocate(self, name: str, tensor: Tensor) -> bool:
+        """Whether the tensor's storage is new. It is alive until nothing refers to it.
+
+        Args:
+            name: The operation that the tensor is a result of.
+            tensor: The tensor.
+        """
         # Split logits, and the whole logits for which they stand, have no storage of their own.
         if isinstance(tensor, VocabularyLogits) or tensor.is_meta:
             return False
@@ -296,16 +364,50 @@ class CostRecorder(OperationMode):
         key = id(storage)
         if key in self._alive or key in self._parameters:
             return False
-        self._alive[key] = float(storage.nbytes())
-        self._alive_bytes += self._alive[key]
-        values = self.parts[self.part].values
-        peak = "forward_extra" if self.phase == "forward" else "extra"
-        values[peak] = max(values[peak], self._alive_bytes)
+        size = float(storage.nbytes())
+        if self._in_kernel is None:
+            self._add_alive(name, key, size)
+        elif key in self._in_kernel:
+            return False
+        else:
+            self._in_kernel[key] = size
         weakref.finalize(storage, self._free, key)
         return True
 
+    def _add_alive(self, name: str, key: int, size: float) -> None:
+        """Count a storage as alive, and note the moment.
+
+        Args:
+            name: The operation that has made it.
+            key: The storage's id().
+            size: Its bytes.
+        """
+        self._alive[key] = size
+        self._alive_bytes += size
+        self._add_moment(name)
+
+    def _add_moment(self, name: str, copies: float = 0.0) -> None:
+        """Note what is alive.
+
+        Args:
+            name: The operation that has made it.
+            copies: Bytes that the operation itself needs besides.
+        """
+        if self._is_later_chunk:  # it needs no more than the first
+            return
+        alive = self._alive_bytes + copies
+        moments = self.parts[self.part].moments
+        operation = f"{self.phase} {name}"
+        if self._chunk is None:
+            moments.append(Moment(operation, alive, 0.0))
+            return
+        before, numbers = self._chunk
+        moments.append(Moment(operation, before, (alive - before) / numbers))
+
     def _free(self, key: int) -> None:
         self._alive_bytes -= self._alive.pop(key, 0.0)
+        if self._in_kernel is not None:
+            self._in_kernel.pop(key, None)
         for storages in (self._saved, self._parameter_copies, self._repeated_casts):
             storages.discard(key)
         self._recomputable.pop(key, None)
@@ -371,9 +473,9 @@ def watch(
         loss: Computes the loss of the model that it is called with.
         peers: Of a model that is split by tensor parallelism, what counts its collectives.
         on_gpu: Whether fused operations are those of a GPU (fused.py).
-        is_fake: Whether tensors are fake, so that of a loss in chunks one chunk is enough.
+        is_fake: Whether tensors are fake, so that of equal chunks of a loss one is enough.
     """
-    recorder = CostRecorder(module)
+    recorder = CostRecorder(module, on_gpu=on_gpu, is_fake=is_fake)
     order: list[str] = []
     for parameter in module.parameters():
         if parameter.requires_grad:  # gradients are counted by the strategies' cost functions
@@ -383,8 +485,7 @@ def watch(
     traced_blocks: dict[Hashable, _TracedBlock] = {}
     for block in dict.fromkeys(module.get_submodule(name) for name in blocks):
         block.forward = _traced_forward(block, recorder, order, traced_blocks)
-    chunks = first_chunks_only(recorder.repeated) if is_fake else contextlib.nullcontext()
-    with recorder, Fused(recorder, on_gpu=on_gpu), chunks:
+    with recorder, Fused(recorder, on_gpu=on_gpu), observed_by(recorder):
         with saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
             value = loss(module)
         sent_forward = dict(peers.sent_bytes) if peers is not None else {}
@@ -414,17 +515,16 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 def _without_saved(parts: dict[str, PartTrace], order: list[str]) -> dict[str, PartTrace]:
-    """The parts in order, with peaks less what the traced parts up to each of them have saved."""
+    """The parts in order, with moments less what the parts up to each of them have saved."""
     ordered = {}
     saved_bytes = 0.0
     for name in (BEFORE, *dict.fromkeys(order), AFTER):
         if name not in parts:
             continue
-        values = parts[name].values
-        values["forward_extra"] = max(0.0, values["forward_extra"] - saved_bytes)
-        saved_bytes += values["saved"]
-        values["extra"] = max(0.0, values["extra"] - saved_bytes)
-        ordered[name] = parts[name]
+        part = parts[name]
+        saved_bytes += part.values["saved"]
+        part.moments = [moment._replace(size=moment.size - saved_bytes) for moment in part.moments]
+        ordered[name] = part
     return ordered
 
 

@@ -22,7 +22,7 @@ is right too, at a higher cost. So a task's loss is plain PyTorch and returns a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,11 +30,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from strategies.row_chunks import row_chunks
 from strategies.tensor.ops import Peers, gather_features
 from strategies.tree import tree_map
 
-CHUNK_NUMBERS = 1 << 24
-"""How many logits are float32 at once: 64 MiB, enough to fill a GPU."""
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 _EMPTY = torch.empty(0, device="meta")
 """What instances are made from. It exists before any fake mode, under which it would be a fake
@@ -304,12 +303,13 @@ class _SplitCrossEntropy(torch.autograd.Function):
         # sum. One tensor, for one all-reduce.
         sums = local.new_zeros((3, tokens), dtype=wide)
         exponentials, at_target, of_logits = sums
-        for rows in _chunks(local) if has_words else ():
+        for rows in row_chunks(*local.shape) if has_words else ():
             shifted = local[rows] - largest[rows, None]
             at_target[rows] = shifted.gather(1, column[rows]).squeeze(1) * is_own[rows]
             if smoothing:
                 of_logits[rows] = shifted.sum(1)
             exponentials[rows] = shifted.exp_().sum(1)
+            del shifted  # before that of the next chunk is made
         exponentials, at_target, of_logits = peers.all_reduce(sums)
         losses = (
             exponentials.log() - (1 - smoothing) * at_target - smoothing * of_logits / vocabulary
@@ -326,17 +326,11 @@ class _SplitCrossEntropy(torch.autograd.Function):
         of_local = torch.empty_like(local)
         at_target = -(1 - ctx.smoothing) * is_own.unsqueeze(1).to(largest.dtype)
         factor = (gradient * counted).unsqueeze(1)
-        for rows in _chunks(local) if local.size(1) else ():
+        for rows in row_chunks(*local.shape) if local.size(1) else ():
             slope = (local[rows] - largest[rows, None]).exp_().div_(exponentials[rows, None])
             if ctx.smoothing:
                 slope -= ctx.smoothing / ctx.vocabulary
             slope.scatter_add_(1, column[rows], at_target[rows])
             of_local[rows] = slope.mul_(factor[rows])
+            del slope
         return of_local, None, None, None, None, None
-
-
-def _chunks(local: Tensor) -> Iterator[slice]:
-    """Rows whose logits are few enough to be float32 at once."""
-    rows = max(1, CHUNK_NUMBERS // local.size(1))
-    for start in range(0, local.size(0), rows):
-        yield slice(start, start + rows)

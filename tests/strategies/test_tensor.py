@@ -19,7 +19,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from strategies import torch_internals
+from strategies import row_chunks, torch_internals
 from strategies.context.apply import Context
 from strategies.layout import choose
 from strategies.options import Options
@@ -27,7 +27,7 @@ from strategies.parallelize import parallelize
 from strategies.passing import Passing
 from strategies.precision import Product
 from strategies.tensor import apply as tensor_apply
-from strategies.tensor import loss, ops, overlap
+from strategies.tensor import ops, overlap
 from strategies.tensor.apply import one_part
 from strategies.tensor.layers import SplitLayers
 from strategies.tensor.loss import VocabularyLogits
@@ -337,7 +337,7 @@ GATHERING_USES: dict[str, Callable[[Tensor], Tensor]] = {
 def _check_cross_entropy(rank: int) -> None:
     """Compare the loss of split logits and its gradient with those of whole logits."""
     peers = _world_peers()
-    loss.CHUNK_NUMBERS = 4  # two rows of two words
+    row_chunks.CHUNK_NUMBERS = 4  # two rows of two words
     for vocabulary, arguments in itertools.product((7, 3), LOSS_ARGUMENTS):
         torch.manual_seed(3)
         whole = (5 * torch.randn(6, vocabulary)).requires_grad_()
@@ -410,7 +410,7 @@ def _float32_memory_of_loss(rank: int) -> tuple[int, int]:
         The numbers of the largest float32 tensor, and the bytes kept for backward.
     """
     peers = _world_peers()
-    loss.CHUNK_NUMBERS = 1024
+    row_chunks.CHUNK_NUMBERS = 1024
     local = random(64, 512, seed=rank).bfloat16().requires_grad_()
     with LargestFloat32() as largest:
         with saved_for_backward() as kept:

@@ -15,6 +15,7 @@ from torch import Tensor
 from app.models import cross_entropy as losses
 from app.models import one_kernel
 from app.models.cross_entropy import CHUNKS, cross_entropy, linear_cross_entropy
+from strategies import row_chunks
 
 pytestmark = pytest.mark.pure
 
@@ -59,7 +60,7 @@ DEVICES = pytest.mark.parametrize(
 def test_the_loss_and_its_gradients_are_those_of_the_plain_loss(
     monkeypatch: pytest.MonkeyPatch, loss: Loss, tokens: int, device: str
 ) -> None:
-    monkeypatch.setattr(losses, "CHUNK_NUMBERS", 10 * WORDS)
+    monkeypatch.setattr(row_chunks, "CHUNK_NUMBERS", 10 * WORDS)
     tolerance = 2e-6 if device == "cpu" else 1e-5
     inputs = [
         tensor.detach().to(device).requires_grad_(tensor.requires_grad)
@@ -152,7 +153,7 @@ def test_no_chunk_exceeds_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         return chunk_loss(logits, column)
 
     monkeypatch.setattr(losses, "_chunk_loss", record_size)
-    monkeypatch.setattr(losses, "CHUNK_NUMBERS", 10 * WORDS)
+    monkeypatch.setattr(row_chunks, "CHUNK_NUMBERS", 10 * WORDS)
     linear_cross_entropy(*example(8 * 16))
     assert chunk_sizes == [8 * 16 * WORDS // CHUNKS] * CHUNKS
     chunk_sizes.clear()

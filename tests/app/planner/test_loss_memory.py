@@ -1,0 +1,108 @@
+"""The memory of a loss over a large vocabulary, as planned, is what torch's allocator hands out.
+
+At batches that were not traced: where a chunk of the loss is full, or no larger than the rows, or
+one of several smaller ones; of the whole model, and of one of several tensor-parallel workers.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from app.data.loader import fetch
+from app.models.cross_entropy import LARGE_VOCABULARY
+from app.planner import trace
+from app.planner.read import AUTOCAST, CAST, PLAIN, Reader
+from app.planner.trace import AFTER, BEFORE
+from app.tasks import load_task
+from app.tasks.base import Task
+from app.tasks.language import LanguageModelling
+from strategies import row_chunks
+from strategies.tensor.apply import one_part
+
+TOKENS = 16
+GPT: dict[str, Any] = {
+    "data": "python",
+    "sequence_length": TOKENS,
+    "d_model": 16,
+    "n_layers": 2,
+    "n_heads": 4,
+    "vocab_size": LARGE_VOCABULARY,
+}
+BATCHES = (3, 12)
+"""48 and 192 rows; 32 and 64 are traced."""
+ROWS_OF_CHUNK = (24, 70)
+KINDS = ("plain", "chunked", "linear")
+
+
+class PlainLoss(LanguageModelling):
+    """A loss of all logits in float32 at once, as a user's own task may have."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs_BT, targets_BT = batch
+        return F.cross_entropy(model(inputs_BT).flatten(0, 1).float(), targets_BT.flatten())
+
+
+def _task(kind: str) -> Task:
+    if kind == "plain":
+        return PlainLoss(**GPT)
+    return load_task("language_modelling", GPT | {"linear_loss": kind == "linear"})
+
+
+def _planned_peak(reader: Reader, casting: str, batch: int, tp: int) -> float:
+    """Bytes at the worst moment of forward and backward, without parameters and gradients."""
+    costs = reader.costs(casting)
+    saved = 0.0
+    peaks = []
+    for name in (BEFORE, *costs.order, AFTER):
+        part = costs.parts[name]
+        saved += part.at(batch, tp)["saved"]
+        peaks.append(saved + part.working_bytes(batch, tp))
+    return max(peaks)
+
+
+def _measured_peak(reader: Reader, casting: str, batch: int, tp: int, folder: Path) -> float:
+    """The same of torch's allocator on the CPU."""
+    task = reader.task
+    module = reader._make_module(casting, None)
+    if tp > 1:
+        one_part(module, task.tensor_plan(module), tp, sequence_parallel=True, loss_parallel=True)
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(trace._drop_gradient)
+    values = fetch(task.train_data(), [(i, i) for i in range(batch)])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        marker = torch.ones(1)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casting == AUTOCAST):
+            loss = task.loss(module, values)
+        loss.backward()
+        del marker
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    sizes = [
+        (event["ts"], event["args"]["Total Allocated"], event["args"]["Bytes"])
+        for event in events
+        if event.get("name") == "[memory]"
+    ]
+    _, first_total, first_bytes = min(sizes)
+    return max(total for _, total, _ in sizes) - (first_total - first_bytes)
+
+
+@pytest.mark.parametrize("rows_of_chunk", ROWS_OF_CHUNK)
+@pytest.mark.parametrize("casting", [PLAIN, CAST, AUTOCAST])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_planned_peak_of_a_loss_is_the_allocators(
+    kind: str, casting: str, rows_of_chunk: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(row_chunks, "CHUNK_NUMBERS", rows_of_chunk * LARGE_VOCABULARY)
+    reader = Reader(_task(kind))
+    degrees = (1,) if kind == "linear" else (1, 4)
+    for batch in BATCHES:
+        for tp in degrees:
+            planned = _planned_peak(reader, casting, batch, tp)
+            measured = _measured_peak(reader, casting, batch, tp, tmp_path)
+            assert planned == pytest.approx(measured, rel=0.005), (batch, tp)
