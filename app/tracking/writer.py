@@ -14,6 +14,7 @@ The writer also delivers the spools of runs within this run's folder, such as a 
 they appear.
 """
 
+import contextlib
 import importlib
 import logging
 import os
@@ -40,6 +41,7 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
 }
+AUTOGROUP = Path("/proc/self/autogroup")
 _log = logging.getLogger("writer")
 
 
@@ -137,6 +139,23 @@ def claim(folder: Path, attempt: str, seconds: float = 0.0) -> bool:
     return True
 
 
+def be_nicer(niceness: int, *, session: bool) -> None:
+    """Let other processes have the processors first.
+
+    Where Linux schedules the processes of a session as a group, as on most distributions, niceness
+    counts among these only, and the group has one of its own (sched(7), "The autogroup feature").
+
+    Args:
+        niceness: Added to this process's.
+        session: Whether no other process belongs to this one's session.
+    """
+    os.nice(niceness)
+    if niceness and session:
+        # There may be no such file, or no right to write to it.
+        with contextlib.suppress(OSError):
+            AUTOGROUP.write_text(str(os.getpriority(os.PRIO_PROCESS, 0)))
+
+
 class MaskingFormatter(logging.Formatter):
     """Masks secrets in log lines."""
 
@@ -152,6 +171,7 @@ def main(folder: str, attempt: str, niceness: str) -> None:
         attempt: The attempt of the driver that it serves.
         niceness: Added to that of the driver.
     """
+    has_own_session = os.getsid(0) == os.getpid()
     if os.fork():
         os._exit(0)
     if not claim(Path(folder), attempt, LOCK_SECONDS):
@@ -162,7 +182,7 @@ def main(folder: str, attempt: str, niceness: str) -> None:
     handler.setFormatter(MaskingFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(handlers=[handler])
     os.environ.update(ENVIRONMENT)
-    os.nice(int(niceness))
+    be_nicer(int(niceness), session=has_own_session)
     try:
         serve(Path(folder), os.environ["MLFLOW_TRACKING_URI"], attempt)
     except Exception:

@@ -24,9 +24,10 @@ from app.tracking.environment import Sample, environment_text, provenance_tags
 from app.tracking.settings import Settings, resolve_tracking, run_url, ui_command
 from app.tracking.spool import ANOTHER_DELIVERS, Spool, State, look_at_lock, read, size, take_lock
 from app.tracking.tracker import Tracker, WriterProcess
+from app.tracking.writer import AUTOGROUP
 from app.training.events import Event, SystemSampled, WarningIssued
 from app.training.job import SilentChannel
-from tests.running import end_tree, start, wait_until
+from tests.running import ROOT, end_tree, start, wait_until
 
 
 def events(folder: Path) -> list[dict]:
@@ -310,6 +311,26 @@ def test_a_process_that_others_leave_no_processor_is_seen(monkeypatch: pytest.Mo
         for process in processes:
             process.kill()
             process.wait()
+
+
+@pytest.mark.skipif(
+    not os.access(AUTOGROUP, os.W_OK), reason="Linux does not schedule processes by session here"
+)
+@pytest.mark.parametrize("niceness", [0, 15])
+def test_a_writers_session_is_as_nice_as_the_writer(niceness: int) -> None:
+    """Otherwise it would take half a processor of two workers that use both."""
+    code = (
+        f"from app.tracking.writer import AUTOGROUP, be_nicer\nbe_nicer({niceness}, session=True)"
+    )
+    code += "\nprint(AUTOGROUP.read_text())"
+    command = [sys.executable, "-c", code]
+    before = AUTOGROUP.read_text()
+    answer = subprocess.run(
+        command, cwd=ROOT, start_new_session=True, capture_output=True, text=True, check=True
+    )
+    expected = min(19, os.getpriority(os.PRIO_PROCESS, 0) + niceness) if niceness else 0
+    assert answer.stdout.split()[1:] == ["nice", str(expected)]
+    assert AUTOGROUP.read_text() == before
 
 
 def test_the_writer_of_an_earlier_start_that_gets_no_processor_is_replaced(
