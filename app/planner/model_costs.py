@@ -54,15 +54,15 @@ class Moments:
     coefficients: Floats
     chunk: Floats
 
-    def worst(self, batch: float, tp: float, chunk_numbers: float) -> float:
+    def worst(self, batch: float, tp: float, *, logits_of_chunk: float) -> float:
         """Bytes at the worst moment, at least 0.
 
         Args:
             batch: Samples of the micro-batch.
             tp: The degree of tensor parallelism.
-            chunk_numbers: Logits of a chunk.
+            logits_of_chunk: Logits of a chunk of a loss.
         """
-        sizes = self.coefficients @ basis(batch, tp) + self.chunk * chunk_numbers
+        sizes = self.coefficients @ basis(batch, tp) + self.chunk * logits_of_chunk
         return float(sizes.max(initial=0.0))
 
     def distinct(self) -> Moments:
@@ -115,7 +115,7 @@ class PartCosts:
             float(self.values[name] @ factors) if name in self.values else 0.0
             for name in ("chunked_rows", "chunked_numbers")
         )
-        return moments.worst(batch, tp, chunk_numbers(rows, numbers))
+        return moments.worst(batch, tp, logits_of_chunk=chunk_numbers(rows, numbers))
 
     def products_at(self, phase: str, batch: float, tp: float) -> Floats:
         """(P, 5): m, n, k, batch and repeats of the products of a phase."""

@@ -440,10 +440,10 @@ def _fit_part(traces: Mapping[Key, PartTrace]) -> PartCosts:
             distinct[tuple(np.round(np.concatenate(coefficients), 4))] += 1
         products[phase] = np.array(list(distinct), float).reshape(-1, 4, 6)
         repeats[phase] = np.array(list(distinct.values()), float)
-    whole = {key: trace for key, trace in traces.items() if key[1] == 1}
-    split = {key: trace for key, trace in traces.items() if key[1] > 1}
-    moments = _fit_moments(whole)
-    split_moments = _fit_moments(split, whole) if split else None
+    unsplit_traces = {key: trace for key, trace in traces.items() if key[1] == 1}
+    split_traces = {key: trace for key, trace in traces.items() if key[1] > 1}
+    moments = _fit_moments(unsplit_traces)
+    split_moments = _fit_moments(split_traces, unsplit_traces) if split_traces else None
     return PartCosts(values, products, repeats, moments, split_moments)
 
 

@@ -194,14 +194,9 @@ class CostRecorder(OperationMode):
     def chunk(
         self, rows: int, words: int, *, times: int, is_first: bool, is_bounded: bool
     ) -> Iterator[None]:
-        """Record a chunk so many times, in the order in which chunks would be computed.
+        """Record a chunk as often as it stands for others, in the order of their computation.
 
-        Args:
-            rows: Rows of all chunks.
-            words: Logits of a row.
-            times: How many chunks the one stands for.
-            is_first: Whether it is the first of them, and none of the others is larger.
-            is_bounded: Whether the chunk has `chunk_rows(rows, words)` rows.
+        Its arguments are those of `strategies.row_chunks.ChunkObserver.chunk`.
         """
         part = self.parts[self.part]
         products = part.products[self.phase]

@@ -48,6 +48,8 @@ FIRST_STEPS = 10
 TIMEOUT = 600.0
 Measurements = dict[str, list["Measurement"]]
 """The measurements of each peer, in the order of the turns."""
+Steps = list[tuple[float, float]]
+"""When each step of a process began, in seconds since 1970, and its memory, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +143,24 @@ PEERS = (
         package="torch",
     ),
 )
+
+
+def peers_named(only: str) -> list[Peer]:
+    """The peers with these names, in the order of `PEERS`.
+
+    Args:
+        only: Their names in any case, with commas between.
+
+    Raises:
+        click.ClickException: No peer has one of the names.
+    """
+    names = {name.strip().lower() for name in only.split(",")}
+    peers = [peer for peer in PEERS if peer.name.lower() in names]
+    unknown = names - {peer.name.lower() for peer in peers}
+    if unknown:
+        known = ", ".join(peer.name for peer in PEERS)
+        raise click.ClickException(f"--only: no peer is called {min(unknown)!r}: write {known}")
+    return peers
 
 
 def _trireme_keys(model: str, strategy: str, folder: Path) -> list[str]:
@@ -321,13 +341,14 @@ def measure(
     ended = time.time()
     if process.returncode:
         raise click.ClickException(f"{' '.join(command)} failed:\n{process.stdout[-3000:]}")
-    workers = [steps_of(file.read_bytes()) for file in sorted(records.iterdir())]
-    # Trireme reads the model before it trains: in the driver, which is no worker, and under
-    # torchrun in the first worker, whose last steps are those that it trains.
-    workers = [worker[-steps:] for worker in workers if len(worker) >= steps]
-    if len(workers) != WORKERS:
-        counts = [len(worker) for worker in workers]
-        raise click.ClickException(f"{' '.join(command)}: {steps} steps were asked for: {counts}")
+    processes = [steps_of(file.read_bytes()) for file in sorted(records.iterdir())]
+    workers = trained_steps(processes, steps)
+    if workers is None:
+        counts = [len(process) for process in processes]
+        raise click.ClickException(
+            f"{' '.join(command)}: {WORKERS} workers were to train {steps} steps each, and its "
+            f"processes have called the model {counts} times"
+        )
     starts = [worker[0][0] for worker in workers]
     last_steps = [worker[-1][0] for worker in workers]
     return Measurement(
@@ -339,12 +360,29 @@ def measure(
     )
 
 
-def steps_of(record: bytes) -> list[tuple[float, float]]:
+def steps_of(record: bytes) -> Steps:
     """The steps of one process: when each began, in seconds, and its memory, in bytes."""
     return [(began, memory) for began, memory in RECORD.iter_unpack(record)]
 
 
-def step_seconds(steps: Sequence[tuple[float, float]]) -> list[float]:
+def trained_steps(processes: Sequence[Steps], steps: int) -> list[Steps] | None:
+    """The steps of each worker; None if some worker has not trained as many as it should.
+
+    Trireme calls the model before it trains, to read it: in the driver, which is no worker, or
+    under torchrun in one of the workers, whose last steps are those that it trains.
+
+    Args:
+        processes: The steps of each process.
+        steps: How many each worker trains.
+    """
+    workers = [process for process in processes if len(process) >= steps]
+    readers = [process for process in processes if len(process) != steps]
+    if len(workers) != WORKERS or len(readers) > 1:
+        return None
+    return [worker[-steps:] for worker in workers]
+
+
+def step_seconds(steps: Steps) -> list[float]:
     """How long the steps took that do not warm up."""
     times = [began for began, _ in steps[FIRST_STEPS:]]
     return [later - earlier for earlier, later in itertools.pairwise(times)]
@@ -446,10 +484,10 @@ def main(
 
     The extra `benchmarks` installs the others. A turn takes four minutes on two cores.
     """
-    names = {name.strip().lower() for name in only.split(",")} if only else None
+    named = [peer.name for peer in peers_named(only)] if only else None
     peers = []
     for peer in PEERS:
-        is_chosen = names is None or peer.name == BY_HAND or peer.name.lower() in names
+        is_chosen = named is None or peer.name in (BY_HAND, *named)
         if not is_chosen or strategy not in peer.strategies:
             continue
         if find_spec(peer.package) is None:

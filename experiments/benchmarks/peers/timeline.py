@@ -23,11 +23,11 @@ import click
 
 from experiments.benchmarks.harness import show
 from experiments.benchmarks.peers.program import (
-    PEERS,
     Measurement,
     Peer,
     measure,
     mlflow_database,
+    peers_named,
 )
 from experiments.benchmarks.peers.workload import FOLDER, WORKLOADS, workload
 
@@ -327,12 +327,7 @@ def main(
     as_json: bool,
 ) -> None:
     """Measures which process uses the processors when, from a command to its prompt."""
-    names = {name.strip().lower() for name in only.split(",")}
-    peers = [peer for peer in PEERS if peer.name.lower() in names]
-    unknown = names - {peer.name.lower() for peer in peers}
-    if unknown:
-        known = ", ".join(peer.name for peer in PEERS)
-        raise click.ClickException(f"--only: no peer is called {min(unknown)!r}: write {known}")
+    peers = peers_named(only)
     timelines: dict[str, list[Timeline]] = {peer.name: [] for peer in peers}
     with mlflow_database() as uri:
         for turn in range(turns):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from click import ClickException
 
 from app.config.io import load_config
 from experiments.benchmarks.peers import program
@@ -79,6 +80,36 @@ for worker, more in enumerate([{earlier}, 0]):
     measured = program.measure(command, steps=20, folder=tmp_path, uri="sqlite:///nowhere")
     assert measured.step == 1.0
     assert measured.whole - measured.start - measured.end == pytest.approx(19.0)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        pytest.param([20], id="a worker is missing"),
+        pytest.param([20, 19], id="a worker ended early"),
+        pytest.param([21, 21], id="every worker trained too long"),
+        pytest.param([20, 20, 20], id="a worker too many"),
+        pytest.param([20, 20, 9, 9], id="two drivers"),
+    ],
+)
+def test_a_command_that_trains_otherwise_is_no_measurement(counts: list[int]) -> None:
+    processes = [[(float(step), 1e6) for step in range(count)] for count in counts]
+    assert program.trained_steps(processes, 20) is None
+
+
+@pytest.mark.parametrize("counts", [[20, 20], [29, 20], [20, 9, 20]])
+def test_steps_before_training_do_not_count(counts: list[int]) -> None:
+    processes = [[(float(step - count), 1e6) for step in range(count)] for count in counts]
+    workers = program.trained_steps(processes, 20)
+    assert workers is not None
+    assert [[began for began, _ in worker] for worker in workers] == 2 * [
+        [float(step) for step in range(-20, 0)]
+    ]
+
+
+def test_an_unknown_peer_is_refused_before_anything_is_measured() -> None:
+    with pytest.raises(ClickException, match="no peer is called 'trirem': write by hand, "):
+        program.peers_named("trireme, trirem")
 
 
 @pytest.mark.slow

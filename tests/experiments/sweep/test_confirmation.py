@@ -195,34 +195,24 @@ def without_a_difference(sweep: Sweep, random_number: random.Random) -> Confirma
     return confirmation
 
 
-@pytest.mark.parametrize(
-    ("mode", "sweeps"),
-    [
-        ("min", 200),
-        pytest.param("min", 1000, marks=pytest.mark.slow),
-        pytest.param("max", 1000, marks=pytest.mark.slow),
-    ],
-)
-def test_settings_that_do_not_differ_are_rarely_called_worse(
-    tmp_path: Path, mode: str, sweeps: int
-) -> None:
-    """In at most 5 % of sweeps of settings that are alike is one of them worse."""
+@pytest.mark.parametrize("mode", ["min", pytest.param("max", marks=pytest.mark.slow)])
+def test_settings_that_do_not_differ_are_rarely_called_worse(tmp_path: Path, mode: str) -> None:
+    """In at most 5 % of 1,000 sweeps of settings that are alike is one of them worse."""
     sweep = sweep_of(tmp_path, f"mode={mode}", "confirm_seeds=3")
     random_number = random.Random(5)
     mistakes = 0
-    for _ in range(sweeps):
+    for _ in range(1000):
         confirmation = without_a_difference(sweep, random_number)
         mistakes += any(setting.verdict == "worse" for setting in confirmation.settings)
-    assert mistakes <= 0.05 * sweeps
+    assert mistakes <= 50
 
 
-@pytest.mark.parametrize("sweeps", [250, pytest.param(500, marks=pytest.mark.slow)])
-def test_intervals_contain_the_true_mean_as_often_as_they_say(tmp_path: Path, sweeps: int) -> None:
+def test_intervals_contain_the_true_mean_as_often_as_they_say(tmp_path: Path) -> None:
     """Means of settings that the search chose for their luck are not biased."""
     sweep = sweep_of(tmp_path)
     random_number = random.Random(6)
     inside = []
-    for _ in range(sweeps):
+    for _ in range(500):
         confirmation = without_a_difference(sweep, random_number)
         for setting in confirmation.settings:
             assert setting.low is not None and setting.high is not None
