@@ -7,7 +7,7 @@ the language_modelling task if that has the model, with the run's degrees, micro
 recomputation and precision written as keys.
 
 layouts.csv.gz has all 587 layouts that Aleph Alpha ran with FlashAttention-2; 108 rows of
-published.csv are from the same sheets. fresh.csv.gz has 99 rows of twelve pages that nothing was
+published.csv are from the same sheets. fresh.csv.gz has 99 rows of ten pages that nothing was
 fitted to or chosen by; it has the columns of published.csv, and is read only where it is named.
 
 A hash of a row's address and settings puts it into one of three parts: `fit` (constants are fitted
