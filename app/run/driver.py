@@ -117,7 +117,6 @@ class Driver:
             enabled=config.tracking.enabled,
             tags=config.tracking.tags,
             warn=self.note,
-            logs_model=config.tracking.log_model,
         )
 
     def note(self, text: str) -> None:

@@ -64,7 +64,7 @@ def train_run(
             console.waits_for("the workers to start")
             train(_job_of(driver, prepared))
         _compare_with_plan(driver)
-        return _finished(driver)
+        return _finished(driver, prepared)
 
 
 def _announce(driver: Driver, prepared: Prepared, where: str) -> None:
@@ -182,7 +182,7 @@ def _end(driver: Driver, status: str, mlflow_status: str, message: str) -> Deliv
     return delivery
 
 
-def _finished(driver: Driver) -> Outcome:
+def _finished(driver: Driver, prepared: Prepared) -> Outcome:
     """Logs the model, ends the run as finished, and prints its summary."""
     now = time.monotonic()
     driver.add_to_summary(
@@ -195,15 +195,15 @@ def _finished(driver: Driver) -> Outcome:
     if config.tracking.log_model and config.tracking.enabled:
         weights = driver.weights()
         if weights is not None:
-            driver.tracker.model(
-                {
-                    "task": config.task,
-                    "task_args": config.task_args,
-                    "weights": str(weights),
-                    "folder": run.folder,
-                    "metrics": summary["metrics"],
-                }
-            )
+            recipe = {
+                "task": config.task,
+                "task_args": config.task_args,
+                "weights": str(weights),
+                "folder": run.folder,
+                "metrics": summary["metrics"],
+            }
+            driver.console.waits_for("the model's files to be written")
+            driver.tracker.model(recipe, prepared.task)
     delivery = _end(driver, "finished", "FINISHED", f"finished after step {summary['step']:,}")
     mlflow = {"run_id": delivery.run_id, "url": delivery.url, "complete": delivery.complete}
     outcome = Outcome("finished", run.manifest.name, run.folder, summary, mlflow)

@@ -75,6 +75,7 @@ class Prepared:
         layout: How the work is split.
         steps: Optimizer steps of the whole run.
         samples: Training samples; None for a stream.
+        task: The task, whose data has been read.
         notes: Remarks for the user on what was decided, one sentence each.
         prediction: What the planner expects, if it has chosen the layout.
         plan: What it has chosen from; None if it has not.
@@ -87,6 +88,7 @@ class Prepared:
     layout: Layout
     steps: int
     samples: int | None
+    task: Task | None = None
     notes: tuple[str, ...] = ()
     prediction: Estimate | None = None
     plan: Plan | None = None
@@ -255,6 +257,7 @@ def prepare(
         layout=layout,
         steps=train.steps_for(samples),
         samples=samples,
+        task=task,
         notes=notes,
         prediction=resolved.prediction,
         plan=resolved.plan,

@@ -8,46 +8,28 @@ This file calls MlflowClient step by step instead of `mlflow.pytorch.log_model`,
 second model when it is repeated after a lost answer.
 """
 
-import contextlib
-import copy
-import importlib
 import json
+import os
+import pickle
 import shutil
-import sys
 import tempfile
 from collections.abc import Collection
-from importlib.metadata import (
-    PackageNotFoundError,
-    distribution,
-    packages_distributions,
-    version,
-)
 from pathlib import Path
 from typing import Any
 
-import mlflow.pytorch
-import torch
+import mlflow.pyfunc
 from mlflow.entities import LoggedModelOutput, Metric, Run
 from mlflow.models import Model, ModelSignature, infer_signature
 from mlflow.tracking import MlflowClient
 from mlflow.types import ColSpec, DataType, Schema
 from mlflow.types.schema import AnyType
-from torch import nn
-from torch.nn.utils import parametrize
 
-from app import names as import_names
-from app.data.loader import fetch
-from app.models import prediction
-from app.models.prediction import Predictor, watched_arguments
-from app.storage.storage import Storage
-from app.tasks import load_task
-from app.tasks.by_value import read_task_file
+from app import names
+from app.tracking.model_format import DESCRIPTION, Description, files_of
 from app.tracking.spool import Event
 
 NAME = "model"
-OURS = ("app", "strategies", "cluster", import_names.FACE)
-PICKLING = f"{import_names.FACE}.pickling"
-LOADER = f"{import_names.FACE}.models.prediction"
+LOADER = f"{names.FACE}.models.prediction"
 """Under `trireme.…`, so that the program that loads the model may have another package `app`."""
 EVENT_TAG = "trireme.event"
 NUMBERS = (DataType.integer, DataType.long, DataType.float, DataType.double)
@@ -63,7 +45,8 @@ def upload(client: MlflowClient, run_id: str, event: Event) -> None:
     Args:
         client: MLflow's client.
         run_id: The MLflow run.
-        event: Has the path of the recipe, which is deleted afterwards; see `Tracker.model`.
+        event: Has the path of the recipe, which is deleted afterwards, as the model's files are;
+            see `Tracker.model`.
 
     Raises:
         Unusable: The model cannot be built again or pickled.
@@ -74,11 +57,14 @@ def upload(client: MlflowClient, run_id: str, event: Event) -> None:
     recipe_path = Path(event["recipe"])
     if not models or models[0].status != "READY":
         recipe = json.loads(recipe_path.read_text())
-        with tempfile.TemporaryDirectory() as scratch:
+        files = files_of(recipe_path)
+        with tempfile.TemporaryDirectory(dir=recipe_path.parent) as scratch:
             # Build the model before MLflow has an entry for it: an entry without files would be the
             # run's latest model.
             try:
-                _save(recipe, run_id, Path(scratch))
+                if not files.exists():
+                    _write_files(recipe, files)
+                _save(files, run_id, Path(scratch))
             except Exception as error:
                 raise Unusable(f"{type(error).__name__}: {error}") from error
             if models:
@@ -87,7 +73,25 @@ def upload(client: MlflowClient, run_id: str, event: Event) -> None:
                 tags = {EVENT_TAG: event["id"], "trireme.task": str(recipe["task"])}
                 model_id = _create_entry(client, run, tags)
             _publish(client, run, model_id, files=Path(scratch) / NAME, metrics=recipe["metrics"])
+    discard(recipe_path)
+
+
+def discard(recipe_path: Path) -> None:
+    """Delete a recipe and the files of its model.
+
+    Args:
+        recipe_path: The recipe.
+    """
+    shutil.rmtree(files_of(recipe_path), ignore_errors=True)
     recipe_path.unlink(missing_ok=True)
+
+
+def _write_files(recipe: dict[str, Any], files: Path) -> None:
+    """Write what the driver has not written."""
+    # Not at the top: it imports torch, which takes seconds.
+    from app.tracking.model_files import read_task_of, write_model_files
+
+    write_model_files(read_task_of(recipe), recipe, files)
 
 
 def _create_entry(client: MlflowClient, run: Run, tags: dict[str, str]) -> str:
@@ -126,58 +130,44 @@ def _publish(
     client.finalize_logged_model(model_id, "READY")
 
 
-def _save(recipe: dict[str, Any], run_id: str, scratch: Path) -> None:
-    """Write the model in MLflow's format into `scratch`/model; may raise errors of the task."""
-    read_task_file(recipe["task"], Storage(recipe.get("folder", ".")))
-    with contextlib.chdir(recipe["cwd"]):  # the task's relative paths refer to this folder
-        task = load_task(recipe["task"], dict(recipe["task_args"]))
-        module = task.build_trained()
-        example = fetch(task.train_data(), [(0, 0)])
-    module.load_state_dict(torch.load(recipe["weights"], map_location="cpu", weights_only=True))
-    module.eval()
-    _remove_parametrizations(module)
-    preprocessor = task.preprocessor()
-    model = Predictor(module, preprocessor) if preprocessor else module
-    inputs_of_model = preprocessor or watched_arguments(module, task.loss, example)
-    inputs = inputs_of_model.example
-    output = Predictor(_sharing_tensors(module), inputs_of_model).predict(inputs)
-    modules, pins = _origins(model, recipe["task"])
-    description = Model(artifact_path=NAME, run_id=run_id)
-    mlflow.pytorch.save_model(
-        model,
-        str(scratch / NAME),
-        serialization_format="pickle",
-        pickle_module=importlib.import_module(PICKLING),
-        mlflow_model=description,
-        signature=_signature(inputs, output),
-        input_example=inputs,
-        pip_requirements=pins,
-        code_paths=_copy_sources(modules, scratch / "code"),
-    )
-    if not preprocessor:
-        torch.save(inputs_of_model, scratch / NAME / "data" / prediction.FILE)
-    flavor = description.flavors["python_function"] | {"loader_module": LOADER}
-    description.add_flavor("python_function", **flavor)
-    description.save(str(scratch / NAME / "MLmodel"))
+def _save(files: Path, run_id: str, scratch: Path) -> None:
+    """Write the model in MLflow's format into `scratch`/model.
 
+    `mlflow.pytorch.save_model` would import torch and pickle the module here. Of what it writes,
+    the flavor `pytorch` and the folder that this names are MLflow's documented format
+    (https://mlflow.org/docs/latest/ml/model/), and `mlflow.pyfunc.save_model` writes the rest.
 
-def _remove_parametrizations(module: nn.Module) -> None:
-    """Compute parametrized weights (wav2vec2 normalizes one) once: torch pickles no others."""
-    for part in module.modules():
-        if parametrize.is_parametrized(part):
-            parametrizations: Any = part.parametrizations
-            for name in list(parametrizations):
-                parametrize.remove_parametrizations(part, name)
-
-
-def _sharing_tensors(module: nn.Module) -> nn.Module:
-    """A copy of a module with the same tensors.
-
-    Some models of transformers, such as SegFormer, hook into themselves when they are first called,
-    and could not be pickled afterwards.
+    Args:
+        files: What app/tracking/model_files.py has written.
+        run_id: The MLflow run.
+        scratch: On the same file system.
     """
-    tensors = [*module.parameters(), *module.buffers()]
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+    description: Description = pickle.loads((files / DESCRIPTION).read_bytes())
+    folder = scratch / NAME
+    model = Model(artifact_path=NAME, run_id=run_id)
+    mlflow.pyfunc.save_model(
+        str(folder),
+        loader_module=LOADER,
+        mlflow_model=model,
+        signature=_signature(description.inputs, description.outputs),
+        input_example=description.inputs,
+        pip_requirements=description.requirements,
+        code_paths=[str(path) for path in sorted((files / "code").iterdir())],
+    )
+    # Linked, because the weights may be large.
+    shutil.copytree(files / "data", folder / "data", copy_function=_link)
+    flavor = {"model_data": "data", "pytorch_version": description.torch_version, "code": "code"}
+    model.add_flavor("pytorch", **flavor)
+    model.add_flavor("python_function", **model.flavors["python_function"] | {"data": "data"})
+    model.model_size_bytes = sum(path.stat().st_size for path in folder.rglob("*"))
+    model.save(str(folder / "MLmodel"))
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # the file system has no links
+        shutil.copyfile(source, target)
 
 
 def _signature(inputs: Any, output: Any) -> ModelSignature:
@@ -197,62 +187,3 @@ def _signature(inputs: Any, output: Any) -> ModelSignature:
     if [column.type for column in columns] == [DataType.string]:
         columns = [ColSpec(DataType.string)]
     return ModelSignature(Schema(columns), inferred.outputs, inferred.params)
-
-
-def _origins(module: torch.nn.Module, task: str) -> tuple[set[str], list[str]]:
-    """The code of the model's classes and its task.
-
-    Returns:
-        (names of top-level modules to copy, pins of installed packages)
-    """
-    modules = {kind.__module__ for part in module.modules() for kind in type(part).__mro__}
-    modules.add(task.partition(":")[0])
-    top_level = {name.partition(".")[0] for name in modules}
-    top_level -= {"__main__", *OURS, *sys.stdlib_module_names}
-    installed = {name for name in top_level if _is_installed(name)}
-    packages = {_package_of(name) for name in installed | {"torch"}}
-    # Package indexes do not have the local part of a version (`+cpu`).
-    pins = [f"{name}=={version(name).split('+')[0]}" for name in sorted(packages)]
-    return (top_level - installed) | {*OURS}, pins
-
-
-def _package_of(name: str) -> str:
-    """The package that has installed a top-level module.
-
-    Most say so themselves under the module's name; reading what all packages have installed takes
-    most of a second.
-    """
-    with contextlib.suppress(PackageNotFoundError):
-        if name in (distribution(name).read_text("top_level.txt") or "").split():
-            return name
-    return packages_distributions().get(name, [name])[0]
-
-
-def _is_installed(name: str) -> bool:
-    return "-packages" in str(getattr(sys.modules.get(name), "__file__", ""))
-
-
-def _copy_sources(names: set[str], folder: Path) -> list[str]:
-    """Copy the loaded modules of these packages, from which the model can be built and called.
-
-    Returns:
-        The paths for MLflow's `code_paths`.
-    """
-    folder.mkdir()
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        top_level = name.partition(".")[0]
-        is_theirs = top_level in import_names.NAMES and not import_names.is_triremes(module)
-        is_wanted = top_level in names or is_theirs
-        if is_wanted and file.endswith(".py") and module.__name__ == name:
-            _copy_module(file, folder.joinpath(*name.split(".")))
-    for name, file in import_names.user_modules_in_use().items():
-        _copy_module(file, folder.joinpath(import_names.FACE, "theirs", *name.split(".")))
-    return [str(path) for path in sorted(folder.iterdir())]
-
-
-def _copy_module(file: str, place: Path) -> None:
-    is_package = Path(file).name == "__init__.py"
-    copy = place / "__init__.py" if is_package else place.with_suffix(".py")
-    copy.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(file, copy)

@@ -172,8 +172,8 @@ def last_start(folder: Path) -> dict[str, Any]:
     """Where and under which names the run was tracked at its newest start.
 
     Returns:
-        uri, experiment, artifact_location, run_name, run_uid, tags, parent and logs_model; {} for
-        an empty spool.
+        uri, experiment, artifact_location, run_name, run_uid, tags and parent; {} for an empty
+        spool.
     """
     return read_json(folder / "start.json")
 

@@ -3,6 +3,8 @@
 Nothing here talks to MLflow or imports it, and only `finish` and `sync` wait for delivery.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import logging
@@ -16,11 +18,12 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.console.masking import mask_text, mask_tree, mask_uri
 from app.tracking.environment import provenance_tags
 from app.tracking.feed import problems
+from app.tracking.model_format import files_of
 from app.tracking.settings import Settings, run_url
 from app.tracking.spool import (
     ANOTHER_DELIVERS,
@@ -32,6 +35,9 @@ from app.tracking.spool import (
     take_lock,
     write_json,
 )
+
+if TYPE_CHECKING:
+    from app.tasks.base import Task
 
 PATIENCE_SECONDS = 600.0
 """How long one step of delivery, such as an upload, may take at the end while MLflow answers."""
@@ -80,7 +86,6 @@ class Tracker:
         enabled: If False, every method does nothing.
         tags: Tags of the MLflow run, besides those of its environment (environment.py).
         warn: Called with a sentence that a person should know.
-        logs_model: Whether a model is to be logged at the end, which the writer then prepares for.
         parent: The spool of the parent run, whose folder contains this run's folder. The parent's
             writer delivers this spool too: no writer is started here, and `finish` does not wait.
     """
@@ -95,7 +100,6 @@ class Tracker:
         enabled: bool = True,
         tags: Mapping[str, str] | None = None,
         warn: Callable[[str], object] = _log.warning,
-        logs_model: bool = False,
         parent: Path | None = None,
     ) -> None:
         self.folder = Path(folder).absolute()
@@ -105,7 +109,6 @@ class Tracker:
         self._run_uid = run_uid
         self._tags = tags or {}
         self._warn = warn
-        self._logs_model = logs_model
         self._parent = parent
         self._attempt = uuid.uuid4().hex
         self._writer = WriterProcess(self.folder, settings.uri, self._attempt)
@@ -136,7 +139,6 @@ class Tracker:
             "run_name": self._run_name,
             "run_uid": self._run_uid,
             "parent": str(self._parent or ""),
-            "logs_model": self._logs_model,
             "time": time.time(),
             "tags": tags,
             "uri": mask_uri(self.settings.uri),
@@ -214,13 +216,15 @@ class Tracker:
         """Store a text as the artifact `name`, with its secrets masked."""
         self._append("text", text=mask_text(text), name=name)
 
-    def model(self, recipe: Mapping[str, Any]) -> None:
+    def model(self, recipe: Mapping[str, Any], task: Task | None = None) -> None:
         """Log the trained model.
 
         Args:
             recipe: How to build the model: "task" and "task_args"; "weights", the path of a state
                 dict that torch saved, which must not be moved or deleted before it is delivered;
                 "metrics", the values on the model's page.
+            task: The task, from which the model's files are written now; None leaves this to the
+                writer, which then imports torch and reads the task again.
         """
         if self._spool is None:
             return
@@ -230,7 +234,14 @@ class Tracker:
         path = self.folder / f"model-{model_id}.json"
         path.touch(0o600)
         weights = str(Path(recipe["weights"]).absolute())
-        path.write_text(json.dumps({**recipe, "cwd": os.getcwd(), "weights": weights}))
+        recipe = {**recipe, "cwd": os.getcwd(), "weights": weights}
+        path.write_text(json.dumps(recipe))
+        if task is not None:
+            # Not at the top: trackers of runs that log no model do without torch.
+            from app.tracking.model_files import write_model_files
+
+            with contextlib.suppress(Exception):  # the writer tries again, and says what is wrong
+                write_model_files(task, recipe, files_of(path))
         self._append("model", id=model_id, recipe=str(path))
 
     def finish(self, status: str, *, message: str = "", timeout: float = 15.0) -> Delivery:

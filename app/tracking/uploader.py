@@ -23,6 +23,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from app.console.masking import mask_text, mask_uri
+from app.tracking import model
 from app.tracking.settings import sqlite_path
 from app.tracking.spool import Event, State, last_start, look_at_lock, read, size
 
@@ -123,11 +124,6 @@ class Uploader:
         self._run: Run | None = None
         self._steps: dict[str, int] = {}  # the highest step that MLflow has of each metric
         self._params: dict[str, str] = {}  # the parameters that MLflow has
-
-    @property
-    def has_metrics(self) -> bool:
-        """Whether MLflow has metrics of the run."""
-        return bool(self._steps)
 
     def deliver(self) -> bool:
         """Deliver the events in the spool, and the end of a run whose driver has died.
@@ -336,9 +332,6 @@ class Uploader:
             self.state.tries += 1
             self.state.save(self.folder)
             if event["type"] == "model":
-                # Not at the top: it imports torch, which takes seconds.
-                from app.tracking import model
-
                 try:
                     model.upload(self.client, self.state.run_id, event)
                 except model.Unusable as error:
@@ -352,7 +345,7 @@ class Uploader:
                 raise PermanentError(f"{path} is no longer there")
         except PermanentError as error:
             if event["type"] == "model":
-                Path(event["recipe"]).unlink(missing_ok=True)
+                model.discard(Path(event["recipe"]))
                 self.state.left_out = str(error)
                 self._log_tags({"trireme.model_error": str(error)})
             raise

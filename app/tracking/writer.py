@@ -15,7 +15,6 @@ they appear.
 """
 
 import contextlib
-import importlib
 import logging
 import os
 import sys
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from app.console.masking import mask_text
 from app.tracking.feed import Trackers
-from app.tracking.spool import ANOTHER_DELIVERS, State, last_start, look_at_lock, take_lock
+from app.tracking.spool import ANOTHER_DELIVERS, State, look_at_lock, take_lock
 
 INTERVAL_SECONDS = 5.0
 POLL_SECONDS = 0.25
@@ -38,6 +37,8 @@ ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    # Otherwise a model gets the uv.lock of the current folder, if there is one.
+    "MLFLOW_UV_AUTO_DETECT": "false",
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",
 }
@@ -77,8 +78,6 @@ def serve(folder: Path, uri: str, attempt: str) -> None:
             pause = INTERVAL_SECONDS
             retry_delay = BACKOFF_SECONDS[0]
             failing_alone_since = 0.0
-            if is_appending and uploaders[folder].has_metrics:
-                _prepare_for_model(folder)
         except (TransientError, PermanentError) as error:
             for uploader in uploaders.values():
                 uploader.failed(str(error))
@@ -99,15 +98,6 @@ def serve(folder: Path, uri: str, attempt: str) -> None:
                 break
             time.sleep(min(left, POLL_SECONDS))
     _log.warning("a newer start of this run takes over")
-
-
-def _prepare_for_model(folder: Path) -> None:
-    """Import what the model at the end needs, so that the run's end does not wait for it.
-
-    Called once training goes on: the end of a run that fails at once would wait for it too.
-    """
-    if last_start(folder).get("logs_model"):
-        importlib.import_module("app.tracking.model")
 
 
 def _linger(trackers: Trackers, folder: Path, attempt: str) -> None:

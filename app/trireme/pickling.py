@@ -1,7 +1,7 @@
 """The pickle module of models in MLflow: MLflow's own, after making `app` Trireme's.
 
-app/tracking/model.py passes it to `mlflow.pytorch.save_model` as pickle_module.
-`mlflow.pytorch.load_model` then imports it before the model's classes, and with it `trireme`.
+A model's folder `data` in MLflow names it (app/tracking/model_files.py).
+`mlflow.pytorch.load_model` imports it before the model's classes, and with it `trireme`.
 """
 
 from mlflow.pytorch.pickle_module import *  # noqa: F403

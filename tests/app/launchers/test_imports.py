@@ -66,3 +66,12 @@ print(json.dumps(heavy))
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240
     )
     assert json.loads(process.stdout) == ALLOWED
+
+
+def test_the_writer_of_mlflow_does_without_torch() -> None:
+    """The driver writes what takes torch of a model, which takes the longest to import."""
+    program = "import sys, app.tracking.uploader; print('torch' in sys.modules)"
+    process = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240
+    )
+    assert process.stdout == "False\n"

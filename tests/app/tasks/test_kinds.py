@@ -29,6 +29,7 @@ from app.tasks.huggingface.speech import changes
 from app.tasks.huggingface.tagging import Entities
 from app.tasks.huggingface.task import HuggingFace
 from app.tracking.model import _save
+from app.tracking.model_files import write_model_files
 from app.training.evaluation import evaluate
 from app.training.job import Heartbeat
 from strategies.parallelize import choose, parallelize
@@ -297,7 +298,8 @@ def test_mlflow_gets_a_model_that_answers_what_people_have(
         "cwd": str(tmp_path),
         "weights": str(tmp_path / "weights.pt"),
     }
-    _save(recipe, "0" * 32, tmp_path)
+    write_model_files(task, recipe, tmp_path / "files")
+    _save(tmp_path / "files", "0" * 32, tmp_path)
     loaded = mlflow.pyfunc.load_model(str(tmp_path / "model"))
     preprocessor = task.preprocessor()
     answer = loaded.predict(preprocessor.example)

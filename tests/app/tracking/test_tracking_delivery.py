@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,11 +19,13 @@ from mlflow import MlflowClient
 
 from app.storage.lease import process_started
 from app.tasks import load_task
-from app.tracking import uploader, writer
-from app.tracking.model import LOADER, PICKLING, _origins
-from app.tracking.spool import State, write_json
+from app.tracking import uploader
+from app.tracking.model import LOADER
+from app.tracking.model_files import _origins
+from app.tracking.model_format import PICKLING
+from app.tracking.spool import State
 from app.tracking.tracker import Tracker, WriterProcess, sync
-from app.tracking.writer import claim, serve
+from app.tracking.writer import claim
 from cluster.remote import free_port
 from tests.app.tracking.kit import Store, tracker
 from tests.running import end_tree, environment, seed, start, wait_until
@@ -261,7 +262,9 @@ def test_no_metric_is_stored_twice(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("writes", ["driver", "writer"])
 def test_the_model_loads_where_there_is_only_mlflow_and_torch(
+    writes: str,
     uri: str,
     tmp_path: Path,
     inline: None,
@@ -279,11 +282,16 @@ def test_the_model_loads_where_there_is_only_mlflow_and_torch(
     run.params({"width": 5})
     run.metrics(7, {"eval/loss": 0.25})
     task_args = {"width": 5, "token": "sesame"}
-    run.model(recipe | {"task_args": task_args, "metrics": {"eval/loss": 0.25}})
-    run.model(recipe | {"task_args": {"width": 6, "token": "sesame"}})  # other shapes
+    task = load_task("toys.tracked:Toy", task_args) if writes == "driver" else None
+    run.model(recipe | {"task_args": task_args, "metrics": {"eval/loss": 0.25}}, task)
+    assert len([*run.folder.glob("model-*/description.pkl")]) == (writes == "driver")
+    task_args = {"width": 6, "token": "sesame"}  # other shapes
+    task = load_task("toys.tracked:Toy", task_args) if writes == "driver" else None
+    run.model(recipe | {"task_args": task_args}, task)
     delivery = run.finish("FINISHED")
     assert delivery.complete and Store(uri).run("status") == "FINISHED"
     assert "size ***" in caplog.text, "the word 'mismatch' is the secret of this test"
+    assert not [*run.folder.glob("model-*")]
     files = [path for path in run.folder.rglob("*") if path.is_file()]
     assert not [path for path in files if b"sesame" in path.read_bytes()]
     variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -303,7 +311,7 @@ def test_the_model_loads_where_there_is_only_mlflow_and_torch(
     assert any(pin.startswith("mlflow==3.") for pin in pins)
     monkeypatch.setattr("app.__file__", "/lib/site-packages/app/__init__.py")
     packages = {"app": ["trireme"], "torch": ["torch"]}
-    monkeypatch.setattr("app.tracking.model.packages_distributions", lambda: packages)
+    monkeypatch.setattr("app.tracking.model_files.packages_distributions", lambda: packages)
     pins = _origins(model, "app.tasks:Task")[1]
     assert not [pin for pin in pins if "trireme" in pin], "its sources are copied"
     assert (folder / "code" / "toys" / "tracked.py").exists()
@@ -315,36 +323,6 @@ def test_the_model_loads_where_there_is_only_mlflow_and_torch(
 def test_the_modules_that_a_logged_model_names_exist() -> None:
     assert callable(importlib.import_module(LOADER)._load_pyfunc)
     assert callable(importlib.import_module(PICKLING).Pickler)
-
-
-@pytest.mark.parametrize("logs_model", [False, True])
-def test_the_writer_prepares_for_a_model_once_the_run_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs_model: bool
-) -> None:
-    """Its imports are the longest part of a short run's end."""
-    write_json(tmp_path / "start.json", {"logs_model": logs_model})
-    imported: list[str] = []
-    imported_before: list[list[str]] = []
-
-    class Deliveries:
-        """Of a run that starts, trains and ends."""
-
-        def __init__(self, *arguments: object) -> None:
-            self.has_metrics = False
-
-        def deliver(self) -> bool:
-            imported_before.append([*imported])
-            self.has_metrics = len(imported_before) > 1
-            return len(imported_before) < 3
-
-    monkeypatch.setattr(uploader, "Uploader", Deliveries)
-    monkeypatch.setattr(writer, "importlib", SimpleNamespace(import_module=imported.append))
-    monkeypatch.setattr(writer, "INTERVAL_SECONDS", 0.0)
-    # A process does not see its own lock.
-    monkeypatch.setattr(writer, "look_at_lock", lambda *_: (len(imported_before) < 3, "a"))
-    serve(tmp_path, "", "a")
-    expected = ["app.tracking.model"] if logs_model else []
-    assert imported_before[:3] == [[], [], expected]
 
 
 # --- processes ------------------------------------------------------------------------------------
