@@ -344,7 +344,7 @@ def test_a_users_task_trains_so_in_a_new_ray_and_under_torchrun(tmp_path: Path) 
     assert "2 steps" in train(tmp_path, "task=mine:Mine", "workers=2")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     program = (*torchrun, "-m", "trireme")
-    arguments = ("task=mine:Mine", "strategy=ddp", "seed=1")
+    arguments = ("task=mine:Mine", "strategy=ddp", "train.seed=1")
     assert "2 steps" in train(tmp_path, *arguments, program=program)
 
 
@@ -354,10 +354,13 @@ from pathlib import Path
 import trireme
 from app.tasks import load_task
 from app.tracking import model
+from app.tracking.model_files import write_model_files
 folder = Path(sys.argv[1])
-torch.save(load_task("mine:Mine", {}).build_model().state_dict(), folder / "weights.pt")
+task = load_task("mine:Mine", {})
+torch.save(task.build_model().state_dict(), folder / "weights.pt")
 about = {"task": "mine:Mine", "task_args": {}, "weights": str(folder / "weights.pt"), "cwd": "."}
-model._save(about, "0" * 32, folder)
+write_model_files(task, about, folder / "files")
+model._save(folder / "files", "0" * 32, folder)
 """
 LOAD = """
 import sys, torch
