@@ -210,8 +210,8 @@ def user_modules_in_use() -> dict[str, str]:
     in_use: dict[str, str] = {}
     for name, loaded in list(sys.modules.items()):
         if _is_shared(name) and is_triremes(loaded):
-            fallback = vars(loaded).get("__getattr__")
-            if isinstance(fallback, Fallback):
+            fallback: Any = vars(loaded).get("__getattr__")
+            if getattr(type(fallback), "has_users_modules", False):
                 for file in fallback.modules:
                     in_use[fallback.name] = file
     return in_use
@@ -471,6 +471,10 @@ class Fallback:
     Args:
         name: The full name of the module.
     """
+
+    has_users_modules = True
+    """By this attribute another copy of this file, such as `app.names` beside the one that
+    app/trireme/__init__.py loads, recognises a fallback."""
 
     def __init__(self, name: str) -> None:
         self.name = name

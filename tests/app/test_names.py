@@ -348,6 +348,24 @@ def test_a_users_task_trains_so_in_a_new_ray_and_under_torchrun(tmp_path: Path) 
     assert "2 steps" in train(tmp_path, *arguments, program=program)
 
 
+def test_a_users_module_with_triremes_name_is_kept_with_a_model(tmp_path: Path) -> None:
+    """Whichever copy of app/names.py, of which a process may have two, has let it in."""
+    write(tmp_path, SHOP)
+    program = (
+        "import trireme, app; from app.names import user_modules_in_use; "
+        "print(app.WIDTH, *user_modules_in_use().values())"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=FACE),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert process.stdout.split() == ["4", str(tmp_path / "app" / "__init__.py")]
+
+
 SAVE = """
 import json, sys, torch
 from pathlib import Path
