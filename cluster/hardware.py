@@ -49,6 +49,8 @@ class Gpu:
             and fp8, without those that it does not have.
         link_within: Bytes/s from one GPU to another of the same node, one direction.
         link_host: Bytes/s that copies to or from host memory reach, one direction.
+        link_across: Bytes/s to other nodes for each GPU of its maker's own systems, one direction;
+            None if there are none.
         watts: Its power limit; 0 if it is not known.
         clock: Which share of the clock behind `peak` a lower power limit leaves.
     """
@@ -59,6 +61,7 @@ class Gpu:
     peak: dict[str, float] = field(hash=False)
     link_within: float
     link_host: float = PCIE_4
+    link_across: float | None = None
     watts: float = 0.0
     clock: float = 1.0
 
@@ -314,6 +317,7 @@ def _read_gpu(name: str, entry: dict[str, Any], file: Path) -> Gpu:
             peak={precision: float(rate) * 1e12 for precision, rate in entry["peak"].items()},
             link_within=float(entry["link"]) * 1e9,
             link_host=float(entry["host"]) * 1e9 if "host" in entry else PCIE_4,
+            link_across=float(entry["network"]) * 1e9 / 8 if "network" in entry else None,
             watts=float(entry.get("watts", 0)),
         )
     except (TypeError, ValueError) as error:

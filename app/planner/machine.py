@@ -24,7 +24,7 @@ from cluster.hardware import all_instances, cheapest, find_gpu, other_meanings
 from cluster.shape import ClusterShape, NodeType, parse_link_speed, shape_of_gpus
 
 UNKNOWN_NETWORK = 100e9 / 8
-"""Bytes/s between nodes if they are not known: 100 Gbit/s, common for GPU machines of clouds."""
+"""Bytes/s between nodes if neither they nor the GPU's usual systems are known: 100 Gbit/s."""
 THIS_MACHINE = "this machine's CPUs"
 GPUS_PER_NODE = 8
 """Of GPUs that need not exist, unless the user says otherwise."""
@@ -384,16 +384,20 @@ def _machine_of_node(node: NodeType, world: int, name: str) -> Machine:
         assumptions.append(
             f"{node.gpu_as_written} is taken for {node.gpu}: write {choices} for another."
         )
-    if link_across is None and world > node.gpus:
-        assumptions.append(
-            "The network between nodes is not known: the plan assumes 100 Gbit/s "
-            "(set it with --interconnect)."
-        )
+    if not link_across:
+        usual = find_gpu(node.gpu).link_across
+        link_across = usual * node.gpus if usual else UNKNOWN_NETWORK
+        if world > node.gpus:
+            whose = ", as its maker's own systems have" if usual else ""
+            assumptions.append(
+                f"The network between nodes is not known: the plan assumes "
+                f"{link_across * 8 / 1e9:,.0f} Gbit/s{whose} (set it with --interconnect)."
+            )
     return Machine(
         device=device_named(node.gpu, values),
         world=world,
         per_node=node.gpus,
-        link_across=link_across or UNKNOWN_NETWORK,
+        link_across=link_across,
         price_per_hour=price / node.gpus if price else None,
         name=name,
         host_bytes=None if is_cpu else node.memory_bytes,

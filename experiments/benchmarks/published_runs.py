@@ -7,8 +7,9 @@ the language_modelling task if that has the model, with the run's degrees, micro
 recomputation and precision written as keys.
 
 layouts.csv.gz has all 587 layouts that Aleph Alpha ran with FlashAttention-2; 108 rows of
-published.csv are from the same sheets. fresh.csv.gz has 99 rows of ten pages that nothing was
-fitted to or chosen by; it has the columns of published.csv, and is read only where it is named.
+published.csv are from the same sheets. fresh.csv.gz has 99 rows of ten pages, and blind.csv.gz 154
+of 27 others, that nothing was fitted to or chosen by; they have the columns of published.csv, and
+are read only where they are named.
 
 A hash of a row's address and settings puts it into one of three parts: `fit` (constants are fitted
 to it), `choose` (looked at while the planner is written) and `held out` (looked at once, when the
@@ -62,14 +63,25 @@ ADAPTERS = {"r": 16}
 """The adapters of a run with LoRA whose source does not say them."""
 QUERIES_AND_VALUES = {"r": 8, "targets": ["q_proj", "v_proj"]}
 IN_PROJECTIONS = {"r": 16, "targets": ["q_proj", "k_proj", "v_proj"]}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+GATED = ["gate_proj", "up_proj", "down_proj"]
+FMS = {"r": 16, "targets": ATTENTION}
+ANSWER = {"r": 64, "targets": [*ATTENTION[:3], *GATED]}
+NF4 = {"quantize": "nf4"}
 ADAPTERS_OF: dict[str, dict[str, Any]] = {
     "Lightning-AI/litgpt": QUERIES_AND_VALUES,
     "pytorch/torchtune": QUERIES_AND_VALUES,
     "nemo-framework": IN_PROJECTIONS,
     "NVIDIA-NeMo/Megatron": IN_PROJECTIONS,
     "QwenLM/Qwen": {"r": 64},
+    "a100_80gb.csv#qlora": FMS | NF4,
+    "a100_80gb_liger.csv#qlora": FMS | NF4,
+    "fms-acceleration": FMS,
+    "benchmarks_03_2024.md#qlora": ANSWER | NF4,
+    "fsdp_qlora": ANSWER,
+    "ms-swift": {"r": 8, "targets": ATTENTION[:3]},
 }
-"""The same by source.
+"""The same by source; the first that is part of an address counts.
 
 NVIDIA's recipes for performance set peft.target_modules to ["linear_qkv"] alone, with a rank of 16
 (NeMo's nemo/collections/llm/recipes/llama3_70b.py, Megatron-Bridge's scripts/performance).
@@ -77,17 +89,26 @@ NVIDIA's recipes for performance set peft.target_modules to ["linear_qkv"] alone
 LitGPT's page counts 4,194,304 trained parameters; its script checkpoints blocks under FSDP.
 torchtune's 8B_lora_single_device.yaml has these adapters, and checkpoints activations: the 24 GB of
 an RTX 4090 need that, and the page's A6000 is 1.5 times as fast without recomputation.
+
+fms-acceleration's scripts/benchmarks/scenarios.yaml has its adapters, fsdp_qlora's train.py its
+own (get_target_modules). ms-swift 2.3 adapts what a model's attention reads.
 """
 
+BF16 = {"train.weight_dtype": "bf16", "optimizer.state_dtype": "bf16"}
 KEYS_OF = {
-    "Automodel/blob/36044ad3d139363fb6c73c24af2e7c6b65ec52f6/docs/guides": {
-        "train.weight_dtype": "bf16",
-        "optimizer.state_dtype": "bf16",
-    }
+    "Automodel/blob/36044ad3d139363fb6c73c24af2e7c6b65ec52f6/docs/guides": BF16,
+    "KempnerForge": BF16,
+    "fms-acceleration": BF16,
+    "fsdp_qlora": BF16,
+    "ms-swift/blob/c912e59": BF16,
+    "pytorch/torchtune/blob/bd2a0fc": BF16,
+    "lightning-thunder": BF16,
 }
 """Further keys of a source's runs.
 
 Automodel loads weights in the type of their file (torch_dtype="auto"), and torch's Adam keeps that.
+The others make or load their weights in bf16 too, by their settings or by the peaks that they
+publish.
 """
 
 
@@ -432,8 +453,8 @@ def _from_published(entry: Mapping[str, str]) -> Run:
             parse = parsers[str(field.type)]
             values[field.name] = parse(entry[field.name] or 0)
     run = Run(**values)
-    # It has a speed, or ran out of memory.
-    return replace(run, ran_out=int(not run.step_seconds))
+    # It has a speed, or a peak alone, or ran out of memory.
+    return replace(run, ran_out=int(not run.step_seconds and not run.memory_gib))
 
 
 def _from_llm_foundry(entry: Mapping[str, str]) -> Run:

@@ -96,18 +96,31 @@ def test_a_published_run_is_planned_by_arguments_that_a_user_could_write(row_num
     assert run.gpu in ("h100", "a100") or find_gpu(run.gpu)
 
 
-def test_fresh_rows_are_runs_that_no_other_table_has() -> None:
-    fresh = published_runs.runs(published_runs.FOLDER / "fresh.csv.gz")
-    assert len(fresh) == 99 and all(run.step_seconds > 0 for run in fresh)
-    assert all(run.source.startswith("https://") for run in fresh), "each has its address"
+@pytest.mark.parametrize(
+    ("table", "rows", "with_speed", "ran_out", "others"),
+    [("fresh", 99, 99, 0, ()), ("blind", 154, 144, 1, ("fresh",))],
+)
+def test_unfitted_rows_are_runs_that_no_other_table_has(
+    table: str, rows: int, with_speed: int, ran_out: int, others: tuple[str, ...]
+) -> None:
+    unfitted = published_runs.runs(published_runs.FOLDER / f"{table}.csv.gz")
+    assert len(unfitted) == rows
+    assert len([run for run in unfitted if run.step_seconds > 0]) == with_speed
+    assert len([run for run in unfitted if run.ran_out]) == ran_out
+    assert all(run.step_seconds or run.memory_gib or run.ran_out for run in unfitted)
+    assert all(run.source.startswith("https://") for run in unfitted), "each has its address"
 
     def speed_of(run: Run) -> tuple[str, int, int, int, str, str]:
         tokens = run.global_batch * run.sequence / (run.step_seconds or math.inf) / run.gpus
         return run.model, run.sequence, run.gpus, run.micro_batch, run.precision, f"{tokens:.2g}"
 
     known = {speed_of(run) for run in published.runs()}
-    assert not [run.name for run in fresh if speed_of(run) in known]
-    for run in fresh[::20]:
+    for other in others:
+        known |= {
+            speed_of(run) for run in published_runs.runs(published_runs.FOLDER / f"{other}.csv.gz")
+        }
+    assert not [run.name for run in unfitted if speed_of(run) in known]
+    for run in unfitted[::20]:
         config = load_config([], run.command()[0])
         assert (config.parallel.tp, config.parallel.cp) == (run.tp, run.cp)
 
