@@ -31,7 +31,7 @@ GPT: dict[str, Any] = {
     "data": "python",
     "sequence_length": TOKENS,
     "d_model": 16,
-    "n_layers": 2,
+    "n_layers": 1,
     "n_heads": 4,
     "vocab_size": LARGE_VOCABULARY,
 }
