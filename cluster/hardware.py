@@ -288,7 +288,7 @@ def _own_gpus() -> dict[str, Any]:
 
 @functools.cache
 def _catalogue() -> Catalogue:
-    tree = yaml.safe_load(CATALOGUE.read_text())
+    tree = yaml.load(CATALOGUE.read_text(), Loader=yaml.CSafeLoader)
     own_gpus = _own_gpus()
     entries = tree["gpus"] | own_gpus
     gpus_by_alias = {}

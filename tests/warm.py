@@ -6,12 +6,13 @@ folder and an exit code of its own, as if it had been started by itself. Tests o
 writer starts ask for the fixture `real_start`.
 
 The process that forks has neither Ray nor threads. It ends when its standard input does, which is a
-pipe from the tests' process.
+pipe from the processes of the tests.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import gc
 import importlib
@@ -22,13 +23,14 @@ import os
 import runpy
 import select
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
+import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -185,25 +187,46 @@ def spawn_writer(self: WriterProcess, niceness: int = WHILE_TRAINING) -> str:
         return output.read().strip()
 
 
-_server: list[subprocess.Popen[bytes]] = []
-"""The process that forks, kept with the other end of its input until this process ends."""
+_server: list[Any] = []
+"""What the process that forks runs on: it ends when nobody keeps the other end of its input."""
 
 
 @functools.cache
 def _address() -> str:
-    """The socket of the process that forks, which is started first."""
-    folder = tempfile.mkdtemp(prefix="tests-warm-", dir="/tmp")
-    address = f"{folder}/socket"
+    """The socket of the process that forks; whoever needs it first starts it.
+
+    The processes of pytest-xdist share one, and each keeps an end of its input, a named pipe.
+    """
+    session = os.environ.get("PYTEST_XDIST_TESTRUNUID") or uuid.uuid4().hex
+    folder = Path(f"/tmp/tests-warm-{session}")
+    folder.mkdir(exist_ok=True)
+    address = folder / "socket"
+    pipe = folder / "input"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if address.exists():
+            _server.append(os.open(pipe, os.O_WRONLY))
+        else:
+            os.mkfifo(pipe)
+            # A pipe can be opened for writing only after it is open for reading.
+            reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+            _server.append(os.open(pipe, os.O_WRONLY))
+            _start_server(str(address), reading)
+            os.close(reading)
+    return str(address)
+
+
+def _start_server(address: str, stdin: int) -> None:
+    """Starts the process that forks, and waits until it can be asked."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.warm", address]
-    process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=subprocess.PIPE)
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdin=stdin)
     _server.append(process)
     deadline = time.monotonic() + START_SECONDS
     while not Path(address).exists():
         assert process.poll() is None, "the process that forks has ended"
         assert time.monotonic() < deadline, "the process that forks has not started"
         time.sleep(0.05)
-    return address
 
 
 def _ask(address: str, request: _Request, streams: list[int]) -> TextIO:
@@ -240,8 +263,7 @@ def _serve(address: str) -> tuple[_Request, list[int]]:
     while True:
         for key, _ in waiting.select():
             if key.fileobj is sys.stdin:
-                Path(address).unlink()
-                Path(address).parent.rmdir()
+                shutil.rmtree(Path(address).parent, ignore_errors=True)
                 os._exit(0)
             if key.fileobj is listener:
                 connection, _ = listener.accept()

@@ -4,7 +4,6 @@ Each mistake becomes one sentence that says where it is.
 """
 
 import ast
-import copy
 import dataclasses
 import difflib
 import inspect
@@ -12,7 +11,7 @@ import pickle
 import re
 import textwrap
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -60,15 +59,12 @@ def load_config(files: Iterable[str | Path], overrides: Iterable[str] = ()) -> C
         UserError: A file is missing or has no keys; a key is unknown; a value has the wrong type or
             is one that no run can use.
     """
-    tree: Any = _defaults()
-    mistakes: list[str] = []
     paths = [Path(file) for file in files]
-    for path in paths:
-        tree = _merge_valid(tree, read_yaml(path), place=f"in {path}", mistakes=mistakes)
-    parsed_overrides = [_read_override(override) for override in overrides]
-    if parsed_overrides:
-        command_line = typing.cast(DictConfig, OmegaConf.merge(*parsed_overrides))
-        tree = _merge_valid(tree, command_line, place="on the command line", mistakes=mistakes)
+    sources = [_Source(read_yaml(path), place=f"in {path}") for path in paths]
+    parsed_overrides = _read_overrides(list(overrides))
+    if parsed_overrides is not None:
+        sources.append(_Source(parsed_overrides, place="on the command line"))
+    tree, mistakes = _merge_all(sources)
     name_is_empty = not OmegaConf.is_interpolation(tree.run, "name") and not tree.run.name
     if paths and name_is_empty:
         tree = _merged(_copy(tree), {"run": {"name": paths[0].stem}})
@@ -85,9 +81,8 @@ def from_dict(values: Mapping[str, Any], source: str = "the saved configuration"
     Raises:
         UserError: A key is unknown, or a value does not fit.
     """
-    mistakes: list[str] = []
     created = OmegaConf.create(dict(values))
-    tree = _merge_valid(_defaults(), created, place=f"in {source}", mistakes=mistakes)
+    tree, mistakes = _merge_all([_Source(created, place=f"in {source}")])
     return _validated(tree, mistakes)
 
 
@@ -324,19 +319,48 @@ def _similar_file(file: Path) -> str:
     return f" (did you mean '{stems[close[0]]}'?)" if close else ""
 
 
-def _read_override(override: str) -> DictConfig:
-    key, equals, _ = override.partition("=")
+def _read_overrides(overrides: Sequence[str]) -> DictConfig | None:
+    """The values of all overrides; None if there are none.
+
+    Raises:
+        UserError: One is not key=value, or its value is not valid YAML.
+    """
+    for override in overrides:
+        _refuse_other_forms(override)
+    if not overrides:
+        return None
+    try:
+        values = OmegaConf.from_dotlist(list(overrides))
+    except (yaml.YAMLError, OmegaConfBaseException):
+        # Read one by one, the wrong one is known; two that only differ in kind are merged.
+        return typing.cast(DictConfig, OmegaConf.merge(*map(_read_override, overrides)))
+    for override in overrides:
+        if "{" in override:
+            _read_override(override)
+    return values
+
+
+def _refuse_other_forms(override: str) -> None:
+    """Check that an override is written as key=value.
+
+    Raises:
+        UserError: It is not.
+    """
+    key, equals, value = override.partition("=")
     if not equals or not all(part.strip() for part in key.split(".")):
         raise UserError(
             f"{override!r} is neither a YAML file nor key=value: write for instance train.steps=100"
         )
-    value = override.partition("=")[2]
     if key[0] == "+":
         raise UserError(f"{override!r} is written for Hydra: write {override.lstrip('+')}")
     if value[:1] in TYPOGRAPHIC_QUOTES:
         raise UserError(
             f"the value of {key} is in typographic quotes: write it without, or with ' and \""
         )
+
+
+def _read_override(override: str) -> DictConfig:
+    key = override.partition("=")[0]
     try:
         read = OmegaConf.from_dotlist([override])
         _refuse_glued_keys(key, OmegaConf.to_container(read))
@@ -369,26 +393,59 @@ def _refuse_glued_keys(key: str, value: Any) -> None:
         _refuse_glued_keys(key, below)
 
 
-def _merge_valid(
-    tree: DictConfig, values: DictConfig, *, place: str, mistakes: list[str]
-) -> DictConfig:
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Values that are put on top of others.
+
+    Args:
+        values: The values.
+        place: Where they were written, such as "in a.yaml".
+    """
+
+    values: DictConfig
+    place: str
+
+
+def _merge_all(sources: Sequence[_Source]) -> tuple[DictConfig, list[str]]:
+    """The defaults with all values on top that fit.
+
+    Args:
+        sources: The values, in the order in which they are merged.
+
+    Returns:
+        The tree, and a sentence for each value that does not fit.
+    """
+    try:
+        # One copy for all sources; after a mistake it may have some values of a source.
+        tree = _copy(_defaults())
+        for source in sources:
+            tree = _merge_into(tree, source)
+        return tree, []
+    except UserError:
+        tree = _defaults()
+    mistakes: list[str] = []
+    for source in sources:
+        tree = _merge_valid(tree, source, mistakes=mistakes)
+    return tree, mistakes
+
+
+def _merge_valid(tree: DictConfig, source: _Source, *, mistakes: list[str]) -> DictConfig:
     """The tree with those of the values that fit.
 
     Args:
-        tree: The tree so far.
-        values: Values to put on top.
-        place: Where the values were written, such as "in a.yaml".
+        tree: The tree so far, which stays as it is.
+        source: Values to put on top.
         mistakes: Gets a sentence for each value that does not fit.
     """
     try:
-        return _merge(tree, values, place)
+        return _merge_into(_copy(tree), source)
     except UserError as error:
         error_of_all = error
     # OmegaConf reports the first mistake only. Merging the values one by one finds them all.
     mistakes_before = len(mistakes)
-    for part in _single_values(values):
+    for part in _single_values(source.values):
         try:
-            tree = _merge(tree, OmegaConf.create(part), place)
+            tree = _merge_into(_copy(tree), _Source(OmegaConf.create(part), source.place))
         except UserError as error:
             mistakes.append(str(error))
     each_fits_alone = len(mistakes) == mistakes_before
@@ -409,33 +466,35 @@ def _single_values(values: DictConfig) -> list[dict[Any, Any]]:
     return parts
 
 
-def _merge(tree: DictConfig, values: DictConfig, place: str) -> DictConfig:
-    """The tree with the values on top.
+def _merge_into(tree: DictConfig, source: _Source) -> DictConfig:
+    """The tree with the values on top; the tree may not be used afterwards.
 
     Raises:
         UserError: A key is unknown, or a value does not fit.
     """
+    values = source.values
+    place = source.place
     try:
-        merged = _merged(_copy(tree), copy.deepcopy(values))
+        copied = _copy(values)
         # steps and epochs are two ways to say how long to train: the one that is read last counts.
         has_steps = _has_value(values, "train.steps")
         has_epochs = _has_value(values, "train.epochs")
         if has_steps and not has_epochs:
-            merged = _merged(merged, {"train": {"epochs": None}})
+            OmegaConf.update(copied, "train.epochs", None)
         if has_epochs and not has_steps:
-            merged = _merged(merged, {"train": {"steps": None}})
+            OmegaConf.update(copied, "train.steps", None)
         # Likewise a batch that is read after a schedule of batches; auto begins with that batch.
         has_batch = _has_value(values, "train.global_batch_size")
         has_schedule = _has_value(values, "train.batch_schedule")
         has_rows = OmegaConf.select(tree, "train.batch_schedule") != AUTO
         if has_batch and has_rows and not has_schedule:
-            merged = _merged(merged, {"train": {"batch_schedule": []}})
+            OmegaConf.update(copied, "train.batch_schedule", [])
+        return _merged(tree, copied)
     except ConfigKeyError as error:
         key = error.full_key or ""
         raise UserError(f"there is no key {error.full_key!r} ({place}){_key_hint(key)}") from error
     except (ValidationError, OmegaConfBaseException, TypeError, ValueError) as error:
         raise UserError(_misfit(error, values, place)) from error
-    return merged
 
 
 def _has_value(values: DictConfig, key: str) -> bool:

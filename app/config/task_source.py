@@ -8,6 +8,7 @@ module adds to Python's.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
 import os
@@ -103,6 +104,7 @@ def refuse_wrong_task(name: str, task_args: Mapping[str, Any], *, needs_data: bo
                 raise
 
 
+@functools.cache
 def argument_names(name: str) -> list[str]:
     """The names of a built-in task's arguments; empty if it takes any."""
     module, class_name = module_and_class(name)

@@ -324,4 +324,6 @@ def _values_file(gpu: str) -> Path:
 @functools.cache
 def constants() -> dict[str, Any]:
     """constants.yaml, and as `fitted` the file that `published --fit` has written."""
-    return yaml.safe_load(CONSTANTS.read_text()) | {"fitted": yaml.safe_load(FITTED.read_text())}
+    values = yaml.load(CONSTANTS.read_text(), Loader=yaml.CSafeLoader)
+    fitted = yaml.load(FITTED.read_text(), Loader=yaml.CSafeLoader)
+    return values | {"fitted": fitted}

@@ -385,7 +385,7 @@ class Run:
 
 @functools.cache
 def _models() -> dict[str, Any]:
-    return dict(yaml.safe_load(MODELS.read_text()))
+    return dict(yaml.load(MODELS.read_text(), Loader=yaml.CSafeLoader))
 
 
 def runs(*paths: str | Path) -> list[Run]:
@@ -428,7 +428,7 @@ def _entries(path: Path) -> list[dict[str, str]]:
 
 
 def _runs_of(entries: Sequence[Mapping[str, str]]) -> list[Run]:
-    sources = yaml.safe_load(SOURCES.read_text())
+    sources = yaml.load(SOURCES.read_text(), Loader=yaml.CSafeLoader)
     rows = []
     for entry in entries:
         if "ran_out" in entry:

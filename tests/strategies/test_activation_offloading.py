@@ -1,7 +1,7 @@
 """Activation offloading: the same bits beside every strategy, what is moved, and what stays."""
 
 import copy
-import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -106,22 +106,32 @@ def test_all_that_a_block_saves_is_moved_once_but_its_weights(autocast: bool) ->
     assert moved == Moved(tensors=len(sizes), bytes=sum(sizes.values()))
 
 
-def _on_device() -> set[int]:
-    """The storages that are moved and still, or again, on the device."""
-    # `isinstance` would ask a weak proxy for the class of its object, which may be gone.
-    storages = [
-        thing for thing in gc.get_objects() if type(thing) is activation_offloading._Storage
-    ]
-    return {id(storage) for storage in storages if storage.is_on_device}
+@pytest.fixture
+def storages(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[activation_offloading._Storage]:
+    """The storages that are moved, as long as somebody has them."""
+    moved: weakref.WeakSet[activation_offloading._Storage] = weakref.WeakSet()
+    make = activation_offloading._Storage.__init__
+
+    def noted(self: Any, *arguments: Any) -> None:
+        make(self, *arguments)
+        moved.add(self)
+
+    monkeypatch.setattr(activation_offloading._Storage, "__init__", noted)
+    return moved
 
 
 @pytest.mark.pure
-def test_two_blocks_at_most_have_theirs_on_the_device() -> None:
+def test_two_blocks_at_most_have_theirs_on_the_device(
+    storages: weakref.WeakSet[activation_offloading._Storage],
+) -> None:
     model = _model()
     most_by_block: list[int] = []
 
+    def on_device() -> int:
+        return sum(storage.is_on_device for storage in storages)
+
     def note(*_: Any) -> None:
-        most_by_block.append(len(_on_device()))
+        most_by_block.append(on_device())
 
     with _everything_moved():
         moved = activation_offloading.apply(model, BLOCKS, CPU)
@@ -133,7 +143,7 @@ def test_two_blocks_at_most_have_theirs_on_the_device() -> None:
         loss.backward()
     assert len(most_by_block) == 2 * LAYERS
     assert max(most_by_block) <= ON_DEVICE * tensors_of_block
-    assert _on_device() == set(), "backward has freed all of them"
+    assert on_device() == 0, "backward has freed all of them"
 
 
 class _KeepsViews(torch.autograd.Function):

@@ -4,6 +4,7 @@ At batches that were not traced: where a chunk of the loss is full, or no larger
 one of several smaller ones; of the whole model, and of one of several tensor-parallel workers.
 """
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ GPT: dict[str, Any] = {
     "data": "python",
     "sequence_length": TOKENS,
     "d_model": 16,
-    "n_layers": 2,
+    "n_layers": 1,
     "n_heads": 4,
     "vocab_size": LARGE_VOCABULARY,
 }
@@ -48,10 +49,17 @@ class PlainLoss(LanguageModelling):
         return F.cross_entropy(model(inputs_BT).flatten(0, 1).float(), targets_BT.flatten())
 
 
+@functools.cache
 def _task(kind: str) -> Task:
     if kind == "plain":
         return PlainLoss(**GPT)
     return load_task("language_modelling", GPT | {"linear_loss": kind == "linear"})
+
+
+@functools.cache
+def _reader(kind: str, rows_of_chunk: int) -> Reader:
+    """Reads a task; the rows of a chunk are in what it reads."""
+    return Reader(_task(kind))
 
 
 def _planned_peak(reader: Reader, casting: str, batch: int, tp: int) -> float:
@@ -99,7 +107,7 @@ def test_the_planned_peak_of_a_loss_is_the_allocators(
     kind: str, casting: str, rows_of_chunk: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(row_chunks, "CHUNK_NUMBERS", rows_of_chunk * LARGE_VOCABULARY)
-    reader = Reader(_task(kind))
+    reader = _reader(kind, rows_of_chunk)
     degrees = (1,) if kind == "linear" else (1, 4)
     for batch in BATCHES:
         for tp in degrees:

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trireme
-from scipy.signal import lfilter
 
 from app.errors import UserError
 from app.results.compare import Curve, Floats, compare_curves, mean_interval
@@ -16,6 +15,9 @@ from tests.running import invoke
 
 def autocorrelated(random: np.random.Generator, count: int, correlation: float) -> Floats:
     """Gaussian numbers of mean 0 and variance 1, each correlated with the one before."""
+    # Imported here because each process of `make test` imports this file.
+    from scipy.signal import lfilter
+
     new = random.normal(size=count)
     new[1:] *= math.sqrt(1 - correlation**2)
     return lfilter([1.0], [1.0, -correlation], new)

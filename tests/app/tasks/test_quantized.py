@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torchao.quantization
 from torch import nn
 
 from app.errors import UserError
@@ -28,6 +27,9 @@ def _layer(rows: int = 48, columns: int = 64) -> nn.Linear:
 
 def _of_torchao(layer: nn.Linear, method: str) -> torch.Tensor:
     """The weight that torchao itself makes of the bytes that it keeps."""
+    # Imported here because each process of `make test` imports this file.
+    import torchao.quantization
+
     if method == "nf4":
         block = 16 if layer.weight.numel() == 48 * 64 else 256
         return torchao.quantization.to_nf4(layer.weight, 64, block).get_original_weight()
