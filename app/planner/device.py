@@ -1,11 +1,13 @@
 """What one device reaches: the peaks of datasheets times a few efficiencies.
 
-    a product m × n × k    2·m·n·k / (peak · matmul · k/(k + k_half) · t/(t + mn_half)), at least
-                           the time of its bytes; t is m·n, times how often a long k is split.
+    a product m × n × k    2·m·n·k / (peak · matmul · k/(k + s·k_half) · t/(t + mn_half)), at least
+                           the time of its bytes; t is s·m·n, and k is split into s slices.
                            Processors compute a result in tiles, and those of the last round leave
                            some processors idle: on average half of them, so `mn_half` is half of
                            what they compute at once (an A100's 108 have 3.5e6 numbers in tiles of
-                           128 × 256)
+                           128 × 256). Small results have too few tiles, so that libraries split k
+                           (split-K, stream-K: Osama et al. 2023, https://arxiv.org/abs/2301.03598):
+                           into that s which is the fastest here
     attention              FLOPs / (peak · attention), longer for short sequences and narrow heads
                            (fused.py)
     anything else          bytes / (bandwidth · stream)
@@ -32,8 +34,6 @@ from app.data.files import cache_folder
 from app.errors import UserError
 from cluster.hardware import Gpu, find_gpu
 
-SLICE = 4096
-"""An inner dimension longer than this is split between processors that would otherwise be idle."""
 CONSTANTS = Path(__file__).with_name("constants.yaml")
 FITTED = Path(__file__).with_name("fitted.yaml")
 Number = TypeVar("Number", float, npt.NDArray[np.float64])
@@ -138,9 +138,11 @@ class Device:
 
     def product_share(self, m: Number, n: Number, k: Number) -> Number:
         """The share of `peak` that products reach: one m × n × k, or arrays of them."""
-        slices = np.maximum(1.0, k / SLICE)
+        # The share has its maximum where slices² = mn_half / (m·n) · k / k_half.
+        fastest = np.sqrt(self.mn_half / (m * n) * k / self.k_half)
+        slices = np.maximum(1.0, fastest)
         tiles = m * n * slices
-        return cast(Number, k / (k + self.k_half) * tiles / (tiles + self.mn_half))
+        return cast(Number, k / (k + slices * self.k_half) * tiles / (tiles + self.mn_half))
 
     def product_seconds(
         self, products: npt.NDArray[np.float64], precision: str, itemsize: int

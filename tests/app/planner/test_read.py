@@ -128,6 +128,22 @@ def test_each_expert_reads_its_own_weights() -> None:
     assert seconds * gpu.bandwidth == pytest.approx(2 * 64 * (1408 * 2048 + 16 * 1408 + 16 * 2048))
 
 
+def test_a_small_product_with_a_long_inner_dimension_is_split_between_processors() -> None:
+    gpu = device_named("a100-80gb")
+
+    def share(m: float, n: float, k: float, slices: float) -> float:
+        tiles = m * n * slices
+        return k / (k + slices * gpu.k_half) * tiles / (tiles + gpu.mn_half)
+
+    for m, n, k in ((256.0, 64.0, 4096.0), (256.0, 4096.0, 4096.0), (4096.0, 4096.0, 32768.0)):
+        reached = gpu.product_share(m, n, k)
+        tried = [share(m, n, k, slices) for slices in (1, 2, 4, 8, 16, 32, 64, 128)]
+        assert reached >= max(tried) - 1e-9, "no number of slices is faster"
+    assert gpu.product_share(256.0, 64.0, 4096.0) > 5 * share(256.0, 64.0, 4096.0, 1)
+    large = (65536.0, 16384.0, 4096.0)
+    assert gpu.product_share(*large) == pytest.approx(share(*large, 1)), "it has enough tiles"
+
+
 def test_the_loss_of_a_split_vocabulary_has_three_times_its_logits(gpt: Reader) -> None:
     loss = gpt.costs(PLAIN).parts["after"]
     logits = 4 * 64 * 256 // 2 * 4
