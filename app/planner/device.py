@@ -70,6 +70,10 @@ class Device:
         loss_memory: Bytes that a trainer's loss takes of a GPU for each logit of the whole
             vocabulary, where that is more than Trireme's: copies in float32, logits that tensor
             parallelism gathers.
+        gather: With `train.precision=fp8`, bytes of a number of the blocks' weights while sharded
+            workers gather them; 0 for Trireme's 2.
+        exchange: Share of the rows for experts that is sent to them: less than all if a token's
+            row is sent once to a worker that has several of its experts.
         async_tp: Share of tensor parallelism's communication that parallel.async_tp hides.
         scale: Share of a step lost with each doubling of GPUs: stragglers, congestion.
         stage: Share of computation that a pipeline loses beside its bubble: stops, starts, sends.
@@ -104,6 +108,8 @@ class Device:
     again: float = 0.0
     logits: float = 0.0
     loss_memory: float = 0.0
+    gather: float = 0.0
+    exchange: float = 1.0
     of_another_trainer: bool = False
     async_tp: float = 0.0
     scale: float = 0.0
@@ -218,12 +224,14 @@ ASSUMED = {
     "scale": "of a step lost each time that the GPUs double",
     "again": "of the products that selective checkpointing computes again",
     "fragmentation": "of the allocated memory that cannot be used",
+    "exchange": "of the rows for experts that are sent, such as 0.5 if each token's go in pairs",
     "logits": "bytes moved for each logit beside the loss, such as by metrics of training batches",
     "loss_memory": "bytes of memory for each logit, such as 14 for a loss of float32 copies",
+    "gather": "bytes of a gathered weight of 8-bit products, such as 1 of float8; 0 for Trireme's",
     "step": "seconds of a step that nothing hides",
 }
-"""What --assume changes, and what it is: a share, except for the last three."""
-OF_TRAINERS = ("flash", "again", "fragmentation", "logits", "loss_memory")
+"""What --assume changes, and what it is: a share, except for the last four."""
+OF_TRAINERS = ("flash", "again", "fragmentation", "logits", "loss_memory", "gather", "exchange")
 """Those that describe another trainer than Trireme."""
 
 

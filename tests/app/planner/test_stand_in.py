@@ -12,6 +12,7 @@ import torch
 from app.config.io import load_config
 from app.errors import UserError
 from app.planner import read, stand_in
+from app.planner.device import apply_assumptions
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.output import families
 from app.planner.plan import Plan, make_plan
@@ -69,6 +70,11 @@ def test_split_experts_take_less_memory_and_time_to_send_tokens() -> None:
     recomputed = plan.estimator.estimate(rows[4].candidate._replace(checkpointing="full"))
     assert 1.3 < recomputed.seconds["expert"] / rows[4].seconds["expert"] <= 1.5, (
         "recomputing exchanges again"
+    )
+    device = apply_assumptions(plan.estimator.machine.device, ("exchange=0.5",))
+    halved = plan.estimator.changed(device, None).estimate(rows[4].candidate)
+    assert halved.seconds["expert"] == pytest.approx(rows[4].seconds["expert"] / 2, rel=0.05), (
+        "a token's row is sent once for two of its experts"
     )
     assert families(plan)["context"].startswith(
         "of 512 tokens a worker would have fewer than 4,096"
