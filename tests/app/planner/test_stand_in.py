@@ -71,10 +71,14 @@ def test_split_experts_take_less_memory_and_time_to_send_tokens() -> None:
     assert 1.3 < recomputed.seconds["expert"] / rows[4].seconds["expert"] <= 1.5, (
         "recomputing exchanges again"
     )
-    device = apply_assumptions(plan.estimator.machine.device, ("exchange=0.5",))
-    halved = plan.estimator.changed(device, None).estimate(rows[4].candidate)
-    assert halved.seconds["expert"] == pytest.approx(rows[4].seconds["expert"] / 2, rel=0.05), (
-        "a token's row is sent once for two of its experts"
+    seconds = {}
+    for share in (0.0, 0.5, 1.0):
+        device = apply_assumptions(plan.estimator.machine.device, (f"exchange={share}",))
+        other = plan.estimator.changed(device, None).estimate(rows[4].candidate)
+        seconds[share] = other.seconds["expert"]
+    assert seconds[1.0] == rows[4].seconds["expert"] > seconds[0.5] > seconds[0.0]
+    assert seconds[0.5] == pytest.approx((seconds[0.0] + seconds[1.0]) / 2), (
+        "what is sent is halved, and hops take as long"
     )
     assert families(plan)["context"].startswith(
         "of 512 tokens a worker would have fewer than 4,096"
