@@ -1,11 +1,13 @@
 """What one device reaches: the peaks of datasheets times a few efficiencies.
 
-    a product m × n × k    2·m·n·k / (peak · matmul · k/(k + k_half) · t/(t + mn_half)), at least
-                           the time of its bytes; t is m·n, times how often a long k is split.
+    a product m × n × k    2·m·n·k / (peak · matmul · k/(k + s·k_half) · t/(t + mn_half)), at least
+                           the time of its bytes; t is s·m·n, and k is split into s slices.
                            Processors compute a result in tiles, and those of the last round leave
                            some processors idle: on average half of them, so `mn_half` is half of
                            what they compute at once (an A100's 108 have 3.5e6 numbers in tiles of
-                           128 × 256)
+                           128 × 256). Small results have too few tiles, so that libraries split k
+                           (split-K, stream-K: Osama et al. 2023, https://arxiv.org/abs/2301.03598):
+                           into that s which is the fastest here
     attention              FLOPs / (peak · attention), longer for short sequences and narrow heads
                            (fused.py)
     anything else          bytes / (bandwidth · stream)
@@ -32,8 +34,6 @@ from app.data.files import cache_folder
 from app.errors import UserError
 from cluster.hardware import Gpu, find_gpu
 
-SLICE = 4096
-"""An inner dimension longer than this is split between processors that would otherwise be idle."""
 CONSTANTS = Path(__file__).with_name("constants.yaml")
 FITTED = Path(__file__).with_name("fitted.yaml")
 Number = TypeVar("Number", float, npt.NDArray[np.float64])
@@ -70,6 +70,10 @@ class Device:
         loss_memory: Bytes that a trainer's loss takes of a GPU for each logit of the whole
             vocabulary, where that is more than Trireme's: copies in float32, logits that tensor
             parallelism gathers.
+        gather: With `train.precision=fp8`, bytes of a number of the blocks' weights while sharded
+            workers gather them; 0 for Trireme's 2.
+        exchange: Share of the rows for experts that is sent to them: less than all if a token's
+            row is sent once to a worker that has several of its experts.
         async_tp: Share of tensor parallelism's communication that parallel.async_tp hides.
         scale: Share of a step lost with each doubling of GPUs: stragglers, congestion.
         stage: Share of computation that a pipeline loses beside its bubble: stops, starts, sends.
@@ -104,6 +108,8 @@ class Device:
     again: float = 0.0
     logits: float = 0.0
     loss_memory: float = 0.0
+    gather: float = 0.0
+    exchange: float = 1.0
     of_another_trainer: bool = False
     async_tp: float = 0.0
     scale: float = 0.0
@@ -138,9 +144,11 @@ class Device:
 
     def product_share(self, m: Number, n: Number, k: Number) -> Number:
         """The share of `peak` that products reach: one m × n × k, or arrays of them."""
-        slices = np.maximum(1.0, k / SLICE)
+        # The share has its maximum where slices² = mn_half / (m·n) · k / k_half.
+        fastest = np.sqrt(self.mn_half / (m * n) * k / self.k_half)
+        slices = np.maximum(1.0, fastest)
         tiles = m * n * slices
-        return cast(Number, k / (k + self.k_half) * tiles / (tiles + self.mn_half))
+        return cast(Number, k / (k + slices * self.k_half) * tiles / (tiles + self.mn_half))
 
     def product_seconds(
         self, products: npt.NDArray[np.float64], precision: str, itemsize: int
@@ -216,12 +224,14 @@ ASSUMED = {
     "scale": "of a step lost each time that the GPUs double",
     "again": "of the products that selective checkpointing computes again",
     "fragmentation": "of the allocated memory that cannot be used",
+    "exchange": "of the rows for experts that are sent, such as 0.5 if each token's go in pairs",
     "logits": "bytes moved for each logit beside the loss, such as by metrics of training batches",
     "loss_memory": "bytes of memory for each logit, such as 14 for a loss of float32 copies",
+    "gather": "bytes of a gathered weight of 8-bit products, such as 1 of float8; 0 for Trireme's",
     "step": "seconds of a step that nothing hides",
 }
-"""What --assume changes, and what it is: a share, except for the last three."""
-OF_TRAINERS = ("flash", "again", "fragmentation", "logits", "loss_memory")
+"""What --assume changes, and what it is: a share, except for the last four."""
+OF_TRAINERS = ("flash", "again", "fragmentation", "logits", "loss_memory", "gather", "exchange")
 """Those that describe another trainer than Trireme."""
 
 

@@ -325,6 +325,7 @@ class Estimator:
             ),
             checkpointing=candidate.checkpointing,
             moves_activations=candidate.moves_activations,
+            ep=dims.ep,
         )
 
     def _case(self, candidate: Candidate, stages: Stages) -> Case:

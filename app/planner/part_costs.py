@@ -28,6 +28,8 @@ from strategies.options import Options
 
 FUSED_VALUES = ("moved_forward", "moved_backward", "operations_forward", "operations_backward")
 """The values of a trace that a compiler makes smaller."""
+MOVED_VALUES = ("moved_forward", "moved_backward", "fused_moved_forward", "fused_moved_backward")
+"""The values of a trace that are bytes read and written."""
 
 
 FP8_CAST_BYTES = 2.0
@@ -62,6 +64,7 @@ class Work(NamedTuple):
         variant: Which computation of the model a worker runs.
         checkpointing: The mode of activation checkpointing.
         moves_activations: Whether blocks keep what they save in host memory.
+        ep: Over how many workers the experts of a mixture are split.
     """
 
     batch: float
@@ -71,6 +74,7 @@ class Work(NamedTuple):
     variant: Variant
     checkpointing: str
     moves_activations: bool = False
+    ep: int = 1
 
     @property
     def itemsize(self) -> int:
@@ -222,6 +226,9 @@ def _part_cost(
     part = model.parts[name]
     is_block = name.startswith("block")
     values = part.at(work.batch, work.tp)
+    if work.ep > 1:
+        for kind in MOVED_VALUES:
+            values[kind] -= _bytes_of_other_experts(model, name, kind, work)
     if is_fused:
         for kind in FUSED_VALUES:
             values[kind] = min(values[kind], values[f"fused_{kind}"])
@@ -281,6 +288,27 @@ def _part_cost(
         weight_gradient_seconds=backward.product_seconds / 2,
         moved_bytes=moved_bytes,
     )
+
+
+def _bytes_of_other_experts(model: ModelCosts, name: str, kind: str, work: Work) -> float:
+    """What a trace with all experts reads and writes of those that other workers have.
+
+    What does not grow with the batch is read and written of the parameters, such as sums of their
+    gradients, and of each of them as much as it is large. A worker has one in `ep` experts.
+
+    Args:
+        model: The costs of the parts.
+        name: The part's name.
+        kind: One of `MOVED_VALUES`.
+        work: What a worker does with a micro-batch.
+    """
+    part = model.parts[name]
+    numbers = sum(parameter.numel for parameter in model.parameters[name])
+    of_experts = sum(p.numel for p in model.parameters[name] if p.is_expert)
+    if not of_experts or kind not in part.values:
+        return 0.0
+    of_parameters = part.at(0.0, work.tp)[kind]
+    return of_parameters * of_experts / numbers * (1 - 1 / work.ep)
 
 
 def _recomputed_shares(mode: str, blocks: int) -> _Recomputed:

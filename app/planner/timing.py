@@ -26,7 +26,7 @@ groups of their own and share the node's link.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -136,7 +136,8 @@ def timing(
     _add_tensor(case, exposed)
     _add_context(case, exposed)
     if dims.ep > 1:
-        exposed.expert = machine.links.exchange(case.expert_bytes, dims.ep, dims.tp) * micro_batches
+        sent_bytes = case.expert_bytes * device.exchange
+        exposed.expert = machine.links.exchange(sent_bytes, dims.ep, dims.tp) * micro_batches
     if dims.dp_cp > 1 and candidate.strategy.is_sharded:
         for part, unit, count in zip(case.parts, case.units, case.counts):
             _add_sharded_unit(case, part, unit=unit, count=count, exposed=exposed)
@@ -274,7 +275,7 @@ def _add_sharded_unit(
         previous_times = 0
         for times in sorted({collective.times for collective in of_phase}):
             together = sum(
-                _collective_seconds(case, collective)
+                _collective_seconds(case, collective, part)
                 for collective in of_phase
                 if collective.times >= times
             )
@@ -284,10 +285,15 @@ def _add_sharded_unit(
             previous_times = times
 
 
-def _collective_seconds(case: Case, collective: Collective) -> float:
-    """One collective over data-parallel workers."""
+def _collective_seconds(case: Case, collective: Collective, part: PartCost) -> float:
+    """One collective over data-parallel workers for the parameters of a part."""
     dims = case.candidate.parameter_dims
     links = case.machine.links
+    device = case.machine.device
+    if collective.name == "all_gather" and part.is_block and case.work.precision == "fp8":
+        # Trainers that multiply in 8 bits may gather the blocks' weights in 8 bits as well.
+        size = collective.bytes * (device.gather or case.work.itemsize) / case.work.itemsize
+        collective = replace(collective, bytes=size)
     ways = getattr(dims, collective.over)
     stride = dims.tp * (dims.dp_shard if collective.over == "dp_replicate" else 1)
     if collective.name == "all_reduce":

@@ -166,12 +166,13 @@ def _reading_of(run: Run, *, is_on_cpu: bool) -> str:
     """What decides what is read of a run's model, as JSON."""
     is_sharded = run.data not in ("", "ddp") and run.gpus > run.tp * run.pp * run.cp
     has_pipeline = run.pp > 1
-    return json.dumps(
-        [
-            *(run.task, run.task_args, is_on_cpu, run.precision == "fp32"),
-            *(run.sequence_parallel, run.tp > 1, is_sharded, has_pipeline),
-        ]
-    )
+    settings = [
+        *(run.task, run.task_args, is_on_cpu, run.precision == "fp32"),
+        *(run.sequence_parallel, run.tp > 1, is_sharded, has_pipeline),
+    ]
+    if run.keys:
+        settings.append(run.keys)
+    return json.dumps(settings)
 
 
 def _kept_reader(key: str, plan: Callable[[], Plan]) -> Reader:

@@ -110,6 +110,19 @@ Automodel loads weights in the type of their file (torch_dtype="auto"), and torc
 The others make or load their weights in bf16 too, by their settings or by the peaks that they
 publish.
 """
+IN_16_BITS = (
+    "Lightning-AI/litgpt",
+    "NVIDIA-NeMo/Automodel",
+    "pytorch/torchtune",
+    "QwenLM/Qwen",
+)
+"""Sources whose runs with LoRA have all weights in bf16, those of norms and adapters too.
+
+LitGPT's table says so ("bf16-true"), and Automodel's recipes (examples/llm_benchmark at 36044ad:
+`torch_dtype: bf16`) and torchtune's (`dtype: bf16`). Qwen's own model makes itself bf16 when it is
+built (modeling_qwen.py on the hub), and PEFT makes adapters in the type of the layer. Their kernels
+are those of such weights: under autocast norms would give float32, which every layer casts again.
+"""
 
 
 @dataclass(frozen=True)
@@ -326,6 +339,17 @@ class Run:
             config |= {"sliding_window": None, "use_bias": False, "embedding_dropout": 0.0}
         return config
 
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Keys that only runs of its source have."""
+        values: dict[str, Any] = {}
+        for name, keys in KEYS_OF.items():
+            if name in self.source:
+                values |= keys
+        if self.method == "lora" and any(name in self.source for name in IN_16_BITS):
+            values["train.weight_dtype"] = "bf16"
+        return values
+
     def command(self) -> tuple[list[str], dict[str, Any]]:
         """The key=value of `trireme plan`, and its options."""
         replicas = self.gpus // (self.tp * self.pp * self.cp)
@@ -354,9 +378,7 @@ class Run:
             "train.compile": self.kernels == "fused",
             "train.clip_norm": 1.0,
         }
-        for name, keys in KEYS_OF.items():
-            if name in self.source:
-                values |= keys
+        values |= self.keys
         if self.micro_batch:
             values["train.micro_batch_size"] = self.micro_batch
         if self.data in ("zero1", "zero2") and self.pp == 1 and shards > 1:

@@ -311,7 +311,7 @@ def test_async_tensor_parallelism_hides_no_more_than_products_take(large: Reader
     sync = tensor()
     asynchronous = tensor("parallel.async_tp=true")
     slow_links = tensor("parallel.async_tp=true", gpu="t4")
-    assert asynchronous < 0.7 * sync < 0.9 * slow_links, "slow links leave more of it exposed"
+    assert asynchronous < 0.8 * sync < 0.9 * slow_links, "slow links leave more of it exposed"
 
 
 def test_sums_hide_behind_gradients_of_weights_and_one_sample_needs_no_copies(

@@ -23,11 +23,13 @@ from app.planner import trace
 from app.planner.advice import predict
 from app.planner.device import device_named
 from app.planner.machine import cpus
-from app.planner.model_costs import PartCosts
+from app.planner.model_costs import ModelCosts, Moments, PartCosts
+from app.planner.part_costs import Work, part_costs, variant_of
 from app.planner.read import AUTOCAST, CAST, PLAIN, Reader
 from app.tasks import language, load_task
 from app.tasks.base import Task
 from strategies import activation_checkpointing, row_chunks
+from strategies.costs import ParameterSize
 from strategies.layout import choose
 
 GPT = {"data": "python", "sequence_length": 64, "d_model": 64, "n_layers": 2, "n_heads": 4}
@@ -126,6 +128,47 @@ def test_each_expert_reads_its_own_weights() -> None:
     gpu = device_named("a100-80gb")
     seconds = gpu.product_seconds(np.array([[*product, 1.0]]), "bf16", 2)
     assert seconds * gpu.bandwidth == pytest.approx(2 * 64 * (1408 * 2048 + 16 * 1408 + 16 * 2048))
+
+
+def test_a_small_product_with_a_long_inner_dimension_is_split_between_processors() -> None:
+    gpu = device_named("a100-80gb")
+
+    def share(m: float, n: float, k: float, slices: float) -> float:
+        tiles = m * n * slices
+        return k / (k + slices * gpu.k_half) * tiles / (tiles + gpu.mn_half)
+
+    for m, n, k in ((256.0, 64.0, 4096.0), (256.0, 4096.0, 4096.0), (4096.0, 4096.0, 32768.0)):
+        reached = gpu.product_share(m, n, k)
+        tried = [share(m, n, k, slices) for slices in (1, 2, 4, 8, 16, 32, 64, 128)]
+        assert reached >= max(tried) - 1e-9, "no number of slices is faster"
+    assert gpu.product_share(256.0, 64.0, 4096.0) > 5 * share(256.0, 64.0, 4096.0, 1)
+    large = (65536.0, 16384.0, 4096.0)
+    assert gpu.product_share(*large) == pytest.approx(share(*large, 1)), "it has enough tiles"
+
+
+def test_what_is_moved_of_experts_weights_is_split_with_them() -> None:
+    """A worker moves its own experts' parameters, and all of the others and of the rows."""
+    coefficients = np.array([8e9, 1e9, 0, 0, 0, 0])  # of parameters, and of a sample
+    moved = {f"{kind}moved_backward": coefficients for kind in ("", "fused_")}
+    none = np.zeros((0, 4, 6))
+    part = PartCosts(
+        values=moved,
+        products={"forward": none, "backward": none},
+        repeats={"forward": np.zeros(0), "backward": np.zeros(0)},
+        moments=Moments(np.zeros((1, 6)), np.zeros(1)),
+    )
+    sizes = (ParameterSize("experts", (8, 3), is_expert=True), ParameterSize("router", (8,)))
+    model = ModelCosts({"block0": part}, ["block0"], {"block0": sizes})
+    gpu = device_named("h100-80gb")
+
+    def moved_bytes(ep: int) -> float:
+        variant = variant_of(is_sharded=True, tp=1, pp=1, precision="bf16")
+        work = Work(2.0, 2, 1, "bf16", variant, "none", ep=ep)
+        (block,) = part_costs(model, work, gpu, compiles_blocks=False)
+        return block.backward_seconds * gpu.bandwidth
+
+    assert moved_bytes(1) == pytest.approx(8e9 + 2e9)
+    assert moved_bytes(4) == pytest.approx(8e9 / 4 + 6e9 / 4 + 2e9), "24 of 32 are experts'"
 
 
 def test_the_loss_of_a_split_vocabulary_has_three_times_its_logits(gpt: Reader) -> None:

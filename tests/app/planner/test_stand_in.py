@@ -12,6 +12,7 @@ import torch
 from app.config.io import load_config
 from app.errors import UserError
 from app.planner import read, stand_in
+from app.planner.device import apply_assumptions
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.output import families
 from app.planner.plan import Plan, make_plan
@@ -69,6 +70,15 @@ def test_split_experts_take_less_memory_and_time_to_send_tokens() -> None:
     recomputed = plan.estimator.estimate(rows[4].candidate._replace(checkpointing="full"))
     assert 1.3 < recomputed.seconds["expert"] / rows[4].seconds["expert"] <= 1.5, (
         "recomputing exchanges again"
+    )
+    seconds = {}
+    for share in (0.0, 0.5, 1.0):
+        device = apply_assumptions(plan.estimator.machine.device, (f"exchange={share}",))
+        other = plan.estimator.changed(device, None).estimate(rows[4].candidate)
+        seconds[share] = other.seconds["expert"]
+    assert seconds[1.0] == rows[4].seconds["expert"] > seconds[0.5] > seconds[0.0]
+    assert seconds[0.5] == pytest.approx((seconds[0.0] + seconds[1.0]) / 2), (
+        "what is sent is halved, and hops take as long"
     )
     assert families(plan)["context"].startswith(
         "of 512 tokens a worker would have fewer than 4,096"

@@ -224,6 +224,28 @@ def test_a_trainers_loss_takes_memory_for_each_logit_of_the_whole_vocabulary(lay
     assert activations[2] > 900 * logits
 
 
+def test_a_trainer_may_gather_weights_in_8_bits() -> None:
+    """It changes what is sent of the blocks' weights if products have 8 bits, and nothing else."""
+    seconds = {}
+    for precision in ("bf16", "fp8"):
+        one = _small(gpus=64)
+        run = replace(one.run, precision=precision, micro_batch=1, global_batch=64)
+        for gather in (0, 1, 2):
+            described = replace(run, described=(("gather", gather),))
+            plan = replace(prepare(run), run=described).compare(described=True).plan
+            assert plan is not None
+            seconds[precision, gather] = plan.seconds["shard"] + plan.seconds["contention"]
+    assert seconds["bf16", 1] == seconds["bf16", 0] == seconds["bf16", 2]
+    assert seconds["fp8", 1] < seconds["fp8", 0] == seconds["fp8", 2]
+
+
+def test_runs_with_lora_of_some_sources_have_all_weights_in_16_bits() -> None:
+    run = replace(_small().run, source="https://github.com/QwenLM/Qwen/x", method="lora")
+    assert "train.weight_dtype=bf16" in run.command()[0]
+    assert "train.weight_dtype=bf16" not in replace(run, method="sft").command()[0]
+    assert "train.weight_dtype=bf16" not in replace(run, source="x").command()[0]
+
+
 def test_each_source_of_peaks_counts_as_much_as_any_other() -> None:
     compared = _small().compare()
     assert compared.plan is not None
