@@ -3,12 +3,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
-PROCESSES ?= 4
-XDIST := --numprocesses $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 # Where it is set, as in many images, each process would compile torch, Ray and the rest again: four seconds of each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test suite test-busy coverage test-versions test-slow test-faults test-deepspeed figures mutants lint wheels setup clean
+.PHONY: demo check test alone test-busy coverage test-versions test-slow test-faults test-deepspeed figures mutants lint wheels setup clean
 
 demo: setup
 	@$(BIN)/trireme train experiments/mnist.yaml --again
@@ -17,13 +15,14 @@ demo: setup
 check: setup lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "pure and not slow"
 
-# Four processes of tests for two processors, since many tests wait (tests/conftest.py says which run one after another);
-# lint and types take what they leave.
+# First two at a time, then what trains on as many processes as there are processors (tests/test_marks.py), which wait for
+# each other; lint and types take what that leaves.
 test: setup
-	@$(MAKE) --no-print-directory --jobs 2 lint suite
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "not slow and not alone"
+	@$(MAKE) --no-print-directory --jobs 2 lint alone
 
-suite: setup
-	$(BIN)/python -m pytest $(XDIST)
+alone: setup
+	$(BIN)/python -m pytest -m "not slow and alone"
 
 # The same while two loops keep the processors busy: no test may depend on how fast the machine is.
 test-busy: setup
@@ -31,7 +30,8 @@ test-busy: setup
 
 # The lines that no test reaches without a GPU, folder by folder; half as long again as `make test`: eleven minutes.
 coverage: setup
-	$(BIN)/python -m pytest --cov --cov-report= $(XDIST)
+	$(BIN)/python -m pytest --cov --cov-report= --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "not slow and not alone"
+	$(BIN)/python -m pytest --cov --cov-report= --cov-append -m "not slow and alone"
 	$(BIN)/coverage report --show-missing --skip-covered
 
 # The main job, parity, resume, pipeline and tracking with the oldest and the newest releases that Trireme was tested

@@ -28,32 +28,34 @@ hypothesis.settings.load_profile("busy")
 HEAD = contextlib.ExitStack()
 """Keeps the session's Ray head, once it is started."""
 LAST_IN_RAY = pytest.StashKey[pytest.Item | None]()
+ALONE = " and alone"
+"""The end of the mark expression that selects the second half of `make test`."""
+MARK_ALONE = "pytest.mark.alone"
 COLLECTED = pytest.StashKey[list[pytest.Item]]()
 """All collected tests before `-m` selects some; tests/test_marks.py checks their marks."""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Lets the second half of `make test` import only files that may have tests for it."""
+    only_alone = config.option.markexpr.endswith(ALONE) and collection_path.suffix == ".py"
+    return True if only_alone and MARK_ALONE not in collection_path.read_text() else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Groups and orders tests so that processes of pytest-xdist end at about the same time.
+    """Orders tests so that the two processes of `make test` end at about the same time.
 
-    One process begins with all tests that need the Ray head, which mostly wait, and another with
-    all that train on ranks of the pool, which it then starts once. Tests that are `pure` are short,
-    and come last.
+    One of them begins with all tests that need the Ray head, which mostly wait. Tests that are
+    `pure` are short, and come last.
     """
     config.stash[COLLECTED] = list(items)
     asks = [item for item in items if "ray_environment" in getattr(item, "fixturenames", ())]
     in_ray = {item.path for item in asks if not item.get_closest_marker("slow")}
     for item in items:
-        is_alone = item.get_closest_marker("alone") is not None
-        # Other tests of a file stay together, so that its fixtures are made once.
-        group = "ray" if item.path in in_ray else "alone" if is_alone else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(group))
+        # A file stays together, so that its fixtures are made once.
+        item.add_marker(pytest.mark.xdist_group("ray" if item.path in in_ray else item.path.stem))
     items.sort(
-        key=lambda item: (
-            item.path not in in_ray,
-            item.get_closest_marker("alone") is None,
-            item.get_closest_marker("pure") is not None,
-        )
+        key=lambda item: (item.path not in in_ray, item.get_closest_marker("pure") is not None)
     )
 
 

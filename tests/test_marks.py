@@ -1,4 +1,4 @@
-"""Marks say what a test starts: `make check` selects, and `make test` orders, by them."""
+"""Marks say what a test starts: `make check` and both halves of `make test` select by them."""
 
 import ast
 import functools
