@@ -42,7 +42,7 @@ from app.storage.storage import Storage
 from app.tasks import load_task
 from app.tasks.base import Task
 from app.tasks.by_value import read_task_file
-from app.tracking.model_format import DESCRIPTION, PICKLING, WEIGHTS, Description
+from app.tracking.model_format import DESCRIPTION, PICKLING, WEIGHTS, Description, part_of
 
 OURS = ("app", "strategies", "cluster", import_names.FACE)
 
@@ -65,7 +65,7 @@ def write_model_files(task: Task, recipe: Mapping[str, Any], folder: Path) -> No
         recipe: See `Tracker.model`.
         folder: Does not exist yet, and is there afterwards only if everything is in it.
     """
-    part = folder.with_name(f"{folder.name}.part")
+    part = part_of(folder)
     part.mkdir(mode=0o700)
     try:
         _write(task, recipe, part)
@@ -93,8 +93,8 @@ def _write(task: Task, recipe: Mapping[str, Any], folder: Path) -> None:
     (data / "pickle_module_info.txt").write_text(PICKLING)
     if not preprocessor:
         torch.save(inputs_of_model, data / prediction.FILE)
-    modules, pins = _origins(model, recipe["task"])
-    _copy_sources(modules, _roots(model, task), folder / "code")
+    packages, pins = _origins(model, recipe["task"])
+    _copy_sources(packages, _roots(model, task), folder / "code")
     description = Description(
         inputs=inputs, outputs=outputs, requirements=pins, torch_version=str(torch.__version__)
     )
@@ -130,10 +130,10 @@ def _roots(model: nn.Module, task: Task) -> set[str]:
 
 
 def _origins(module: nn.Module, task: str) -> tuple[set[str], list[str]]:
-    """The code of the model's classes and its task.
+    """The code of the model's classes and its task, beside Trireme's.
 
     Returns:
-        (names of top-level modules to copy, pins of installed packages)
+        (names of top-level modules that are not installed, pins of packages that are)
     """
     modules = {kind.__module__ for part in module.modules() for kind in type(part).__mro__}
     modules.add(task.partition(":")[0])
@@ -143,7 +143,7 @@ def _origins(module: nn.Module, task: str) -> tuple[set[str], list[str]]:
     packages = {_package_of(name) for name in installed | {"torch"}}
     # Package indexes do not have the local part of a version (`+cpu`).
     pins = [f"{name}=={version(name).split('+')[0]}" for name in sorted(packages)]
-    return (top_level - installed) | {*OURS}, pins
+    return top_level - installed, pins
 
 
 def _package_of(name: str) -> str:
@@ -165,13 +165,13 @@ def _is_installed(name: str) -> bool:
 # --- their sources ---
 
 
-def _copy_sources(names: set[str], roots: Iterable[str], folder: Path) -> None:
+def _copy_sources(packages: set[str], roots: Iterable[str], folder: Path) -> None:
     """Copy the loaded modules from which the model can be built and called.
 
     Args:
-        names: Top-level modules.
-        roots: The modules that are needed; of Trireme's only these are copied, and what they
-            import, as the driver has loaded much else.
+        packages: Top-level modules of the user's, of which everything is copied.
+        roots: Modules that are needed. Of Trireme's these are copied, and what they import, as the
+            driver has loaded much else.
         folder: Where to.
     """
     folder.mkdir()
@@ -180,7 +180,7 @@ def _copy_sources(names: set[str], roots: Iterable[str], folder: Path) -> None:
         file = getattr(module, "__file__", None) or ""
         top_level = name.partition(".")[0]
         is_theirs = top_level in import_names.NAMES and not import_names.is_triremes(module)
-        is_wanted = name in needed or (top_level in names and top_level not in OURS) or is_theirs
+        is_wanted = name in needed or top_level in packages or is_theirs
         if is_wanted and file.endswith(".py") and module.__name__ == name:
             _copy_module(file, folder.joinpath(*name.split(".")))
     for name in (import_names.FACE, PICKLING):  # not imported here: the second imports MLflow

@@ -9,6 +9,8 @@ from app import names
 WEIGHTS = "model.pth"
 """The pickled module in the folder `data`, where `mlflow.pytorch.load_model` reads it."""
 DESCRIPTION = "description.pkl"
+PART = ".part"
+"""The end of the name of a folder whose files are still being written."""
 PICKLING = f"{names.FACE}.pickling"
 """The pickle module that `mlflow.pytorch.load_model` uses; see there."""
 
@@ -37,3 +39,12 @@ def files_of(recipe_path: Path) -> Path:
         recipe_path: The recipe of the model; see `Tracker.model`.
     """
     return recipe_path.with_suffix("")
+
+
+def part_of(files: Path) -> Path:
+    """The folder in which a model's files are written.
+
+    Args:
+        files: The folder that it becomes when everything is in it.
+    """
+    return files.with_name(f"{files.name}{PART}")

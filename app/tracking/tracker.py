@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from app.console.masking import mask_text, mask_tree, mask_uri
 from app.tracking.environment import provenance_tags
 from app.tracking.feed import problems
-from app.tracking.model_format import files_of
+from app.tracking.model_format import PART, files_of
 from app.tracking.settings import Settings, run_url
 from app.tracking.spool import (
     ANOTHER_DELIVERS,
@@ -236,13 +237,28 @@ class Tracker:
         weights = str(Path(recipe["weights"]).absolute())
         recipe = {**recipe, "cwd": os.getcwd(), "weights": weights}
         path.write_text(json.dumps(recipe))
-        if task is not None:
+        if task is not None and not self._discard_unfinished_models():
             # Not at the top: trackers of runs that log no model do without torch.
             from app.tracking.model_files import write_model_files
 
             with contextlib.suppress(Exception):  # the writer tries again, and says what is wrong
                 write_model_files(task, recipe, files_of(path))
         self._append("model", id=model_id, recipe=str(path))
+
+    def _discard_unfinished_models(self) -> bool:
+        """Deletes what earlier drivers were writing of models when they died.
+
+        Writing may be what ended them, as with a model that fills the memory. It would end this
+        one too, while a writer that dies is replaced, and the model left out in the end.
+
+        Returns:
+            Whether there was anything.
+        """
+        parts = [*self.folder.glob(f"model-*{PART}")]
+        for part in parts:
+            shutil.rmtree(part, ignore_errors=True)
+            part.with_suffix(".json").unlink(missing_ok=True)
+        return bool(parts)
 
     def finish(self, status: str, *, message: str = "", timeout: float = 15.0) -> Delivery:
         """End the MLflow run and wait until everything is delivered.

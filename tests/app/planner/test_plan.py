@@ -303,15 +303,20 @@ def test_the_blocks_of_8_bits_are_counted_as_they_are_configured() -> None:
     assert first.shape == (64, 64) and first.eight_bit_state == 2 * (64 * 64 + 4 * 64 * 4)
 
 
-def test_async_tensor_parallelism_hides_no_more_than_products_take(large: Reader) -> None:
-    def tensor(*overrides: str, gpu: str = "h100-80gb") -> float:
-        overrides = ("train.micro_batch_size=1", *overrides)
+@pytest.mark.parametrize(("gpu", "samples"), [("h100-80gb", 4), ("a100-80gb", 1)])
+def test_async_tensor_parallelism_hides_no_more_than_products_take(
+    large: Reader, gpu: str, samples: int
+) -> None:
+    """The products of one sample are too short on an H100 to hide much behind them."""
+
+    def tensor(*overrides: str, gpu: str = gpu) -> float:
+        overrides = (f"train.micro_batch_size={samples}", *overrides)
         return _predicted(large, "tensor", *overrides, machine=gpus(gpu=gpu)).seconds["tensor"]
 
     sync = tensor()
     asynchronous = tensor("parallel.async_tp=true")
     slow_links = tensor("parallel.async_tp=true", gpu="t4")
-    assert asynchronous < 0.8 * sync < 0.9 * slow_links, "slow links leave more of it exposed"
+    assert asynchronous < 0.7 * sync < 0.9 * slow_links, "slow links leave more of it exposed"
 
 
 def test_sums_hide_behind_gradients_of_weights_and_one_sample_needs_no_copies(

@@ -19,10 +19,11 @@ from mlflow import MlflowClient
 
 from app.storage.lease import process_started
 from app.tasks import load_task
+from app.tasks.base import Task
 from app.tracking import uploader
 from app.tracking.model import LOADER
 from app.tracking.model_files import _origins
-from app.tracking.model_format import PICKLING
+from app.tracking.model_format import PICKLING, part_of
 from app.tracking.spool import State
 from app.tracking.tracker import Tracker, WriterProcess, sync
 from app.tracking.writer import claim
@@ -318,6 +319,31 @@ def test_the_model_loads_where_there_is_only_mlflow_and_torch(
     assert not list(folder.rglob("worker.py"))
     metrics = Store(uri).query("select metric_name, metric_value from logged_model_metrics")
     assert metrics == [("eval/loss", 0.25)]
+
+
+def test_a_model_that_ended_a_driver_is_left_to_the_writer(
+    uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the same command would end there each time, and the run would never finish."""
+    written_to: list[Path] = []
+
+    def die(task: Task, recipe: dict[str, Any], folder: Path) -> None:
+        """Leaves what a driver leaves that is killed while it writes."""
+        part_of(folder).mkdir()
+        written_to.append(folder)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("app.tracking.model_files.write_model_files", die)
+    recipe = {"task": "toys:Task", "task_args": {}, "weights": "none.pt"}
+    run = tracker(tmp_path / "spool", uri)
+    with pytest.raises(KeyboardInterrupt):
+        run.model(recipe, Task())
+    run.model(recipe, Task())
+    assert len(written_to) == 1, "the second start has not tried again"
+    assert not part_of(written_to[0]).exists() and not written_to[0].with_suffix(".json").exists()
+    recipes = [path.name for path in run.folder.glob("model-*")]
+    assert len(recipes) == 1, "that of the event"
+    run.leave()
 
 
 def test_the_modules_that_a_logged_model_names_exist() -> None:
