@@ -132,8 +132,7 @@ def connect(
             something else on Ray's search path has the name of one of Trireme's packages; "" where
             nothing has.
         say: Called with a sentence that says what did not work and is tried again.
-        before_start: Called when Ray is imported, but not started or asked yet; what it raises ends
-            the call.
+        before_start: Called when Ray is imported, but not started or asked yet, at each try.
 
     Returns:
         The cluster with its living nodes.
@@ -272,8 +271,11 @@ def _start_here(worker_setup: str, before_start: Callable[[], object]) -> None:
             )
         ray_internals.kill_at_shutdown()
         _GUARDS.append(Guard(_agents()))
-    except Exception as error:  # Ray raises nothing more precise where it does not start in time
+    except BaseException as error:
         _end_processes(folder)
+        if not isinstance(error, Exception):  # the command is to end
+            raise
+        # Ray raises nothing more precise where it does not start in time.
         reason = _reason_in_logs(folder) or first_line(error)
         raise ClusterUnavailable(f"{NOT_STARTED}: {reason}") from error
 

@@ -17,7 +17,7 @@ from tests import running
 from tests.pool import restore
 from tests.ray_heads import ray_head
 from tests.running import environment
-from tests.warm import spawn_writer
+from tests.warm import import_nothing_ahead, spawn_writer
 
 hypothesis.settings.register_profile(
     "busy", deadline=None
@@ -173,6 +173,7 @@ def warm_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(running, "is_warm", False)
     else:
         monkeypatch.setattr(WriterProcess, "_spawn", spawn_writer)
+        monkeypatch.setattr(WriterProcess, "import_ahead", import_nothing_ahead)
 
 
 @pytest.fixture

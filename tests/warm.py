@@ -170,7 +170,7 @@ def spawn_writer(self: WriterProcess, niceness: int = WHILE_TRAINING) -> str:
     """Starts a writer in place of `WriterProcess._spawn`; see there."""
     address = os.environ.get(ADDRESS) or _address()
     request = _Request(
-        arguments=[str(self._folder), self._attempt],
+        arguments=[str(self._folder), self.attempt],
         env={
             **os.environ,
             "MLFLOW_TRACKING_URI": self._uri,
@@ -185,6 +185,10 @@ def spawn_writer(self: WriterProcess, niceness: int = WHILE_TRAINING) -> str:
         os.close(out_end)
         # The writer closes its end when it has the spool, or prints why it has not.
         return output.read().strip()
+
+
+def import_nothing_ahead(self: WriterProcess) -> None:
+    """In place of `WriterProcess.import_ahead`: a writer that is forked has imported already."""
 
 
 _server: list[Any] = []
@@ -368,6 +372,7 @@ def _main() -> None:
         _run_writer(request.arguments)
         return
     WriterProcess._spawn = spawn_writer  # type: ignore[method-assign]
+    WriterProcess.import_ahead = import_nothing_ahead  # type: ignore[method-assign]
     sys.argv = [str(ROOT / "app" / "__main__.py"), *request.arguments]
     sys.orig_argv = [sys.executable, "-m", "app", *request.arguments]
     runpy.run_module("app", run_name="__main__")

@@ -191,16 +191,16 @@ class RayLaunch:
         return self.workers
 
     def start_ahead(self, workers: int) -> None:
-        """Starts the workers of a Ray of this command's own, so that they import meanwhile.
+        """Starts workers for which there is room now, so that they import meanwhile.
 
-        Elsewhere a run that is refused would have taken places that others wait for.
+        A run that is refused afterwards gives their places back at once.
 
         Args:
             workers: How many there will be.
         """
         config = self.config
         has_equal_workers = not config.parallel.stage_resources and not config.train.eval_separate
-        if self.cluster.private and self.only_actors and has_equal_workers and self.group is None:
+        if self.only_actors and has_equal_workers and self.group is None:
             from app.launchers.actors import ActorWorkers
 
             actor_workers = ActorWorkers(self.per_worker, self.cluster)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from app import names
 from app.config import Config
@@ -19,8 +17,10 @@ from app.config.task_source import refuse_wrong_task
 from app.console.terminal import Console, log_labels
 from app.errors import UserError
 from app.launchers.crash_notice import announce_crash
+from app.run.background import BackgroundWork
 from app.run.manifest import Outcome, Run, run_folder, under_free_name
 from app.tracking.settings import Settings, resolve_tracking
+from app.tracking.tracker import WriterProcess
 from app.tracking.trackers import require_trackers
 from app.training.events import WorkerInfo
 from cluster.environment import set_defaults
@@ -31,10 +31,27 @@ if TYPE_CHECKING:
     from app.tasks.base import Task
     from app.training.job import Job
 
-READ_SECONDS = 1.0
-"""How long Ray waits for a task that is being made, in case that something is wrong with it."""
-Result = TypeVar("Result")
-Launch = Callable[[Run, Config, Console, Settings], Outcome]
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """One start of a run, as a launcher gets it.
+
+    Args:
+        run: The run.
+        config: The configuration as it was written.
+        console: Where a person sees what happens.
+        settings: Where the run is tracked.
+        writer: Writes to MLflow once there is something, and imports until then.
+    """
+
+    run: Run
+    config: Config
+    console: Console
+    settings: Settings
+    writer: WriterProcess
+
+
+Launch = Callable[[Start], Outcome]
 """Trains a run with one launcher."""
 
 
@@ -163,6 +180,7 @@ def _in_a_run(
     settings = resolve_tracking(config.tracking, run.folder.rpartition("/")[0])
     run.storage.check_writable()
     log = run.local_folder / "logs" / "driver.log"
+    writer = WriterProcess(run.spool, settings.uri)
     try:
         if take_over:
             run.take_over(console.say)
@@ -184,8 +202,13 @@ def _in_a_run(
                 stack.enter_context(console.capture(log, labels))
             stack.enter_context(announce_crash(process_name, log, console.error_stream))
             console.waits_for("the data to be read and the run to be laid out")
-            return launch(run, config, console, settings)
+            if config.tracking.enabled:
+                # Seconds of importing, for which there is a processor while Ray starts.
+                writer.import_ahead()
+            start = Start(run=run, config=config, console=console, settings=settings, writer=writer)
+            return launch(start)
     finally:
+        writer.dismiss()
         console.waits_for("")
         run.forget_if_never_opened()
 
@@ -215,11 +238,12 @@ class Processes:
     description: str
 
 
-def _in_this_process(run: Run, config: Config, console: Console, settings: Settings) -> Outcome:
+def _in_this_process(start: Start) -> Outcome:
     import torch
 
     from app.launchers.local import LocalWorkers
 
+    config = start.config
     if config.workers not in ("auto", "1"):
         raise UserError(
             f"launcher=local is one process, but workers={config.workers}: write workers=1, "
@@ -239,7 +263,7 @@ def _in_this_process(run: Run, config: Config, console: Console, settings: Setti
         on_this_machine=1,
         description=f"1 process ({device})",
     )
-    return _without_ray(processes, run, config, console, settings=settings)
+    return _without_ray(processes, start)
 
 
 def require_gpus(config: Config, *, workers: int, gpus: int) -> None:
@@ -263,9 +287,7 @@ def require_gpus(config: Config, *, workers: int, gpus: int) -> None:
         )
 
 
-def _without_ray(
-    processes: Processes, run: Run, config: Config, console: Console, *, settings: Settings
-) -> Outcome:
+def _without_ray(processes: Processes, start: Start) -> Outcome:
     import torch
 
     from app.launchers.supervisor import Supervisor
@@ -274,6 +296,7 @@ def _without_ray(
     from app.run.prepare import check_devices, prepare, read_task, with_idle_gpus
     from strategies import registry
 
+    config = start.config
     gpus = torch.cuda.device_count()
     require_gpus(config, workers=processes.on_this_machine, gpus=gpus)
     check_devices(config, "cuda" if gpus else "cpu")
@@ -294,7 +317,14 @@ def _without_ray(
         gpus=gpus,
         pool="this machine",
     )
-    driver = Driver(run, prepared.config, console, settings, prediction=prepared.prediction)
+    driver = Driver(
+        start.run,
+        prepared.config,
+        start.console,
+        start.settings,
+        prediction=prepared.prediction,
+        writer=start.writer,
+    )
     follower = None
     if prepared.plan is not None:
         from app.launchers.follow import PlanFollower
@@ -345,9 +375,6 @@ def _as_rank_0(ranks: Ranks, config: Config, console: Console, take_over: bool) 
         description=f"{world_size} {device_kind} process{plural} of torchrun",
     )
 
-    def launch(run: Run, config: Config, console: Console, settings: Settings) -> Outcome:
-        return _without_ray(processes, run, config, console, settings=settings)
-
     try:
         outcome = _in_a_run(
             config,
@@ -355,7 +382,7 @@ def _as_rank_0(ranks: Ranks, config: Config, console: Console, take_over: bool) 
             verbose=False,
             take_over=take_over,
             process_name=_worker_0(),
-            launch=launch,
+            launch=partial(_without_ray, processes),
         )
         tell_once(None)  # if the run had finished already, no job was handed out
     except Exception as error:
@@ -367,66 +394,51 @@ def _as_rank_0(ranks: Ranks, config: Config, console: Console, take_over: bool) 
 # --- with Ray -------------------------------------------------------------------------------------
 
 
-def _in_ray(
-    restart: Callable[[], object] | None,
-    run: Run,
-    config: Config,
-    console: Console,
-    settings: Settings,
-) -> Outcome:
+def _in_ray(restart: Callable[[], object] | None, start: Start) -> Outcome:
     from cluster.connect import address, connect, disconnect
     from cluster.files import read_cluster
 
+    run = start.run
+    config = start.config
+    console = start.console
     if config.cluster.file:
         read_cluster(config.cluster.file)  # what is wrong with it is told before Ray starts
-    is_checked = threading.Event()
-    is_wait_announced = threading.Event()
 
     def read() -> Task:
-        try:
-            from app.tasks import check_task
+        from app.tasks import check_task
 
-            check_task(config.task, config.task_args)
-        finally:
-            is_checked.set()
+        check_task(config.task, config.task_args)
         from app.run.prepare import read_task
 
         return read_task(config)
 
-    def refuse_wrong_task() -> None:
-        """Raises what is wrong with the task, as far as that is known before Ray starts."""
-        is_checked.wait()
-        # Data is read while Ray starts, but most of what can be wrong with it shows at once.
-        with contextlib.suppress(TimeoutError):
-            future_task.result(timeout=READ_SECONDS)
-        if not is_wait_announced.is_set():  # Ray may be tried several times, and is waited for once
-            is_wait_announced.set()
-            console.waits_for(waits_for)
-
     console.status("reading the data and starting Ray")
-    future_task = _in_background(read)  # imports torch while this thread imports Ray
-    cluster_address = address()
-    if cluster_address:
-        waits_for = f"the Ray cluster at {cluster_address} to answer"
-    else:
-        waits_for = "Ray to start on this machine"
-    console.waits_for("the task to be checked")
+    reading = BackgroundWork(read)
     if run.finished:  # how many steps train.epochs are is known once the data is read
+        console.waits_for("the data to be read")
         from app.data.loader import length
 
-        steps = config.train.steps_for(length(future_task.result().train_data()))
+        steps = config.train.steps_for(length(reading.result().train_data()))
         outcome = run.outcome_if_finished(steps, console.say)
         if outcome is not None:
             return outcome
-    cluster = connect(
-        worker_setup=names.worker_setup(),
-        say=console.say,
-        before_start=refuse_wrong_task,
-    )
+    cluster_address = address()
+    if cluster_address:
+        console.waits_for(f"the Ray cluster at {cluster_address} to answer")
+    else:
+        console.waits_for("Ray to start on this machine")
     try:
+        # Ray's processes start, one after the other, while torch is imported and the data is read.
+        # Ray is imported before: two threads that import take turns at Python's lock.
+        with reading.failure_interrupts():
+            cluster = connect(
+                worker_setup=names.worker_setup(),
+                say=console.say,
+                before_start=reading.start,
+            )
         console.waits_for("the data to be read")
         # Before more is imported: two threads in torch's circular imports can deadlock.
-        task = future_task.result()
+        task = reading.result()
         console.waits_for("the run to be laid out and tried in small")
         from app.launchers.followed import followed_layout
         from app.launchers.ray_launch import RayLaunch
@@ -445,26 +457,13 @@ def _in_ray(
                 run,
                 prepared.config,
                 console,
-                settings,
+                start.settings,
                 meter=meter,
                 restart=restart,
                 prediction=prepared.prediction,
+                writer=start.writer,
             )
             supervisor = launch.supervisor(driver, prepared, task)
             return train_run(driver, prepared, launch.description, supervisor.run)
     finally:
         disconnect()
-
-
-def _in_background(function: Callable[[], Result]) -> Future[Result]:
-    """Calls a function in a thread that does not keep the process from ending."""
-    future: Future[Result] = Future()
-
-    def call() -> None:
-        try:
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=call, daemon=True).start()
-    return future

@@ -23,7 +23,7 @@ from app.run.stopping import stop_signals
 from app.tracking.environment import environment_text
 from app.tracking.settings import Settings
 from app.tracking.system import SystemMetrics
-from app.tracking.tracker import Tracker
+from app.tracking.tracker import Tracker, WriterProcess
 from app.training.events import (
     CheckpointSaved,
     DriverEvent,
@@ -55,6 +55,7 @@ class Driver:
         restart: Executes this command anew in place of this process; None if that is not possible.
         tracker: Where metrics and artifacts go; None makes the run's own tracker.
         prediction: What the planner expects, if it has chosen the layout.
+        writer: Of the run's own tracker, if it imports already.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Driver:
         restart: Callable[[], object] | None = None,
         tracker: Tracker | None = None,
         prediction: Estimate | None = None,
+        writer: WriterProcess | None = None,
     ) -> None:
         self.run = run
         self.config = config
@@ -110,13 +112,14 @@ class Driver:
         self.metrics = RunMetrics(run.manifest.name)
         """Prometheus metrics for the cluster's operators."""
         self.tracker = tracker or Tracker(
-            run.local_folder / "tracking",
+            run.spool,
             settings,
             run_name=run.manifest.name,
             run_uid=run.manifest.uid,
             enabled=config.tracking.enabled,
             tags=config.tracking.tags,
             warn=self.note,
+            writer=writer,
         )
 
     def note(self, text: str) -> None:

@@ -151,6 +151,11 @@ class Run:
         return local_folder(self.storage, self.manifest.name, self.manifest.uid)
 
     @property
+    def spool(self) -> Path:
+        """The folder in which what is tracked waits for MLflow, on this machine."""
+        return self.local_folder / "tracking"
+
+    @property
     def finished(self) -> bool:
         """Whether the run's latest start has finished."""
         return self.manifest.status == "finished"

@@ -84,7 +84,7 @@ class _StopRequest:
             _thread.start_new_thread(self._enforce, ())
         if self.raise_clock and now - self.raise_clock < REPEAT_SECONDS:
             return
-        if not _is_importing(frame):
+        if not is_importing(frame):
             self.raise_clock = now
             raise Stopped(self.number)
 
@@ -112,7 +112,12 @@ def end_at_once(exit_code: int) -> None:
             signal.signal(number, lambda *_: abort(exit_code))
 
 
-def _is_importing(frame: FrameType | None) -> bool:
+def is_importing(frame: FrameType | None) -> bool:
+    """Whether a signal's handler has interrupted an import.
+
+    Args:
+        frame: The frame that the handler was called with.
+    """
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True

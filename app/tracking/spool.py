@@ -29,6 +29,10 @@ Event = dict[str, Any]
 
 ANOTHER_DELIVERS = "another process is delivering this spool"
 """What a writer prints that cannot have a spool."""
+WAITS = "wait"
+"""The argument of a writer that is started before there is a spool."""
+BEGIN = "begin"
+"""What such a writer reads from its standard input once there is one."""
 
 
 class Spool:

@@ -28,6 +28,8 @@ from app.tracking.model_format import PART, files_of
 from app.tracking.settings import Settings, run_url
 from app.tracking.spool import (
     ANOTHER_DELIVERS,
+    BEGIN,
+    WAITS,
     Event,
     Spool,
     State,
@@ -89,6 +91,7 @@ class Tracker:
         warn: Called with a sentence that a person should know.
         parent: The spool of the parent run, whose folder contains this run's folder. The parent's
             writer delivers this spool too: no writer is started here, and `finish` does not wait.
+        writer: Of this folder, which may import already; None makes one.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Tracker:
         tags: Mapping[str, str] | None = None,
         warn: Callable[[str], object] = _log.warning,
         parent: Path | None = None,
+        writer: WriterProcess | None = None,
     ) -> None:
         self.folder = Path(folder).absolute()
         self.settings = settings
@@ -111,8 +115,8 @@ class Tracker:
         self._tags = tags or {}
         self._warn = warn
         self._parent = parent
-        self._attempt = uuid.uuid4().hex
-        self._writer = WriterProcess(self.folder, settings.uri, self._attempt)
+        self._writer = writer or WriterProcess(self.folder, settings.uri)
+        self._attempt = self._writer.attempt
         self._spool: Spool | None = None
         self._driver_lock: int | None = None
 
@@ -297,15 +301,36 @@ class WriterProcess:
     Args:
         folder: The spool.
         uri: MLflow's tracking URI, with credentials.
-        attempt: The attempt of the driver, which the writer serves.
+        attempt: The attempt of the driver, which the writer serves; "" makes one.
     """
 
-    def __init__(self, folder: Path, uri: str, attempt: str) -> None:
+    def __init__(self, folder: Path, uri: str, attempt: str = "") -> None:
+        self.attempt = attempt or uuid.uuid4().hex
         self._folder = folder
         self._uri = uri
-        self._attempt = attempt
         self._stop = threading.Event()
         self._keeper: threading.Thread | None = None
+        self._waiting: subprocess.Popen[str] | None = None
+        """A writer that has imported MLflow, and waits until there is a spool."""
+
+    def import_ahead(self) -> None:
+        """Starts a writer that imports MLflow now, while it is not yet certain that it is needed.
+
+        It ends with this process, or at `dismiss`, unless the spool has been given to it.
+        """
+        with contextlib.suppress(OSError):  # too many processes; `keep` starts one later
+            self._waiting = self._start(WHILE_TRAINING, waits=True, log=subprocess.DEVNULL)
+
+    def dismiss(self) -> None:
+        """Ends a writer that was started ahead and has not been given the spool."""
+        waiting = self._waiting
+        self._waiting = None
+        if waiting is not None:
+            # The writer is an orphan in the session of the process that it was started as, whose
+            # number stays taken until it is waited for.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(waiting.pid, signal.SIGKILL)
+            waiting.communicate()
 
     def keep(self) -> None:
         """Start the writer, and start it again whenever it dies, until `stop` or `wait`."""
@@ -327,7 +352,7 @@ class WriterProcess:
             self._keeper.join()
 
     def _is_alive(self) -> bool:
-        return look_at_lock(self._folder, "writer") == (True, self._attempt)
+        return look_at_lock(self._folder, "writer") == (True, self.attempt)
 
     def _earlier_writer(self, state: State) -> int | None:
         """The process that delivers this spool for an earlier start; None if it is not here.
@@ -341,13 +366,34 @@ class WriterProcess:
         return state.writer if os.fsencode(self._folder) in words else None
 
     def _spawn(self, niceness: int = WHILE_TRAINING) -> str:
-        """Start a writer, which is an orphan process from the beginning.
+        """Start a writer, or give the spool to the one that waits for it.
+
+        It is an orphan process from the beginning.
 
         Args:
             niceness: Added to this process's.
 
         Returns:
             "" when the writer has claimed the spool, otherwise why it has not.
+        """
+        waiting = self._waiting
+        if waiting is not None and niceness == WHILE_TRAINING:
+            self._waiting = None
+            problem, _ = waiting.communicate(BEGIN)
+            if problem.strip() == ANOTHER_DELIVERS or self._is_alive():
+                return problem.strip()
+        with (self._folder / "writer.log").open("ab") as log:
+            writer = self._start(niceness, waits=False, log=log.fileno())
+        problem, _ = writer.communicate()  # returns when the writer closes its end of the pipe
+        return problem.strip()
+
+    def _start(self, niceness: int, *, waits: bool, log: int) -> subprocess.Popen[str]:
+        """Starts the program of a writer.
+
+        Args:
+            niceness: Added to this process's.
+            waits: Whether it waits until it is given the spool.
+            log: The file descriptor for what goes wrong.
         """
         code = str(Path(__file__).parents[2])
         environment = {
@@ -359,19 +405,18 @@ class WriterProcess:
         }
         # -P: a package called app in the current folder does not come first.
         command = [sys.executable, "-P", "-m", "app.tracking.writer"]
-        with (self._folder / "writer.log").open("ab") as log:
-            # Returns when the writer closes its end of the pipe.
-            done = subprocess.run(
-                [*command, str(self._folder), self._attempt, str(niceness)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-                text=True,
-                check=False,
-            )
-        return str(done.stdout).strip()
+        arguments = [str(self._folder), self.attempt, str(niceness)]
+        if waits:
+            arguments.append(WAITS)
+        return subprocess.Popen(
+            [*command, *arguments],
+            stdin=subprocess.PIPE if waits else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+            text=True,
+        )
 
     def run_once(self) -> str:
         """Start a writer and wait until it ends; it feeds the trackers beside MLflow too.

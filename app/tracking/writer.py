@@ -1,6 +1,8 @@
 """The one process that talks to MLflow for a run.
 
-    python -m app.tracking.writer FOLDER ATTEMPT NICENESS
+    python -m app.tracking.writer FOLDER ATTEMPT NICENESS [wait]
+
+With `wait` it imports MLflow, and goes on when its standard input says so; at its end it ends too.
 
 Every few seconds it reads the spool's new events and delivers them. It ends when everything is
 delivered and the driver appends no more: the driver releases driver.lock at the end of the run, and
@@ -23,7 +25,7 @@ from pathlib import Path
 
 from app.console.masking import mask_text
 from app.tracking.feed import Trackers
-from app.tracking.spool import ANOTHER_DELIVERS, State, look_at_lock, take_lock
+from app.tracking.spool import ANOTHER_DELIVERS, BEGIN, State, look_at_lock, take_lock
 
 INTERVAL_SECONDS = 5.0
 POLL_SECONDS = 0.25
@@ -153,30 +155,43 @@ class MaskingFormatter(logging.Formatter):
         return mask_text(super().format(record))
 
 
-def main(folder: str, attempt: str, niceness: str) -> None:
+def main(folder: str, attempt: str, niceness: str, waits: str = "") -> None:
     """Run the writer of a spool as an orphan process.
 
     Args:
         folder: The spool.
         attempt: The attempt of the driver that it serves.
         niceness: Added to that of the driver.
+        waits: `WAITS` if it is not yet certain that there will be a spool.
     """
     has_own_session = os.getsid(0) == os.getpid()
     if os.fork():
         os._exit(0)
+    os.environ.update(ENVIRONMENT)
+    be_nicer(int(niceness), session=has_own_session)
+    if waits and not _is_needed():
+        return
     if not claim(Path(folder), attempt, LOCK_SECONDS):
         sys.exit(print(ANOTHER_DELIVERS))
+    if waits:  # there was no folder for its log until now
+        log = os.open(Path(folder, "writer.log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        os.dup2(log, 2)
     # This closes the pipe, for which the driver waits, and sends what libraries print to the log.
     os.dup2(2, 1)
     handler = logging.StreamHandler()
     handler.setFormatter(MaskingFormatter("%(asctime)s %(levelname)s %(message)s"))
     logging.basicConfig(handlers=[handler])
-    os.environ.update(ENVIRONMENT)
-    be_nicer(int(niceness), session=has_own_session)
     try:
         serve(Path(folder), os.environ["MLFLOW_TRACKING_URI"], attempt)
     except Exception:
         _log.exception("the writer ends with an error")
+
+
+def _is_needed() -> bool:
+    """Imports what `serve` needs, and waits until the driver has a spool, or none."""
+    with contextlib.suppress(Exception):  # it shows again where it is reported
+        import app.tracking.uploader  # noqa: F401
+    return sys.stdin.read() == BEGIN
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ class TrialDriver(Driver):
         self.latest: dict[str, float] = {}
         context = trial.context
         self.trial_tracker = TrialTracker(
-            run.local_folder / "tracking",
+            run.spool,
             context.tracking,
             run_name=run.manifest.name,
             run_uid=run.manifest.uid,

@@ -1,27 +1,31 @@
-"""Over a hundred mistakes of a first hour: each is one sentence and exit code 2 before Ray starts.
+"""Over a hundred mistakes of a first hour: each is one sentence and exit code 2.
 
-What is written stands beside the beginning of its sentence; "…" stands for a part that is left out.
+None waits until Ray has started. What is written stands beside the beginning of its sentence; "…"
+stands for a part that is left out.
 """
 
+import contextlib
 import itertools
 import re
 import shlex
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from app.config.io import load_config
 from app.run.manifest import Run
-from tests.running import ROOT, environment, here, torchrun, trireme
+from tests.running import ROOT, environment, here, torchrun, trireme, wait_until
 
 SECONDS = 8.0
 """Of a processor until the sentence: ten times what the slowest takes when all is imported."""
 WAIT_SECONDS = 120.0
-"""For what is wrong with data: on a machine that is busy even that may take long."""
+"""How long Ray takes to start: longer than it takes to find any mistake on a busy machine."""
 
 TRAIN = [
     (
@@ -812,24 +816,25 @@ def matches(sentence: str, expected: str) -> bool:
     return bool(re.match(pattern, sentence, re.DOTALL))
 
 
-def refuse_to_start(*args: Any, **options: Any) -> None:
-    raise AssertionError("Ray was started")
+def start_slowly(*args: Any, **options: Any) -> None:
+    """Stands for ray.init, which waits for Ray's processes."""
+    time.sleep(WAIT_SECONDS)
+    raise AssertionError("the command has waited for Ray")
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [*((f"train good.yaml {words}", expected) for words, expected in TRAIN), *OTHERS],
 )
-def test_a_mistake_is_told_before_anything_starts(
+def test_a_mistake_is_told_at_once(
     words: str,
     expected: str,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("ray.init", refuse_to_start)
+    monkeypatch.setattr("ray.init", start_slowly)
     monkeypatch.setattr("cluster.connect.running_here", lambda: None)
-    monkeypatch.setattr("app.launchers.train.READ_SECONDS", WAIT_SECONDS)
     started = time.process_time()
     ended = here(monkeypatch, capsys, *shlex.split(words))
     seconds = time.process_time() - started
@@ -839,6 +844,42 @@ def test_a_mistake_is_told_before_anything_starts(
     )
     assert matches(said, expected), said
     assert seconds < SECONDS, f"{seconds:.1f} s"
+
+
+@pytest.mark.slow
+def test_a_mistake_in_the_data_ends_the_ray_that_starts(folder: Path) -> None:
+    (folder / "late.py").write_text(
+        "import time, torch, trireme\n"
+        "class Late(trireme.Task):\n"
+        "    def build_model(self): return torch.nn.Linear(2, 1)\n"
+        "    def train_data(self):\n"
+        "        time.sleep(2)\n"
+        "        raise ValueError('no rows')\n"
+        "    def loss(self, model, batch): return model(batch[0]).mean()\n"
+    )
+    mark = f"LATE_{uuid.uuid4().hex}"
+    command = [sys.executable, "-m", "app", "train", "good.yaml", "task=late:Late"]
+    ended = subprocess.run(
+        command,
+        env={**environment(), "RAY_ADDRESS": "local", mark: "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert ended.returncode == 2, ended
+    assert "the task's data cannot be read: ValueError: no rows" in ended.stderr
+
+    def left() -> list[str]:
+        """The processes that have the command's environment."""
+        names = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if mark in process.environ():
+                    names.append(process.name())
+        return names
+
+    wait_until(lambda: not left())
 
 
 def test_a_run_that_has_finished_says_so_before_torch_and_ray_are_imported(folder: Path) -> None:

@@ -98,7 +98,7 @@ def inline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Delivers in this process, when `finish` is called, in place of a tracker's writer process."""
 
     def deliver(self: WriterProcess, timeout: float) -> str:
-        claim(self._folder, self._attempt)
+        claim(self._folder, self.attempt)
         uploader_ = uploader.Uploader(self._folder, self._uri)
         try:
             assert not uploader_.deliver()
