@@ -24,6 +24,8 @@ ROOT = HERE.parents[1]
 RESULTS = HERE / "RESULTS.md"
 FIGURES = HERE / "figures.yaml"
 TIMEOUT = 3600.0
+HOUR = 60.0
+"""Minutes that measuring takes without names."""
 BLOCK = re.compile(r"<!-- (?P<name>\S+) at (?P<commit>\w+) -->\n(?P<body>.*?)<!-- end -->", re.S)
 """A measured table in RESULTS.md."""
 
@@ -132,6 +134,24 @@ def age(figure: Figure, commit: str | None) -> str:
     return f"OLDER THAN ITS CODE: {len(changed)} files have changed since {commit}"
 
 
+def in_an_hour(known: Sequence[Figure]) -> tuple[list[Figure], list[Figure]]:
+    """The figures that can be measured in an hour without a GPU, and the others.
+
+    Args:
+        known: All figures; the first come first.
+    """
+    chosen: list[Figure] = []
+    left_out: list[Figure] = []
+    minutes = 0.0
+    for figure in known:
+        if figure.gpu or minutes + figure.minutes > HOUR:
+            left_out.append(figure)
+        else:
+            chosen.append(figure)
+            minutes += figure.minutes
+    return chosen, left_out
+
+
 def _commit_here() -> str:
     command = ["git", "rev-parse", "--short=8", "HEAD"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -144,13 +164,21 @@ def _commit_here() -> str:
 def main(measures: bool, names: tuple[str, ...]) -> None:
     """Lists the measured tables of RESULTS.md with their ages, or measures them anew.
 
-    Without NAMES, all that need no GPU are measured.
+    Without NAMES, those that need no GPU are measured, in the order of figures.yaml, as far as they
+    fit into an hour.
     """
     known = {figure.name: figure for figure in figures()}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise click.ClickException(f"{unknown[0]} is no figure: write one of {', '.join(known)}")
-    chosen = [known[name] for name in names] or list(known.values())
+    chosen = [known[name] for name in names]
+    if not names and measures:
+        chosen, left_out = in_an_hour(list(known.values()))
+        for figure in left_out:
+            reason = f"needs {figure.gpu}" if figure.gpu else f"takes {figure.minutes:g} minutes"
+            print(f"{figure.name} {reason}, and is left out", file=sys.stderr)
+    elif not names:
+        chosen = list(known.values())
     if not measures:
         measured_at = commits(RESULTS.read_text())
         for figure in chosen:

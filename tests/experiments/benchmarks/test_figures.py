@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,20 @@ def test_figures_are_given_by_benchmarks_and_measure_files_that_exist() -> None:
             assert names, command
         for path in figure.measures:
             assert (figures.ROOT / path).exists(), path
-    without_gpu = sum(figure.minutes for figure in figures.figures() if not figure.gpu)
-    assert without_gpu <= 60
+
+
+def test_what_is_measured_without_a_name_fits_into_an_hour() -> None:
+    known = figures.figures()
+    chosen, left_out = figures.in_an_hour(known)
+    assert sum(figure.minutes for figure in chosen) <= 60
+    assert sorted(figure.name for figure in (*chosen, *left_out)) == sorted(
+        figure.name for figure in known
+    )
+    names = [figure.name for figure in left_out if not figure.gpu]
+    assert names == ["peers-more"], "all others are measured in an hour"
+    long = replace(FIGURE, name="long", minutes=59.5)
+    on_gpu = replace(FIGURE, name="gpu", gpu="an H100")
+    assert figures.in_an_hour([FIGURE, on_gpu, long, FIGURE]) == ([FIGURE, FIGURE], [on_gpu, long])
 
 
 def test_a_new_table_replaces_the_old_one() -> None:
