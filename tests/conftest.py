@@ -52,8 +52,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     asks = [item for item in items if "ray_environment" in getattr(item, "fixturenames", ())]
     in_ray = {item.path for item in asks if not item.get_closest_marker("slow")}
     for item in items:
-        # A file stays together, so that its fixtures are made once.
-        item.add_marker(pytest.mark.xdist_group("ray" if item.path in in_ray else item.path.stem))
+        # A file stays together, so that its fixtures are made once, and so do the planner's files,
+        # which share the models that they have read.
+        name = "planner" if item.path.parent.name == "planner" else item.path.stem
+        item.add_marker(pytest.mark.xdist_group("ray" if item.path in in_ray else name))
     items.sort(
         key=lambda item: (item.path not in in_ray, item.get_closest_marker("pure") is not None)
     )
