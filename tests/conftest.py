@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ hypothesis.settings.load_profile("busy")
 HEAD = contextlib.ExitStack()
 """Keeps the session's Ray head, once it is started."""
 LAST_IN_RAY = pytest.StashKey[pytest.Item | None]()
+MODULES = pytest.StashKey[int]()
+"""The number of modules when objects were frozen last."""
 ALONE = " and alone"
 """The end of the mark expression that selects the second half of `make test`."""
 MARK_ALONE = "pytest.mark.alone"
@@ -52,8 +55,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     asks = [item for item in items if "ray_environment" in getattr(item, "fixturenames", ())]
     in_ray = {item.path for item in asks if not item.get_closest_marker("slow")}
     for item in items:
-        # A file stays together, so that its fixtures are made once.
-        item.add_marker(pytest.mark.xdist_group("ray" if item.path in in_ray else item.path.stem))
+        # A file stays together, so that its fixtures are made once, and so do the planner's files,
+        # which share the models that they have read.
+        name = "planner" if item.path.parent.name == "planner" else item.path.stem
+        item.add_marker(pytest.mark.xdist_group("ray" if item.path in in_ray else name))
     items.sort(
         key=lambda item: (item.path not in in_ray, item.get_closest_marker("pure") is not None)
     )
@@ -98,7 +103,7 @@ def ray_environment() -> Iterator[dict[str, str]]:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     # Every training run in this process collects garbage, which need not look at modules again.
-    gc.freeze()
+    freeze(session.config)
     asks = [
         item for item in session.items if "ray_environment" in getattr(item, "fixturenames", ())
     ]
@@ -107,9 +112,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Ends the head after the last test that needs it; idle, it takes a tenth of a processor."""
+    """Ends the head after the last test that needs it; idle, it takes a tenth of a processor.
+
+    Objects of the modules that a test has imported are frozen, as those of collection are: each
+    training would look at all of them several times, in up to a second.
+    """
     if item is item.config.stash[LAST_IN_RAY]:
         HEAD.close()
+    if len(sys.modules) > item.config.stash[MODULES] + 50:
+        freeze(item.config)
+
+
+def freeze(config: pytest.Config) -> None:
+    """Keeps the garbage collector from all objects that there are."""
+    gc.collect()
+    gc.freeze()
+    config.stash[MODULES] = len(sys.modules)
 
 
 @pytest.fixture

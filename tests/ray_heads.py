@@ -46,6 +46,7 @@ def _start_head(
         "--head",
         "--block",
         f"--port={port}",
+        "--include-log-monitor=false",  # no driver of ours is shown its workers' logs
         *flags,
         "--num-cpus=4",
         "--num-gpus=0",
@@ -55,7 +56,12 @@ def _start_head(
     ]
     # A job uses the `python` that is first in the head's PATH.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = environment(RAY_AUTH_MODE="disabled", PATH=path)
+    env = environment(
+        RAY_AUTH_MODE="disabled",
+        PATH=path,
+        # Ray starts workers ahead, which no run uses, since its own have another environment.
+        RAY_prestart_worker_first_driver="0",
+    )
     with log.open("w") as file:
         process = subprocess.Popen(
             program, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

@@ -69,12 +69,15 @@ def here(patch: pytest.MonkeyPatch, capture: pytest.CaptureFixture[str], *words:
     patch.setattr(sys, "argv", ["trireme", *words])
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        with pytest.raises(SystemExit) as ended:
+        # This process goes on after the command: it would have to unfreeze all objects, and every
+        # later collection would look at those of all modules.
+        with patch.context() as during, pytest.raises(SystemExit) as ended:
+            if gc.freeze is FREEZE:  # and not what a test looks at
+                during.setattr(gc, "freeze", lambda: None)
             main()
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        gc.unfreeze()  # this process goes on
     out, err = capture.readouterr()
     return Ended(int(ended.value.code or 0), out, err)
 
@@ -99,6 +102,7 @@ def invoke(*words: object, code: int = 0) -> Any:
     return result
 
 
+FREEZE = gc.freeze
 STARTED: list[Any] = []
 """The commands that `start` has started; a test ends those that it leaves running."""
 is_warm = True

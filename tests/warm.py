@@ -53,6 +53,7 @@ PRELOADED = [
     "app.tracking.writer",
     "fsspec",
     "mlflow.store.tracking.sqlalchemy_store",
+    "sqlalchemy.dialects.sqlite",
     "strategies.parallelize",
     "tests.chain",
     "torch._dynamo",

@@ -31,7 +31,8 @@ def test_growth_is_the_power_of_the_width() -> None:
     [
         ("adamw", [32, 128, 512]),
         pytest.param("sgd", [32, 128, 512], marks=pytest.mark.slow),
-        ("muon", [32, 128, 256]),  # its products are of matrices as wide, in 16 bits
+        # Its products are of matrices as wide, in 16 bits.
+        pytest.param("muon", [32, 128, 256], marks=pytest.mark.slow),
     ],
 )
 def test_the_rate_holds_with_the_transfer_and_not_without(

@@ -155,13 +155,12 @@ OF_NUMBERS = (
 def _mended_rows() -> list[Any]:
     """Models with their rivals.
 
-    `make test` has the first model of each kind but of those in OF_NUMBERS, of every second kind
-    as split layers and of the others as stages.
+    `make test` has the first model of every second kind, but for those in OF_NUMBERS.
     """
     rows = []
     for number, (kind, several) in enumerate(MENDED.items()):
         quick = [BY_NAME[name] for name in ALWAYS if name != ("tensor", ALWAYS[-1])[number % 2]]
-        marks = [pytest.mark.slow] if kind in OF_NUMBERS else []
+        marks = [pytest.mark.slow] if kind in OF_NUMBERS or number % 2 else []
         rows.append(pytest.param(several[0], quick, marks=marks, id=f"{kind}: {several[0]}"))
         for names in several:
             row_id = f"{kind} under each: {names}"

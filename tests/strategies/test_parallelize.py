@@ -422,6 +422,7 @@ def _count_graphs(rank: int, row: Row, options: Options) -> int:
     return len(graphs)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_buckets_of_ddp_do_not_split_the_graph_of_a_block() -> None:
     options = Options(compile=True, bucket_mb=1.0)

@@ -107,7 +107,9 @@ def _keeping_layers(kind: type[SplitLayers], *args: Any, **options: Any) -> Spli
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, slow(COMPILED), ASYNC_TP], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, slow({"precision": "bf16"}), slow(COMPILED), ASYNC_TP], ids=str
+)
 def test_backward_gathers_inputs_again_instead_of_keeping_them(changes: dict[str, Any]) -> None:
     results = run_distributed(_measure_with_split_and_whole_inputs, 2, changes)[0]
     split, whole = results
@@ -226,6 +228,7 @@ def test_backward_sums_beside_products_and_one_sample_is_not_copied() -> None:
     assert copied_of_one < copied_of_two < copied_of_one + 17
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_compiled_layers_with_one_input_sum_its_gradient_once() -> None:
     assert run_distributed(_sums_of_compiled_block, 2)[0] == [2], "one for attention, one for MLP"

@@ -382,7 +382,10 @@ def _masks_of_blocks(rank: int, **options: Any) -> tuple[list[Tensor], Tensor]:
 
 @pytest.mark.parametrize(
     "options",
-    [{"async_tp": True}, {"compile": True, "compile_backend": "aot_eager"}],
+    [
+        {"async_tp": True},
+        pytest.param({"compile": True, "compile_backend": "aot_eager"}, marks=pytest.mark.slow),
+    ],
     ids=["sent in pieces", "compiled"],
 )
 def test_masks_are_independent_however_layers_compute(options: dict[str, Any]) -> None:

@@ -553,8 +553,11 @@ def test_without_follow_a_run_says_what_was_wrong_and_stays(
     ("overrides", "sizes"),
     [
         pytest.param(["strategy=ddp"], [0, 1, 2, 3, 4, 4], marks=pytest.mark.slow),
-        # 3 does not divide 16.
-        (["strategy=fsdp", "train.global_batch_size=16"], [0, 1, 2, 2, 4, 4]),
+        pytest.param(  # 3 does not divide 16
+            ["strategy=fsdp", "train.global_batch_size=16"],
+            [0, 1, 2, 2, 4, 4],
+            marks=pytest.mark.slow,
+        ),
         (["strategy=ddp+pipeline", "parallel.pp=2"], [0, 0, 2, 2, 4, 4]),
         pytest.param(
             ["strategy=ddp", "parallel.dp_replicate=4"],

@@ -5,6 +5,7 @@ one of several smaller ones; of the whole model, and of one of several tensor-pa
 """
 
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ BATCHES = (3, 12)
 """48 and 192 rows; 32 and 64 are traced."""
 ROWS_OF_CHUNK = (24, 70)
 KINDS = ("plain", "chunked", "linear")
+QUICK = (("plain", PLAIN, 24), ("chunked", CAST, 70), ("linear", AUTOCAST, 24))
+"""Rows of `make test`: each kind, each precision and each number of rows."""
 
 
 class PlainLoss(LanguageModelling):
@@ -59,7 +62,7 @@ def _task(kind: str) -> Task:
 @functools.cache
 def _reader(kind: str, rows_of_chunk: int) -> Reader:
     """Reads a task; the rows of a chunk are in what it reads."""
-    return Reader(_task(kind))
+    return Reader(_task(kind), splits=kind != "linear")
 
 
 def _planned_peak(reader: Reader, casting: str, batch: int, tp: int) -> float:
@@ -100,9 +103,13 @@ def _measured_peak(reader: Reader, casting: str, batch: int, tp: int, folder: Pa
     return max(total for _, total, _ in sizes) - (first_total - first_bytes)
 
 
-@pytest.mark.parametrize("rows_of_chunk", ROWS_OF_CHUNK)
-@pytest.mark.parametrize("casting", [PLAIN, CAST, AUTOCAST])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "casting", "rows_of_chunk"),
+    [
+        pytest.param(*row, marks=[pytest.mark.slow] * (row not in QUICK))
+        for row in itertools.product(KINDS, (PLAIN, CAST, AUTOCAST), ROWS_OF_CHUNK)
+    ],
+)
 def test_the_planned_peak_of_a_loss_is_the_allocators(
     kind: str, casting: str, rows_of_chunk: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -425,6 +425,7 @@ def test_a_model_that_is_too_small_for_several_gpus_is_advised_one(tiny: Reader)
     assert not any("Use " in sentence or "fits one" in sentence for sentence in sentences[1:])
 
 
+@pytest.mark.slow
 def test_layouts_that_are_passed_over_as_too_large_do_not_fit(large: Reader) -> None:
     overrides = ["train.global_batch_size=2048", "train.precision=bf16"]
     overrides += ["train.activation_checkpointing=full"]
@@ -707,11 +708,12 @@ ONE_GPU += " parallel.offload=false"
 ONE_GPU += " train.global_batch_size={0} train.micro_batch_size={0} task_args.sequence_length={1}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "batch", "length", "low", "high"),
     [
         ((768, 12, 12), 32, 1024, 0.28, 0.42),
-        pytest.param((2048, 24, 16), 8, 2048, 0.40, 0.60, marks=pytest.mark.slow),
+        ((2048, 24, 16), 8, 2048, 0.40, 0.60),
     ],
 )
 def test_a_gpt_on_one_h100_has_the_mfu_of_a_count_of_its_kernels(

@@ -349,7 +349,7 @@ class CostsOfAllChunks(trace.CostRecorder):
         super().__init__(module, on_gpu=on_gpu, is_fake=False)
 
 
-@pytest.mark.parametrize("whole_model", [True, False])
+@pytest.mark.parametrize("whole_model", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_chunk_of_a_loss_is_traced_for_all_equal_ones(
     whole_model: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

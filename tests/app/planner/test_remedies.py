@@ -115,7 +115,8 @@ def test_offloading_says_how_much_host_memory_it_takes(
     assert held.layout(held.rows[0])["host_memory_share"] == held.rows[0].host_memory_bytes == 0
 
 
-@pytest.mark.parametrize("share", [0.95, 0.45, pytest.param(0.2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.95, 0.45, 0.2])
 def test_the_number_of_gpus_named_is_the_fewest_that_a_plan_of_that_many_finds(
     small: Reader, share: float
 ) -> None:

@@ -173,14 +173,14 @@ LLAMA_SIZES = f"{SMALL}, intermediate_size: 64, vocab_size: 99"
 LLAMA = f"model: llama, data: no.bin, sequence_length: 64, config: {{{LLAMA_SIZES}}}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         "lora: {r: 4}, pretrained: true",
-        *(
-            pytest.param(option, marks=pytest.mark.slow)
-            for option in ("lora: {r: 4}", "pretrained: true", "lora: {r: 4, targets: [q_proj]}")
-        ),
+        "lora: {r: 4}",
+        "pretrained: true",
+        "lora: {r: 4, targets: [q_proj]}",
     ],
 )
 def test_pretrained_weights_need_not_be_there_to_plan_with_them(
@@ -200,7 +200,8 @@ def test_pretrained_weights_need_not_be_there_to_plan_with_them(
         plan_experiment(config, gpus(2), frozenset(), needs_data="--max-batch")
 
 
-@pytest.mark.parametrize("method", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["nf4", "int8"])
 def test_quantized_adapters_are_planned_from_a_configuration_alone(
     method: str, tmp_path: Path, own_cache: Path
 ) -> None:

@@ -23,6 +23,7 @@ def autocorrelated(random: np.random.Generator, count: int, correlation: float) 
     return lfilter([1.0], [1.0, -correlation], new)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "correlation"), [(16, 0.0), (50, 0.3), (100, 0.6), (400, 0.8)])
 def test_without_a_difference_better_is_said_in_at_most_one_of_20(
     count: int, correlation: float

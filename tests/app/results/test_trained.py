@@ -43,6 +43,7 @@ def refused(*arguments: str | Path) -> str:
     return sentence
 
 
+@pytest.mark.slow
 def test_transformers_loads_an_exported_model_and_its_tokenizer(tmp_path: Path, text: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -341,9 +341,19 @@ COUPLED += ("LargestOfFew",)
 COUPLED += ("ByFrequencyOfRareWords", "MostlyMasked", "LargestAnswer", "MeanOverSamples")
 
 
-@pytest.mark.parametrize("task", COUPLED)
 @pytest.mark.parametrize(
-    "overrides", [("strategy=ddp",), ("strategy=fsdp", "train.micro_batch_size=2")]
+    ("task", "overrides"),
+    [
+        *((task, ("strategy=ddp",)) for task in COUPLED),
+        *(
+            pytest.param(
+                task,
+                ("strategy=fsdp", "train.micro_batch_size=2"),
+                marks=[pytest.mark.slow] * (task != COUPLED[0]),
+            )
+            for task in COUPLED
+        ),
+    ],
 )
 def test_a_loss_that_couples_samples_is_noted_where_a_batch_is_split(
     task: str, overrides: tuple[str, ...]

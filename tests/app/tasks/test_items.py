@@ -243,9 +243,10 @@ COMBINED_LAYOUTS = [
             pytest.param(kind, *layout, marks=pytest.mark.slow)
             for kind in KINDS[1:]
             for layout in LAYOUTS
-            if layout not in (*QUICK_LAYOUTS, *MORE_LAYOUTS[:1] * (kind is Scaled))
+            if layout not in QUICK_LAYOUTS
         ),
-        *((Scaled, *layout) for layout in MORE_LAYOUTS),
+        *(pytest.param(Scaled, *layout, marks=pytest.mark.slow) for layout in MORE_LAYOUTS[1:3]),
+        *((Scaled, *layout) for layout in MORE_LAYOUTS[3:]),
         *(pytest.param(Scaled, *layout, marks=pytest.mark.slow) for layout in COMBINED_LAYOUTS),
     ],
 )

@@ -331,6 +331,7 @@ def test_layers_are_split_by_the_librarys_plan(name: str, data: Path) -> None:
         assert split > 0.9 * sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_sequence_parallelism_splits_activations_as_the_planner_counts_them(data: Path) -> None:
     """A Llama's layers pass on a part of the sequence, and all of it without this option."""
     task = HuggingFace(**arguments("llama", data) | {"config": GROUPED | {"num_hidden_layers": 3}})

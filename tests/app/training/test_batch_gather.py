@@ -353,9 +353,13 @@ COMPILED = ["train.compile=true", "train.compile_backend=aot_eager"]
             5e-6,
             marks=pytest.mark.slow,
         ),
-        ("zero1", ["parallel.reshard_after_forward=true"], 5e-6),
+        pytest.param(
+            "zero1", ["parallel.reshard_after_forward=true"], 5e-6, marks=pytest.mark.slow
+        ),
         ("ddp", ["parallel.find_unused_parameters=true", "parallel.bucket_mb=0.001"], 5e-6),
-        ("tensor", ["train.activation_checkpointing=full"], 2e-5),
+        pytest.param(
+            "tensor", ["train.activation_checkpointing=full"], 2e-5, marks=pytest.mark.slow
+        ),
         pytest.param("ddp", ["train.precision=fp16"], SIXTEEN, marks=pytest.mark.slow),
         pytest.param(
             "fsdp",

@@ -57,9 +57,9 @@ def trained_alone() -> dict[int, dict[str, float]]:
 @pytest.mark.parametrize(
     ("strategy", "more"),
     [
-        ("ddp", ["train.micro_batch_size=4"]),
+        pytest.param("ddp", ["train.micro_batch_size=4"], marks=pytest.mark.slow),
         ("fsdp", ["train.micro_batch_size=3"]),
-        ("pipeline", []),
+        pytest.param("pipeline", [], marks=pytest.mark.slow),
     ],
 )
 def test_every_layout_follows_the_same_curve_through_steps_up(

@@ -398,19 +398,25 @@ def _run_until(folder: Path, killed_at: int | None, more: tuple[str, ...]) -> An
 
 @pytest.mark.pure
 @pytest.mark.parametrize(
-    "more",
+    ("kills", "more"),
     [
-        (),
-        pytest.param(("train.ema_decay=0.9", "optimizer.name=adamw8bit"), marks=pytest.mark.slow),
+        # In the larger branch, in the other one, and after the decision.
+        ((15, 18, 40), ()),
+        # In the first steps, in both branches at several steps, and after the decision.
+        pytest.param((4, 9, 9, 24, 40, 3, 30), (), marks=pytest.mark.slow),
+        pytest.param(
+            (4, 9, 9, 24, 40, 3, 30),
+            ("train.ema_decay=0.9", "optimizer.name=adamw8bit"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_that_is_killed_in_a_branch_and_outside_goes_on_to_the_bit(
-    short: None, tmp_path: Path, more: tuple[str, ...]
+    short: None, tmp_path: Path, kills: tuple[int, ...], more: tuple[str, ...]
 ) -> None:
     whole, _, summary = _run_until(tmp_path / "whole", None, more)
     parts = tmp_path / "parts"
-    # In the first steps, in the larger branch, in the other one, and after the decision.
-    for killed_at in (4, 9, 9, 24, 40, 3, 30):
+    for killed_at in kills:
         assert _run_until(parts, killed_at, more) is None
     resumed, _, resumed_summary = _run_until(parts, None, more)
     for key, value in whole.parallel.model_state().items():

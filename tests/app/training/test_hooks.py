@@ -144,7 +144,12 @@ ANSWER = r"asked: .*a\?.*\nwritten: .*\nwanted: b.*"
         pytest.param(
             "huggingface", f"data: text.txt, {GPT2}", "{prompt} → .*", marks=pytest.mark.slow
         ),
-        ("huggingface", f"data: talk.jsonl, kind: instructions, {GPT2}", ANSWER),
+        pytest.param(
+            "huggingface",
+            f"data: talk.jsonl, kind: instructions, {GPT2}",
+            ANSWER,
+            marks=pytest.mark.slow,
+        ),
         pytest.param("huggingface", f"data: pairs.csv, {T5}", ANSWER, marks=pytest.mark.slow),
     ],
 )

@@ -285,7 +285,8 @@ def measure(
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("strategy", "world", "micro_batches"), [("single", 1, 7), ("ddp", 2, 1), ("fsdp", 2, 2)]
+    ("strategy", "world", "micro_batches"),
+    [("single", 1, 7), ("ddp", 2, 1), pytest.param("fsdp", 2, 2, marks=pytest.mark.slow)],
 )
 def test_noise_within_five_percent_of_the_closed_form(
     strategy: str, world: int, micro_batches: int

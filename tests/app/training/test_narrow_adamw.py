@@ -129,6 +129,7 @@ def test_the_arithmetic_is_that_of_torchao(monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.pure
 def test_pieces_and_a_compiled_step_have_the_numbers_of_the_whole(
     monkeypatch: pytest.MonkeyPatch,

@@ -230,6 +230,7 @@ def test_every_layout_trains_the_same_transferred_model() -> None:
     assert 0.01 in alone[4].values(), "the rate of hidden layers, in train/lr_group_1"
 
 
+@pytest.mark.slow
 @pytest.mark.pure
 def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
     def run(folder: str, steps: int) -> dict[str, Any]:

@@ -83,7 +83,10 @@ def test_a_table_of_published_runs_is_compared(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("row_number", range(0, 431, 43))
+@pytest.mark.parametrize(
+    "row_number",
+    [pytest.param(row, marks=[pytest.mark.slow] * (row != 0)) for row in range(0, 431, 43)],
+)
 def test_a_published_run_is_planned_by_arguments_that_a_user_could_write(row_number: int) -> None:
     """The command's parser takes them, and the plan has the run's layout."""
     run = published.runs()[row_number]
@@ -261,6 +264,7 @@ def test_each_source_of_peaks_counts_as_much_as_any_other() -> None:
     assert not published.peak_quantiles([compared]), "a run without a published peak"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(published_runs._models()))
 def test_models_have_the_number_of_parameters_that_was_published(name: str) -> None:
     published_model = published_runs._models()[name]
@@ -397,6 +401,7 @@ def test_a_group_whose_runs_another_group_has_brought_in_needs_no_factor() -> No
     assert 0.79 <= inside <= 0.93
 
 
+@pytest.mark.slow
 def test_runs_are_judged_by_constants_and_ranges_of_other_sources() -> None:
     """Two sources agree with each other, and a third one's runs take four times as long."""
     small = _small()

@@ -27,6 +27,7 @@ TASK = Task(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_cache")
 def test_a_cell_of_the_truth_is_a_real_fork_to_the_bit(tmp_path: Path) -> None:
     base = train_base(tmp_path, "schedule.name=cosine", "train.steps=12", "checkpoint.keep_last=9")
@@ -72,6 +73,7 @@ def grid_of(
     return grid
 
 
+@pytest.mark.slow
 def test_sweeps_on_a_grid_are_judged_by_the_whole_of_it() -> None:
     grid = grid_of(critical=100, noise=0.01)
     truth = truth_of(TASK, grid)
@@ -87,6 +89,7 @@ def test_sweeps_on_a_grid_are_judged_by_the_whole_of_it() -> None:
     assert abs(sum(case.regret for case in cases)) / len(cases) < 1
 
 
+@pytest.mark.slow
 def test_the_luckiest_cell_of_a_grid_is_no_better_by_a_seed_that_did_not_choose_it() -> None:
     random = np.random.default_rng(5)
     regrets = []
@@ -131,6 +134,7 @@ def test_sweeps_are_designed_around_the_rate_of_the_run(name: str) -> None:
     assert task.centre == max(rate for rate in task.rates if rate <= config.optimizer.lr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("best_rate", "is_at_edge"), [(0.032, False), (0.128, True)])
 def test_sweeps_on_a_grid_go_beyond_their_rates_for_at_most_a_fifth_of_it(
     best_rate: float, is_at_edge: bool

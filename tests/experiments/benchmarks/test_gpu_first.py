@@ -269,6 +269,7 @@ def test_each_check_is_found_and_only_names_begin_with_what_is_asked_for() -> No
     ]
 
 
+@pytest.mark.slow
 def test_one_memory_shape_runs_out_on_every_gpu_and_one_beside_it_fits_80_gb(
     tmp_path: Path,
 ) -> None:

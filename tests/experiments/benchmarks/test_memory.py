@@ -38,6 +38,7 @@ def test_the_plan_of_a_training_is_what_the_allocator_hands_out(tmp_path: Path) 
         assert measured.process > 0 and measured.data < 0.05 * measured.tensors
 
 
+@pytest.mark.slow
 @pytest.mark.pure
 def test_a_published_peak_is_compared_with_the_plan_of_the_same_quantity() -> None:
     run = next(run for run in runs() if run.memory_gib and run.peak == "allocated")

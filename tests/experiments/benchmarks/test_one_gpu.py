@@ -15,6 +15,7 @@ NAMES = ("gpt-350m", "gpt-1.3b", "gpt-1.3b-fp8-4k")
 """Trainings that keep the GPU busy, two of them in the set that the planner was mended with."""
 
 
+@pytest.mark.slow
 def test_a_plan_is_within_a_tenth_of_what_one_gpu_took(tmp_path: Path) -> None:
     lines = [line for line in one_gpu.lines() if line.name in NAMES]
     compared = list(one_gpu.compare(lines, tmp_path))
@@ -42,11 +43,13 @@ def test_the_probability_of_fitting_is_of_what_trireme_has_measured(tmp_path: Pa
         assert ratio == pytest.approx(np.interp(level, levels, ratios), abs=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "times_as_long"),
     [
         (50257, 4.0),
-        *(pytest.param(*row, marks=pytest.mark.slow) for row in ((50260, 2.0), (50264, 1.0))),
+        (50260, 2.0),
+        (50264, 1.0),
     ],
 )
 def test_the_last_layer_of_an_odd_vocabulary_is_planned_as_slow_as_it_is(

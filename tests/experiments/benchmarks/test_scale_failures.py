@@ -23,7 +23,11 @@ def quick_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_failures, "BEAT_SECONDS", 0.25)
 
 
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
+@pytest.mark.parametrize(
+    "scene",
+    [pytest.param(scene, marks=[pytest.mark.slow] * (scene.name != "a node")) for scene in SCENES],
+    ids=lambda scene: scene.name,
+)
 def test_the_supervisor_decides_in_time(scene: Scene) -> None:
     outcome = play(scene, RANKS, train_seconds=1.0, overrides=["fault.hang_seconds=3"])
     assert outcome.seconds < BOUNDS[scene.name] + SLACK

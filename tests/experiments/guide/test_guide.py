@@ -40,12 +40,19 @@ COMMANDS = [command for page in PAGES for command in commands_of(page)]
 TRAINS = [command for command in COMMANDS if command.shown and not command.is_quick]
 """Commands that start processes; each takes seconds on an idle machine."""
 PLANS = [command for command in COMMANDS if command.words[1:2] == ["plan"]]
+
+
+def kind_of(plan: Command) -> tuple[bool, bool]:
+    """Whether a plan is of a cluster's file, and whether the page shows a refusal."""
+    return "--cluster" in plan.words, plan.is_refused
+
+
 FURTHER_PLANS = [
     command
     for command in PLANS
-    if command != next(first for first in PLANS if first.page == command.page)
+    if command != next(first for first in PLANS if kind_of(first) == kind_of(command))
 ]
-"""A page's plans after its first one, each of which takes five seconds."""
+"""Plans after the first one of their kind, each of which takes some seconds."""
 OF_OTHERS = {"cp", "docker", "helm", "kubectl", "sbatch", "squeue"}
 """Other programs that pages name."""
 READ_AS_EXPERIMENT = {"train", "plan", "config", "scale", "submit", "doctor"}
@@ -248,6 +255,7 @@ def test_a_training_prints_what_the_page_says(
     assert not lines_not_printed(command.shown, answer.err + answer.out), answer.err + answer.out
 
 
+@pytest.mark.slow
 def test_the_script_after_trains(
     in_guide: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -81,6 +81,7 @@ def true_critical_batch(gradient_noise: float, noise: float) -> int:
     return candidates[bisect.bisect_left(candidates, True, key=is_worse) - 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seeds", "rates"),
     [
@@ -111,6 +112,7 @@ def test_the_true_critical_batch_is_inside_the_interval_in_80_percent_of_cases(
     assert sum(inside) >= 0.8 * len(inside)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("batches", "rates", "seeds"), [(2, 1, 3), (4, 1, 5), (6, 3, 3)])
 def test_without_a_difference_a_batch_is_called_worse_in_at_most_one_of_20(
     batches: int, rates: int, seeds: int
@@ -139,6 +141,7 @@ def parabolas(noise: float, seeds: int, *, excess: float, case: int = 1) -> Loss
     return losses
 
 
+@pytest.mark.slow
 def test_best_rates_and_their_exponent_are_inside_their_intervals_in_80_percent_of_cases() -> None:
     exponents = []
     rates = []

@@ -195,7 +195,8 @@ def without_a_difference(sweep: Sweep, random_number: random.Random) -> Confirma
     return confirmation
 
 
-@pytest.mark.parametrize("mode", ["min", pytest.param("max", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["min", "max"])
 def test_settings_that_do_not_differ_are_rarely_called_worse(tmp_path: Path, mode: str) -> None:
     """In at most 5 % of 1,000 sweeps of settings that are alike is one of them worse."""
     sweep = sweep_of(tmp_path, f"mode={mode}", "confirm_seeds=3")
@@ -207,6 +208,7 @@ def test_settings_that_do_not_differ_are_rarely_called_worse(tmp_path: Path, mod
     assert mistakes <= 50
 
 
+@pytest.mark.slow
 def test_intervals_contain_the_true_mean_as_often_as_they_say(tmp_path: Path) -> None:
     """Means of settings that the search chose for their luck are not biased."""
     sweep = sweep_of(tmp_path)

@@ -69,6 +69,7 @@ def noise(random: np.random.Generator, correlation: float) -> Floats:
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correlation", [0.0, 0.8])
 def test_settings_that_do_not_differ_are_stopped_in_at_most_one_case_in_twenty(
     correlation: float,

@@ -27,6 +27,7 @@ def test_the_law_is_that_of_its_paper() -> None:
     assert 1.0e6 < batch < 1.2e6
 
 
+@pytest.mark.slow
 def test_a_language_model_has_a_prior(own_cache: Path) -> None:
     prior = prior_of(load_config([], GPT))
     assert prior is not None

@@ -340,6 +340,7 @@ def test_a_sweep_of_forks_answers_which_batch_is_best_now(tmp_path: Path, seeds:
     assert on_one.batch in (8, 16)
 
 
+@pytest.mark.slow
 def test_a_sweep_of_forks_says_which_rates_leave_its_critical_batch_open(tmp_path: Path) -> None:
     sweep = sweep_of_forks(tmp_path)
     store = TrialStore(tmp_path / "s", sweep.name, sweep.identity())

@@ -106,22 +106,32 @@ def test_no_more_rates_than_the_file_allows(tmp_path: Path) -> None:
         read(tmp_path, more_rates=2)  # the file names no fork
 
 
-def test_rates_beyond_the_grid_stay_within_its_samples(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("spare", "expected"),
+    [
+        (191, 0),
+        pytest.param(192, 1, marks=pytest.mark.slow),
+        pytest.param(383, 1, marks=pytest.mark.slow),
+        (384, 2),
+    ],
+)
+def test_rates_beyond_the_grid_stay_within_its_samples(
+    spare: int, expected: int, tmp_path: Path
+) -> None:
     sweep = read(tmp_path)
     grid_samples = sweep.all_samples()
     assert grid_samples == 12 * 96
     assert sweep.samples_beyond() == 2 * 2 * 2 * 96, "two rates at two batches with two seeds"
-    for spare, expected in ((191, 0), (192, 1), (383, 1), (384, 2)):
-        budget = replace(sweep.budget, samples=grid_samples + spare)
-        limited = replace(sweep, budget=budget)
-        trials = grid_of(limited)
-        added: list[Trial] = []
-        while planned := plan_beyond(limited, trials):
-            trials += end(planned)
-            added += planned
-        assert len(added) == 2 * expected
-        seen = sum(limited.samples_of_branch(trial.values) for trial in trials)
-        assert seen <= grid_samples + limited.samples_beyond() <= grid_samples + spare
+    budget = replace(sweep.budget, samples=grid_samples + spare)
+    limited = replace(sweep, budget=budget)
+    trials = grid_of(limited)
+    added: list[Trial] = []
+    while planned := plan_beyond(limited, trials):
+        trials += end(planned)
+        added += planned
+    assert len(added) == 2 * expected
+    seen = sum(limited.samples_of_branch(trial.values) for trial in trials)
+    assert seen <= grid_samples + limited.samples_beyond() <= grid_samples + spare
 
 
 def test_without_seeds_in_the_space_each_rate_is_one_trial(tmp_path: Path) -> None:

@@ -111,7 +111,12 @@ def _exchanged_bytes_of_a_step(rank: int, row: Row, mode: str) -> tuple[int, int
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("ep", "mode", "forwards"), [(4, "none", 1), (2, "full", 2), (2, "selective", 2)]
+    ("ep", "mode", "forwards"),
+    [
+        pytest.param(4, "none", 1, marks=pytest.mark.slow),
+        (2, "full", 2),
+        pytest.param(2, "selective", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_the_exchanged_bytes_are_those_of_the_cost(ep: int, mode: str, forwards: int) -> None:
     row = Row("ddp+expert", 4, {"ep": ep})

@@ -600,7 +600,7 @@ def _row_cases() -> list[Case]:
         _moving_case(Row("model_parallel", 1), slow=True),
         _row_case(Row("tensor", 2), slow=True, sequence_parallel=False),
         _row_case(Row("ddp", 2), has_images=True),
-        _row_case(Row("fsdp", 2), has_images=True),
+        _row_case(Row("fsdp", 2), slow=True, has_images=True),
         *(_row_case(row, precision="bf16", is_profiled=True) for row in zero_bubble_rows),
     ]
 
