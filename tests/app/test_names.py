@@ -314,7 +314,6 @@ def train(
     return ended.stdout
 
 
-@pytest.mark.slow
 def test_a_users_task_trains_beside_packages_with_triremes_names(tmp_path: Path) -> None:
     write(tmp_path, SHOP)
     assert "2 steps" in train(tmp_path, "task=app.till:Mine", "launcher=local")
