@@ -7,6 +7,7 @@ twice the batch nearly halves the steps, far above it gains nothing. The gradien
 """
 
 import math
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -340,7 +341,10 @@ def critical_batch(steps: Mapping[int, float]) -> CriticalBatch | None:
 
     start = (float(log_steps.min()), math.log(float(np.median(batches))))
     try:
-        fit, covariance = optimize.curve_fit(model, batches, log_steps, p0=start, maxfev=20_000)
+        with warnings.catch_warnings():
+            # Where steps halve as the batch doubles there is none; it is not a person's mistake.
+            warnings.simplefilter("ignore", optimize.OptimizeWarning)
+            fit, covariance = optimize.curve_fit(model, batches, log_steps, p0=start, maxfev=20_000)
     except (RuntimeError, ValueError):
         return None
     log_least, log_critical = fit

@@ -218,6 +218,15 @@ def test_the_critical_batch_size_is_found() -> None:
     assert analysis.critical_batch({16: 100.0, 32: 200.0, 64: 400.0}) is None
 
 
+@pytest.mark.parametrize("least", [0.0, 20.0, 40.0])
+@pytest.mark.filterwarnings("error")
+def test_steps_without_noise_print_no_warning_of_a_library(least: float) -> None:
+    """With 0 they halve as the batch size doubles, with 40 they stay."""
+    steps = {batch: least + (40.0 - least) * 8 / batch for batch in (8, 16, 32)}
+    critical = analysis.critical_batch(steps)
+    assert (critical is None) == (least != 20.0)
+
+
 def test_steps_to_a_target_are_interpolated_and_may_be_never() -> None:
     trial = Trial(0, "t", {}, reports=[report(10, 1.0), report(20, 0.5), report(30, 0.4)])
     assert analysis.reached_at(trial, LOSS, 0.75) == pytest.approx(15)
