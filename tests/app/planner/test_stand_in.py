@@ -114,12 +114,12 @@ def test_every_worker_gets_equally_many_experts_under_tp_and_ep() -> None:
 def test_a_split_of_experts_that_is_impossible_is_refused_with_one_that_works() -> None:
     mixture = "model: qwen3_moe, data: no.bin, sequence_length: 64, config: {"
     mixture += f"{SMALL}, vocab_size: 99, moe_intermediate_size: 32, head_dim: 16, num_experts: 4}}"
-    for fixed, message in (
-        ({"tp": 2, "ep": 4}, r"tp · parallel.ep is 8, .* the 4 experts; .*: write parallel.ep=2$"),
-        ({"tp": 1, "ep": 8}, r"parallel.ep is 8, .* the 4 experts: write one of 1, 2, 4$"),
+    for tp, ep, message in (
+        (2, 4, r"tp · parallel.ep is 8, .* the 4 experts; .*: write parallel.ep=2$"),
+        (1, 8, r"parallel.ep is 8, .* the 4 experts: write one of 1, 2, 4$"),
     ):
         with pytest.raises(LayoutError, match=message):
-            _planned("huggingface", mixture, workers=8, dp_replicate=8 // fixed["tp"], **fixed)
+            _planned("huggingface", mixture, workers=8, dp_replicate=8 // tp, tp=tp, ep=ep)
 
 
 @pytest.mark.slow
