@@ -371,7 +371,9 @@ def as_json(plan: Plan, top: int) -> dict[str, Any]:
             name: {"step_seconds": row.step_seconds, "memory_bytes": int(row.memory_bytes)}
             for name, row in plan.by_kernels.items()
         },
-        "other_trainers": plan.by_trainer,
+        "other_trainers": [
+            {"assume": name, "faster": change} for name, change in plan.by_trainer.items()
+        ],
         "remedies": [remedy.as_json() for remedy in tried],
         "model": {
             "parameters": reader.parameters,
