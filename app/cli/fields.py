@@ -185,6 +185,8 @@ FIELDS: dict[str, dict[str, str]] = {
         "kernels.*": "The first layout compiled, and eager; empty on CPUs.",
         "kernels.*.step_seconds": "Of a step.",
         "kernels.*.memory_bytes": "Of the fullest GPU.",
+        "other_trainers[].assume": "What --assume says of it.",
+        "other_trainers[].faster": "The share by which the first layout would be faster with it.",
         "remedies[]": "What to try where nothing fits, in order.",
         "remedies[].name": "What it is.",
         "remedies[].keys": "What to write for it.",

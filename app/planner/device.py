@@ -233,6 +233,13 @@ ASSUMED = {
 """What --assume changes, and what it is: a share, except for the last four."""
 OF_TRAINERS = ("flash", "again", "fragmentation", "logits", "loss_memory", "gather", "exchange")
 """Those that describe another trainer than Trireme."""
+OTHER_TRAINERS = {"flash": 0.55, "again": 0.4, "logits": 28.0, "gather": 1.0, "exchange": 0.25}
+"""What published trainers were found to do (experiments/benchmarks/published_sources.yaml).
+
+Attention in Triton, and metrics of every batch's logits (llm-foundry); `selective` that computes
+every second product again (torchtitan); weights gathered in 8 bits; a token that is sent once to a
+worker that has several of its experts (DeepEP).
+"""
 
 
 def apply_assumptions(device: Device, assumptions: tuple[str, ...]) -> Device:

@@ -395,12 +395,20 @@ class Estimator:
             state_itemsize=self.state_itemsize,
         )
 
+    @functools.cached_property
+    def _experts_are_shared(self) -> bool:
+        """Whether tensor-parallel workers hold different experts, rather than a part of each."""
+        parameters = self.reader.size.parameters
+        return any(size.is_expert and size.split_dim == 0 for size in parameters)
+
     def _expert_bytes(self, candidate: Candidate, work: Work) -> float:
         """Bytes of a micro-batch that a stage sends to experts and back, if they are split."""
         dims = candidate.dims
         blocks = self.reader.blocks
         recomputed_share = recomputed_blocks(candidate.checkpointing, blocks) / max(1, blocks)
         numbers = self.reader.exchanged_numel * candidate.micro_batch / dims.cp / dims.pp
+        if self._experts_are_shared:  # a tensor-parallel worker sends the rows for its experts only
+            numbers /= dims.tp
         return numbers * work.itemsize * (1 + recomputed_share / 2)
 
     # --- what layouts share ---------------------------------------------------------------------

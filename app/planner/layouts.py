@@ -461,6 +461,28 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
+def _require_experts(dims: ParallelDims, space: Space) -> None:
+    """Check that the experts can be split as the degrees have it.
+
+    Raises:
+        LayoutError: They cannot.
+    """
+    if dims.ep > 1 and space.experts % dims.ep:
+        raise LayoutError(
+            f"parallel.ep is {dims.ep}, which does not divide the {space.experts} experts: "
+            f"write one of {', '.join(map(str, _divisors(space.experts)))}"
+        )
+    split_ways = dims.tp * dims.ep
+    if dims.tp > 1 and space.tp_experts % split_ways:
+        divided, rest = divmod(space.tp_experts, dims.tp)
+        degrees = [] if rest else [ep for ep in _divisors(divided) if dims.allows_experts(ep)]
+        instead = f"parallel.ep={degrees[-1]}" if degrees else "a smaller parallel.tp"
+        raise LayoutError(
+            f"parallel.tp · parallel.ep is {split_ways}, which does not divide the "
+            f"{space.tp_experts} experts; tensor parallelism splits them too: write {instead}"
+        )
+
+
 def refuse(config: Config, fixed: Fixed, space: Space) -> None:
     """Say why no layout is possible.
 
@@ -494,6 +516,7 @@ def refuse(config: Config, fixed: Fixed, space: Space) -> None:
         raise LayoutError(
             f"parallel.tp is {layout.dims.tp}, but the model has no layers that can be split"
         )
+    _require_experts(layout.dims, space)
     raise LayoutError(
         f"train.global_batch_size is {space.shared_batch}, which {space.world} workers cannot "
         "share as their degrees are fixed: the number of data-parallel workers must divide it "

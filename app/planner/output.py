@@ -73,6 +73,8 @@ def text(
     )
     if plan.by_kernels:
         lines.append(_kernels_sentence(plan))
+    if plan.by_trainer:
+        lines.append(_trainers_sentence(plan))
     unmeasured = plan.rows[0].unmeasured
     if unmeasured:
         kinds = ", ".join(unmeasured)
@@ -106,6 +108,12 @@ def _kernels_sentence(plan: Plan) -> str:
         f"The first compiled (train.compile=true): {figures_of['compiled']}; operation by "
         f"operation: {figures_of['eager']}."
     )
+
+
+def _trainers_sentence(plan: Plan) -> str:
+    """What the first layout's speed would be with what other trainers do."""
+    changes = [f"{name} {100 * change:+.0f} %" for name, change in plan.by_trainer.items()]
+    return f"This is Trireme's speed. Other trainers (--assume): {', '.join(changes)}."
 
 
 def _correction(plan: Plan) -> Correction | None:
@@ -363,6 +371,9 @@ def as_json(plan: Plan, top: int) -> dict[str, Any]:
             name: {"step_seconds": row.step_seconds, "memory_bytes": int(row.memory_bytes)}
             for name, row in plan.by_kernels.items()
         },
+        "other_trainers": [
+            {"assume": name, "faster": change} for name, change in plan.by_trainer.items()
+        ],
         "remedies": [remedy.as_json() for remedy in tried],
         "model": {
             "parameters": reader.parameters,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.config import Config
+from app.planner.device import OTHER_TRAINERS, apply_assumptions
 from app.planner.estimate import Estimate, Estimator
 from app.planner.layouts import Candidate, Fixed, Space, enumerate_layouts, fixed_by, refuse
 from app.planner.machine import GPUS_PER_NODE, Machine
@@ -26,6 +27,8 @@ NEAR = 0.03
 
 The errors of their plans have much in common, so it is less than the range of each of them.
 """
+NOTABLE = 0.05
+"""Share of the speed from which a plan says what another trainer would change."""
 CERTAIN = 0.99
 """From this probability of fitting a layout is not ranked behind another one for it."""
 
@@ -77,6 +80,24 @@ class Plan:
             estimator = replace(self.estimator, options=options)
             estimates[name] = estimator.estimate(first.candidate)
         return estimates
+
+    @functools.cached_property
+    def by_trainer(self) -> dict[str, float]:
+        """By which share the first layout is faster if another trainer is assumed, by assumption.
+
+        Of `OTHER_TRAINERS`, those that change its speed by at least `NOTABLE`.
+        """
+        device = self.machine.device
+        first = self.rows[0]
+        changes = {}
+        for name, value in OTHER_TRAINERS.items():
+            assumption = f"{name}={value:g}"
+            changed = apply_assumptions(device, (assumption,))
+            row = self.estimator.changed(changed, first.stages).estimate(first.candidate)
+            change = first.step_seconds / row.step_seconds - 1
+            if not device.is_cpu and abs(change) >= NOTABLE:
+                changes[assumption] = change
+        return changes
 
     @property
     def steps(self) -> int | None:

@@ -1,6 +1,7 @@
 """`published`: published training runs beside what the plain `trireme plan` command says of them.
 
-A table by kind of run, size of the model, length of the sequence, GPU and source. Nothing of a
+A table by kind of run, size of the model, length of the sequence, GPU and source; runs on several
+nodes whose page names no network have a line, for which one is assumed. Nothing of a
 run's trainer is told to the planner but what the command's keys say: degrees, micro-batch,
 recomputation, precision, and whether its kernels are fused as those of torch.compile are.
 
@@ -43,7 +44,7 @@ SIZES = ("up to 3 B", "3 to 10 B", "10 to 69 B", "70 B and more")
 """Names of the groups between `SIZE_LIMITS`."""
 LENGTHS = ("up to 2 k", "4 to 8 k", "16 k", "32 k and more")
 """Names of the groups between `LENGTH_LIMITS`."""
-GROUPINGS = ("all", "kind", "size", "sequence", "GPU", "precision", "table", "source")
+GROUPINGS = ("all", "network", "kind", "size", "sequence", "GPU", "precision", "table", "source")
 """By what runs are grouped, in the order of the table."""
 LEVELS_OF_PEAKS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
 """Of the quantiles of published peaks relative to their plans."""
@@ -61,6 +62,7 @@ def _groups_of(run: Run, billions: float) -> dict[str, str]:
     is_limited = ":" in run.gpu
     return {
         "all": "all",
+        "network": "known or not needed" if run.has_known_network else "its page names none",
         "kind": KINDS.get(run.kind, run.kind),
         "size": SIZES[bisect.bisect_left(SIZE_LIMITS, billions)],
         "sequence": LENGTHS[bisect.bisect_left(LENGTH_LIMITS, run.sequence)],

@@ -7,9 +7,10 @@ the language_modelling task if that has the model, with the run's degrees, micro
 recomputation and precision written as keys.
 
 layouts.csv.gz has all 587 layouts that Aleph Alpha ran with FlashAttention-2; 108 rows of
-published.csv are from the same sheets. fresh.csv.gz has 99 rows of ten pages, and blind.csv.gz 154
-of 27 others, that nothing was fitted to or chosen by; they have the columns of published.csv, and
-are read only where they are named.
+published.csv are from the same sheets. fresh.csv.gz has 99 rows of ten pages, blind.csv.gz 154 of
+27 others, and later.csv.gz 16 of three more, that nothing was fitted to; they have the columns of
+published.csv, and are read only where they are named. Each was written down before any plan of it
+was looked at.
 
 A hash of a row's address and settings puts it into one of three parts: `fit` (constants are fitted
 to it), `choose` (looked at while the planner is written) and `held out` (looked at once, when the
@@ -103,6 +104,7 @@ KEYS_OF = {
     "ms-swift/blob/c912e59": BF16,
     "pytorch/torchtune/blob/bd2a0fc": BF16,
     "lightning-thunder": BF16,
+    "small-ablation": BF16,
 }
 """Further keys of a source's runs.
 
@@ -163,7 +165,7 @@ class Run:
             tensor parallelism).
         step_seconds: Seconds of a step.
         memory_gib: GiB of a GPU's memory.
-        ep: The degree of expert parallelism.
+        ep: How many workers, tensor-parallel ones too, share the experts of a mixture.
         method: "pretrain", "sft" or "lora".
         table: The table that the row is in.
         ran_out: Whether it ran out of memory.
@@ -242,6 +244,11 @@ class Run:
         config = self.task_args.get("config", {})
         has_experts = any("expert" in key for key in config)
         return has_experts or self.model.startswith("deepseek")
+
+    @property
+    def has_known_network(self) -> bool:
+        """Whether its page names the network between its nodes, or it has one node."""
+        return self.network_gbit > 0 or self.gpus <= self.per_node
 
     @property
     def name(self) -> str:
@@ -350,6 +357,26 @@ class Run:
             values["train.weight_dtype"] = "bf16"
         return values
 
+    def _expert_degree(self) -> int:
+        """parallel.ep for as many experts on each worker.
+
+        `ep` is Megatron's with an expert tensor-parallel degree of 1: how many workers, tensor-
+        parallel ones too, share the experts. Here these split the experts of the `transformers`
+        library besides parallel.ep (strategies/tensor/experts.py).
+        """
+        return max(1, self.ep // self.tp)
+
+    def _possible_chunks(self) -> int:
+        """Chunks of a stage, of which each needs a block.
+
+        Megatron may count embedding and head as a block each, so that the first and the last chunk
+        have none (--account-for-embedding-in-pipeline-split).
+        """
+        blocks = self.n_layers or self.task_args.get("config", {}).get("num_hidden_layers")
+        if not blocks:
+            return self.chunks
+        return max(1, min(self.chunks, blocks // self.pp))
+
     def command(self) -> tuple[list[str], dict[str, Any]]:
         """The key=value of `trireme plan`, and its options."""
         replicas = self.gpus // (self.tp * self.pp * self.cp)
@@ -367,7 +394,7 @@ class Run:
             "parallel.tp": self.tp,
             "parallel.pp": self.pp,
             "parallel.cp": self.cp,
-            "parallel.ep": self.ep,
+            "parallel.ep": self._expert_degree(),
             "parallel.sequence_parallel": has_sequence_parallel,
             "parallel.async_tp": bool(self.overlap) and has_sequence_parallel,
             "parallel.offload": False,
@@ -389,8 +416,9 @@ class Run:
                 names.append("context")
             values["strategy"] = "+".join(names)
         if self.pp > 1 and self.chunks:
-            values["parallel.schedule"] = "interleaved_1f1b" if self.chunks > 1 else "1f1b"
-            values["parallel.chunks"] = self.chunks
+            chunks = self._possible_chunks()
+            values["parallel.schedule"] = "interleaved_1f1b" if chunks > 1 else "1f1b"
+            values["parallel.chunks"] = chunks
         words = []
         for key, value in values.items():
             text = str(value).lower() if isinstance(value, bool) else str(value)

@@ -20,6 +20,7 @@ from app.planner import auto, model_costs, part_costs, timing
 from app.planner.advice import advice, predict, settings_text
 from app.planner.auto import NoLayoutFits, choose_layout
 from app.planner.chart import best_by_number, draw
+from app.planner.device import apply_assumptions
 from app.planner.estimate import Estimate
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.machine import Machine, cpus
@@ -65,6 +66,30 @@ def test_a_plan_says_what_compiling_gains_with_both_numbers(small: Reader) -> No
     sentence = next(line for line in text(plan).splitlines() if line.startswith("The first comp"))
     assert all(f"{value:.3g} s a step" in sentence for value in seconds.values())
     assert as_json(plan_of(small, cpus(1), fixed_keys=FEWER), 1)["kernels"] == {}
+
+
+def test_a_plan_says_what_other_trainers_would_change(large: Reader, small: Reader) -> None:
+    """Of a small model the host decides how long a step takes, and no kernel."""
+    fixed = ("strategy", "train.micro_batch_size", *FEWER)
+    overrides = (*BF16, "strategy=fsdp", "train.micro_batch_size=8")
+    for reader, notable in ((large, 0.001), (large, 0.05), (small, 0.001)):
+        with mock.patch("app.planner.plan.NOTABLE", notable):
+            plan = plan_of(reader, gpus(8), *overrides, fixed_keys=fixed)
+            changes = plan.by_trainer
+        for assumption in ("logits=28", "flash=0.55", "exchange=0.25"):
+            device = apply_assumptions(plan.machine.device, (assumption,))
+            row = plan.estimator.changed(device, None).estimate(plan.rows[0].candidate)
+            change = plan.rows[0].step_seconds / row.step_seconds - 1
+            assert changes.get(assumption, 0.0) == (change if abs(change) >= notable else 0.0)
+        assert "exchange=0.25" not in changes, "no experts exchange anything"
+        if reader is small:
+            assert not changes and "Other trainers" not in text(plan)
+        elif notable == 0.001:
+            assert changes["flash=0.55"] < 0 and changes["logits=28"] < 0
+            assert f"flash=0.55 {100 * changes['flash=0.55']:+.0f} %" in text(plan)
+            in_json = as_json(plan, 1)
+            assert {each["assume"]: each["faster"] for each in in_json["other_trainers"]} == changes
+    assert plan_of(small, cpus(1), fixed_keys=FEWER).by_trainer == {}
 
 
 def test_a_collective_waits_for_the_slowest_link() -> None:

@@ -19,6 +19,7 @@ from app.planner.plan import Plan, make_plan
 from app.planner.stand_in import plan_experiment
 from app.tasks import load_task
 from app.training.flops import multiplied_parameters
+from strategies.dims import LayoutError
 from strategies.expert.exchange import exchanged_bytes
 from tests.app.planner.conftest import gpus
 from tests.running import ROOT
@@ -109,8 +110,39 @@ def test_every_worker_gets_equally_many_experts_under_tp_and_ep() -> None:
     assert degrees == {(1, 1), (1, 2), (2, 1)}
 
 
-def _planned(task: str, args: str, precision: str = "fp32", **fixed: object) -> Plan:
-    """The plan of a task on two GPUs, without its data; `fixed` is of `parallel`."""
+@pytest.mark.slow
+def test_a_split_of_experts_that_is_impossible_is_refused_with_one_that_works() -> None:
+    mixture = "model: qwen3_moe, data: no.bin, sequence_length: 64, config: {"
+    mixture += f"{SMALL}, vocab_size: 99, moe_intermediate_size: 32, head_dim: 16, num_experts: 4}}"
+    for tp, ep, message in (
+        (2, 4, r"tp · parallel.ep is 8, .* the 4 experts; .*: write parallel.ep=2$"),
+        (1, 8, r"parallel.ep is 8, .* the 4 experts: write one of 1, 2, 4$"),
+    ):
+        with pytest.raises(LayoutError, match=message):
+            _planned("huggingface", mixture, workers=8, dp_replicate=8 // tp, tp=tp, ep=ep)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_workers_send_the_rows_of_their_own_experts_only() -> None:
+    """Workers that have different experts do; those that have a part of each send all rows."""
+    shared = "model: qwen3_moe, data: no.bin, sequence_length: 64, config: {"
+    shared += f"{SMALL}, vocab_size: 99, moe_intermediate_size: 32, head_dim: 16, num_experts: 8}}"
+    own = "data: no.bin, sequence_length: 64, vocab_size: 99, d_model: 32, n_layers: 2, n_heads: 2"
+    own += ", mixture: {n_experts: 8}"
+    for task, args, share in (("huggingface", shared, 0.5), ("language_modelling", own, 1.0)):
+        sent = {}
+        for tp in (1, 2):
+            plan = _planned(task, args, "bf16", workers=8, tp=tp, pp=1, ep=2, cp=1)
+            candidate = plan.rows[0].candidate
+            work = plan.estimator._work(candidate)
+            sent[tp] = plan.estimator._expert_bytes(candidate, work) / candidate.micro_batch
+        assert sent[2] / sent[1] == pytest.approx(share)
+
+
+def _planned(
+    task: str, args: str, precision: str = "fp32", workers: int = 2, **fixed: object
+) -> Plan:
+    """The plan of a task on GPUs, without its data; `fixed` is of `parallel`."""
     keys = {f"parallel.{name}": value for name, value in fixed.items()}
     keys["train.precision"] = precision
     changes = [
@@ -119,7 +151,7 @@ def _planned(task: str, args: str, precision: str = "fp32", **fixed: object) -> 
         f"task_args={{{args}}}",
         *(f"{key}={value}" for key, value in keys.items()),
     ]
-    return plan_experiment(load_config([], changes), gpus(2), frozenset(keys))
+    return plan_experiment(load_config([], changes), gpus(workers), frozenset(keys))
 
 
 def test_the_same_model_is_planned_without_its_data(tmp_path: Path, own_cache: Path) -> None:

@@ -44,6 +44,7 @@ from experiments.benchmarks.chaos import Kill, summary, unlike
 from experiments.benchmarks.chaos_task import Start, lost_or_repeated
 from experiments.benchmarks.compared import Compared, Prepared, prepare
 from experiments.benchmarks.published_runs import Run
+from strategies.dims import DEGREES, ParallelDims
 from tests.pool import run_distributed
 from tests.running import ROOT, environment
 
@@ -101,7 +102,11 @@ def test_a_published_run_is_planned_by_arguments_that_a_user_could_write(row_num
 
 @pytest.mark.parametrize(
     ("table", "rows", "with_speed", "ran_out", "others"),
-    [("fresh", 99, 99, 0, ()), ("blind", 154, 144, 1, ("fresh",))],
+    [
+        ("fresh", 99, 99, 0, ()),
+        ("blind", 154, 144, 1, ("fresh",)),
+        ("later", 16, 16, 0, ("fresh", "blind")),
+    ],
 )
 def test_unfitted_rows_are_runs_that_no_other_table_has(
     table: str, rows: int, with_speed: int, ran_out: int, others: tuple[str, ...]
@@ -126,6 +131,28 @@ def test_unfitted_rows_are_runs_that_no_other_table_has(
     for run in unfitted[::20]:
         config = load_config([], run.command()[0])
         assert (config.parallel.tp, config.parallel.cp) == (run.tp, run.cp)
+
+
+def test_a_published_run_has_a_layout_that_is_possible_here() -> None:
+    """Megatron's ep counts tensor-parallel workers, and its chunks embedding and head."""
+    tables = [published_runs.FOLDER / f"{name}.csv.gz" for name in ("fresh", "blind", "later")]
+    split = 0
+    for run in [*published_runs.runs(), *published_runs.runs(*tables)]:
+        keys = dict(word.split("=", 1) for word in run.command()[0])
+        degrees = {name: int(keys[f"parallel.{name}"]) for name in DEGREES}
+        dims = ParallelDims(**degrees)  # refuses what cannot be
+        config = run.task_args.get("config", {})
+        chunks = int(keys.get("parallel.chunks", 1))
+        assert dims.pp * chunks <= config.get("num_hidden_layers", run.n_layers or 61), run.name
+        experts = config.get("num_experts", config.get("num_local_experts", 256))
+        if dims.ep > 1:
+            assert experts % (dims.ep * dims.tp) == 0, run.name
+            assert dims.ep * dims.tp == run.ep
+            split += 1
+    assert split > 20
+    with_chunks = Run("x", "qwen3-235b-a22b", pp=32, chunks=3, tp=2, ep=8, gpus=256, data="zero1")
+    words = replace(with_chunks, global_batch=2048, gpu="h100-80gb", sequence=4096).command()[0]
+    assert {"parallel.ep=4", "parallel.chunks=2"} < set(words)
 
 
 @functools.cache
@@ -225,6 +252,16 @@ def test_a_trainers_loss_takes_memory_for_each_logit_of_the_whole_vocabulary(lay
     assert activations[0] == activations[1], "a smaller loss than Trireme's changes nothing"
     assert activations[3] - activations[2] == pytest.approx(1000 * logits, rel=1e-6)
     assert activations[2] > 900 * logits
+
+
+def test_runs_without_a_known_network_have_a_line_of_their_own() -> None:
+    one = _small().compare()
+    several = replace(one, run=replace(one.run, gpus=16))
+    named = replace(one, run=replace(one.run, gpus=16, network_gbit=400.0))
+    billions = {each.run: 1.0 for each in (one, several, named)}
+    rows = published.summary([one, several, named], billions)
+    speeds = {row["group"]: row["speeds"] for row in rows if row["by"] == "network"}
+    assert speeds == {"known or not needed": "2", "its page names none": "1"}
 
 
 def test_a_trainer_may_gather_weights_in_8_bits() -> None:
