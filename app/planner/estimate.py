@@ -595,7 +595,7 @@ def _pipeline_activations(case: Case, stage: int, counts: tuple[int, ...]) -> fl
     in_flight = _in_flight(case.candidate, stage)
     present = [(part, count) for part, count in zip(case.parts, counts) if count]
     saved_bytes = sum(part.saved_bytes * count for part, count in present)
-    copied_bytes = sum((part.copied_bytes + part.cached_bytes) * count for part, count in present)
+    copied_bytes = sum(part.copied_bytes * count for part, count in present)
     at_work_bytes = max(part.recomputed_bytes + part.working_bytes for part, _ in present)
     blocks = sum(count for part, count in present if part.is_block)
     bytes_at_work = copied_bytes + at_work_bytes
@@ -620,14 +620,11 @@ def _worst_moment(case: Case, gradient_bytes: float) -> tuple[float, float]:
     exist_from_start = accumulates or (strategy.averages_gradients and case.candidate.dims.tp == 1)
     saved_before = 0.0
     blocks_before = 0
-    cached_bytes = sum(part.cached_bytes * count for part, count in zip(case.parts, case.counts))
     gradients_after = all_gradients
     worst = (float("-inf"), 0.0, 0.0)
     for part, unit, count in zip(case.parts, case.units, case.counts):
         part_gradients = unit.sharded_gradients if strategy.is_sharded else unit.gradients
         at_work = part.recomputed_bytes + part.working_bytes
-        if part.name == AFTER:  # the worst moment may be in forward
-            at_work += cached_bytes
         saved = part.saved_bytes + part.copied_bytes
         for place in {1, count}:  # of equal blocks in a row either the first or the last is worst
             if exist_from_start:

@@ -139,7 +139,8 @@ class PartCost:
         copied_bytes: 16-bit copies of parameters, which micro-batches share: made in forward, and
             kept until the part's backward.
         cached_bytes: Those that autocast has until the end of forward and no backward reads, as the
-            part is recomputed.
+            part is recomputed. `working_bytes` of what is behind the blocks has them, where that is
+            in forward.
     """
 
     name: str
@@ -214,7 +215,8 @@ def part_costs(
         compiles_blocks: Whether torch.compile compiles the blocks.
         compiles_loss: Whether the loss is compiled on a GPU that has whole logits.
     """
-    costs = []
+    costs: list[PartCost] = []
+    cached_bytes = 0.0
     for name in model.parts:
         if name.startswith("block"):
             is_compiled = compiles_blocks
@@ -222,13 +224,33 @@ def part_costs(
             # Logits that tensor parallelism splits have a loss of their own, which is not compiled.
             is_compiled = name == AFTER and compiles_loss and work.tp == 1
         is_fused = is_compiled and not device.is_cpu
-        costs.append(_part_cost(model, name, work=work, device=device, is_fused=is_fused))
+        cost = _part_cost(
+            model, name, work=work, device=device, is_fused=is_fused, cached_bytes=cached_bytes
+        )
+        costs.append(cost)
+        cached_bytes += cost.cached_bytes * cost.count
     return costs
 
 
 def _part_cost(
-    model: ModelCosts, name: str, *, work: Work, device: Device, is_fused: bool
+    model: ModelCosts,
+    name: str,
+    *,
+    work: Work,
+    device: Device,
+    is_fused: bool,
+    cached_bytes: float,
 ) -> PartCost:
+    """The cost of one part.
+
+    Args:
+        model: The costs of the parts for any batch and tensor-parallel degree.
+        name: The part's name.
+        work: What a worker does with a micro-batch.
+        device: The device that does it.
+        is_fused: Whether a GPU's kernels of the part are a compiler's.
+        cached_bytes: What autocast has of the parts before it until the end of forward only.
+    """
     part = model.parts[name]
     is_block = name.startswith("block")
     values = part.at(work.batch, work.tp)
@@ -264,7 +286,10 @@ def _part_cost(
         copies=copies,
     )
     copies = max(0.0, copies - _copies_of_other_experts(model, name, work))
-    working_bytes = part.working_bytes(work.batch, work.tp)
+    # The worst moment of what is behind the blocks may be one of forward. A stage of a pipeline has
+    # few of the blocks.
+    forward_bytes = cached_bytes if name == AFTER and work.variant.whole_model else 0.0
+    working_bytes = part.working_bytes(work.batch, work.tp, forward_bytes)
     if name == AFTER and device.loss_memory:
         logits = _logits(part.products_at("forward", work.batch, 1))
         working_bytes = max(working_bytes, device.loss_memory * logits - saved_bytes)

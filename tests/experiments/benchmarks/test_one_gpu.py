@@ -34,7 +34,7 @@ def test_the_probability_of_fitting_is_of_what_trireme_has_measured(tmp_path: Pa
     table = RESULTS.read_text().partition("<!-- memory at")[2].partition("<!-- end")[0]
     rows = re.findall(r"^\| [^|]+ \| ([\d.]+) \| ([\d.]+) \| ", table, re.MULTILINE)
     on_cpus = [float(measured) / float(planned) for planned, measured in rows]
-    assert len(on_gpu) == 24 and len(on_cpus) == 31
+    assert len(on_gpu) >= 24 and len(on_cpus) >= 31
     pairs = sorted((ratio, 1 / len(of_set)) for of_set in (on_gpu, on_cpus) for ratio in of_set)
     ratios, weights = np.array(pairs).T
     levels = (np.cumsum(weights) - weights / 2) / weights.sum()
