@@ -150,8 +150,6 @@ class UnitSize:
     """Numbers (not bytes) that an all-gather over dp_shard gives, padding included."""
     whole_gradients: Number = 0
     """Bytes of those of `sharded_gradients` that cannot be sharded: every worker has them."""
-    float32_numel: Number = 0
-    """Numbers (not bytes) in float32, if dp_shard were 1: autocast makes copies of these."""
     is_root: bool = False
     """Whether it is what is outside of the blocks."""
     eight_bit_state: Number = 0
@@ -177,7 +175,6 @@ class RankSize:
     """`gathered` of the largest block."""
     two_largest_blocks: Number
     """`gathered` of the two largest blocks."""
-    float32_numel: Number = 0
     outside: float = 0.0
     """The share of gradients of what is outside of the blocks."""
     buffers: Number = 0
@@ -248,7 +245,11 @@ class Cost:
     optimizer: Number
     buffers: Number = 0
     transient: Number = 0
-    """Held only for a part of a step: gathered parameters, gradients that wait to be reduced."""
+    """Held only for a part of a step: gathered parameters, gradients that wait to be reduced.
+
+    Autocast's 16-bit copies of parameters are not counted here, since a model's operations decide
+    which there are, and when.
+    """
 
 
 def part_of(parameter: ParameterSize, tp: int, ep: int = 1) -> ParameterSize:
@@ -370,9 +371,6 @@ def unit_size(
         sharded_gradients=sharded_gradients,
         gathered=gathered,
         whole_gradients=whole_gradients,
-        float32_numel=sum(
-            parameter.numel for parameter in parameters if parameter.itemsize == FLOAT32_BYTES
-        ),
         is_root=is_root,
         eight_bit_state=sum(parameter.eight_bit_state for parameter in trained),
         sharded_eight_bit_state=sharded_eight_bit_state,
@@ -399,7 +397,6 @@ def rank_size(units: Sequence[UnitSize], buffers: int = 0) -> RankSize:
         blocks=sum(blocks),
         largest_block=max(blocks, default=0),
         two_largest_blocks=sum(blocks[:2]),
-        float32_numel=sum(unit.float32_numel for unit in units),
         outside=outside / gradients if gradients else 0.0,
         buffers=buffers,
         eight_bit_state=sum(unit.eight_bit_state for unit in units),
@@ -437,11 +434,6 @@ def optimizer_bytes(
     return STATES.get(optimizer, 2) * int(gradients * state_scale) + step_bytes
 
 
-def autocast_bytes(numbers: Number, step: StepShape) -> Number:
-    """Bytes of the 16-bit copies of weights, which autocast keeps from forward to backward."""
-    return numbers * step.compute_itemsize if step.compute_itemsize < FLOAT32_BYTES else 0
-
-
 def replicated(size: RankSize, step: StepShape) -> Cost:
     """The cost of having everything on every rank, as on one device."""
     return Cost(
@@ -456,5 +448,4 @@ def replicated(size: RankSize, step: StepShape) -> Cost:
             state_scale=step.state_scale,
         ),
         buffers=size.buffers,
-        transient=autocast_bytes(size.float32_numel, step),
     )

@@ -167,7 +167,7 @@ def cost(size: RankSize, step: StepShape) -> Cost:
     on_one_device = replicated(size, step)
     has_bucket_copies = step.tp > 1 and step.dp_replicate > 1
     buckets = size.gradients if has_bucket_copies else 0
-    return replace(on_one_device, transient=on_one_device.transient + buckets)
+    return replace(on_one_device, transient=buckets)
 
 
 def collectives(unit: UnitSize, step: StepShape) -> tuple[Collective, ...]:

@@ -1,7 +1,8 @@
 """Memory and time of a layout: the strategies' cost functions, the model's parts, the links.
 
 Memory is that of the fullest device. During the backward of a part the device has what all parts up
-to it have saved, the part's own working memory, and the gradients of the parts after it. The peak
+to it have saved, with 16-bit copies of their parameters, the part's own working memory, and the
+gradients of the parts after it. The peak
 is the largest of these moments and of the optimizer's step. What a strategy gathers, and what waits
 to be reduced, comes on top.
 
@@ -602,16 +603,15 @@ def _pipeline_activations(case: Case, stage: int, counts: tuple[int, ...]) -> fl
     in_flight = _in_flight(case.candidate, stage)
     present = [(part, count) for part, count in zip(case.parts, counts) if count]
     saved_bytes = sum(part.saved_bytes * count for part, count in present)
+    copied_bytes = sum(part.copied_bytes * count for part, count in present)
     at_work_bytes = max(part.recomputed_bytes + part.working_bytes for part, _ in present)
     blocks = sum(count for part, count in present if part.is_block)
-    return saved_bytes * in_flight + at_work_bytes + _bytes_not_moved_yet(case, blocks)
+    bytes_at_work = copied_bytes + at_work_bytes
+    return saved_bytes * in_flight + bytes_at_work + _bytes_not_moved_yet(case, blocks)
 
 
 def _worst_moment(case: Case, gradient_bytes: float) -> tuple[float, float]:
     """The moment of backward at which activations and the gradients so far take the most.
-
-    The parameters' 16-bit copies are not counted here: `Cost.transient` has them
-    (strategies/costs.py).
 
     Returns:
         (bytes of activations, bytes of gradients)
@@ -633,6 +633,7 @@ def _worst_moment(case: Case, gradient_bytes: float) -> tuple[float, float]:
     for part, unit, count in zip(case.parts, case.units, case.counts):
         part_gradients = unit.sharded_gradients if strategy.is_sharded else unit.gradients
         at_work = part.recomputed_bytes + part.working_bytes
+        saved = part.saved_bytes + part.copied_bytes
         for place in {1, count}:  # of equal blocks in a row either the first or the last is worst
             if exist_from_start:
                 gradients = all_gradients
@@ -640,9 +641,9 @@ def _worst_moment(case: Case, gradient_bytes: float) -> tuple[float, float]:
                 gradients = max(0.0, gradients_after - part_gradients * place)
             blocks = blocks_before + place * part.is_block
             on_device = _bytes_not_moved_yet(case, blocks)
-            activations = saved_before + part.saved_bytes * place + at_work + on_device
+            activations = saved_before + saved * place + at_work + on_device
             worst = max(worst, (activations + gradients, activations, gradients))
-        saved_before += part.saved_bytes * count
+        saved_before += saved * count
         blocks_before += count * part.is_block
         gradients_after = max(0.0, gradients_after - part_gradients * count)
     _, activations, gradients = worst

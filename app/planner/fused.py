@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from app.data.loader import map_tensors
 from app.models.grouped_linear import grouped_linear
 
 
@@ -124,10 +125,27 @@ def _grouped_mm(rows: Tensor, weights: Tensor, *, offs: Tensor, **_: Any) -> Ten
     return grouped_linear(rows, weights.transpose(1, 2), offs)
 
 
+_FLOAT32_NAMES = """
+    __pow__ __rdiv__ __rpow__ __rtruediv__ acos asin binary_cross_entropy_with_logits cdist cosh
+    cosine_embedding_loss cosine_similarity cross_entropy cumprod cumsum dist erfinv exp expm1
+    group_norm hinge_embedding_loss kl_div l1_loss layer_norm log log10 log1p log2 log_softmax
+    margin_ranking_loss mse_loss multi_margin_loss multilabel_margin_loss nll_loss norm normalize
+    pdist poisson_nll_loss pow prod reciprocal renorm rsqrt sinh smooth_l1_loss soft_margin_loss
+    softmax softmin softplus tan triplet_margin_loss
+"""
+AUTOCAST_TO_FLOAT32 = frozenset(_FLOAT32_NAMES.split())
+"""The operations that autocast computes in float32 on a GPU, and mostly not on a CPU.
+
+They are those of https://docs.pytorch.org/docs/stable/amp.html ("CUDA Ops that can autocast to
+float32"). `sum` is left out: its result is float32, but it reads 16 bits.
+"""
+
+
 class Fused(TorchFunctionMode):
     """While it is active, attention and RMSNorm are recorded as single kernels.
 
-    Products of experts run by an operator that works under fake tensors.
+    Products of experts run by an operator that works under fake tensors. In place of a GPU's
+    autocast, which a CPU lacks, operations of `AUTOCAST_TO_FLOAT32` get float32 inside autocast.
 
     Args:
         recorder: Records the operations.
@@ -150,6 +168,9 @@ class Fused(TorchFunctionMode):
             return _grouped_mm(*args, **kwargs)
         if func is F.rms_norm and self.on_gpu:
             return _rms_norm(*args, **kwargs)
+        is_widened = self.on_gpu and getattr(func, "__name__", "") in AUTOCAST_TO_FLOAT32
+        if is_widened and torch.is_autocast_enabled("cpu"):
+            return func(*map_tensors(_widened, args), **map_tensors(_widened, kwargs))
         return func(*args, **kwargs)
 
     def _attention(
@@ -174,6 +195,11 @@ class Fused(TorchFunctionMode):
         # A kernel skips half of the scores only if causality is all that the mask says.
         skips_half = is_causal and attn_mask is None
         return _Attention.apply(query, key, value, self.recorder, skips_half)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """A tensor of 16 bits as float32; any other as it is."""
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def _rms_norm(

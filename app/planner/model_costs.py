@@ -49,20 +49,26 @@ class Moments:
     Args:
         coefficients: (M, 6), of bytes without those of a chunk.
         chunk: (M,), bytes for each logit of a chunk of a loss (strategies/row_chunks.py).
+        in_forward: (M,), 1 for a moment of forward, 0 for one of backward; None: all may be.
     """
 
     coefficients: Floats
     chunk: Floats
+    in_forward: Floats | None = None
 
-    def worst(self, batch: float, tp: float, *, logits_of_chunk: float) -> float:
+    def worst(
+        self, batch: float, tp: float, *, logits_of_chunk: float, forward_bytes: float = 0.0
+    ) -> float:
         """Bytes at the worst moment, at least 0.
 
         Args:
             batch: Samples of the micro-batch.
             tp: The degree of tensor parallelism.
             logits_of_chunk: Logits of a chunk of a loss.
+            forward_bytes: Bytes that are there besides, in forward only.
         """
         sizes = self.coefficients @ basis(batch, tp) + self.chunk * logits_of_chunk
+        sizes = sizes + forward_bytes * (1.0 if self.in_forward is None else self.in_forward)
         return float(sizes.max(initial=0.0))
 
     def distinct(self) -> Moments:
@@ -70,13 +76,16 @@ class Moments:
         c0, c1, c2, c3, c4, c5 = self.coefficients.T
         # A size is linear in the batch, and both its coefficients are linear in 1/tp, 0 to 1.
         rows = [c0, c0 + c2, c1, c1 + c3, c4, c5, self.chunk]
+        if self.in_forward is not None:
+            rows.append(self.in_forward)
         traits, indices = np.unique(np.column_stack(rows).round(3), axis=0, return_index=True)
         kept = [
             index
             for trait, index in zip(traits, indices)
             if (traits >= trait).all(axis=1).sum() == 1
         ]
-        return Moments(self.coefficients[kept], self.chunk[kept])
+        in_forward = None if self.in_forward is None else self.in_forward[kept]
+        return Moments(self.coefficients[kept], self.chunk[kept], in_forward)
 
 
 @dataclass
@@ -105,8 +114,14 @@ class PartCosts:
             values[name] = max(0.0, float(coefficients @ factors))
         return values
 
-    def working_bytes(self, batch: float, tp: float) -> float:
-        """What is alive at the worst moment of forward or backward, beyond what is saved."""
+    def working_bytes(self, batch: float, tp: float, forward_bytes: float = 0.0) -> float:
+        """What is alive at the worst moment of forward or backward, beyond what is saved.
+
+        Args:
+            batch: Samples of the micro-batch.
+            tp: The degree of tensor parallelism.
+            forward_bytes: Bytes that are there besides, in forward only.
+        """
         moments = self.moments
         if tp > 1 and self.split_moments is not None:
             moments = self.split_moments
@@ -115,7 +130,10 @@ class PartCosts:
             float(self.values[name] @ factors) if name in self.values else 0.0
             for name in ("chunked_rows", "chunked_numbers")
         )
-        return moments.worst(batch, tp, logits_of_chunk=chunk_numbers(rows, numbers))
+        logits_of_chunk = chunk_numbers(rows, numbers)
+        return moments.worst(
+            batch, tp, logits_of_chunk=logits_of_chunk, forward_bytes=forward_bytes
+        )
 
     def products_at(self, phase: str, batch: float, tp: float) -> Floats:
         """(P, 5): m, n, k, batch and repeats of the products of a phase."""

@@ -23,6 +23,7 @@ from app.planner.model_costs import ModelCosts, PartCosts
 from app.planner.read import AUTOCAST, CAST, PLAIN, Variant
 from app.planner.trace import AFTER
 from strategies.activation_checkpointing import kept_bytes, recomputed_blocks
+from strategies.costs import FLOAT32_BYTES
 from strategies.dims import checkpoint_every
 from strategies.options import Options
 
@@ -117,8 +118,7 @@ class PartCost:
         launch_forward_seconds: What the host needs to launch the operations of forward.
         launch_backward_seconds: The same of backward, with what is recomputed.
         flops: Of forward and backward, without what is recomputed.
-        saved_bytes: Kept by each micro-batch until its backward, without 16-bit copies of
-            parameters, which micro-batches share.
+        saved_bytes: Kept by each micro-batch until its backward, without `copied_bytes`.
         recomputed_bytes: Saved again while the part is recomputed.
         working_bytes: Alive at the worst moment of forward or backward, beyond what is saved.
         stage_input_bytes: What a pipeline sends to the stage that begins with this part.
@@ -136,6 +136,11 @@ class PartCost:
         weight_gradient_seconds: Of the products for the gradients of weights; those of inputs take
             as long.
         moved_bytes: Kept as `saved_bytes` are, but in host memory.
+        copied_bytes: 16-bit copies of parameters, which micro-batches share: made in forward, and
+            kept until the part's backward.
+        cached_bytes: Those that autocast has until the end of forward and no backward reads, as the
+            part is recomputed. `working_bytes` of what is behind the blocks has them, where that is
+            in forward.
     """
 
     name: str
@@ -160,6 +165,8 @@ class PartCost:
     tp_bytes_beside_inputs: float = 0.0
     weight_gradient_seconds: float = 0.0
     moved_bytes: float = 0.0
+    copied_bytes: float = 0.0
+    cached_bytes: float = 0.0
 
     @property
     def is_block(self) -> bool:
@@ -208,7 +215,8 @@ def part_costs(
         compiles_blocks: Whether torch.compile compiles the blocks.
         compiles_loss: Whether the loss is compiled on a GPU that has whole logits.
     """
-    costs = []
+    costs: list[PartCost] = []
+    cached_bytes = 0.0
     for name in model.parts:
         if name.startswith("block"):
             is_compiled = compiles_blocks
@@ -216,13 +224,33 @@ def part_costs(
             # Logits that tensor parallelism splits have a loss of their own, which is not compiled.
             is_compiled = name == AFTER and compiles_loss and work.tp == 1
         is_fused = is_compiled and not device.is_cpu
-        costs.append(_part_cost(model, name, work=work, device=device, is_fused=is_fused))
+        cost = _part_cost(
+            model, name, work=work, device=device, is_fused=is_fused, cached_bytes=cached_bytes
+        )
+        costs.append(cost)
+        cached_bytes += cost.cached_bytes * cost.count
     return costs
 
 
 def _part_cost(
-    model: ModelCosts, name: str, *, work: Work, device: Device, is_fused: bool
+    model: ModelCosts,
+    name: str,
+    *,
+    work: Work,
+    device: Device,
+    is_fused: bool,
+    cached_bytes: float,
 ) -> PartCost:
+    """The cost of one part.
+
+    Args:
+        model: The costs of the parts for any batch and tensor-parallel degree.
+        name: The part's name.
+        work: What a worker does with a micro-batch.
+        device: The device that does it.
+        is_fused: Whether a GPU's kernels of the part are a compiler's.
+        cached_bytes: What autocast has of the parts before it until the end of forward only.
+    """
     part = model.parts[name]
     is_block = name.startswith("block")
     values = part.at(work.batch, work.tp)
@@ -245,10 +273,23 @@ def _part_cost(
     shares = _Recomputed(0.0, 0.0)
     if is_block:
         shares = _recomputed_shares(work.checkpointing, len(model.order))
+    # A compiled block of a pipeline or of tensor parallelism saves copies of parameters for each
+    # micro-batch.
+    has_shared_copies = work.variant.whole_model or not (is_fused and is_block)
+    copies = values["copies"] if has_shared_copies else 0.0
     saved_bytes, recomputed_bytes = _saved_bytes(
-        values, shares, work=work, device=device, has_fused_backward=is_fused and is_block
+        values,
+        shares,
+        work=work,
+        device=device,
+        has_fused_backward=is_fused and is_block,
+        copies=copies,
     )
-    working_bytes = part.working_bytes(work.batch, work.tp)
+    copies = max(0.0, copies - _copies_of_other_experts(model, name, work))
+    # The worst moment of what is behind the blocks may be one of forward. A stage of a pipeline has
+    # few of the blocks.
+    forward_bytes = cached_bytes if name == AFTER and work.variant.whole_model else 0.0
+    working_bytes = part.working_bytes(work.batch, work.tp, forward_bytes)
     if name == AFTER and device.loss_memory:
         logits = _logits(part.products_at("forward", work.batch, 1))
         working_bytes = max(working_bytes, device.loss_memory * logits - saved_bytes)
@@ -287,7 +328,19 @@ def _part_cost(
         tp_bytes_beside_inputs=0.0 if is_fused else values["regathered"] * (1 - shares.recomputed),
         weight_gradient_seconds=backward.product_seconds / 2,
         moved_bytes=moved_bytes,
+        copied_bytes=copies * (1 - shares.recomputed),
+        # A compiler's code has no cache.
+        cached_bytes=0.0 if is_fused else copies * shares.recomputed,
     )
+
+
+def _copies_of_other_experts(model: ModelCosts, name: str, work: Work) -> float:
+    """Bytes of a trace's 16-bit copies of those experts that other workers have."""
+    if work.ep == 1 or work.variant.casting != AUTOCAST:
+        return 0.0
+    experts = (parameter for parameter in model.parameters[name] if parameter.is_expert)
+    numbers = sum(expert.numel for expert in experts if expert.itemsize == FLOAT32_BYTES)
+    return numbers * work.itemsize * (1 - 1 / work.ep)
 
 
 def _bytes_of_other_experts(model: ModelCosts, name: str, kind: str, work: Work) -> float:
@@ -335,12 +388,21 @@ def _saved_bytes(
     work: Work,
     device: Device,
     has_fused_backward: bool,
+    copies: float,
 ) -> tuple[float, float]:
     """What a part keeps for backward, on average over the blocks.
 
+    Args:
+        values: Of the part's trace.
+        shares: The shares of blocks that are run again.
+        work: What a worker does with a micro-batch.
+        device: The device that does it.
+        has_fused_backward: Whether a compiler makes the backward.
+        copies: Bytes of 16-bit copies of parameters that micro-batches share.
+
     Returns:
-        (bytes of each micro-batch, without copies that micro-batches share; bytes that are there
-        again once the part is recomputed)
+        (bytes of each micro-batch, without such copies; bytes that are there again once the part is
+        recomputed)
     """
     saved = values["saved"]
     if has_fused_backward:  # torch.compile's partitioner saves as little as it can
@@ -359,13 +421,8 @@ def _saved_bytes(
         )
         needed_in_backward += values["regathered"]
     average = checkpointed * shares.recomputed + saved * (1 - shares.recomputed)
-    # Micro-batches share 16-bit copies of parameters, except where a compiled block of a pipeline
-    # or of tensor parallelism saves them: there each micro-batch has its own.
-    shared_copies = values["copies"]
-    if has_fused_backward and not work.variant.whole_model:
-        shared_copies = 0.0
     return (
-        average - shared_copies * (1 - shares.recomputed),
+        average - copies * (1 - shares.recomputed),
         max(0.0, needed_in_backward - checkpointed),
     )
 

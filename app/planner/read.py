@@ -464,7 +464,9 @@ def _fit_moments(
         return Moments(_fit(worst).reshape(1, 6), np.zeros(1))
     sizes = {key: [moment.size for moment in trace.moments] for key, trace in traces.items()}
     of_largest = traces[max(traces)].moments
-    return Moments(_fit(sizes).T, np.array([moment.chunk for moment in of_largest])).distinct()
+    chunk = np.array([moment.chunk for moment in of_largest])
+    in_forward = np.array([float(moment.is_in_forward) for moment in of_largest])
+    return Moments(_fit(sizes).T, chunk, in_forward).distinct()
 
 
 def _worst_of(trace: PartTrace) -> float:

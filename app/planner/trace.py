@@ -79,6 +79,11 @@ class Moment(NamedTuple):
     size: float
     chunk: float
 
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether forward has allocated it."""
+        return self.operation.startswith("forward")
+
 
 @dataclass
 class PartTrace:

@@ -112,6 +112,12 @@ Automodel loads weights in the type of their file (torch_dtype="auto"), and torc
 The others make or load their weights in bf16 too, by their settings or by the peaks that they
 publish.
 """
+FULL_SHARD = ("KempnerForge", "fms-acceleration", "fsdp_qlora")
+"""Sources whose sharded runs free gathered weights after forward, however few they are.
+
+KempnerForge calls fully_shard with reshard_after_forward=True (its distributed/parallel.py);
+the others shard by accelerate's or torch's FULL_SHARD.
+"""
 IN_16_BITS = (
     "Lightning-AI/litgpt",
     "NVIDIA-NeMo/Automodel",
@@ -355,6 +361,9 @@ class Run:
                 values |= keys
         if self.method == "lora" and any(name in self.source for name in IN_16_BITS):
             values["train.weight_dtype"] = "bf16"
+        is_sharded = self.data in ("fsdp", "hsdp") and self.gpus > self.tp * self.pp * self.cp
+        if is_sharded and self.pp == 1 and any(name in self.source for name in FULL_SHARD):
+            values["parallel.reshard_after_forward"] = True
         return values
 
     def _expert_degree(self) -> int:

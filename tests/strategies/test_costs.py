@@ -253,9 +253,7 @@ def test_parameters_and_gradients_are_large_from_an_eighth_of_the_memory() -> No
 def test_replicas_hold_everything() -> None:
     size = rank_size([unit_size(SIZES, 1)], 24)
     cost = replicated(size, StepShape(compute_itemsize=2, optimizer="sgd"))
-    assert cost == Cost(
-        parameters=BYTES, gradients=BYTES, optimizer=BYTES, buffers=24, transient=BYTES // 2
-    )
+    assert cost == Cost(parameters=BYTES, gradients=BYTES, optimizer=BYTES, buffers=24)
 
 
 def test_ddp_holds_gradients_in_buckets_beside_tensor_parallelism() -> None:

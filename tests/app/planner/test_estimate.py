@@ -66,6 +66,7 @@ def summed_memory(
     gradients = [
         layout_cost(layout, (size,), None, micro_batches)[0].gradients for size in chain_sizes
     ]
+    copied = [parts[name].copied_bytes for name in chain]
     saved = [parts[name].saved_bytes for name in chain]
     temporary = [parts[name].recomputed_bytes + parts[name].working_bytes for name in chain]
     is_plain_ddp = "ddp" in layout.parts and layout.dims.tp == 1
@@ -78,9 +79,13 @@ def summed_memory(
         waiting_gradients = [cost.gradients] * len(chain)
     else:
         waiting_gradients = [sum(gradients[i + 1 :]) for i in range(len(chain))]
-    peak = max(sum(saved[: i + 1]) + temporary[i] + waiting_gradients[i] for i in range(len(chain)))
+    moments = []
+    for i in range(len(chain)):
+        kept = sum(saved[: i + 1]) + sum(copied[: i + 1])
+        moments.append(kept + temporary[i] + waiting_gradients[i])
+    peak = max(moments)
     if live_micro_batches:
-        peak = sum(saved) * live_micro_batches + max(temporary)
+        peak = sum(saved) * live_micro_batches + sum(copied) + max(temporary)
         peak += 0 if gradients_sharded else cost.gradients
     return {
         "parameters": cost.parameters,
@@ -115,6 +120,7 @@ def test_memory_is_that_of_the_worst_moment_on_the_fullest_device(
                 stage_input_bytes=0.0,
                 tp_bytes=0.0,
                 tp_collectives=0.0,
+                copied_bytes=generator.randrange(500),
             )
             for name, count in COUNTS.items()
         }

@@ -399,3 +399,39 @@ def test_a_fused_loss_reads_and_writes_each_logit(monkeypatch: pytest.MonkeyPatc
         moved.append(reader.costs(CAST).parts["after"].at(8, 1)["fused_moved_forward"])
     assert moved[0] <= moved[1] <= 1.5 * moved[0]
     assert moved[0] > 2 * 2 * 8 * 128 * VOCABULARY
+
+
+class Powers(nn.Module):
+    """A feed-forward layer with GPT-2's activation, whose operations are written out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)
+        inner = 0.8 * (up + 0.04 * torch.pow(up, 3.0))
+        return self.down(0.5 * up * (1.0 + torch.tanh(inner)))
+
+
+def test_a_gpus_autocast_computes_powers_in_float32_and_a_cpus_does_not() -> None:
+    rows, width = 32, 64
+
+    def saved(on_gpu: bool) -> float:
+        model = nn.Sequential(nn.Linear(width, width), Powers(width))
+        x = torch.randn(rows, width)
+
+        def loss(model: nn.Module) -> Tensor:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return model(x).float().square().mean()
+
+        values = trace.watch(model, ["1"], loss, on_gpu=on_gpu).parts["block0"].values
+        return values["saved"] - values["copies"]
+
+    hidden = rows * 4 * width
+    # A CPU keeps five results in 16 bits. A GPU keeps the power's operand, tanh and 1 + tanh in
+    # float32, then half of `up` and the operand of `down` in 16 bits.
+    inputs = 2 * rows * width
+    assert saved(False) == inputs + 5 * 2 * hidden
+    assert saved(True) == inputs + (3 * 4 + 2 * 2) * hidden

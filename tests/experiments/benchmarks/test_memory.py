@@ -30,11 +30,13 @@ def test_trainings_are_of_many_kinds_and_their_keys_can_be_read(tmp_path: Path) 
 @pytest.mark.slow
 def test_the_plan_of_a_training_is_what_the_allocator_hands_out(tmp_path: Path) -> None:
     memory.write_files(tmp_path)
-    names = ["single", "recomputation", "zero2"]
-    for name, measured in memory.measure(names, tmp_path):
+    # Of one worker the plan is exact: only the operations of a model say which copies autocast
+    # keeps, and how long.
+    limits = {"single": 0.005, "bf16": 0.005, "recomputation, bf16": 0.02, "zero2": 0.05}
+    for name, measured in memory.measure(list(limits), tmp_path):
         assert isinstance(measured, memory.Measured), measured
         row, error = memory.row_of(name, measured, tmp_path, {})
-        assert abs(error) < 0.05, row
+        assert abs(error) < limits[name], row
         assert measured.process > 0 and measured.data < 0.05 * measured.tensors
 
 
