@@ -218,7 +218,7 @@ def test_a_simpler_layout_within_the_range_of_the_fastest_comes_first(
         (0.85, 0.9, "fast"),
         (0.97, 0.9, "safe"),
         (0.97, 0.5, "fast"),
-        (0.999, 0.9, "safe"),
+        (0.99, 0.9, "safe"),
         (1.2, 0.1, "safe"),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 
 from app.run.background import SIGNAL, BackgroundWork
 
+pytestmark = pytest.mark.pure
 LONG = 60.0
 """Seconds that nothing here may take."""
 
