@@ -20,6 +20,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -170,7 +171,7 @@ def main(folder: str, attempt: str, niceness: str, waits: str = "") -> None:
     os.environ.update(ENVIRONMENT)
     be_nicer(int(niceness), session=has_own_session)
     if waits and not _is_needed():
-        return
+        os._exit(0)  # at once, in the middle of an import
     if not claim(Path(folder), attempt, LOCK_SECONDS):
         sys.exit(print(ANOTHER_DELIVERS))
     if waits:  # there was no folder for its log until now
@@ -188,10 +189,18 @@ def main(folder: str, attempt: str, niceness: str, waits: str = "") -> None:
 
 
 def _is_needed() -> bool:
-    """Imports what `serve` needs, and waits until the driver has a spool, or none."""
-    with contextlib.suppress(Exception):  # it shows again where it is reported
-        import app.tracking.uploader  # noqa: F401
+    """Waits until the driver has a spool, or none, and imports what `serve` needs meanwhile.
+
+    The spool is claimed as soon as there is one, also if importing takes long on a busy machine:
+    the driver waits for the claim.
+    """
+    threading.Thread(target=_import_uploader, daemon=True).start()
     return sys.stdin.read() == BEGIN
+
+
+def _import_uploader() -> None:
+    with contextlib.suppress(Exception):  # `serve` imports it again, and reports what is wrong
+        import app.tracking.uploader  # noqa: F401
 
 
 if __name__ == "__main__":

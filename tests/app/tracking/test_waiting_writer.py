@@ -46,6 +46,23 @@ def test_it_delivers_the_spool_that_it_is_given(tmp_path: Path) -> None:
     assert "Creating initial MLflow database" in (folder / "writer.log").read_text()
 
 
+def test_it_claims_the_spool_before_mlflow_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver waits for the claim, and on a busy machine importing may take minutes."""
+    (tmp_path / "mlflow.py").write_text(f"import time\ntime.sleep({LONG})\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    folder = tmp_path / "run" / "tracking"
+    writer = WriterProcess(folder, "sqlite://")
+    writer.import_ahead()
+    folder.mkdir(parents=True)
+    began = time.monotonic()
+    assert writer._spawn() == "" and writer._is_alive()
+    assert time.monotonic() - began < LONG / 2
+    for pid in waiting_writers(folder):
+        psutil.Process(pid).kill()
+
+
 def test_one_that_is_not_needed_ends_and_leaves_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "tracking"
     writer = WriterProcess(folder, f"sqlite:///{tmp_path}/mlflow.db")
