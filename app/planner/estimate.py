@@ -2,9 +2,8 @@
 
 Memory is that of the fullest device. During the backward of a part the device has what all parts up
 to it have saved, with 16-bit copies of their parameters, the part's own working memory, and the
-gradients of the parts after it. The peak
-is the largest of these moments and of the optimizer's step. What a strategy gathers, and what waits
-to be reduced, comes on top.
+gradients of the parts after it. The peak is the largest of these moments and of the optimizer's
+step. What a strategy gathers, and what waits to be reduced, comes on top.
 
 What layouts have in common (the costs of parts, the sizes of units, the stages of a pipeline) is
 computed once for all of them.

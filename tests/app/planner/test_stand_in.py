@@ -125,11 +125,18 @@ def test_a_split_of_experts_that_is_impossible_is_refused_with_one_that_works() 
 @pytest.mark.slow
 def test_tensor_parallel_workers_send_the_rows_of_their_own_experts_only() -> None:
     """Workers that have different experts do; those that have a part of each send all rows."""
-    shared = "model: qwen3_moe, data: no.bin, sequence_length: 64, config: {"
-    shared += f"{SMALL}, vocab_size: 99, moe_intermediate_size: 32, head_dim: 16, num_experts: 8}}"
-    own = "data: no.bin, sequence_length: 64, vocab_size: 99, d_model: 32, n_layers: 2, n_heads: 2"
-    own += ", mixture: {n_experts: 8}"
-    for task, args, share in (("huggingface", shared, 0.5), ("language_modelling", own, 1.0)):
+    of_transformers = "model: qwen3_moe, data: no.bin, sequence_length: 64, config: {"
+    of_transformers += (
+        f"{SMALL}, vocab_size: 99, moe_intermediate_size: 32, head_dim: 16, num_experts: 8}}"
+    )
+    built_in = (
+        "data: no.bin, sequence_length: 64, vocab_size: 99, d_model: 32, n_layers: 2, n_heads: 2"
+    )
+    built_in += ", mixture: {n_experts: 8}"
+    for task, args, share in (
+        ("huggingface", of_transformers, 0.5),
+        ("language_modelling", built_in, 1.0),
+    ):
         sent = {}
         for tp in (1, 2):
             plan = _planned(task, args, "bf16", workers=8, tp=tp, pp=1, ep=2, cp=1)
