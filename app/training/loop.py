@@ -43,7 +43,12 @@ from app.training.noise_scale import NoiseScale
 from app.training.optimizer import LossScale
 from app.training.persistence import Persistence, Progress
 from app.training.pipeline_monitor import PipelineMonitor
-from app.training.process import collect_garbage, configure_torch, garbage_waits
+from app.training.process import (
+    collect_garbage,
+    configure_torch,
+    freed_memory_stays,
+    garbage_waits,
+)
 from app.training.profiler import Profiler
 from app.training.reference import Reference
 from app.training.reporting import Reporter
@@ -205,7 +210,7 @@ class Training:
         self._announce()
         if self.resumed_from is None:
             self._compute_reference()
-        with garbage_waits():
+        with garbage_waits(), freed_memory_stays(self.place.device):
             while self.steps_done < self.steps and not (stopped or self.progress.ended):
                 point = self.branches.point() if self.branches else None
                 if self.branches is not None and point is not None:
