@@ -1,7 +1,7 @@
 """The rows of published runs, and the plain `trireme plan` command that plans each of them.
 
 There are three tables: published.csv (from 1.3 to 462 billion parameters under tensor and pipeline
-parallelism, and FSDP), llm_foundry.csv (MPT models under FSDP), and beyond.csv (mixtures, LoRA,
+parallelism, and FSDP), llm_foundry.csv.gz (MPT models under FSDP), and beyond.csv (mixtures, LoRA,
 fine-tuning, other GPUs). A row is planned as the same model of the `transformers` library, or as
 the language_modelling task if that has the model, with the run's degrees, micro-batch,
 recomputation and precision written as keys.
@@ -33,7 +33,7 @@ from typing import Any
 import yaml
 
 FOLDER = Path(__file__).parent
-TABLES = tuple(FOLDER / f"{name}.csv" for name in ("published", "llm_foundry", "beyond"))
+TABLES = tuple(FOLDER / name for name in ("published.csv", "llm_foundry.csv.gz", "beyond.csv"))
 SWEEP = FOLDER / "layouts.csv.gz"
 SOURCES = FOLDER / "published_sources.yaml"
 MODELS = FOLDER / "models.yaml"
@@ -517,7 +517,7 @@ def _from_published(entry: Mapping[str, str]) -> Run:
 
 
 def _from_llm_foundry(entry: Mapping[str, str]) -> Run:
-    """A row of llm_foundry.csv.
+    """A row of llm_foundry.csv.gz.
 
     MPT models are GPT-2s in all but name, here under FSDP: LayerNorm, learned positions, biases and
     a feed-forward layer of two products with GELU (llmfoundry/models/mpt and models/layers/ffn.py
