@@ -195,8 +195,10 @@ def merge() -> None:
         for name in loaded_names:
             loaded = sys.modules[name]
             if is_triremes(loaded):
-                own = counterpart if name == top else _counterpart_below(name, counterpart)
-                _add_counterpart(loaded, name, own)
+                counterpart_name = (
+                    counterpart if name == top else _counterpart_below(name, counterpart)
+                )
+                _add_counterpart(loaded, name, counterpart_name)
 
 
 def hidden_names() -> dict[str, str]:

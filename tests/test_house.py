@@ -261,6 +261,28 @@ def test_a_strategys_name_stands_in_its_file_and_in_the_registry() -> None:
     assert files <= MAY_NAME_STRATEGIES
 
 
+NO_NOUNS = {"found", "held", "own", "said", "told"}
+"""Participles, which do not say what a value is."""
+
+
+def test_no_variable_or_function_is_called_by_a_participle() -> None:
+    """A noun of the domain stands there instead: `checkpoint`, not `found`."""
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    places = []
+    for file in listed.stdout.split():
+        for node in ast.walk(ast.parse((ROOT / file).read_text())):
+            is_assigned = isinstance(getattr(node, "ctx", None), ast.Store)
+            names = [getattr(node, name, None) for name in ("id", "attr") if is_assigned]
+            if isinstance(node, ast.arg):
+                names.append(node.arg)
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.append(node.name)
+            places += [f"{file}:{node.lineno}: {name}" for name in NO_NOUNS.intersection(names)]
+    assert not places, "\n".join(places)
+
+
 def test_the_wheel_ships_no_benchmarks() -> None:
     """And nothing at the top of site-packages.
 

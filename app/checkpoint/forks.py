@@ -6,7 +6,8 @@ so, and the run that owns the checkpoint does not remove it:
 
     <checkpoints>/forks/<id>.json    {"checkpoint": "step-00000300-…", "fork": "<folder>"}
 
-Whoever removes checkpoints reads the marks first (`held`), and removes those that are over.
+Whoever removes checkpoints reads the marks first (`needed_by_forks`), and removes those that are
+over.
 """
 
 import contextlib
@@ -63,7 +64,7 @@ def release(checkpoint: str, fork: str) -> None:
         Storage(folder).remove(f"{MARKS}/{_mark_name(fork)}")
 
 
-def held(folder: str | Storage) -> set[str]:
+def needed_by_forks(folder: str | Storage) -> set[str]:
     """The names of the checkpoints that forks need.
 
     Removes the marks of forks that have a checkpoint of their own, or that are gone.

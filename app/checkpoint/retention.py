@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from app.checkpoint import evaluations
 from app.checkpoint.commit import Commit, Mode, remove, superfluous
-from app.checkpoint.forks import held
+from app.checkpoint.forks import needed_by_forks
 from app.checkpoint.ranks import describe
 from app.storage.storage import Storage
 
@@ -64,12 +64,12 @@ def prune(storage: Storage, commits: Sequence[Commit], retention: Retention) -> 
     """
     try:
         outdated = retention.outdated(list(commits), evaluations.read(storage))
-        held_names = held(storage) if outdated else set()
+        needed_names = needed_by_forks(storage) if outdated else set()
     except Exception as error:  # each object store library has its own exceptions
         _log.warning("no old checkpoint is removed (%s)", describe(error))
         return
     for commit in outdated:
-        if commit.path.rpartition("/")[2] in held_names:
+        if commit.path.rpartition("/")[2] in needed_names:
             continue
         try:
             remove(commit.storage)

@@ -31,10 +31,10 @@ def read_sound(path: Path, rate: int, place: str) -> Samples:
     Raises:
         UserError: The file cannot be read, or has another rate.
     """
-    samples, found = _read(path, place)
-    if found != rate:
+    samples, file_rate = _read(path, place)
+    if file_rate != rate:
         raise UserError(
-            f"{place}: {path} has {found:,} samples a second, and the model takes {rate:,}; "
+            f"{place}: {path} has {file_rate:,} samples a second, and the model takes {rate:,}; "
             f"convert it: ffmpeg -i {path.name} -ac 1 -ar {rate} NEW.wav"
         )
     numbers = samples.astype(np.float32)

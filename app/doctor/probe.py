@@ -449,11 +449,11 @@ class RingRank:
 
         # Every rank takes part in making each process group, also those that it is not in.
         process_groups = [dist.new_group(ranks) for ranks in groups]
-        own = [number for number, ranks in enumerate(groups) if dist.get_rank() in ranks]
-        if not own:
+        group_numbers = [number for number, ranks in enumerate(groups) if dist.get_rank() in ranks]
+        if not group_numbers:
             return None
-        group = process_groups[own[0]]
-        size = len(groups[own[0]])
+        group = process_groups[group_numbers[0]]
+        size = len(groups[group_numbers[0]])
         data = self.data[: len(self.data) // size * size]
         received = self.torch.empty_like(data)
         sent_bytes = (size - 1) / size * data.nbytes

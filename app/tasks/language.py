@@ -294,13 +294,13 @@ class LanguageModelling(SplitDataTask):
             eval_samples: How many sequences of each source are held out; None means the default.
         """
         parts = [self._split_windows(source.files, eval_samples) for source in token_sources]
-        eval_sizes = [0 if held is None else len(held) for _, held in parts]
+        eval_sizes = [0 if eval_part is None else len(eval_part) for _, eval_part in parts]
         self.bytes_per_token = _mean_bytes_per_token(token_sources, eval_sizes)
         if weights is None:
             ((self._train, self._eval),) = parts
             return
         self._train = Mixture([train for train, _ in parts], [float(weight) for weight in weights])
-        eval_parts = [held for _, held in parts if held is not None]
+        eval_parts = [eval_part for _, eval_part in parts if eval_part is not None]
         self._eval = ConcatDataset(eval_parts) if eval_parts else None
 
     def _split_windows(

@@ -71,13 +71,13 @@ class ImageClassification(Classification):
         if test_images is not None:
             _check_labels(test_images, self.classes)
         if test_images is None or eval_samples is not None:
-            train, held = _split(images, eval_samples)
+            train, eval_images = _split(images, eval_samples)
         else:
-            train, held = images, test_images
-        _check_shapes(train, held, augment_shift)
+            train, eval_images = images, test_images
+        _check_shapes(train, eval_images, augment_shift)
         mean, std = _statistics(train.images)
         self._train = Images(train, mean, std, shift=augment_shift)
-        self._eval = Images(held, mean, std) if len(held.labels) else None
+        self._eval = Images(eval_images, mean, std) if len(eval_images.labels) else None
         self._build = _model(model, model_args, train.images.shape[1:], classes=self.classes)
         self._input = ImageInput(
             mean=mean,
@@ -198,8 +198,8 @@ def _split(images: ImageSet, eval_samples: int | None) -> tuple[ImageSet, ImageS
     count = held_out(len(images.labels), eval_samples, DEFAULT_EVAL_FRACTION)
     train_index, eval_index = hold_out(len(images.labels), count, images.labels)
     train = ImageSet(images.images[train_index], images.labels[train_index], images.source)
-    held = ImageSet(images.images[eval_index], images.labels[eval_index], images.source)
-    return train, held
+    eval_images = ImageSet(images.images[eval_index], images.labels[eval_index], images.source)
+    return train, eval_images
 
 
 def _example(images: Array) -> Array:
@@ -232,17 +232,17 @@ def _check_labels(images: ImageSet, classes: int) -> None:
         raise UserError(f"{images.source} has one class only; classification needs at least two")
 
 
-def _check_shapes(train: ImageSet, held: ImageSet, augment_shift: int) -> None:
+def _check_shapes(train: ImageSet, eval_images: ImageSet, augment_shift: int) -> None:
     """Check that all images have one shape, and are not moved out of sight.
 
     Raises:
         UserError: They have several shapes, or `augment_shift` is as large as an image.
     """
     train_shape = train.images.shape[1:]
-    held_shape = held.images.shape[1:]
+    held_shape = eval_images.images.shape[1:]
     if train_shape != held_shape:
         raise UserError(
-            f"the images of {held.source} have shape {held_shape}, those of {train.source} "
+            f"the images of {eval_images.source} have shape {held_shape}, those of {train.source} "
             f"{train_shape}; they must agree"
         )
     _, height, width = train_shape

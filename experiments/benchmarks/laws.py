@@ -67,15 +67,15 @@ def series(table: Iterable[Run]) -> dict[str, list[list[Run]]]:
         batch_class = round(math.log(samples_per_gpu) / BATCH_TOLERANCE)
         groups["weak", settings, batch_class].append(run)
         groups["strong", settings, run.global_batch].append(run)
-    found = defaultdict[str, list[list[Run]]](list)
+    series_by_group = defaultdict[str, list[list[Run]]](list)
     for (scaling, *_), members in groups.items():
         counts = Counter(run.gpus for run in members)
         unique = [run for run in members if counts[run.gpus] == 1]
         unique.sort(key=lambda run: run.gpus)
         if len(unique) >= MIN_COUNTS:
             is_split = unique[0].tp * unique[0].pp > 1
-            found[f"{scaling}, {'split' if is_split else 'data parallel'}"].append(unique)
-    return found
+            series_by_group[f"{scaling}, {'split' if is_split else 'data parallel'}"].append(unique)
+    return series_by_group
 
 
 def judge(group: str, members: Sequence[Compared]) -> list[Judgement]:
@@ -146,12 +146,12 @@ def _ninth_tenth(values: Sequence[float]) -> float:
 @click.argument("tables", type=click.Path(exists=True), nargs=-1)
 @click.option("--json", "as_json", is_flag=True)
 def main(tables: tuple[str, ...], as_json: bool) -> None:
-    found = series(runs(*tables))
+    series_by_group = series(runs(*tables))
     judgements = []
-    for group, all_members in found.items():
+    for group, all_members in series_by_group.items():
         for members in all_members:
             judgements += judge(group, [prepare(run).compare() for run in members])
-    results = {"series": sum(map(len, found.values())), "points": len(judgements)}
+    results = {"series": sum(map(len, series_by_group.values())), "points": len(judgements)}
     show("laws", results, table_of(judgements), as_json=as_json)
 
 

@@ -128,9 +128,9 @@ def _split_experts(mixture: Mixture, mesh: DeviceMesh, exchange: Exchange) -> No
         if isinstance(whole, DTensor):
             local = whole.to_local()
             placements = whole.placements
-        own = local.chunk(exchange.size)[rank].contiguous().clone()
+        part = local.chunk(exchange.size)[rank].contiguous().clone()
         split = DTensor.from_local(
-            own,
+            part,
             mesh,
             [Shard(0), *placements],
             run_check=False,
@@ -139,7 +139,7 @@ def _split_experts(mixture: Mixture, mesh: DeviceMesh, exchange: Exchange) -> No
         )
         setattr(experts, name, nn.Parameter(split, requires_grad=parameter.requires_grad))
         names.append(name)
-        counts.add((len(local), len(own)))
+        counts.add((len(local), len(part)))
     ((count_before, own_count),) = counts
     set_expert_count(experts, before=count_before, now=own_count)
     kind: Any = type(experts)  # mypy takes its instances' __hash__ for its own

@@ -170,12 +170,14 @@ class PipelineParallel(Parallel):
 
         Collective over all workers. Only one tensor at a time is whole on a device.
         """
-        own = {
+        stage_state = {
             name: tensor
             for name, tensor in self.model_state().items()
             if isinstance(tensor, Tensor)
         }
-        own_shapes = [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()]
+        own_shapes = [
+            (name, tuple(tensor.shape), tensor.dtype) for name, tensor in stage_state.items()
+        ]
         shapes_by_stage: list[Any] = [None] * self.layout.dims.pp
         dist.all_gather_object(shapes_by_stage, own_shapes, group=self.stage_group)
         full_state: dict[str, Tensor] = {}
@@ -183,7 +185,7 @@ class PipelineParallel(Parallel):
             source = dist.get_global_rank(self.stage_group, stage)
             for name, shape, dtype in shapes:
                 if stage == self.runtime.comm.stage:
-                    whole = state.whole_tensor(own[name].detach(), self.device)
+                    whole = state.whole_tensor(stage_state[name].detach(), self.device)
                     tensor = whole.to(self.device).contiguous()
                 else:
                     tensor = torch.empty(shape, dtype=dtype, device=self.device)

@@ -242,13 +242,13 @@ def apply(
     def distribute(parameter: nn.Parameter, dim: int | None) -> nn.Parameter:
         whole = parameter.detach()
         if dim is None:
-            own = whole
+            part = whole
             placement: Placement = Replicate()
         else:
-            own = peers.part(whole, dim).contiguous().clone()
+            part = peers.part(whole, dim).contiguous().clone()
             placement = Shard(dim)
         distributed = DTensor.from_local(
-            own, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+            part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
         )
         return nn.Parameter(distributed, requires_grad=parameter.requires_grad)
 

@@ -130,10 +130,10 @@ class _Columns(torch.autograd.Function):
             if of_y is None:
                 assert of_gathered is not None, "backward comes with a gradient"
                 return _piece(of_gathered, position, size)
-            own = product.input_gradient(_piece(of_y, position, size), weight)
+            product_gradient = product.input_gradient(_piece(of_y, position, size), weight)
             if of_gathered is None:
-                return own
-            return _piece(of_gathered, position, size) + own
+                return product_gradient
+            return _piece(of_gathered, position, size) + product_gradient
 
         of_x = _scatter(ctx.group, gradient_piece) if needs_x else None
         of_weight = None

@@ -840,11 +840,11 @@ def test_a_mistake_is_told_at_once(
     started = time.process_time()
     ended = here(monkeypatch, capsys, *shlex.split(words))
     seconds = time.process_time() - started
-    said = ended.err.removeprefix("trireme: ").replace(str(folder), "").replace(f"{ROOT}/", "")
+    message = ended.err.removeprefix("trireme: ").replace(str(folder), "").replace(f"{ROOT}/", "")
     assert ended.code == 2 and ended.err.startswith("trireme: ") and "Traceback" not in ended.err, (
         ended
     )
-    assert matches(said, expected), said
+    assert matches(message, expected), message
     assert seconds < SECONDS, f"{seconds:.1f} s"
 
 
@@ -927,12 +927,12 @@ def test_a_worker_in_this_process_names_the_line(
     assert ended.code == code
 
 
-def assert_line_is_named(said: str, sentence: str, line: str, folder: Path) -> None:
+def assert_line_is_named(message: str, sentence: str, line: str, folder: Path) -> None:
     """What is printed has the sentence, and then the line of the task's own code with its place."""
     number = MINE[: MINE.index(line)].count("\n") + 1
     method = re.findall(r"def (\w+)", MINE[: MINE.index(line)])[-1]
-    assert sentence in said and "Traceback" not in said, said
-    assert f'File "{folder}/mine.py", line {number}, in {method}\n    {line}\n' in said, said
+    assert sentence in message and "Traceback" not in message, message
+    assert f'File "{folder}/mine.py", line {number}, in {method}\n    {line}\n' in message, message
 
 
 @pytest.mark.slow
@@ -956,9 +956,9 @@ def test_a_worker_in_another_process_names_the_line(
     words += ["strategy=ddp", "workers=2", f"launcher={launcher}"]
     env = ray_environment | {"PYTHONPATH": f"{folder}:{ROOT}"}
     ended = torchrun(*words, env=env) if launcher == "torchrun" else trireme(*words, env=env)
-    said = ended.err
+    message = ended.err
     if launcher == "torchrun":  # which has exit codes of its own, and prints a traceback of its own
-        said = said.partition("torch/distributed/elastic")[0]
+        message = message.partition("torch/distributed/elastic")[0]
     else:
         assert ended.code == code
-    assert_line_is_named(said, sentence, line, folder)
+    assert_line_is_named(message, sentence, line, folder)

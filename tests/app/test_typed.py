@@ -85,11 +85,11 @@ def test_help_in_a_notebook_shows_and_explains_the_keys(verb: Callable[..., Any]
 def checked(folder: Path, script: str, *options: str) -> list[str]:
     """The errors that mypy finds in a script that imports an installed Trireme."""
     (folder / "script.py").write_text(script)
-    found, problem, _ = mypy.run(
+    report, problem, _ = mypy.run(
         [str(folder / "script.py"), "--cache-dir", str(folder / "cache"), *options]
     )
     assert not problem
-    return [line for line in found.splitlines() if ": error: " in line]
+    return [line for line in report.splitlines() if ": error: " in line]
 
 
 def test_a_type_checker_finds_misspelt_keys_and_wrong_types(

@@ -466,17 +466,17 @@ def test_the_folders_of_killed_commands_are_removed(
     assert other_command.stdout is not None
     other_folder = Path(other_command.stdout.readline().strip())
     (other_folder / "session").mkdir()
-    own = TemporaryFolder()
-    assert own.path.stat().st_mode & 0o777 == 0o700, "other users may look into it"
+    folder = TemporaryFolder()
+    assert folder.path.stat().st_mode & 0o777 == 0o700, "other users may look into it"
     sweep()
     assert other_folder.is_dir()
-    assert own.path.is_dir()
+    assert folder.path.is_dir()
     other_command.kill()
     other_command.wait()
     # The last process of a Ray may make its folder again.
     (tmp_path / "tr-ray-again" / "session").mkdir(parents=True)
     sweep()
     assert not other_folder.exists()
-    assert own.path.is_dir()
-    own.remove()
+    assert folder.path.is_dir()
+    folder.remove()
     assert list(tmp_path.iterdir()) == []

@@ -113,8 +113,8 @@ def test_nothing_is_wider_than_a_phone_or_a_desk(runs: Path, tmp_path: Path, wid
         f"file://{copy}",
     ]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=300).stdout
-    found = re.search(r"<title>W(\d+)of(\d+)cut(\d+)</title>", shown)
-    assert found and int(found[1]) <= int(found[2]) and int(found[3]) == 0, shown[:500]
+    title = re.search(r"<title>W(\d+)of(\d+)cut(\d+)</title>", shown)
+    assert title and int(title[1]) <= int(title[2]) and int(title[3]) == 0, shown[:500]
 
 
 def _record(name: str, rate: float, *left_out: str) -> RunRecord:
@@ -158,9 +158,9 @@ def test_a_run_has_one_colour_in_all_plots_also_where_others_lack_a_metric() -> 
 def test_a_page_is_dark_where_the_reader_wants_it() -> None:
     text = page.render(content([_record("one", 0.1), _record("two", 0.2)]))
     pattern = r":root \{(.*?)\}\n@media.*?prefers-color-scheme: dark\) \{ :root \{(.*?)\}"
-    found = re.search(pattern, text, re.S)
-    assert found is not None
-    named = [dict(re.findall(r"--([\w-]+): (#\w+)", part)) for part in found.groups()]
+    rules = re.search(pattern, text, re.S)
+    assert rules is not None
+    named = [dict(re.findall(r"--([\w-]+): (#\w+)", part)) for part in rules.groups()]
     used = set(re.findall(r"var\(--([\w-]+)", text))
     assert used <= set(named[0]) and set(named[0]) == set(named[1])
     assert all(named[0][name] != named[1][name] for name in used)

@@ -305,8 +305,8 @@ def _gradient_penalty_error(rank: int) -> tuple[float, float]:
     """
     _, gather = _parallel_and_gather("ddp", 2)
     all_rows = random(4, 3, seed=1)
-    own = slice(2 * rank, 2 * rank + 2)
-    rows = all_rows[own].clone().requires_grad_()
+    rows_of_rank = slice(2 * rank, 2 * rank + 2)
+    rows = all_rows[rows_of_rank].clone().requires_grad_()
 
     def cubes(z: Tensor) -> Tensor:
         return (z.pow(3).sum(1) * z[0, 0]).sum()
@@ -321,7 +321,7 @@ def _gradient_penalty_error(rank: int) -> tuple[float, float]:
     (2 * slope).square().sum().backward()  # both workers differentiate the same sum
     assert rows.grad is not None
     assert leaf.grad is not None
-    error = (rows.grad / 2 - leaf.grad[own]).abs().max().item()
+    error = (rows.grad / 2 - leaf.grad[rows_of_rank]).abs().max().item()
     return error, leaf.grad.abs().max().item()
 
 

@@ -197,10 +197,10 @@ class CTC(Kind):
         extractor.save_pretrained(folder)
 
 
-def changes(found: Sequence[Any], right: Sequence[Any]) -> int:
+def changes(recognized: Sequence[Any], right: Sequence[Any]) -> int:
     """The least number of items to change, add or remove (Levenshtein 1966)."""
     row = list(range(len(right) + 1))
-    for number, one in enumerate(found, 1):
+    for number, one in enumerate(recognized, 1):
         diagonal = row[0]
         row[0] = number
         for place, other in enumerate(right, 1):

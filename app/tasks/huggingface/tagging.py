@@ -114,11 +114,11 @@ class TokenClassification(Kind, Answers):
         """Precision, recall and F1 of entities."""
         if "_right" not in means:
             return {}
-        right, found, there = (means[f"_{name}"] for name in ("right", "found", "there"))
+        right, predicted, there = (means[f"_{name}"] for name in ("right", "found", "there"))
         return {
-            "precision": right / found if found else 0.0,
+            "precision": right / predicted if predicted else 0.0,
             "recall": right / there if there else 0.0,
-            "f1": 2 * right / (found + there) if found + there else 0.0,
+            "f1": 2 * right / (predicted + there) if predicted + there else 0.0,
         }
 
     def model_input(self, config: PreTrainedConfig) -> Preprocessor:

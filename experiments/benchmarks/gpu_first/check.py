@@ -110,9 +110,9 @@ class CheckContext:
         else:
             self.expect(figure, 0.0, None, why="a CPU's speed is not predicted")
 
-    def found(self, **values: Any) -> None:
+    def measured(self, **values: Any) -> None:
         """Write what was measured."""
-        self._write({"found": values})
+        self._write({"measured": values})
 
     def _write(self, line: dict[str, Any]) -> None:
         self.file.write(json.dumps(line) + "\n")
@@ -141,18 +141,18 @@ class CheckContext:
         return seconds_of(function, self.device)
 
 
-def misses(predicted: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def misses(predicted: dict[str, Any], measured: dict[str, Any]) -> list[str]:
     """A sentence for each prediction that does not hold. nan is within no bounds.
 
     Args:
         predicted: The bounds of each figure.
-        found: The value of each figure.
+        measured: The value of each figure.
     """
     sentences = []
     for figure, bounds in predicted.items():
         low = bounds["low"]
         high = bounds["high"]
-        value = found.get(figure)
+        value = measured.get(figure)
         if value is None:
             sentences.append(f"{figure} was not found")
             continue

@@ -22,7 +22,7 @@ def machine(context: CheckContext) -> None:
     Without a GPU it is one row, in processes.
     """
     gpus = torch.cuda.device_count()
-    context.found(
+    context.measured(
         gpus=gpus,
         names=[torch.cuda.get_device_name(number) for number in range(gpus)],
         torch=torch.__version__,
@@ -33,10 +33,10 @@ def machine(context: CheckContext) -> None:
     from experiments.parity.rows import ROWS
 
     rows = [row for row in ROWS if 2 <= row.workers <= max(2, gpus)]
-    context.found(rows=[str(row) for row in rows if gpus or row.name == "ddp"])
+    context.measured(rows=[str(row) for row in rows if gpus or row.name == "ddp"])
     if gpus:
         free, total = torch.cuda.mem_get_info()
-        context.found(
+        context.measured(
             memory_bytes=total,
             free_bytes=free,
             capability=torch.cuda.get_device_capability(),
@@ -68,7 +68,7 @@ def products(context: CheckContext) -> None:
     )
     random_tflops = _product_tflops(context, torch.randn, size)
     ones_tflops = _product_tflops(context, torch.ones, size)
-    context.found(
+    context.measured(
         tflops=random_tflops,
         ones_over_random=ones_tflops / random_tflops,
         planner=datasheet.matmul.get("bf16"),
@@ -103,7 +103,7 @@ def copy(context: CheckContext) -> None:
     is_large = context.on_gpu and context.model != "tiny"
     x = torch.randn(2**28 if is_large else 2**20, device=context.device)
     y = torch.empty_like(x)
-    context.found(gb_per_second=2 * x.nbytes / context.seconds_of(lambda: y.copy_(x)) / 1e9)
+    context.measured(gb_per_second=2 * x.nbytes / context.seconds_of(lambda: y.copy_(x)) / 1e9)
 
 
 def fork(context: CheckContext) -> None:
@@ -118,7 +118,7 @@ def fork(context: CheckContext) -> None:
         why="importing must not start CUDA, which no fork survives (torch's notes)",
     )
     context.expect("exit_code", 0, 0, why="CUDA starts in the child")
-    context.found(initialised_before=int(torch.cuda.is_initialized()))
+    context.measured(initialised_before=int(torch.cuda.is_initialized()))
     child = os.fork()
     if child == 0:
         code = 1
@@ -128,7 +128,7 @@ def fork(context: CheckContext) -> None:
         finally:
             os._exit(code)
     _, status = os.waitpid(child, 0)
-    context.found(exit_code=os.waitstatus_to_exitcode(status))
+    context.measured(exit_code=os.waitstatus_to_exitcode(status))
 
 
 def first_launch(context: CheckContext, lazy: bool) -> None:
@@ -165,9 +165,9 @@ def first_launch(context: CheckContext, lazy: bool) -> None:
         launch_seconds.append(time.perf_counter() - start)
         were_running = not products_ended.query()
         torch.cuda.synchronize()
-        context.found(**{f"chain_was_running_{number}": int(were_running)})
+        context.measured(**{f"chain_was_running_{number}": int(were_running)})
     first, second = launch_seconds
-    context.found(waited=int(first > 0.2), first_ms=1e3 * first, again_ms=1e3 * second)
+    context.measured(waited=int(first > 0.2), first_ms=1e3 * first, again_ms=1e3 * second)
 
 
 def group_again(context: CheckContext) -> None:
@@ -195,7 +195,7 @@ def group_again(context: CheckContext) -> None:
             assert group is not None
             group.abort()
         dist.destroy_process_group()
-    context.found(sum=total, seconds=time.perf_counter() - start)
+    context.measured(sum=total, seconds=time.perf_counter() - start)
 
 
 # --- tests ----------------------------------------------------------------------------------------
@@ -235,16 +235,16 @@ def gpu_tests(context: CheckContext) -> None:
     names: dict[str, list[str]] = {"passed": [], "failed": [], "skipped": [], "left_out": []}
     for case in ElementTree.parse(report).getroot().iter("testcase"):
         names[_outcome(case)].append(case.get("name", ""))
-    context.found(
+    context.measured(
         failed=len(names["failed"]),
         which=names["failed"],
         passed=len(names["passed"]),
         skipped=len(names["skipped"]),
     )
     if names["left_out"]:
-        context.found(files_that_need_what_is_not_installed=names["left_out"])
+        context.measured(files_that_need_what_is_not_installed=names["left_out"])
     if names["failed"]:
-        context.found(said=process.stdout[-2000:])
+        context.measured(said=process.stdout[-2000:])
 
 
 def _outcome(case: ElementTree.Element) -> str:

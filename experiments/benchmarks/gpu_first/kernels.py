@@ -100,11 +100,11 @@ def shapes(context: CheckContext) -> None:
     rates: dict[str, dict[str, float]] = {}
     for layer in (*layers_of_model, *_other_layers(shape, hidden)):
         rates[layer.name] = _rates(context, layer)
-        context.found(products=rates)
+        context.measured(products=rates)
     tflops = []
     for layer in layers_of_model:
         tflops += [rate for name, rate in rates[layer.name].items() if name != "ms"]
-    context.found(least_tflops=min(tflops))
+    context.measured(least_tflops=min(tflops))
 
 
 def _rates(context: CheckContext, layer: LinearLayer) -> dict[str, float]:
@@ -185,15 +185,15 @@ def attention(context: CheckContext) -> None:
                 "both": 3.5 * flops / both_seconds / 1e12,
             },
         }
-        context.found(kernels=kernels)
+        context.measured(kernels=kernels)
     ms_by_kernel = {name: times["both_ms"] for name, times in kernels.items() if "both_ms" in times}
     if "cudnn" in ms_by_kernel and "flash" in ms_by_kernel:
         cudnn_ms = kernels["cudnn"]["forward_ms"]
         flash_ms = kernels["flash"]["forward_ms"]
-        context.found(cudnn_over_flash_forward=cudnn_ms / flash_ms)
+        context.measured(cudnn_over_flash_forward=cudnn_ms / flash_ms)
     elif not context.on_gpu:
-        context.found(cudnn_over_flash_forward=1.0)
-    context.found(chosen_over_best=ms_by_kernel[CHOSEN] / min(ms_by_kernel.values()))
+        context.measured(cudnn_over_flash_forward=1.0)
+    context.measured(chosen_over_best=ms_by_kernel[CHOSEN] / min(ms_by_kernel.values()))
 
 
 def _forward_backward(qkv: tuple[torch.Tensor, ...], gradient: torch.Tensor) -> None:
@@ -232,10 +232,10 @@ def power(context: CheckContext) -> None:
             context.synchronize()
     context.synchronize()
     flops = count * 2 * 8192**3
-    context.found(idle=idle, loaded=loaded, tflops=flops / (time.monotonic() - start) / 1e12)
+    context.measured(idle=idle, loaded=loaded, tflops=flops / (time.monotonic() - start) / 1e12)
     clock = float(loaded["clocks.sm"])
     highest_clock = float(loaded["clocks.max.sm"])
-    context.found(clock_under_load=clock / highest_clock)
+    context.measured(clock_under_load=clock / highest_clock)
 
 
 def _ask_nvidia_smi() -> dict[str, str]:

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str], prog_name: str = "gpu first") -> None:
         gpus = _count_gpus(machine)
         if not gpus and options.model is None:
             sys.exit("there is no GPU here: on a CPU write --model tiny")
-        rows = machine["found"].get("rows", ())
+        rows = machine["measured"].get("rows", ())
         checks = chosen([*CHECKS, *map(row_check, rows)], options.only)
         lines = []
         with open(options.out, "w") as file:
@@ -89,9 +89,9 @@ def main(arguments: Sequence[str], prog_name: str = "gpu first") -> None:
 
 def _count_gpus(machine: Line) -> int:
     """How many GPUs the machine's own check has found; ends the program if it has not."""
-    if "gpus" not in machine["found"]:
+    if "gpus" not in machine["measured"]:
         sys.exit(f"what GPUs there are could not be found{_remark(machine)}")
-    return machine["found"]["gpus"]
+    return machine["measured"]["gpus"]
 
 
 def _summary(lines: list[Line], *, seconds: float) -> Line:
@@ -143,10 +143,10 @@ def _table(lines: Iterable[Line]) -> Iterator[str]:
     yield f"{'check':28} {'figure':26} {'predicted':>23}  {'found':>10}"
     for line in lines:
         for figure, bounds in line["predicted"].items():
-            value = line["found"].get(figure)
+            value = line["measured"].get(figure)
             range_text = f"{_bound_text(bounds['low'])} to {_bound_text(bounds['high'])}"
             value_text = "-" if value is None else f"{value:.4g}"
-            is_missed = value is not None and bool(misses({figure: bounds}, line["found"]))
+            is_missed = value is not None and bool(misses({figure: bounds}, line["measured"]))
             remark = "  outside" if is_missed else ""
             yield f"{line['name']:28} {figure:26} {range_text:>23}  {value_text:>10}{remark}"
 
@@ -269,7 +269,7 @@ def run(check: Check, device_type: str, model: str, session: Session) -> Line:
         folder = stack.enter_context(
             tempfile.TemporaryDirectory(dir=session.folder, ignore_cleanup_errors=True)
         )
-        results = Path(folder, "found")
+        results = Path(folder, "measured")
         output = Path(folder, "said")
         reading_end, writing_end = os.pipe()
         # The kernel closes the writing end too when this process is killed.
@@ -338,14 +338,14 @@ def judge(name: str, results: Path, problem: str = "") -> Line:
         problem: How its process ended badly; "" if it ended well.
     """
     predicted: dict[str, Any] = {}
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     end: dict[str, Any] = {}
     texts = results.read_text().splitlines() if results.exists() else []
     for text in texts:
         with contextlib.suppress(ValueError):  # the process was killed while it wrote a line
             entry = json.loads(text)
             predicted |= entry.pop("predicted", {})
-            found |= entry.pop("found", {})
+            measured |= entry.pop("measured", {})
             end |= entry
     ok: bool | None
     missing_package = None
@@ -363,10 +363,12 @@ def judge(name: str, results: Path, problem: str = "") -> Line:
         ok = False
         error = f"{end['error']}\n{end['trace']}"
     else:
-        sentences = misses(predicted, found)
+        sentences = misses(predicted, measured)
         ok = not sentences
         error = "; ".join(sentences)
-    return make_line(name, ok, predicted=predicted, found=found, error=error, lacks=missing_package)
+    return make_line(
+        name, ok, predicted=predicted, measured=measured, error=error, lacks=missing_package
+    )
 
 
 def make_line(
@@ -374,7 +376,7 @@ def make_line(
     ok: bool | None,
     *,
     predicted: dict[str, Any] | None = None,
-    found: dict[str, Any] | None = None,
+    measured: dict[str, Any] | None = None,
     error: str = "",
     lacks: str | None = None,
 ) -> Line:
@@ -384,7 +386,7 @@ def make_line(
         "ok": ok,
         "seconds": 0.0,
         "predicted": predicted or {},
-        "found": found or {},
+        "measured": measured or {},
         "error": error or None,
         "lacks": lacks,
     }

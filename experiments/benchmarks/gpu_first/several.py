@@ -41,7 +41,7 @@ def row(context: CheckContext, name: str) -> None:
         difference = result.difference
         if difference is None:
             raise RuntimeError(f"{result.variant}: {result.refused or result.error}")
-        context.found(
+        context.measured(
             **{
                 variant: difference.loss,
                 f"{variant}_norm": difference.norm,
@@ -109,7 +109,7 @@ def killed_peer(context: CheckContext) -> None:
     *others, last = peers
     last.join()
     start = time.monotonic()
-    context.found(last_rank_ended_with=last.exitcode)
+    context.measured(last_rank_ended_with=last.exitcode)
     peer_is_gone.touch()
     for peer in others:
         seconds = time.monotonic() - start
@@ -117,7 +117,7 @@ def killed_peer(context: CheckContext) -> None:
     files = sorted(folder.glob("survivor-*"))
     survivors = [Survivor(**json.loads(file.read_text())) for file in files]
     expected_error = "DistBackendError" if context.on_gpu else "RuntimeError"
-    context.found(
+    context.measured(
         survivors=sum(survivor.total == world - 1 for survivor in survivors),
         codes=[peer.exitcode for peer in peers],
         told=sum(
@@ -127,7 +127,7 @@ def killed_peer(context: CheckContext) -> None:
     )
     if survivors:
         released_at = max(survivor.released_at for survivor in survivors)
-        context.found(seconds=released_at - start)
+        context.measured(seconds=released_at - start)
 
 
 def _run_peer(rank: int, world: int, folder: Path, device_type: str, peer_is_gone: Path) -> None:

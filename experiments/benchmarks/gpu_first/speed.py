@@ -134,7 +134,7 @@ def loss_chunks(context: CheckContext) -> None:
     _, gradient = compiled(logits, targets)
     _, expected_gradient = eager_chunk_loss(logits, targets)
     difference = float((gradient.float() - expected_gradient).abs().max())
-    context.found(
+    context.measured(
         ms=1e3 * seconds["compiled"],
         times_faster=seconds["one by one"] / seconds["compiled"],
         extra_bytes=extra_bytes,
@@ -184,11 +184,11 @@ def speed(
     step = ByHand(shape, rows, compiled=context.on_gpu and compiled).advance
     by_hand = _measure_steps(context, step)
     kernels = _profile(context, step, 2)
-    context.found(by_hand=by_hand, longest_by_hand=_longest(kernels))
+    context.measured(by_hand=by_hand, longest_by_hand=_longest(kernels))
     del step
     run_options = RunOptions(options=options, precision=precision, compiled=compiled)
     seconds = _measure_run(context, run_options)
-    context.found(over_by_hand=seconds / by_hand["seconds"])
+    context.measured(over_by_hand=seconds / by_hand["seconds"])
 
 
 def alone(
@@ -238,7 +238,7 @@ def _measure_run(context: CheckContext, options: RunOptions) -> float:
         "parts": estimate.seconds,
         "memory": estimate.memory,
     }
-    context.found(planned=planned)
+    context.measured(planned=planned)
     # What was trained by hand before must not count as the memory that the run starts with.
     _free_memory(context)
     run = make_training(context, config)
@@ -249,7 +249,7 @@ def _measure_run(context: CheckContext, options: RunOptions) -> float:
 
     measured = _measure_steps(context, step)
     seconds = measured["seconds"]
-    context.found(
+    context.measured(
         ms_a_step=1e3 * seconds,
         tokens_per_second=shape.tokens / seconds,
         mfu=flops / seconds / peak,
@@ -257,7 +257,7 @@ def _measure_run(context: CheckContext, options: RunOptions) -> float:
         bytes=measured.get("bytes", 0.0) - run.memory_before,
         parameters=parameters,
     )
-    context.found(**_kernel_figures(_profile(context, step, 2)))
+    context.measured(**_kernel_figures(_profile(context, step, 2)))
     batches.close()
     return seconds
 
@@ -383,7 +383,7 @@ def memory(context: CheckContext, mode: str, times: int) -> None:
             1.1 * estimate.memory_bytes,
             why="the planner, within 10 %",
         )
-    context.found(
+    context.measured(
         planned_bytes=estimate.memory_bytes, parts=estimate.memory, capacity=estimate.capacity
     )
     try:
@@ -392,10 +392,10 @@ def memory(context: CheckContext, mode: str, times: int) -> None:
         for _ in range(3):
             run.step(next(batches))
         context.synchronize()
-        context.found(ran_out=0, memory_bytes=memory_bytes(context.device) - run.memory_before)
+        context.measured(ran_out=0, memory_bytes=memory_bytes(context.device) - run.memory_before)
         if context.on_gpu:
-            context.found(reserved_bytes=torch.cuda.max_memory_reserved())
+            context.measured(reserved_bytes=torch.cuda.max_memory_reserved())
     except torch.OutOfMemoryError as error:
-        context.found(ran_out=1, said=str(error)[:300])
+        context.measured(ran_out=1, said=str(error)[:300])
     # The process must be able to continue, as a sweep and `plan --max-batch` do.
-    context.found(after=float(torch.ones(8, device=context.device).sum()))
+    context.measured(after=float(torch.ones(8, device=context.device).sum()))

@@ -229,7 +229,7 @@ def one_device(context: CheckContext, name: str) -> None:
         options["compile_backend"] = "aot_eager"
     curve = train(trial, SINGLE, Options(**options), context.device)
     first_and_last_loss = [curve.losses[0], curve.losses[-1]]
-    context.found(**asdict(difference(expected, curve)), losses=first_and_last_loss)
+    context.measured(**asdict(difference(expected, curve)), losses=first_and_last_loss)
 
 
 # --- nothing waits --------------------------------------------------------------------------------
@@ -274,11 +274,11 @@ def no_waits(context: CheckContext, has_mixtures: bool = False) -> None:
     for warning in caught:
         if WAIT_WARNING in str(warning.message):
             places.add(f"{warning.filename}:{warning.lineno}")
-    context.found(waits=len(places), where=sorted(places))
+    context.measured(waits=len(places), where=sorted(places))
     torch.cuda.set_sync_debug_mode("error")
     for count, micro_batches in enumerate(steps[5:], 1):
         run.step(micro_batches)
-        context.found(steps_under_error=count)
+        context.measured(steps_under_error=count)
     torch.cuda.set_sync_debug_mode("default")
 
 
@@ -327,11 +327,11 @@ def resume(context: CheckContext) -> None:
     first_half.persistence.finish(first_half.progress)
     first_half.close()
     second_half = make_training(context, config("halves"))
-    context.found(resumed_from=second_half.resumed_from)
+    context.measured(resumed_from=second_half.resumed_from)
     resumed = _take_steps(second_half, 3)
     assert once.keys() == resumed.keys()
     assert any("exp_avg" in name for name in once), sorted(once)
-    context.found(
+    context.measured(
         different=_count_differences(once, resumed),
         different_in_a_twin=_count_differences(once, again),
         tensors=len(once),
@@ -373,7 +373,7 @@ def save(context: CheckContext) -> None:
         start = time.perf_counter()
         run.persistence.finish(run.progress)
         seconds_to_write.append(time.perf_counter() - start)
-    context.found(
+    context.measured(
         first_stall=stalls[0],
         stall=min(stalls[1:]),
         written_after=seconds_to_write,

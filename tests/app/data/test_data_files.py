@@ -406,11 +406,15 @@ BAD: list[tuple[Callable[[Any], Any], Callable[[Path], Any], str]] = [
     (find_files, lambda at: ".", r"'\.' is a folder; write a glob such as"),
     (tokenise, lambda at: [write(at / "empty.txt", "")], "there is no text in "),
     (
-        lambda own: tokenise([], own),
+        lambda file: tokenise([], file),
         lambda at: write(at / "own.json", "{}"),
         "is not a Hugging Face tokenizers file",
     ),
-    (lambda own: tokenise([], own), lambda at: "gpt2", r"task_args.tokenizer: there is no 'gpt2'"),
+    (
+        lambda file: tokenise([], file),
+        lambda at: "gpt2",
+        r"task_args.tokenizer: there is no 'gpt2'",
+    ),
     (
         lambda package: package_file(package, "", data="a", install="b"),
         lambda at: "sknothing",

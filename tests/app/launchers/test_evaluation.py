@@ -84,7 +84,7 @@ class Scene:
         )
         (folder / "logs").mkdir(parents=True, exist_ok=True)
         (folder / "logs" / "evaluation.log").touch()
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.handled: list[Any] = []
         self.summary: dict[str, Any] = {"metrics": {"train/loss": 9.0}}
         self.driver: Any = SimpleNamespace(
@@ -94,7 +94,7 @@ class Scene:
             stop_requested=mock.Mock(return_value=False),
             summary=self.summary,
             add_to_summary=lambda **values: self.summary.update(values),
-            console=mock.Mock(say=self.said.append),
+            console=mock.Mock(say=self.messages.append),
         )
 
     def save(self, *saved_steps: int, evaluations: Sequence[Mapping[str, float]] = ()) -> None:
@@ -277,12 +277,12 @@ def test_the_end_of_a_run_says_what_it_waits_for_and_can_be_interrupted(tmp_path
     scene.save(10, 20, 30)
     worker = Slow()
     separate = scene.start(worker)
-    scene.driver.stop_requested = lambda: bool(scene.said)
+    scene.driver.stop_requested = lambda: bool(scene.messages)
     sentence = "the evaluation of 3 checkpoints (steps 10, 20, 30)"
     with pytest.raises(Interrupted) as stopped:
         separate.finish(scene.driver)
     assert str(stopped.value) == f"stopped before {sentence}"
-    assert scene.said == [f"training is done; waiting for {sentence}"]
+    assert scene.messages == [f"training is done; waiting for {sentence}"]
     shown = [call.args[0] for call in scene.driver.console.waits_for.call_args_list]
     assert shown[0] == f"{sentence}, whose worker (CPU 1) has not started yet"
     separate.leave(scene.driver)

@@ -117,13 +117,13 @@ class Scene:
         )
         run = mock.Mock(local_folder=Path("/nowhere"), storage=None, **{"lease.successor": None})
         settings = resolve_tracking(first.config.tracking, "/nowhere")
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.tags: dict[str, str] = {}
         self.logged: list[tuple[int, dict[str, float]]] = []
         tracker = mock.Mock(tags=self.tags.update)
         tracker.metrics = lambda step, values, time=None: self.logged.append((step, values))
         self.driver = Driver(
-            run, first.config, mock.Mock(say=self.said.append), settings, tracker=tracker
+            run, first.config, mock.Mock(say=self.messages.append), settings, tracker=tracker
         )
         self.driver.progress = mock.Mock()
         nodes = Nodes(lost=lambda nodes: set(nodes) - self.nodes.keys(), oom_kills=lambda node: 0)
@@ -248,7 +248,7 @@ def test_a_run_shrinks_when_nodes_go_and_grows_when_they_return() -> None:
     in_order = [sizes[step] for step in sorted(sizes)]
     assert in_order == [3.0, 2.0, 4.0], "logged at rising steps, also after a rewind"
     message = "worker 3, process 103 on 10.0.0.3, died after step 10 with its node"
-    assert f"{message}; there is room for 3 of 4" in scene.said[0]
+    assert f"{message}; there is room for 3 of 4" in scene.messages[0]
     assert scene.tags["trireme.restarts"] == "2", "growing is no failure"
     assert scene.driver.metrics._values["restarts"] == 2
     assert scene.now.layout == scene.job.layout
@@ -305,8 +305,8 @@ def test_a_run_asks_for_more_workers_when_its_batch_grows_and_uses_them() -> Non
     assert asked == [2, 0], "their places are free before they are used, and none are wanted more"
     assert scene.now.config.train.batches.batches == [2, 8], "which four workers could not share"
     sentence = "with a batch of 8, 4 workers are expected to take 0.2 s per step and 2 0.4 s"
-    assert any(sentence in said for said in scene.said), scene.said
-    assert "there is room for 4 workers; continuing with 4 of 4 workers" in scene.said[-1]
+    assert any(sentence in message for message in scene.messages), scene.messages
+    assert "there is room for 4 workers; continuing with 4 of 4 workers" in scene.messages[-1]
 
 
 def test_a_run_whose_batch_has_grown_goes_on_without_workers_that_do_not_come() -> None:
@@ -323,7 +323,7 @@ def test_a_run_whose_batch_has_grown_goes_on_without_workers_that_do_not_come() 
     assert asked == [6, 0]
     assert scene.elastic.wanted == 2
     sentence = "the 6 workers that were asked for did not come within 0 s: going on with 2"
-    assert any(sentence in said for said in scene.said), scene.said
+    assert any(sentence in message for message in scene.messages), scene.messages
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_auto_takes_a_smaller_layout_when_the_first_step_finds_a_gpu_full() -> N
     assert second is not None and second.memory_bytes < 0.95 * first.memory_bytes
     assert second.candidate.layout == scene.now.layout
     assert scene.now.config.train.micro_batch_size == second.candidate.micro_batch
-    sentence, why, _ = scene.said
+    sentence, why, _ = scene.messages
     assert sentence == (
         "worker 1, process 101 on 10.0.0.1, ran out of its GPU's memory before the first step; "
         "trying the next layout, which takes less memory"
@@ -381,20 +381,20 @@ def test_a_run_continues_smaller_when_a_node_does_not_return_in_time() -> None:
     scene = Scene(max_restarts=1, elastic_seconds=0.3)
     sizes = scene.go(dies(10, on="d", goes=True), finds_no_place, finishes)
     assert sizes == [4, 4, 3], "waiting is not counted as a restart"
-    assert "waiting for their places" in scene.said[0]
-    assert "worker 3" in scene.said[1], "the first cause is still named"
+    assert "waiting for their places" in scene.messages[0]
+    assert "worker 3" in scene.messages[1], "the first cause is still named"
 
 
 def test_an_excluded_node_is_used_again_when_the_other_node_goes() -> None:
     def b_goes(scene: Scene) -> Failures | None:
         assert scene.now.excluded_nodes == ["a"] and scene.tags["trireme.excluded_nodes"] == "a"
-        assert "2 failures began at that node" in scene.said[1]
+        assert "2 failures began at that node" in scene.messages[1]
         return dies(30, on="b", goes=True)(scene)
 
     scene = Scene({"a": 4.0, "b": 4.0})
     assert scene.go(dies(10, on="a"), dies(20, on="a"), b_goes, finishes) == [4, 4, 4, 4]
     assert scene.now.excluded_nodes == [] and scene.tags["trireme.excluded_nodes"] == ""
-    assert "with its node; continuing with 4 of 4" in scene.said[2]
+    assert "with its node; continuing with 4 of 4" in scene.messages[2]
 
 
 def test_a_worker_that_does_not_start_in_time_is_a_failure() -> None:
@@ -404,7 +404,7 @@ def test_a_worker_that_does_not_start_in_time_is_a_failure() -> None:
     scene = Scene(start_seconds=0.2)
     scene.late_rank = 2
     scene.go(waits, finishes)
-    assert "worker 2 did not start within 0.2 s" in scene.said[0]
+    assert "worker 2 did not start within 0.2 s" in scene.messages[0]
 
 
 def test_rewinds_are_logged() -> None:
@@ -488,7 +488,7 @@ def test_a_run_moves_to_the_layout_that_is_now_expected_to_be_faster(
     assert len(record["path"]) == 2 and len(record["seconds"]) == 2
     assert record["key"] == scene.driver.prediction.candidate.key
     assert followed_layout(scene.now.config, Storage(tmp_path)).key == record["key"]
-    wrong, moving, *_ = scene.said
+    wrong, moving, *_ = scene.messages
     assert "wrong mostly about communication" in wrong and "are corrected by it" in wrong
     assert moving.startswith("following the plan: ")
     assert scene.tags["trireme.moves"].startswith("after step 20: following the plan")
@@ -522,7 +522,9 @@ def test_a_layout_that_cannot_train_after_all_is_left_out_and_the_run_goes_on(
 
     assert scene.go(wants_to_move, finishes) == [4, 4]
     assert scene.now.layout == before
-    assert "another cannot train this model: its loss reads weights; continuing" in scene.said[-1]
+    assert (
+        "another cannot train this model: its loss reads weights; continuing" in scene.messages[-1]
+    )
     assert scene.supervisor.follower is not None
     assert scene.supervisor.follower.history.refused == ["another"]
     assert scene.tags["trireme.moves"] == ""
@@ -541,7 +543,7 @@ def test_without_follow_a_run_says_what_was_wrong_and_stays(
         return finishes(scene)
 
     assert scene.go(measured) == [4]
-    (sentence,) = scene.said
+    (sentence,) = scene.messages
     assert "outside of the planned" in sentence
     assert "corrections" in (own_cache / "trireme/planner/rates-cpu.json").read_text()
 

@@ -465,10 +465,12 @@ def test_layouts_that_are_passed_over_as_too_large_do_not_fit(large: Reader) -> 
 
 def test_strategies_say_why_with_figures_and_what_they_wait_for(large: Reader) -> None:
     plan, words = _advised(large, gpus(gpu="a100-40gb"), *BF16)
-    said = families(plan)
-    assert said["expert"] == "the model is no mixture of experts"
-    assert "GiB per GPU, of 38.9 GiB available; the least sharded layout that fits" in said["ddp"]
-    assert sum(sentence.startswith("the best") for sentence in said.values()) == 1
+    sentences = families(plan)
+    assert sentences["expert"] == "the model is no mixture of experts"
+    assert (
+        "GiB per GPU, of 38.9 GiB available; the least sharded layout that fits" in sentences["ddp"]
+    )
+    assert sum(sentence.startswith("the best") for sentence in sentences.values()) == 1
     assert "fits one GPU only with its state in host memory" in words and "Use " in words
     best, moved = plan.rows[0], plan.rows[0].candidate._replace(offload=True)
     slower = [
@@ -487,10 +489,15 @@ def test_strategies_say_why_with_figures_and_what_they_wait_for(large: Reader) -
 def test_where_nothing_fits_it_is_said_what_would_and_ddp_where_it_does(
     small: Reader, large: Reader
 ) -> None:
-    held = "parallel.offload=false"
+    without_offload = "parallel.offload=false"
     fixed_keys = ("parallel.offload",)
     plan, words = _advised(
-        large, gpus(1, "rtx-3060"), *BF16, "train.global_batch_size=8", held, fixed_keys=fixed_keys
+        large,
+        gpus(1, "rtx-3060"),
+        *BF16,
+        "train.global_batch_size=8",
+        without_offload,
+        fixed_keys=fixed_keys,
     )
     assert (
         plan.best is None
@@ -566,19 +573,19 @@ def test_a_picture_has_the_best_layout_of_each_number_and_where_nothing_fits(
     plan = plan_of(
         large, gpus(4, "a100-40gb"), *BF16, "train.activation_checkpointing=full", fixed_keys=FEWER
     )
-    found = best_by_number(plan)
-    assert list(found) == [1, 2, 4, 8, 16] and found[4] is plan.best
-    assert found[1] is not None and found[1].candidate.offload, (
+    best_rows = best_by_number(plan)
+    assert list(best_rows) == [1, 2, 4, 8, 16] and best_rows[4] is plan.best
+    assert best_rows[1] is not None and best_rows[1].candidate.offload, (
         "one GPU holds it only with its state on the host"
     )
-    fitting = [row for row in found.values() if row]
+    fitting = [row for row in best_rows.values() if row]
     times = [row.step_seconds for row in fitting]
     assert times == sorted(times, reverse=True) and all(row.fits for row in fitting)
     draw(plan, str(tmp_path / "plan.png"), 4)
     assert (tmp_path / "plan.png").read_bytes()[1:4] == b"PNG"
-    held = ("train.global_batch_size=1", "parallel.offload=false")
+    no_remedies = ("train.global_batch_size=1", "parallel.offload=false")
     nowhere = plan_of(
-        large, gpus(1, "rtx-3060"), *BF16, *held, fixed_keys=(*FEWER, "parallel.offload")
+        large, gpus(1, "rtx-3060"), *BF16, *no_remedies, fixed_keys=(*FEWER, "parallel.offload")
     )
     draw(nowhere, str(tmp_path / "nothing.svg"), 4)
     assert "<svg" in (tmp_path / "nothing.svg").read_text()

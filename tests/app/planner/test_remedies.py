@@ -32,9 +32,9 @@ BATCH = ("train.precision=fp32", "train.global_batch_size=8")
 def tried(large: Reader) -> tuple[Plan, dict[str, Remedy]]:
     """A plan of one GPU on which the model does not fit, and what to try by name."""
     plan = plan_of(large, gpus(1, "rtx-4090"), *BATCH, fixed_keys=("train.precision",))
-    found = list(remedies(plan))
-    assert [remedy.name for remedy in found] == ORDER and needs_remedies(plan)
-    return plan, {remedy.name: remedy for remedy in found}
+    in_order = list(remedies(plan))
+    assert [remedy.name for remedy in in_order] == ORDER and needs_remedies(plan)
+    return plan, {remedy.name: remedy for remedy in in_order}
 
 
 def _bytes(remedy: Remedy) -> float:
@@ -105,14 +105,18 @@ def test_offloading_says_how_much_host_memory_it_takes(
     assert moved.memory["activations"] >= kept.memory["activations"], (
         "what backward needs is on the GPU all the same"
     )
-    held = plan_of(
+    without_offload = plan_of(
         large,
         gpus(4, "rtx-4090"),
         *BATCH,
         "parallel.offload=false",
         fixed_keys=("parallel.offload",),
     )
-    assert held.layout(held.rows[0])["host_memory_share"] == held.rows[0].host_memory_bytes == 0
+    assert (
+        without_offload.layout(without_offload.rows[0])["host_memory_share"]
+        == without_offload.rows[0].host_memory_bytes
+        == 0
+    )
 
 
 @pytest.mark.slow
@@ -265,8 +269,8 @@ def test_a_name_of_several_gpus_says_which_one_is_taken() -> None:
         ("A100", "a100-40gb", "a100-80gb"),
         ("V100", "v100-16gb", "v100-32gb"),
     ):
-        said, machine = assumed(name)
-        assert said.startswith(f"{name} is taken for {taken}: write ") and other in said
+        sentence, machine = assumed(name)
+        assert sentence.startswith(f"{name} is taken for {taken}: write ") and other in sentence
         assert machine.device.gpu == find_gpu(taken) and find_gpu(other).name == other
     assert assumed("h100")[0].endswith("h100-pcie or h100-nvl for another.")
     for name in (

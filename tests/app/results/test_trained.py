@@ -99,11 +99,13 @@ def test_an_export_takes_the_newest_usable_or_the_given_checkpoint(tmp_path: Pat
     run = tmp_path / "points"
     first, second = a_run(run, *POINTS, steps=(1, 2))
 
-    def assert_exported(said: str, model: nn.Module, to: str, *more: str) -> None:
+    def assert_exported(message: str, model: nn.Module, to: str, *more: str) -> None:
         before = os.umask(0o027)
-        assert said in invoke("export", run, "--to", to, *more, "--out", tmp_path / said).stdout
+        assert (
+            message in invoke("export", run, "--to", to, *more, "--out", tmp_path / message).stdout
+        )
         os.umask(before)
-        (path,) = (tmp_path / said).iterdir()
+        (path,) = (tmp_path / message).iterdir()
         assert path.stat().st_mode & 0o777 == 0o640, "the umask's, as the folder has it"
         got = load_file(path) if to == "safetensors" else torch.load(path, weights_only=True)
         assert same_bits(got, model.state_dict())
@@ -257,8 +259,8 @@ def test_a_language_model_continues_texts_and_other_runs_are_refused(
     assert all(words in log for words in ("step 300/300  loss", "trained   gpt: ", "held out")), (
         "what was said"
     )
-    said = invoke("generate", run, "saved is a penny ", "--max-tokens", "6", "--temperature", "0")
-    assert said.stdout == "saved is a penny earned\n", said.output
+    answer = invoke("generate", run, "saved is a penny ", "--max-tokens", "6", "--temperature", "0")
+    assert answer.stdout == "saved is a penny earned\n", answer.output
     seeded = [invoke("generate", run, "a", "--seed", seed).stdout for seed in ("1", "1", "2")]
     assert seeded[0] == seeded[1] != seeded[2]
     invoke("export", run, "--to", "torch", "--out", out)

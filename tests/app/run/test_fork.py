@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from app.checkpoint import commits
-from app.checkpoint.forks import held, hold
+from app.checkpoint.forks import hold, needed_by_forks
 from app.cli.fork import fork_config
 from app.run.fork import origin_name
 from app.run.look import RunState, table
@@ -91,9 +91,9 @@ def test_a_checkpoint_stays_until_its_fork_has_one_of_its_own(tmp_path: Path) ->
     one = ["checkpoint.keep_last=1", "checkpoint.keep_best=false", UNTRACKED]
     train_base(tmp_path, *one)
     assert committed(base) == [2, 6]
-    assert held(str(base / "checkpoints")) == {Path(origin.path).name}
+    assert needed_by_forks(str(base / "checkpoints")) == {Path(origin.path).name}
     invoke("fork", base, "--at", "2", "run.name=unborn")
-    assert held(str(base / "checkpoints")) == set()
+    assert needed_by_forks(str(base / "checkpoints")) == set()
     train_base(tmp_path, *one, "train.steps=8")
     assert committed(base) == [8]
 

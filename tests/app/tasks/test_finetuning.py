@@ -256,9 +256,9 @@ def test_frozen_weights_are_saved_once_and_adapters_are_exported(base: Path) -> 
         *command(base, "run", "train.steps=4", "launcher=local", "tracking.enabled=false")
     )
     run = base / "run"
-    said = re.search(r"run: ([\d,]+) parameters, of which ([\d,]+) train \(", ended.stdout)
-    assert said is not None, ended.stdout
-    every, few = (int(number.replace(",", "")) for number in said.groups())
+    counted = re.search(r"run: ([\d,]+) parameters, of which ([\d,]+) train \(", ended.stdout)
+    assert counted is not None, ended.stdout
+    every, few = (int(number.replace(",", "")) for number in counted.groups())
     assert f"{few:,} of {every:,} parameters are trained" in ended.stdout
     counts = {name: tensor.numel() for name, tensor in weights(run).items()}
     assert (every, few) == (

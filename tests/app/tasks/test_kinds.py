@@ -826,11 +826,13 @@ def test_sound_of_every_type_is_read_alike(
 
 
 @pytest.mark.parametrize(
-    ("found", "right", "count"),
+    ("recognized", "right", "count"),
     [("", "abc", 3), ("abc", "abc", 0), ("axc", "abc", 1), ("kitten", "sitting", 3), ("ab", "", 2)],
 )
-def test_changes_are_counted_as_levenshtein_counts_them(found: str, right: str, count: int) -> None:
-    assert changes(found, right) == changes(right, found) == count
+def test_changes_are_counted_as_levenshtein_counts_them(
+    recognized: str, right: str, count: int
+) -> None:
+    assert changes(recognized, right) == changes(right, recognized) == count
 
 
 def test_error_rates_are_those_of_what_is_read(files: Path) -> None:
@@ -987,8 +989,8 @@ def test_every_layout_has_the_losses_and_the_figures_of_one_device(
     ((losses, evaluation),) = trained(0, str(tmp_path), args, [("single", {}, 0)], 1)
     assert all(map(math.isfinite, losses))
     results, _ = run_distributed(trained, 2, str(tmp_path), args, layouts, 2)
-    for (strategy, _, tolerance), found in zip(layouts, results, strict=True):
-        assert found[0] == pytest.approx(losses, rel=tolerance), strategy
+    for (strategy, _, tolerance), result in zip(layouts, results, strict=True):
+        assert result[0] == pytest.approx(losses, rel=tolerance), strategy
         if kind != "image_text" or strategy == "tensor":  # whose figures are of one batch each
             # Rounding may change the class of a pixel between two classes.
-            assert found[1] == pytest.approx(evaluation, rel=1e-2), strategy
+            assert result[1] == pytest.approx(evaluation, rel=1e-2), strategy

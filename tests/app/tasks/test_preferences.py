@@ -156,7 +156,7 @@ def preferring(folder: Path, *rows: Any, **args: Any) -> Any:
     )
 
 
-def said(task: Any) -> list[tuple[str, str]]:
+def prompts_and_answers(task: Any) -> list[tuple[str, str]]:
     """What the model reads before each answer of the first pair, and the answer."""
     tokens_2T, (targets_2T, _) = task.train_data()[0]
     texts = []
@@ -189,7 +189,7 @@ def test_pairs_are_read_in_every_form_that_trl_takes(
     row: Any, expected: Any, tmp_path: Path, own_cache: Path
 ) -> None:
     task = preferring(tmp_path, row, row)
-    assert said(task) == expected
+    assert prompts_and_answers(task) == expected
     answers = Predictor(built_model(task).eval(), task.preprocessor()).predict(["2 + 2?"])
     assert len(answers) == 1
 
@@ -203,7 +203,7 @@ def test_rows_are_cut_and_pairs_without_room_for_an_answer_left_out(
     assert len(task.train_data()) == 2
     tokens_2T, _ = task.train_data()[0]
     assert tokens_2T.shape == (2, 8) and task.sequence_length == 8
-    assert said(task) == [("2 + 2?", " f"), ("2 + 2?", " 5")]
+    assert prompts_and_answers(task) == [("2 + 2?", " f"), ("2 + 2?", " 5")]
 
 
 NOT_A_PAIR = "rows.jsonl:2 is no pair of answers; write lines such as"

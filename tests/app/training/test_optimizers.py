@@ -119,10 +119,10 @@ def test_an_optimizer_continues_from_its_saved_state(name: str) -> None:
 
 @pytest.mark.pure
 def test_muon_and_adafactor_are_torchs_own_on_one_device() -> None:
-    for name, own in (("muon", torch.optim.Muon), ("adafactor", torch.optim.Adafactor)):
+    for name, torch_class in (("muon", torch.optim.Muon), ("adafactor", torch.optim.Adafactor)):
         weights = [nn.Parameter(torch.linspace(-1, 1, 24).view(4, 6)) for _ in range(2)]
         kwargs: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
-        optimizers = [BUILT_IN[name]([weights[0]], **kwargs), own([weights[1]], **kwargs)]
+        optimizers = [BUILT_IN[name]([weights[0]], **kwargs), torch_class([weights[1]], **kwargs)]
         for number in range(3):
             for weight, optimizer in zip(weights, optimizers):
                 weight.grad = (weight.detach() * (number + 1)).cos()

@@ -25,13 +25,13 @@ NOT_THERE |= {"optuna", "safetensors", "tokenizers", "transformers", "pydantic",
 
 def hangs(context: CheckContext) -> None:
     context.expect("never", 0, 1, why="it does not get that far")
-    context.found(before=1)
+    context.measured(before=1)
     subprocess.Popen(["sleep", "1234.5"])  # must end with it
     time.sleep(1000)
 
 
 def crashes(context: CheckContext) -> None:
-    context.found(before=1)
+    context.measured(before=1)
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
@@ -46,11 +46,11 @@ def is_not_for_here(context: CheckContext) -> None:
 def is_wrong(context: CheckContext, value: float | None) -> None:
     context.expect("value", 1.0, 2.0, why="a guess")
     context.expect("least", 1.0, None, why="no more is too much")
-    context.found(least=1e9, **{"value": value} if value is not None else {})
+    context.measured(least=1e9, **{"value": value} if value is not None else {})
 
 
 def says_its_environment(context: CheckContext) -> None:
-    context.found(
+    context.measured(
         **{
             name: value
             for name, value in os.environ.items()

@@ -23,7 +23,7 @@ from experiments.benchmarks.gpu_first.training import estimate_of, make_config
 from tests.experiments.benchmarks.bad_checks import NOT_THERE
 from tests.running import ROOT, environment, wait_until
 
-FIELDS = ["name", "ok", "seconds", "predicted", "found", "error", "lacks"]
+FIELDS = ["name", "ok", "seconds", "predicted", "measured", "error", "lacks"]
 REFUSES = f"""import sys
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
@@ -62,8 +62,8 @@ def test_the_whole_program_runs_on_a_cpu_where_there_is_little_but_torch(tmp_pat
     for name, line in by.items():
         if line["ok"]:
             assert (
-                line["found"]
-                and line["found"].keys() >= line["predicted"].keys()
+                line["measured"]
+                and line["measured"].keys() >= line["predicted"].keys()
                 and line["seconds"] > 0
             )
             assert line["error"] is None and (
@@ -83,7 +83,9 @@ def test_the_whole_program_runs_on_a_cpu_where_there_is_little_but_torch(tmp_pat
         tuple(row.split()[:2]) for row in done.stdout.splitlines()[-2 - len(figures) : -2]
     ] == figures
     assert summary["ok"] and summary["failed"] == [] and summary["name"] == "summary"
-    assert by["resume"]["found"]["resumed_from"] == 3 and by["gpu_tests"]["found"]["skipped"] > 0
+    assert (
+        by["resume"]["measured"]["resumed_from"] == 3 and by["gpu_tests"]["measured"]["skipped"] > 0
+    )
 
 
 BAD = "tests.experiments.benchmarks.bad_checks."
@@ -118,12 +120,12 @@ def test_a_check_that_hangs_crashes_or_fails_is_ended_and_the_later_ones_run(
     )
     failed = [name for name, line in by.items() if line["ok"] is False]
     assert failed == ["hangs", "crashes", "raises", "app.no_such_module", "3.0", "nan", "None"]
-    assert 4.0 <= by["hangs"]["seconds"] < 20.0 and by["hangs"]["found"] == {"before": 1}
+    assert 4.0 <= by["hangs"]["seconds"] < 20.0 and by["hangs"]["measured"] == {"before": 1}
     assert by["hangs"]["predicted"]["never"]["why"] == "it does not get that far"
     assert "killed" in by["hangs"]["error"] and "in hangs" in by["hangs"]["error"], (
         "and where it hung"
     )
-    assert "SIGSEGV" in by["crashes"]["error"] and by["crashes"]["found"] == {"before": 1}
+    assert "SIGSEGV" in by["crashes"]["error"] and by["crashes"]["measured"] == {"before": 1}
     assert "MemoryError: out of memory" in by["raises"]["error"]
     assert (
         by["is_not_for_here"]["ok"] is None
@@ -139,7 +141,7 @@ def test_a_check_that_hangs_crashes_or_fails_is_ended_and_the_later_ones_run(
         and by["1.5"]["predicted"]["least"]["high"] is None
     )
     set_defaults(wanted := {})
-    assert wanted and by["says_its_environment"]["found"] == wanted
+    assert wanted and by["says_its_environment"]["measured"] == wanted
     assert not sleeping()
 
 
@@ -203,8 +205,10 @@ def test_what_does_not_fit_the_budget_is_left_out_and_named(
 def test_a_missing_package_ends_the_program_badly_and_what_a_gpu_needs_does_not(
     lacks: str | None, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    found = {"gpus": 0, "most": [float("inf"), 1.5]}
-    monkeypatch.setattr(program, "run", lambda *_: program.make_line("machine", True, found=found))
+    measured = {"gpus": 0, "most": [float("inf"), 1.5]}
+    monkeypatch.setattr(
+        program, "run", lambda *_: program.make_line("machine", True, measured=measured)
+    )
     left_out = program.make_line("a", None, error="why", lacks=lacks)
     monkeypatch.setattr(program, "run_all", lambda *_, **__: iter([left_out]))
     with pytest.raises(SystemExit) as ended:
@@ -213,14 +217,14 @@ def test_a_missing_package_ends_the_program_badly_and_what_a_gpu_needs_does_not(
     assert (
         ended.value.code == code and summary["ok"] == (code == 0) and summary["left_out"] == ["a"]
     )
-    assert summary["lacks"] == ([lacks] if lacks else []) and machine["found"]["most"] == [
+    assert summary["lacks"] == ([lacks] if lacks else []) and machine["measured"]["most"] == [
         "inf",
         1.5,
     ]
 
 
 @pytest.mark.parametrize(
-    ("found", "ended", "words"),
+    ("measured", "ended", "words"),
     [
         ({"gpus": 0}, {}, ["there is no GPU here"]),
         ({}, {"lacks": "torch"}, ["what GPUs there are could not be found: needs torch"]),
@@ -232,19 +236,21 @@ def test_a_missing_package_ends_the_program_badly_and_what_a_gpu_needs_does_not(
     ],
 )
 def test_it_is_said_why_no_gpu_was_found(
-    found: dict[str, int],
+    measured: dict[str, int],
     ended: dict[str, str],
     words: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "found").write_text(json.dumps({"found": found}) + "\n" + json.dumps(ended) + "\n")
-    line = program.judge("machine", tmp_path / "found")
+    (tmp_path / "measured").write_text(
+        json.dumps({"measured": measured}) + "\n" + json.dumps(ended) + "\n"
+    )
+    line = program.judge("machine", tmp_path / "measured")
     monkeypatch.setattr(program, "run", lambda *_: line)
     with pytest.raises(SystemExit) as why:
         program.main([])
     assert all(word in str(why.value) for word in words), why.value
-    assert found or "no GPU here" not in str(why.value)
+    assert measured or "no GPU here" not in str(why.value)
 
 
 @pytest.mark.parametrize("words", [["--only", "nothing"], ["--limit", "0"], ["--budget", "-1"]])

@@ -258,7 +258,7 @@ def test_losses_are_those_of_branches_that_saw_all_samples() -> None:
 
 
 def test_the_quickest_usable_batch_is_named_for_each_number_of_workers() -> None:
-    def found(batch: int) -> BranchBatch:
+    def row(batch: int) -> BranchBatch:
         return BranchBatch(
             batch=batch,
             rate=None,
@@ -271,7 +271,7 @@ def test_the_quickest_usable_batch_is_named_for_each_number_of_workers() -> None
 
     # A step takes 1 s and a second for each 16 samples of a worker.
     seconds = {(b, w): 1 + b / 16 / w for b in (16, 32, 64) for w in (1, 4)}
-    one, four = gains([found(16), found(32)], seconds, samples=3200, present_batch=16, price=2.0)
+    one, four = gains([row(16), row(32)], seconds, samples=3200, present_batch=16, price=2.0)
     assert one == Gain(
         workers=1,
         batch=32,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from app.checkpoint import commits
-from app.checkpoint.forks import held, hold
+from app.checkpoint.forks import hold, needed_by_forks
 from app.config import Config
 from app.errors import UserError
 from app.run.prepare import read_task
@@ -88,9 +88,9 @@ def test_a_study_keeps_its_checkpoint_until_it_is_released_or_gone(
     study = tmp_path / "study"
     study.mkdir()
     hold(newest, str(study), until_released=True)
-    assert held(str(base / "checkpoints")) == {Path(newest.path).name}
+    assert needed_by_forks(str(base / "checkpoints")) == {Path(newest.path).name}
     study.rmdir()
-    assert held(str(base / "checkpoints")) == set()
+    assert needed_by_forks(str(base / "checkpoints")) == set()
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_branch_sweep_counts_from_its_checkpoint_and_lets_it_go(
         tags = mlflow_run(tmp_path, trial).data.tags
         assert tags["trireme.fork"] == "base@4"
         assert tags["mlflow.parentRunId"] == mlflow_run(tmp_path, "branch").info.run_id
-    assert held(str(base / "checkpoints")) == set()
+    assert needed_by_forks(str(base / "checkpoints")) == set()
 
 
 @pytest.mark.slow

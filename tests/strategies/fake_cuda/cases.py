@@ -116,21 +116,23 @@ def problems(case: Case, results: list[Result], reference: Result | None) -> lis
     errors = [result["error"] for result in (*results, reference or {}) if "error" in result]
     if errors:
         return errors
-    found = []
+    problems = []
     for rank, result in enumerate(results):
         waits: list[Wait] = list(result.get("waits", ()))
         for what, where in result.get("first_step_waits", ()):
             if where not in FIRST_STEP_WAITS:
                 waits.append((what, where))
         unknown = {f"{where} ({what})" for what, where in waits if where not in case.known_waits}
-        found += [f"rank {rank} waits for the device in {wait}" for wait in sorted(unknown)]
-        found += [f"rank {rank} has its state on {device}" for device in result.get("on_host", ())]
+        problems += [f"rank {rank} waits for the device in {wait}" for wait in sorted(unknown)]
+        problems += [
+            f"rank {rank} has its state on {device}" for device in result.get("on_host", ())
+        ]
         if reference and not _are_equal(result["numbers"], reference["numbers"], case.tolerance):
-            found.append(
+            problems.append(
                 f"rank {rank} has losses and norms {result['numbers']} where a CPU has "
                 f"{reference['numbers']}"
             )
-    return found
+    return problems
 
 
 def _are_equal(numbers: list[float], expected: list[float], tolerance: float) -> bool:
@@ -406,10 +408,12 @@ def _choose_visible_devices(rank: int) -> Result:
         require_own_gpu(device, environment, dist.PrefixStore(key, store))
         return [worker_device.index for worker_device in one_process.worker_devices(device)]
 
-    own = choose_devices("fsdp", first_visible=rank, visible=1, key="own")
-    assert own == [0]
-    own_two = choose_devices("ddp_model_parallel", first_visible=2 * rank, visible=2, key="own two")
-    assert own_two == [0, 1]
+    only_visible = choose_devices("fsdp", first_visible=rank, visible=1, key="own")
+    assert only_visible == [0]
+    both_visible = choose_devices(
+        "ddp_model_parallel", first_visible=2 * rank, visible=2, key="own two"
+    )
+    assert both_visible == [0, 1]
     one_of_all = choose_devices("fsdp", first_visible=0, visible=4, key="all")
     assert one_of_all == [2 + rank]
     two_of_all = choose_devices("ddp_model_parallel", first_visible=0, visible=8, key="all")
