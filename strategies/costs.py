@@ -43,6 +43,14 @@ stand here.
 """
 STEP_NUMBERS = {"sgd": 0, "muon": 0, "nadam": 2, "asgd": 3}
 """Single numbers that an optimizer keeps of each tensor; the others keep one, a count of steps."""
+STEP_COPIES = {
+    **dict.fromkeys(("adamax", "asgd", "nadam", "radam", "rmsprop"), 1),
+    **dict.fromkeys(("adagrad", "adadelta"), 2),
+}
+"""Copies of the trained parameters that a step makes on a GPU, by optimizer; others make none.
+
+Those that have no fused kernel update all parameters of a group at once (`foreach` of torch.optim).
+"""
 
 
 def row_length(shape: tuple[int, ...]) -> int:

@@ -70,6 +70,11 @@ class Device:
         loss_memory: Bytes that a trainer's loss takes of a GPU for each logit of the whole
             vocabulary, where that is more than Trireme's: copies in float32, logits that tensor
             parallelism gathers.
+        split_loss_memory: The same for each logit that a tensor-parallel worker has.
+        update: Copies of the trained weights that an optimizer's step makes, such as 1 of torch's
+            AdamW with `foreach`; none of Trireme's.
+        shared_copies: Whether micro-batches share 16-bit copies of weights (1), also where a
+            compiler saves one for each micro-batch (0).
         gather: With `train.precision=fp8`, bytes of a number of the blocks' weights while sharded
             workers gather them; 0 for Trireme's 2.
         exchange: Share of the rows for experts that is sent to them: less than all if a token's
@@ -108,6 +113,9 @@ class Device:
     again: float = 0.0
     logits: float = 0.0
     loss_memory: float = 0.0
+    split_loss_memory: float = 0.0
+    update: float = 0.0
+    shared_copies: float = 0.0
     gather: float = 0.0
     exchange: float = 1.0
     of_another_trainer: bool = False
@@ -227,11 +235,17 @@ ASSUMED = {
     "exchange": "of the rows for experts that are sent, such as 0.5 if each token's go in pairs",
     "logits": "bytes moved for each logit beside the loss, such as by metrics of training batches",
     "loss_memory": "bytes of memory for each logit, such as 14 for a loss of float32 copies",
+    "split_loss_memory": "the same of those logits that a tensor-parallel worker has",
+    "update": "copies of trained weights that a step of the optimizer makes: 1 of foreach AdamW",
+    "shared_copies": "1 if micro-batches share 16-bit weights also in a compiled pipeline, else 0",
     "gather": "bytes of a gathered weight of 8-bit products, such as 1 of float8; 0 for Trireme's",
     "step": "seconds of a step that nothing hides",
 }
-"""What --assume changes, and what it is: a share, except for the last four."""
-OF_TRAINERS = ("flash", "again", "fragmentation", "logits", "loss_memory", "gather", "exchange")
+"""What --assume changes, and what it is: a share, except for those from `logits` on."""
+OF_TRAINERS = (
+    *("flash", "again", "fragmentation", "logits", "loss_memory", "split_loss_memory"),
+    *("update", "shared_copies", "gather", "exchange"),
+)
 """Those that describe another trainer than Trireme."""
 OTHER_TRAINERS = {"flash": 0.55, "again": 0.4, "logits": 28.0, "gather": 1.0, "exchange": 0.25}
 """What published trainers were found to do (experiments/benchmarks/published_sources.yaml).

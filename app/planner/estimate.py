@@ -31,6 +31,7 @@ from strategies.context.apply import choose_method
 from strategies.costs import (
     FLOAT32_BYTES,
     ITEMSIZES,
+    STEP_COPIES,
     RankSize,
     StepShape,
     UnitSize,
@@ -512,16 +513,27 @@ class Estimator:
                 case, 0.0 if candidate.offload else float(cost.gradients)
             )
         is_on_device = not candidate.offload
+        optimizer = float(cost.optimizer)
+        # The optimizer's step comes when activations and gathered parameters are gone.
+        step_copies = self._step_copies * float(cost.gradients)
+        optimizer += max(0.0, step_copies - activations - float(cost.transient))
         # All gradients are counted below, but at the peak of activations some are still to come.
         missing_gradients = (cost.gradients - gradients_at_peak) * is_on_device
         return {
             "parameters": cost.parameters * is_on_device,
             "gradients": cost.gradients * is_on_device,
-            "optimizer": cost.optimizer * is_on_device,
+            "optimizer": optimizer * is_on_device,
             "activations": max(activations - missing_gradients, 0.0),
             "communication": float(cost.transient),
             "buffers": float(cost.buffers),
         }
+
+    @property
+    def _step_copies(self) -> float:
+        """Copies of a worker's trained parameters that the optimizer's step makes."""
+        device = self.machine.device
+        own = 0 if device.is_cpu else STEP_COPIES.get(self.optimizer, 0)
+        return max(device.update, float(own))
 
     def _host_memory_bytes(self, case: Case, stages: Stages) -> float:
         """Bytes of a host's memory for what is offloaded from its GPUs: state and activations."""

@@ -275,7 +275,8 @@ def _part_cost(
         shares = _recomputed_shares(work.checkpointing, len(model.order))
     # A compiled block of a pipeline or of tensor parallelism saves copies of parameters for each
     # micro-batch.
-    has_shared_copies = work.variant.whole_model or not (is_fused and is_block)
+    has_own_copies = is_fused and is_block and not work.variant.whole_model
+    has_shared_copies = not has_own_copies or device.shared_copies > 0
     copies = values["copies"] if has_shared_copies else 0.0
     saved_bytes, recomputed_bytes = _saved_bytes(
         values,
@@ -290,9 +291,9 @@ def _part_cost(
     # few of the blocks.
     forward_bytes = cached_bytes if name == AFTER and work.variant.whole_model else 0.0
     working_bytes = part.working_bytes(work.batch, work.tp, forward_bytes)
-    if name == AFTER and device.loss_memory:
-        logits = _logits(part.products_at("forward", work.batch, 1))
-        working_bytes = max(working_bytes, device.loss_memory * logits - saved_bytes)
+    if name == AFTER:
+        loss_bytes = _loss_bytes(part, work, device)
+        working_bytes = max(working_bytes, loss_bytes - saved_bytes)
     moved_bytes = 0.0
     if is_block and work.moves_activations:
         moved_bytes = _moved_bytes(saved_bytes, values, shares)
@@ -448,6 +449,13 @@ def _logits(products: npt.NDArray[np.float64]) -> float:
     m, n, _, batch, repeats = products.T
     is_widest = n > 0.99 * n.max(initial=0.0)
     return float((m * n * batch * repeats)[is_widest].sum())
+
+
+def _loss_bytes(part: PartCosts, work: Work, device: Device) -> float:
+    """Bytes of another trainer's loss, if one is described; else 0."""
+    whole = _logits(part.products_at("forward", work.batch, 1))
+    split = _logits(part.products_at("forward", work.batch, work.tp))
+    return max(device.loss_memory * whole, device.split_loss_memory * split)
 
 
 def _phase_cost(

@@ -36,12 +36,15 @@ class Compared:
         run: The run.
         plan: The plan; None if the command refuses to make one.
         refusal: Why it does.
+        memory_plan: The plan whose memory counts: that of the strategy that the run had, where
+            `plan` may be of a faster one with the same degrees; None if it is `plan`.
         context: Bytes that the plan takes a process and its libraries to have on the card.
     """
 
     run: Run
     plan: Estimate | None
     refusal: str = ""
+    memory_plan: Estimate | None = None
     context: float = 0.0
 
     @property
@@ -65,10 +68,11 @@ class Compared:
     @property
     def memory_gib(self) -> float:
         """What the plan says of the peak that the run's source has published, GiB."""
-        assert self.plan is not None
-        planned = self.plan.memory_bytes
+        plan = self.memory_plan or self.plan
+        assert plan is not None
+        planned = plan.memory_bytes
         if self.run.peak == "allocated":
-            planned = self.plan.allocated_bytes
+            planned = plan.allocated_bytes
         elif self.run.peak == "card":
             planned += self.context
         return planned / GIB
@@ -132,16 +136,33 @@ class Prepared:
         if described:
             device = apply_assumptions(device, self.run.assumptions)
         # The stages of a pipeline hardly depend on the constants, and take time to find.
+        has_equal_stages = described and self.run.has_equal_stages
         of_stages = {
-            stages: estimator.changed(device, stages)
+            stages: estimator.changed(device, _equal(stages) if has_equal_stages else stages)
             for stages in {row.stages for row in self.plan.rows}
         }
         estimates = [of_stages[row.stages].estimate(row.candidate) for row in self.plan.rows]
-        fastest = min(estimates, key=lambda row: (not row.fits, row.step_seconds))
+
+        def fastest_of(rows: list[Estimate]) -> Estimate:
+            return min(rows, key=lambda row: (not row.fits, row.step_seconds))
+
+        own = [row for row in estimates if row.candidate.strategy.name == self.run.data]
         context = device.context
         if described:
             context = dict(self.run.described).get("context_gib", context / GIB) * GIB
-        return Compared(self.run, fastest, context=context)
+        return Compared(
+            self.run,
+            fastest_of(estimates),
+            memory_plan=fastest_of(own) if own else None,
+            context=context,
+        )
+
+
+def _equal(stages: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """As many blocks in each chunk of a pipeline, if they can be divided so."""
+    if stages is None or sum(stages) % len(stages):
+        return stages
+    return (sum(stages) // len(stages),) * len(stages)
 
 
 def prepare(run: Run) -> Prepared:

@@ -180,6 +180,8 @@ def memory_summary(
 ) -> list[dict[str, str]]:
     """A line for each group of runs whose peak of memory was published, and for what peaks count.
 
+    Runs whose source does not say what its peak counts are in a group of their own only.
+
     Args:
         compared: Runs and their plans.
         billions: The size of each run's model, in billions of parameters.
@@ -187,7 +189,7 @@ def memory_summary(
     groups = defaultdict[tuple[str, str], list[Compared]](list)
     for one in compared:
         of_run = _groups_of(one.run, billions[one.run]) | {"peak": one.run.peak or "not said"}
-        for grouping in MEMORY_GROUPINGS:
+        for grouping in MEMORY_GROUPINGS if one.run.peak else ("peak",):
             groups[grouping, of_run[grouping]].append(one)
     rows = []
     for grouping, name in sorted(groups, key=lambda key: MEMORY_GROUPINGS.index(key[0])):
@@ -211,7 +213,7 @@ def memory_summary(
 
 
 def peak_quantiles(compared: Iterable[Compared]) -> dict[float, float]:
-    """Quantiles of a published peak of memory relative to its plan.
+    """Quantiles of a published peak of memory relative to its plan, if it is said what peaks count.
 
     They are `peaks_of_others` in constants.yaml. Each source counts as much as any other, however
     many rows it has.
@@ -224,7 +226,7 @@ def peak_quantiles(compared: Iterable[Compared]) -> dict[float, float]:
     """
     ratios = defaultdict[str, list[float]](list)
     for one in compared:
-        if one.plan is not None and one.run.memory_gib:
+        if one.plan is not None and one.run.memory_gib and one.run.peak:
             ratios[one.run.source].append(1 / (1 + one.memory_error))
     pairs = sorted(
         (ratio, 1 / len(of_source)) for of_source in ratios.values() for ratio in of_source
@@ -613,9 +615,10 @@ def _run_row(one: Compared) -> dict[str, str]:
     row["error"] = "ran out of memory" if run.ran_out else ""
     if one.has_speed:
         row["error"] = percent(one.error, signed=True)
-    row["GiB"] = f"{one.plan.memory_bytes / GIB:.1f}, {one.plan.verdict}"
+    of_memory = one.memory_plan or one.plan
+    row["GiB"] = f"{of_memory.memory_bytes / GIB:.1f}, {of_memory.verdict}"
     if run.memory_gib:
-        row["GiB"] = f"{one.memory_gib:.1f}, {one.plan.verdict}"
+        row["GiB"] = f"{one.memory_gib:.1f}, {of_memory.verdict}"
         row["measured"] = f"{run.memory_gib:.1f}"
         row["peak"] = run.peak
         row["memory error"] = percent(one.memory_error, signed=True)

@@ -68,7 +68,12 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 GATED = ["gate_proj", "up_proj", "down_proj"]
 FMS = {"r": 16, "targets": ATTENTION}
 ANSWER = {"r": 64, "targets": [*ATTENTION[:3], *GATED]}
-NF4 = {"quantize": "nf4"}
+NF4 = {"quantize": "nf4", "quantize_layers": "all"}
+"""Weights of bitsandbytes: all linear layers but the last are quantized.
+
+fms-acceleration loads by BitsAndBytesConfig (framework_plugin_bnb.py), which leaves out the last
+layer alone; fsdp_qlora's train.py has `skip_modules=["lm_head"]`.
+"""
 ADAPTERS_OF: dict[str, dict[str, Any]] = {
     "Lightning-AI/litgpt": QUERIES_AND_VALUES,
     "pytorch/torchtune": QUERIES_AND_VALUES,
@@ -112,11 +117,29 @@ Automodel loads weights in the type of their file (torch_dtype="auto"), and torc
 The others make or load their weights in bf16 too, by their settings or by the peaks that they
 publish.
 """
-FULL_SHARD = ("KempnerForge", "fms-acceleration", "fsdp_qlora")
+WIDENED = ("a100_80gb_liger.csv",)
+"""Sources of which sharded runs of all weights have these in float32 all the same.
+
+accelerate casts what it trains up where FSDP has a mixed precision (bf16: True in
+scenarios-liger.yaml; the other scenarios of fms-acceleration have none), so that 16 bytes of a
+parameter are allocated after training, where one GPU has 6.
+"""
+NOT_ASSUMED = ("context_gib", "equal_stages")
+"""What published_sources.yaml says of a trainer that is no value of --assume.
+
+context_gib: what a process has of a card. equal_stages: whether each stage of a pipeline has as
+many blocks, as parallel.stages can say; Trireme's are cut so that the slowest is fast.
+"""
+FULL_SHARD = ("KempnerForge", "fms-acceleration", "fsdp_qlora", "Qwen3-30B-A3B+MOE", "h200_2025-06")
 """Sources whose sharded runs free gathered weights after forward, however few they are.
 
-KempnerForge calls fully_shard with reshard_after_forward=True (its distributed/parallel.py);
-the others shard by accelerate's or torch's FULL_SHARD.
+KempnerForge calls fully_shard with reshard_after_forward=True (its distributed/parallel.py), and so
+does torchtitan without a pipeline; the others shard by accelerate's or torch's FULL_SHARD.
+"""
+WAITING = ("KempnerForge",)
+"""Sources whose sharded runs reduce gradients after the last micro-batch, however large they are.
+
+KempnerForge's training/grad.py sets set_requires_gradient_sync(False) before.
 """
 IN_16_BITS = (
     "Lightning-AI/litgpt",
@@ -176,7 +199,7 @@ class Run:
         table: The table that the row is in.
         ran_out: Whether it ran out of memory.
         described: What published_sources.yaml says of its trainer, which a plain command does not
-            know: values of --assume by name, and `context_gib`.
+            know: values of --assume by name, and those of NOT_ASSUMED.
         peak: What `memory_gib` counts: what torch had "allocated", what its allocator had
             "reserved", or what the "card" had in use; "" if the source does not say.
     """
@@ -242,7 +265,12 @@ class Run:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """The --assume options with which a user of its trainer would describe it to a plan."""
-        return tuple(f"{name}={value}" for name, value in self.described if name != "context_gib")
+        return tuple(f"{name}={value}" for name, value in self.described if name not in NOT_ASSUMED)
+
+    @property
+    def has_equal_stages(self) -> bool:
+        """Whether its trainer gives each pipeline stage as many blocks."""
+        return bool(dict(self.described).get("equal_stages"))
 
     @property
     def is_mixture(self) -> bool:
@@ -362,8 +390,12 @@ class Run:
         if self.method == "lora" and any(name in self.source for name in IN_16_BITS):
             values["train.weight_dtype"] = "bf16"
         is_sharded = self.data in ("fsdp", "hsdp") and self.gpus > self.tp * self.pp * self.cp
+        if is_sharded and self.method != "lora" and any(name in self.source for name in WIDENED):
+            values = {key: value for key, value in values.items() if key not in BF16}
         if is_sharded and self.pp == 1 and any(name in self.source for name in FULL_SHARD):
             values["parallel.reshard_after_forward"] = True
+        if is_sharded and self.pp == 1 and any(name in self.source for name in WAITING):
+            values["parallel.accumulate_sharded"] = False
         return values
 
     def _expert_degree(self) -> int:

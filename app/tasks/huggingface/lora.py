@@ -10,7 +10,8 @@ new head is trained without an adapter.
 
 `use_rslora` scales by alpha / √r, so that large ranks learn as fast as small ones (Kalajdzievski
 2023, 2312.03732). `use_dora` trains the length of each of W's rows beside its direction (Liu et al.
-2024, 2402.09353). `quantize` keeps W in 4 or 8 bits (quantized.py).
+2024, 2402.09353). `quantize` keeps W in 4 or 8 bits, and with `quantize_layers: all` also
+the layers without adapters (quantized.py).
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from app.errors import UserError
-from app.tasks.huggingface.quantized import METHODS, without_warnings_of_torchao
+from app.tasks.huggingface.quantized import LAYERS, METHODS, without_warnings_of_torchao
 from app.tasks.huggingface.quantized import library as quantization_library
 from app.tasks.parts import one_of, require_known, whole_number
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
 
-OPTIONS = ("r", "alpha", "targets", "dropout", "use_rslora", "use_dora", "quantize")
+OPTIONS = (
+    *("r", "alpha", "targets", "dropout", "use_rslora", "use_dora"),
+    *("quantize", "quantize_layers"),
+)
 
 
 def library() -> ModuleType:
@@ -120,6 +124,24 @@ def quantize_method(options: Mapping[str, Any] | None) -> str | None:
     one_of("lora.quantize", method, METHODS)
     quantization_library()
     return str(method)
+
+
+def quantized_layers(options: Mapping[str, Any] | None) -> str:
+    """`task_args.lora.quantize_layers`: which layers are quantized, one of `LAYERS`.
+
+    Raises:
+        UserError: It is neither, or nothing is quantized.
+    """
+    layers = (options or {}).get("quantize_layers")
+    if layers is None:
+        return "adapted"
+    one_of("lora.quantize_layers", layers, LAYERS)
+    if quantize_method(options) is None:
+        raise UserError(
+            f"task_args.lora.quantize_layers is {layers}, but nothing is quantized: "
+            "write lora.quantize too, or leave it out"
+        )
+    return str(layers)
 
 
 def _is_number(value: Any) -> bool:

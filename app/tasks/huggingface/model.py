@@ -311,7 +311,8 @@ class Recipe:
         may_have_new_head: Whether those weights may lack the head.
         attention: The library's name of the attention; None for its choice.
         adapters: The configuration of LoRA adapters; None for none.
-        quantize: How the layers with adapters are quantized; None: they are not.
+        quantize: How layers are quantized; None: they are not.
+        quantize_layers: Which layers are: `adapted`, those with adapters, or `all` but the last.
         untrained: Parts of the model, by name, that stay as they are, such as vision_tower.
     """
 
@@ -322,6 +323,7 @@ class Recipe:
     attention: str | None = None
     adapters: LoraConfig | None = None
     quantize: str | None = None
+    quantize_layers: str = "adapted"
     untrained: tuple[str, ...] = ()
 
     def build(self) -> nn.Module:
@@ -347,7 +349,7 @@ class Recipe:
             self.build_base(), self.adapters, trains_head=self.may_have_new_head
         )
         if self.quantize is not None:
-            quantize_layers(model, self.quantize)
+            quantize_layers(model, self.quantize, self.quantize_layers)
         return model
 
     def build_base(self) -> nn.Module:

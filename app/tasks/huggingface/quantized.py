@@ -7,6 +7,9 @@
 torchao rounds (https://docs.pytorch.org/ao), on any device. Forward and backward each compute the
 weight of one layer again, in float32, and multiply it in the type of products; it is not kept.
 
+Layers with adapters are quantized, or all linear layers but the last, as bitsandbytes does
+(`task_args.lora.quantize_layers`).
+
 All that torchao keeps of a layer is one parameter of bytes. So every layout treats it as it does
 any frozen parameter: ddp copies it, sharded ones gather whole bytes (precision casts no integers),
 pipelines place it, and a checkpoint has it once. Under tensor parallelism every worker has it whole
@@ -18,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +30,11 @@ from torch.autograd.function import once_differentiable
 
 from app.errors import UserError
 from app.models.linear import product_dtype
+from strategies.mixtures import find_mixtures
 
 METHODS = ("nf4", "int8")
+LAYERS = ("adapted", "all")
+"""Which linear layers are quantized: those with adapters, or all but the last."""
 BLOCK = 64
 """Weights that share a scale in nf4."""
 SCALES_BLOCK = 256
@@ -72,40 +78,60 @@ def library() -> Any:
     return torchao.quantization
 
 
-def quantize_layers(model: nn.Module, method: str) -> None:
-    """Replace, in place, the linear layers that have adapters by quantized ones.
+def quantize_layers(model: nn.Module, method: str, layers: str = "adapted") -> None:
+    """Replace, in place, linear layers of a model with adapters by quantized ones.
 
     Args:
         model: A model with adapters, for real or on the meta device.
         method: One of `METHODS`.
+        layers: One of `LAYERS`.
 
     Raises:
-        UserError: No layer can be quantized.
+        UserError: No layer can be quantized, or all are to be and the model has experts, which are
+            no linear layers.
     """
-    layers = [layer for layer in _adapted(model) if can_be_quantized(layer.base_layer, method)]
-    if not layers:
+    if layers == "all":
+        _require_no_experts(model)
+    slots = [slot for slot in _linear_slots(model, layers) if can_be_quantized(slot[2], method)]
+    if not slots:
         raise UserError(
             f"task_args.lora.quantize is {method}, but no linear layer with adapters can be "
             f"quantized (nf4 takes those whose size {BLOCK} divides): leave it out"
         )
-    for layer in layers:
-        layer.base_layer = QuantizedLinear(layer.base_layer, method)
+    for owner, name, layer in slots:
+        setattr(owner, name, QuantizedLinear(cast("nn.Linear", layer), method))
 
 
 def restore_layers(model: nn.Module) -> None:
     """Replace, in place, quantized layers by linear ones of the same numbers, to be merged."""
-    for layer in _adapted(model):
-        if isinstance(layer.base_layer, QuantizedLinear):
-            layer.base_layer = layer.base_layer.restored()
+    for owner in list(model.modules()):
+        for name, layer in list(owner.named_children()):
+            if isinstance(layer, QuantizedLinear):
+                setattr(owner, name, layer.restored())
 
 
-def _adapted(model: nn.Module) -> list[Any]:
-    """The layers with adapters."""
-    return [layer for layer in model.modules() if isinstance(_base(layer), nn.Module)]
+def _linear_slots(model: nn.Module, layers: str) -> list[tuple[nn.Module, str, nn.Module]]:
+    """(owner, name in it, layer) of the layers that are to be quantized, if they can be.
+
+    `original_module` is what peft keeps beside a head that it trains; nothing computes with it.
+    """
+    last = getattr(model, "get_output_embeddings", lambda: None)()
+    return [
+        (owner, name, layer)
+        for owner in model.modules()
+        for name, layer in owner.named_children()
+        if name == "base_layer"
+        or (layers == "all" and layer is not last and name != "original_module")
+    ]
 
 
-def _base(layer: nn.Module) -> Any:
-    return dict(layer.named_children()).get("base_layer")
+def _require_no_experts(model: nn.Module) -> None:
+    """Raises UserError if a model has experts, whose weights are no linear layers."""
+    for mixture in find_mixtures(model):
+        raise UserError(
+            f"task_args.lora.quantize_layers is all, but the experts of {mixture.name} are no "
+            "linear layers, which cannot be quantized: write adapted"
+        )
 
 
 def can_be_quantized(layer: nn.Module, method: str) -> bool:

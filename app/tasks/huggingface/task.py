@@ -58,7 +58,8 @@ class HuggingFace(SplitDataTask):
         lora: Leave those weights as they are and train adapters beside them (lora.py): a mapping of
             r (default 16), alpha (default 2·r), dropout (default 0), targets (`auto`: every linear
             layer but the last, or names of layers), use_rslora, use_dora, and quantize: `nf4` or
-            `int8` keeps the layers with adapters in 4 or 8 bits (quantized.py).
+            `int8` keeps the layers with adapters in 4 or 8 bits, and with `quantize_layers: all`
+            the other linear layers but the last too (quantized.py).
         freeze: Parts of the model that stay as they are, by name, such as [vision_tower].
         attention: `sdpa`, `eager`, `flash_attention_2`, … (default: the library's choice).
         eval_samples: How many samples are held out.
@@ -184,6 +185,7 @@ class HuggingFace(SplitDataTask):
             attention=attention,
             adapters=adapters,
             quantize=lora_options.quantize_method(lora),
+            quantize_layers=lora_options.quantized_layers(lora),
             untrained=_names_of_parts(freeze),
         )
         settings = Settings(

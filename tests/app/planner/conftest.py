@@ -1,10 +1,14 @@
 """Fixtures of the planner's tests: separate caches, models read once, and imaginary machines."""
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from app.config.io import load_config
 from app.planner.machine import Machine, of_shape
@@ -83,3 +87,25 @@ def plan_of(
     """Plans the experiment's model on a machine; `fixed_keys` are the keys the user has set."""
     config = load_config([EXPERIMENT], overrides)
     return make_plan(config, reader.task, machine, fixed_keys=frozenset(fixed_keys), reader=reader)
+
+
+def allocated_peak(work: Callable[[], None], folder: Path) -> float:
+    """The most bytes that torch's allocator on the CPU has handed out during `work`.
+
+    Args:
+        work: What is done.
+        folder: Where the profiler writes.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        marker = torch.ones(1)
+        work()
+        del marker
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    sizes = [
+        (event["ts"], event["args"]["Total Allocated"], event["args"]["Bytes"])
+        for event in events
+        if event.get("name") == "[memory]"
+    ]
+    _, first_total, first_bytes = min(sizes)
+    return max(total for _, total, _ in sizes) - (first_total - first_bytes)

@@ -6,7 +6,6 @@ one of several smaller ones; of the whole model, and of one of several tensor-pa
 
 import functools
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from app.data.loader import fetch
 from app.models.cross_entropy import LARGE_VOCABULARY
@@ -26,6 +24,7 @@ from app.tasks.base import Task
 from app.tasks.language import LanguageModelling
 from strategies import row_chunks
 from strategies.tensor.apply import one_part
+from tests.app.planner.conftest import allocated_peak
 
 TOKENS = 16
 GPT: dict[str, Any] = {
@@ -86,21 +85,13 @@ def _measured_peak(reader: Reader, casting: str, batch: int, tp: int, folder: Pa
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(trace._drop_gradient)
     values = fetch(task.train_data(), [(i, i) for i in range(batch)])
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        marker = torch.ones(1)
+
+    def forward_and_backward() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casting == AUTOCAST):
             loss = task.loss(module, values)
         loss.backward()
-        del marker
-    profiler.export_chrome_trace(str(folder / "trace.json"))
-    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
-    sizes = [
-        (event["ts"], event["args"]["Total Allocated"], event["args"]["Bytes"])
-        for event in events
-        if event.get("name") == "[memory]"
-    ]
-    _, first_total, first_bytes = min(sizes)
-    return max(total for _, total, _ in sizes) - (first_total - first_bytes)
+
+    return allocated_peak(forward_and_backward, folder)
 
 
 @pytest.mark.parametrize(

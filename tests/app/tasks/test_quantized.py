@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from app.errors import UserError
+from app.models.mixture import Experts
 from app.tasks.huggingface import quantized
 from app.tasks.huggingface.lora import quantize_method
 from app.tasks.huggingface.quantized import METHODS, QuantizedLinear
@@ -108,6 +109,35 @@ def test_the_layers_with_adapters_are_quantized_alike_in_every_build(base: Path)
 
 
 @pytest.mark.pure
+def test_layers_without_adapters_are_quantized_too_where_it_is_written(base: Path) -> None:
+    args: dict[str, Any] = arguments("lora", base)
+    lora = {"r": 2, "targets": ["q_proj"], "quantize": "nf4"}
+    counts = {}
+    for layers in (None, "adapted", "all"):
+        written = lora | ({} if layers is None else {"quantize_layers": layers})
+        task = HuggingFace(**args | {"lora": written})
+        model = built_model(task)
+        counts[layers] = sum(isinstance(m, QuantizedLinear) for m in model.modules())
+        assert type(model.lm_head) is nn.Linear
+    assert counts == {None: 2, "adapted": 2, "all": 2 * 7}
+    task.loss(model, one_batch(task)).backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == ("lora_" in name), name
+    with_adapters = task.recipe.build_with_adapters()
+    quantized.restore_layers(with_adapters)
+    merged = with_adapters.merge_and_unload()
+    assert not [m for m in merged.modules() if isinstance(m, QuantizedLinear)]
+
+
+@pytest.mark.pure
+def test_a_model_with_experts_is_not_said_to_be_quantized_as_a_whole() -> None:
+    model = nn.Module()
+    model.experts = Experts(8, 2, 16)
+    with pytest.raises(UserError, match="quantize_layers is all, but the experts of experts"):
+        quantized.quantize_layers(model, "nf4", "all")
+
+
+@pytest.mark.pure
 def test_merged_layers_have_the_rounded_weights_and_the_adapters(base: Path) -> None:
     args: dict[str, Any] = arguments("lora nf4", base)
     task = HuggingFace(**args)
@@ -145,6 +175,8 @@ def test_mistakes_are_one_sentence(base: Path, monkeypatch: pytest.MonkeyPatch) 
         ({"quantize": "int4"}, "lora.quantize is 'int4'.*nf4"),
         ({"use_dora": 1}, "use_dora is 1; it must be true or false"),
         ({"use_dora": True, "quantize": "nf4"}, "do not go together"),
+        ({"quantize": "nf4", "quantize_layers": "most"}, "quantize_layers is 'most'.*adapted"),
+        ({"quantize_layers": "all"}, "quantize_layers is all, but nothing is quantized"),
     ):
         with pytest.raises(UserError, match=message):
             HuggingFace(**args | {"lora": options})

@@ -254,6 +254,57 @@ def test_a_trainers_loss_takes_memory_for_each_logit_of_the_whole_vocabulary(lay
     assert activations[2] > 900 * logits
 
 
+def test_a_trainers_loss_takes_memory_for_each_logit_that_a_worker_has() -> None:
+    for layout, split in (("data", 1), ("tp", 2)):
+        run = _small(layout).run
+        activations = []
+        for loss_memory in (1000, 2000):
+            described = replace(run, described=(("split_loss_memory", loss_memory),))
+            plan = replace(_small(layout), run=described).compare(described=True).plan
+            assert plan is not None
+            activations.append(plan.memory["activations"])
+        logits = run.micro_batch * run.sequence * run.vocab_size / split
+        assert activations[1] - activations[0] == pytest.approx(1000 * logits, rel=1e-6)
+
+
+def test_an_optimizers_step_takes_memory_beside_activations_only_where_it_is_more() -> None:
+    optimizer = []
+    for update in (0, 1, 1000, 2000):
+        described = replace(_small().run, described=(("update", update),))
+        plan = replace(_small(), run=described).compare(described=True).plan
+        assert plan is not None
+        optimizer.append(plan.memory["optimizer"])
+    assert optimizer[0] == optimizer[1], "activations take more than a copy of the weights"
+    assert optimizer[3] - optimizer[2] == pytest.approx(1000 * plan.memory["gradients"])
+
+
+def test_a_peak_is_compared_with_the_strategy_that_the_run_had() -> None:
+    for data in ("fsdp", "zero2"):
+        one = replace(_small(), run=replace(_small().run, data=data))
+        compared = one.compare()
+        assert compared.memory_plan is not None and compared.plan is not None
+        assert compared.memory_plan.candidate.strategy.name == data
+        of_plan = compared.memory_plan.memory_bytes / GIB
+        assert compared.memory_gib == of_plan
+    assert replace(_small(), run=replace(_small().run, data="")).compare().memory_plan is None
+
+
+@pytest.mark.parametrize(
+    ("stages", "equal"), [((3, 2, 2, 1), (2, 2, 2, 2)), ((3, 2, 2), (3, 2, 2)), (None, None)]
+)
+def test_a_trainers_stages_are_equal_where_blocks_can_be_divided(stages: Any, equal: Any) -> None:
+    assert compared._equal(stages) == equal
+
+
+def test_peaks_of_which_it_is_not_said_what_they_count_are_a_group_of_their_own() -> None:
+    one = _small().compare()
+    peaks = ("allocated", "")
+    members = [replace(one, run=replace(one.run, memory_gib=9.0, peak=peak)) for peak in peaks]
+    rows = published.memory_summary(members, {member.run: 1.0 for member in members})
+    counts = {(row["by"], row["group"]): row["rows"] for row in rows}
+    assert counts["all", "all"] == counts["peak", "allocated"] == counts["peak", "not said"] == "1"
+
+
 def test_runs_without_a_known_network_have_a_line_of_their_own() -> None:
     one = _small().compare()
     several = replace(one, run=replace(one.run, gpus=16))
@@ -289,10 +340,11 @@ def test_runs_with_lora_of_some_sources_have_all_weights_in_16_bits() -> None:
 def test_each_source_of_peaks_counts_as_much_as_any_other() -> None:
     compared = _small().compare()
     assert compared.plan is not None
-    gib = compared.plan.memory_bytes / GIB
+    gib = compared.memory_gib
 
     def with_peak(source: str, ratio: float) -> Compared:
-        return replace(compared, run=replace(compared.run, source=source, memory_gib=ratio * gib))
+        run = replace(compared.run, source=source, memory_gib=ratio * gib, peak="reserved")
+        return replace(compared, run=run)
 
     members = [with_peak("many", 1.0)] * 50 + [with_peak("one", 2.0)]
     quantiles = published.peak_quantiles(members)
