@@ -1,6 +1,7 @@
 """Plans of mixtures of experts, and plans without data."""
 
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from app.planner.layouts import Space, enumerate_layouts
 from app.planner.output import families
 from app.planner.plan import Plan, make_plan
 from app.planner.stand_in import plan_experiment
+from app.planner.timing import chosen_share
 from app.tasks import load_task
 from app.training.flops import multiplied_parameters
 from strategies.dims import LayoutError
@@ -144,6 +146,42 @@ def test_tensor_parallel_workers_send_the_rows_of_their_own_experts_only() -> No
             work = plan.estimator._work(candidate)
             sent[tp] = plan.estimator._expert_bytes(candidate, work) / candidate.micro_batch
         assert sent[2] / sent[1] == pytest.approx(share)
+
+
+def test_a_token_goes_once_to_each_group_that_has_any_of_its_experts() -> None:
+    """The share is that of all choices of k experts of E."""
+    for groups, experts, top_k in ((4, 8, 2), (2, 8, 3), (8, 8, 8), (1, 6, 3)):
+        choices = list(itertools.combinations(range(experts), top_k))
+        size = experts // groups
+        copies = sum(len({expert // size for expert in choice}) for choice in choices)
+        expected = copies / len(choices) / top_k
+        assert chosen_share(groups, experts, top_k) == pytest.approx(expected)
+
+
+def test_trainers_that_send_a_token_once_or_overlap_sending_exchange_faster() -> None:
+    """A token goes to as many workers as have any of its experts, or hides behind computing."""
+    args = "data: no.bin, sequence_length: 512, vocab_size: 99, d_model: 256, n_layers: 2"
+    args += ", n_heads: 2, mixture: {n_experts: 8, top_k: 2}"
+    plan = _planned("language_modelling", args, "bf16", workers=8, tp=1, pp=1, ep=8, cp=1)
+    candidate = plan.rows[0].candidate
+    links = plan.machine.links
+    seconds = {}
+    for assumption in ("dispatch=0", "dispatch=1", "exchange_overlap=0.5", "exchange_overlap=9"):
+        device = apply_assumptions(plan.machine.device, (assumption,))
+        row = plan.estimator.changed(device, plan.rows[0].stages).estimate(candidate)
+        seconds[assumption] = row.seconds
+    sent = seconds["dispatch=0"]["expert"] / candidate.micro_batches
+    assert sent == pytest.approx(plan.rows[0].seconds["expert"] / candidate.micro_batches)
+    hops = links.exchange(0.0, 8, 1)
+    once = seconds["dispatch=1"]["expert"] / candidate.micro_batches
+    assert once - hops == pytest.approx(chosen_share(8, 8, 2) * (sent - hops))
+    half = seconds["exchange_overlap=0.5"]
+    hidden = min(half["compute"] / 2, seconds["dispatch=0"]["expert"])
+    assert half["expert"] == pytest.approx(seconds["dispatch=0"]["expert"] - hidden)
+    assert half["contention"] - seconds["dispatch=0"]["contention"] == pytest.approx(
+        hidden * plan.machine.device.contention
+    ), "computing beside it is slower"
+    assert seconds["exchange_overlap=9"]["expert"] == pytest.approx(0.0, abs=1e-9)
 
 
 def _planned(
