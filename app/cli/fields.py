@@ -185,7 +185,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "kernels.*": "The first layout compiled, and eager; empty on CPUs.",
         "kernels.*.step_seconds": "Of a step.",
         "kernels.*.memory_bytes": "Of the fullest GPU.",
-        "fused_attention": "The first layout with one, if scores are kept in memory; otherwise null.",
+        "fused_attention": "The first layout with one; null where it has one, or on CPUs.",
         "fused_attention.write": "The key that asks for it.",
         "fused_attention.step_seconds": "Of a step.",
         "fused_attention.memory_bytes": "Of the fullest GPU.",
