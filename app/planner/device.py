@@ -79,6 +79,11 @@ class Device:
             workers gather them; 0 for Trireme's 2.
         exchange: Share of the rows for experts that is sent to them: less than all if a token's
             row is sent once to a worker that has several of its experts.
+        dispatch: 1 if a token is sent once to each worker, and between nodes once to each node,
+            that has any of its experts, as DeepEP and HybridEP do; 0 if it is sent to each of its
+            experts, as Trireme does.
+        exchange_overlap: Share of a micro-batch's computation behind which its exchange with
+            experts can hide: that of another micro-batch, in trainers that interleave two.
         async_tp: Share of tensor parallelism's communication that parallel.async_tp hides.
         scale: Share of a step lost with each doubling of GPUs: stragglers, congestion.
         stage: Share of computation that a pipeline loses beside its bubble: stops, starts, sends.
@@ -118,6 +123,8 @@ class Device:
     shared_copies: float = 0.0
     gather: float = 0.0
     exchange: float = 1.0
+    dispatch: float = 0.0
+    exchange_overlap: float = 0.0
     of_another_trainer: bool = False
     async_tp: float = 0.0
     scale: float = 0.0
@@ -233,6 +240,8 @@ ASSUMED = {
     "again": "of the products that selective checkpointing computes again",
     "fragmentation": "of the allocated memory that cannot be used",
     "exchange": "of the rows for experts that are sent, such as 0.5 if each token's go in pairs",
+    "dispatch": "1 if a token is sent once to each worker with experts of it; 0 for Trireme's",
+    "exchange_overlap": "of computing that hides exchanges with experts, in pairs of micro-batches",
     "logits": "bytes moved for each logit beside the loss, such as by metrics of training batches",
     "loss_memory": "bytes of memory for each logit, such as 14 for a loss of float32 copies",
     "split_loss_memory": "the same of those logits that a tensor-parallel worker has",
@@ -241,18 +250,18 @@ ASSUMED = {
     "gather": "bytes of a gathered weight of 8-bit products, such as 1 of float8; 0 for Trireme's",
     "step": "seconds of a step that nothing hides",
 }
-"""What --assume changes, and what it is: a share, except for those from `logits` on."""
+"""What --assume changes, and what it is: a share, or what the words say."""
 OF_TRAINERS = (
     *("flash", "again", "fragmentation", "logits", "loss_memory", "split_loss_memory"),
-    *("update", "shared_copies", "gather", "exchange"),
+    *("update", "shared_copies", "gather", "exchange", "dispatch", "exchange_overlap"),
 )
 """Those that describe another trainer than Trireme."""
-OTHER_TRAINERS = {"flash": 0.55, "again": 0.4, "logits": 28.0, "gather": 1.0, "exchange": 0.25}
+OTHER_TRAINERS = {"flash": 0.55, "again": 0.4, "logits": 28.0, "gather": 1.0, "dispatch": 1.0}
 """What published trainers were found to do (experiments/benchmarks/published_sources.yaml).
 
 Attention in Triton, and metrics of every batch's logits (llm-foundry); `selective` that computes
 every second product again (torchtitan); weights gathered in 8 bits; a token that is sent once to a
-worker that has several of its experts (DeepEP).
+worker that has several of its experts (DeepEP, HybridEP).
 """
 
 

@@ -349,6 +349,8 @@ class Estimator:
                 workers_per_node=self.machine.per_node,
             ),
             expert_bytes=self._expert_bytes(candidate, work),
+            experts=next(((m.count, m.top_k) for m in self.reader.mixtures), (1, 1)),
+            expert_workers=candidate.dims.ep * self._experts_over_tp(candidate.dims.tp),
             orthogonalised=self._orthogonalised(work.variant, stages.slowest),
         )
 
@@ -402,14 +404,18 @@ class Estimator:
         parameters = self.reader.size.parameters
         return any(size.is_expert and size.split_dim == 0 for size in parameters)
 
+    def _experts_over_tp(self, tp: int) -> int:
+        """Into how many groups tensor parallelism splits a mixture's experts."""
+        return tp if self._experts_are_shared else 1
+
     def _expert_bytes(self, candidate: Candidate, work: Work) -> float:
         """Bytes of a micro-batch that a stage sends to experts and back, if they are split."""
         dims = candidate.dims
         blocks = self.reader.blocks
         recomputed_share = recomputed_blocks(candidate.checkpointing, blocks) / max(1, blocks)
         numbers = self.reader.exchanged_numel * candidate.micro_batch / dims.cp / dims.pp
-        if self._experts_are_shared:  # a tensor-parallel worker sends the rows for its experts only
-            numbers /= dims.tp
+        # A tensor-parallel worker sends the rows for its experts only.
+        numbers /= self._experts_over_tp(dims.tp)
         return numbers * work.itemsize * (1 + recomputed_share / 2)
 
     # --- what layouts share ---------------------------------------------------------------------

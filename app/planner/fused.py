@@ -60,7 +60,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: Recorder, is_causal: bool
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, recorder: Recorder, keys: float, speed: float
     ) -> Tensor:
         key_width = q.shape[-1]
         value_width = v.shape[-1]
@@ -72,12 +72,10 @@ class _Attention(torch.autograd.Function):
         row_sums = q.new_empty(q.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, output, row_sums)
         queries = q.numel() // key_width
-        flops = 2.0 * queries * k.shape[-2] * (key_width + value_width)
-        if is_causal:
-            flops = flops / 2
+        flops = 2.0 * queries * keys * (key_width + value_width)
         ctx.recorder = recorder
         ctx.flops = flops
-        ctx.weight = attention_weight(k.shape[-2], key_width)
+        ctx.weight = attention_weight(k.shape[-2], key_width) / speed
         recorder.record_attention(
             flops=flops,
             weight=ctx.weight,
@@ -89,7 +87,7 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, _, _ = ctx.saved_tensors
         gradients = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
         # Five products instead of two: the scores are computed again.
@@ -100,7 +98,7 @@ class _Attention(torch.autograd.Function):
             inputs=[gradient],
             outputs=list(gradients),
         )
-        return *gradients, None, None
+        return *gradients, None, None, None
 
 
 GROUPED = tuple(
@@ -190,11 +188,29 @@ class Fused(TorchFunctionMode):
         if torch.is_autocast_enabled("cpu") and query.device.type == "cpu":
             dtype = torch.get_autocast_dtype("cpu")
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        self.recorder.count("queries", query.numel())
-        self.recorder.count("keys", key.numel() + value.numel())
         # A kernel skips half of the scores only if causality is all that the mask says.
         skips_half = is_causal and attn_mask is None
-        return _Attention.apply(query, key, value, self.recorder, skips_half)
+        keys = key.shape[-2] / 2 if skips_half else key.shape[-2]
+        return self._record(query, key, value, keys=keys)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, keys: float, speed: float) -> Tensor:
+        """Attention that another kernel computes.
+
+        Args:
+            q: The queries, (B, H, T, K).
+            k: The keys, of which several queries may share a head.
+            v: The values.
+            keys: Of how many keys the kernel computes scores for a query.
+            speed: The kernel's, relative to F.scaled_dot_product_attention.
+        """
+        return self._record(q, k, v, keys=keys, speed=speed)
+
+    def _record(
+        self, query: Tensor, key: Tensor, value: Tensor, *, keys: float, speed: float = 1.0
+    ) -> Tensor:
+        self.recorder.count("queries", query.numel())
+        self.recorder.count("keys", key.numel() + value.numel())
+        return _Attention.apply(query, key, value, self.recorder, keys, speed)
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -13,10 +13,10 @@ behind a product, another part of the model, or backward. Therefore
                                        or backward needs it
 
 and the operations of a level are one kernel, but for those of parameters alone (casts to 16
-bits), each of which is one, because their sizes differ. What is saved for backward only because an
-operation is not fused (the input of a norm or an activation, beside its output) is computed again
-by the compiler's partitioner. Backward then reads what it is computed from, which is assumed to be
-of the same size.
+bits), each of which is one, because their sizes differ, and for sorting, choosing and scattering,
+which nothing is fused with. What is saved for backward only because an operation is not fused (the
+input of a norm or an activation, beside its output) is computed again by the compiler's
+partitioner. Backward then reads what it is computed from, which is assumed to be of the same size.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,6 +24,16 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+UNFUSIBLE = {
+    *("sort", "topk", "histc", "bincount", "nonzero"),
+    *("scatter", "scatter_", "scatter_add", "scatter_add_", "index_put", "index_put_"),
+    *("index_add", "index_add_", "index_copy", "index_copy_"),
+}
+"""Operations that are kernels of their own: those that route tokens to experts, above all.
+
+Inductor calls torch's kernels for the first five (its fallbacks), and what it scatters is in memory
+afterwards.
+"""
 Place = tuple[str, str]
 """(part of the model, phase)"""
 REDUCTION = 64
@@ -85,10 +95,15 @@ class Fusion:
             self.product(place, inputs, outputs)
             self._count(f"fused_moved_{place[1]}", float(inputs[0].nbytes))
             return
-        level = self._level(place, inputs)
         skipped_numel = -1
         if skips_largest:
             skipped_numel = max((tensor.numel() for tensor in inputs), default=0)
+        if name in UNFUSIBLE:
+            self.product(place, inputs, outputs)
+            moved = (x.nbytes for x in [*inputs, *outputs] if x.numel() != skipped_numel)
+            self._count(f"fused_moved_{place[1]}", float(sum(moved)))
+            return
+        level = self._level(place, inputs)
         for tensor in inputs:
             if tensor.numel() != skipped_numel:
                 self._read(place, level, tensor)

@@ -70,14 +70,19 @@ class Route(NamedTuple):
     Args:
         ring_per_byte: Seconds of a ring's slowest link for each byte of the tensor.
         tree_per_byte: The same of a tree over the nodes, with a ring inside each.
-        exchange_per_byte: Seconds for each byte that a rank has for all others together.
+        exchange_within_per_byte: Seconds of a rank's link to others for each byte that it has for
+            all of them together.
+        exchange_across_per_byte: The same of the node's link to other nodes.
+        nodes: On how many nodes the ranks are.
         ring_seconds: Of all hops of a ring.
         tree_seconds: Of all hops of a tree.
     """
 
     ring_per_byte: float
     tree_per_byte: float
-    exchange_per_byte: float
+    exchange_within_per_byte: float
+    exchange_across_per_byte: float
+    nodes: int
     ring_seconds: float
     tree_seconds: float
 
@@ -124,16 +129,37 @@ class Links:
         route = self._route(ways, stride)
         return 2 * (size * route.tree_per_byte + route.tree_seconds)
 
-    def exchange(self, size: float, ways: int, stride: int) -> float:
+    def exchange(
+        self,
+        size: float,
+        ways: int,
+        stride: int,
+        *,
+        share_within: float = 1.0,
+        share_across: float = 1.0,
+    ) -> float:
         """Seconds of an all-to-all, in which each rank sends every other one an equal part.
 
         Args:
             size: Bytes of one rank, its own part included.
             ways: The number of ranks.
             stride: The distance between neighbouring ranks.
+            share_within: Share of the bytes that the links inside a node pass on.
+            share_across: Share of those for other nodes that is sent to them.
         """
         route = self._route(ways, stride)
-        return size * route.exchange_per_byte + route.ring_seconds
+        within = share_within * route.exchange_within_per_byte
+        across = share_across * route.exchange_across_per_byte
+        return size * max(within, across) + route.ring_seconds
+
+    def nodes(self, ways: int, stride: int) -> int:
+        """On how many nodes a group of ranks is.
+
+        Args:
+            ways: The number of ranks.
+            stride: The distance between neighbouring ranks.
+        """
+        return self._route(ways, stride).nodes
 
     def send(self, size: float, stride: int) -> float:
         """Seconds from one pipeline stage to the next; all devices of a node send at once.
@@ -163,7 +189,9 @@ class Links:
         return Route(
             ring_per_byte=max(within, ring_across),
             tree_per_byte=max(within, tree_across),
-            exchange_per_byte=max(within, exchange_across),
+            exchange_within_per_byte=within,
+            exchange_across_per_byte=exchange_across,
+            nodes=nodes,
             ring_seconds=(members - 1) * self.hop_within + (nodes - 1) * self.hop_across,
             tree_seconds=math.log2(members) * self.hop_within + math.log2(nodes) * self.hop_across,
         )

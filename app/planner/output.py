@@ -73,6 +73,8 @@ def text(
     )
     if plan.by_kernels:
         lines.append(_kernels_sentence(plan))
+    if plan.fused_attention is not None:
+        lines.append(_attention_sentence(plan.rows[0], *plan.fused_attention))
     if plan.by_trainer:
         lines.append(_trainers_sentence(plan))
     unmeasured = plan.rows[0].unmeasured
@@ -108,6 +110,36 @@ def _kernels_sentence(plan: Plan) -> str:
         f"The first compiled (train.compile=true): {figures_of['compiled']}; operation by "
         f"operation: {figures_of['eager']}."
     )
+
+
+def _attention_sentence(first: Estimate, written: str, fused: Estimate) -> str:
+    """What a fused attention makes of the first layout's time and memory.
+
+    Args:
+        first: The layout.
+        written: What to write for a fused attention.
+        fused: The layout with that.
+    """
+    as_planned, with_fused = (
+        f"{row.step_seconds:.3g} s a step and {row.memory_bytes / GIB:.3g} GiB"
+        for row in (first, fused)
+    )
+    return (
+        f"The model's attention keeps all scores in memory: {as_planned}; fused ({written}, which "
+        f"needs GPUs): {with_fused}."
+    )
+
+
+def _fused_attention_json(plan: Plan) -> dict[str, Any] | None:
+    """The same for JSON; None if it is not said."""
+    if plan.fused_attention is None:
+        return None
+    written, row = plan.fused_attention
+    return {
+        "write": written,
+        "step_seconds": row.step_seconds,
+        "memory_bytes": int(row.memory_bytes),
+    }
 
 
 def _trainers_sentence(plan: Plan) -> str:
@@ -371,6 +403,7 @@ def as_json(plan: Plan, top: int) -> dict[str, Any]:
             name: {"step_seconds": row.step_seconds, "memory_bytes": int(row.memory_bytes)}
             for name, row in plan.by_kernels.items()
         },
+        "fused_attention": _fused_attention_json(plan),
         "other_trainers": [
             {"assume": name, "faster": change} for name, change in plan.by_trainer.items()
         ],

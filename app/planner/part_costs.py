@@ -54,6 +54,14 @@ A vocabulary of 50,257 makes such products: on one H100 they reach 97 to 156 TFL
 """
 
 
+EXCHANGE_OPERATIONS = {"forward": 19, "backward": 6}
+"""Operations with which a mixture sends tokens to other workers (strategies/expert/exchange.py).
+
+They come beside those of a mixture that has all of its experts, which a trace counts. The host
+waits for how many rows to send, so that no compiler has them.
+"""
+
+
 class Work(NamedTuple):
     """What a worker does with a micro-batch, as far as the costs of parts depend on it.
 
@@ -263,6 +271,9 @@ def _part_cost(
     elif work.samples > 1:
         for phase in ("forward", "backward"):
             values[f"moved_{phase}"] += values[f"rearranged_{phase}"]
+    if work.ep > 1 and any(parameter.is_expert for parameter in model.parameters[name]):
+        for phase, operations in EXCHANGE_OPERATIONS.items():
+            values[f"operations_{phase}"] += operations
     if work.precision == "fp8" and not is_block:  # fp8 is for the linear layers of blocks only
         work = work._replace(precision="bf16")
     if name == AFTER and device.logits:

@@ -82,6 +82,22 @@ class Plan:
         return estimates
 
     @functools.cached_property
+    def fused_attention(self) -> tuple[str, Estimate] | None:
+        """What to write for attention that keeps no scores in memory, and the first layout with it.
+
+        None on CPUs, or if the model uses such an attention by itself, or takes none.
+        """
+        fused = None if self.machine.device.is_cpu else self.reader.task.with_fused_attention()
+        if fused is None:
+            return None
+        written, task = fused
+        first = self.rows[0]
+        reader = reader_of(self.config, task, self.machine, splits=bool(self.reader.tp))
+        options = replace(self.estimator.options, stages=first.stages)
+        estimator = replace(self.estimator, reader=reader, options=options)
+        return written, estimator.estimate(first.candidate)
+
+    @functools.cached_property
     def by_trainer(self) -> dict[str, float]:
         """By which share the first layout is faster if another trainer is assumed, by assumption.
 

@@ -11,9 +11,9 @@ its host where launching all kernels and collectives of a step takes longer than
 for samples where copying them does. Tensor parallelism hides the sums of its backward behind the
 gradients of the weights that used them, and what it gathers again behind the gradients of inputs;
 with parallel.async_tp a share of everything (`Device.async_tp`, less what products lose to it) if
-the products beside it take as long. Exchanging tokens with experts hides nothing. Experts are
-assumed to be used evenly, and to be gathered and averaged over as many workers as the other
-parameters.
+the products beside it take as long. Exchanging tokens with experts hides nothing, but in trainers
+that interleave two micro-batches (`Device.exchange_overlap`). Experts are assumed to be used
+evenly, and to be gathered and averaged over as many workers as the other parameters.
 
 All-gathers and reduce-scatters are rings over the links between the devices that take part (Thakur
 et al. 2005), all-reduces trees over their nodes, as NCCL has them. A ring of R devices on several
@@ -70,6 +70,8 @@ class Case:
         context_method: How workers that share a sequence attend.
         expert_bytes: Of a micro-batch's rows, sent to experts and back by the mixtures of a stage,
             if experts are split.
+        experts: E and k of its mixtures: how many experts, and how many a token chooses.
+        expert_workers: How many workers, tensor-parallel ones too, share the experts.
         orthogonalised: (rows, columns, how many) of the slowest stage's matrices that Muon makes
             orthogonal; empty for other optimizers.
     """
@@ -84,6 +86,8 @@ class Case:
     options: Options
     context_method: str
     expert_bytes: float = 0.0
+    experts: tuple[int, int] = (1, 1)
+    expert_workers: int = 1
     orthogonalised: tuple[tuple[int, int, int], ...] = ()
 
     def sum_of_parts(self, values: list[float]) -> float:
@@ -136,8 +140,11 @@ def timing(
     _add_tensor(case, exposed)
     _add_context(case, exposed)
     if dims.ep > 1:
-        sent_bytes = case.expert_bytes * device.exchange
-        exposed.expert = machine.links.exchange(sent_bytes, dims.ep, dims.tp) * micro_batches
+        exchange_seconds = _exchange_seconds(case)
+        # Behind the computation of another micro-batch, as far as the trainer overlaps the two.
+        hidden = min(exchange_seconds, device.exchange_overlap * compute)
+        exposed.expert = (exchange_seconds - hidden) * micro_batches
+        exposed.hidden += hidden * micro_batches
     if dims.dp_cp > 1 and candidate.strategy.is_sharded:
         for part, unit, count in zip(case.parts, case.units, case.counts):
             _add_sharded_unit(case, part, unit=unit, count=count, exposed=exposed)
@@ -183,6 +190,45 @@ def timing(
     seconds["scale"] = sum(seconds.values()) * device.scale * doublings
     model_flops = sum(part.flops * part.count for part in case.parts)
     return seconds, model_flops * dims.tp * micro_batches * dims.dp_cp
+
+
+def _exchange_seconds(case: Case) -> float:
+    """What sending a micro-batch's tokens to experts and back takes.
+
+    With `Device.dispatch` a token goes once to each worker that has any of its k experts, and from
+    node to node once to each such node, which passes it on (DeepEP, https://github.com/deepseek-ai/
+    DeepEP); results come back as sums.
+    """
+    dims = case.candidate.dims
+    device = case.machine.device
+    links = case.machine.links
+    sent_bytes = case.expert_bytes * device.exchange
+    if not device.dispatch:
+        return links.exchange(sent_bytes, dims.ep, dims.tp)
+    nodes = links.nodes(dims.ep, dims.tp)
+    return links.exchange(
+        sent_bytes,
+        dims.ep,
+        dims.tp,
+        share_within=chosen_share(case.expert_workers, *case.experts),
+        share_across=chosen_share(nodes, *case.experts),
+    )
+
+
+def chosen_share(groups: int, experts: int, top_k: int) -> float:
+    """To how many groups of experts a token goes on average, for each of its experts.
+
+    A group has none of k experts that are chosen by chance with the probability
+    C(E - E/groups, k) / C(E, k).
+
+    Args:
+        groups: Into which the experts are split.
+        experts: E.
+        top_k: k.
+    """
+    others = experts - experts // groups
+    chosen = 1 - math.comb(others, top_k) / math.comb(experts, top_k)
+    return groups * chosen / top_k
 
 
 def _launching_seconds(case: Case) -> float:

@@ -28,6 +28,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.flop_counter import flop_registry
 
 from app.data.loader import map_tensors, tensors
+from app.planner.flex import traced_flex_attention
 from app.planner.fused import Fused
 from app.planner.fusion import Fusion, Place
 from strategies.activation_checkpointing import is_kept
@@ -485,7 +486,9 @@ def watch(
     traced_blocks: dict[Hashable, _TracedBlock] = {}
     for block in dict.fromkeys(module.get_submodule(name) for name in blocks):
         block.forward = _traced_forward(block, recorder, order, traced_blocks)
-    with recorder, Fused(recorder, on_gpu=on_gpu), observed_by(recorder):
+    fused = Fused(recorder, on_gpu=on_gpu)
+    flex = traced_flex_attention(fused) if on_gpu else contextlib.nullcontext()
+    with recorder, fused, flex, observed_by(recorder):
         with saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
             value = loss(module)
         sent_forward = dict(peers.sent_bytes) if peers is not None else {}

@@ -299,6 +299,17 @@ class Task:
         """
         return None
 
+    def with_fused_attention(self) -> tuple[str, Task] | None:
+        """For the planner: what to write for attention that keeps no scores in memory.
+
+        Override it if there is such an attention, and the task does not use it by itself. None
+        means that there is none, or that it is used.
+
+        Returns:
+            (the key and its value, the task with that attention)
+        """
+        return None
+
     def preprocessor(self) -> Preprocessor | None:
         """What makes the model's arguments of rows, images or texts, and reads its output.
 

@@ -88,7 +88,7 @@ _READERS: dict[str, Reader] = {}
 ROOT = Path(__file__).parents[2]
 READING = (
     *("app/models/*.py", "app/tasks/**/*.py", "strategies/**/*.py"),
-    *("app/planner/trace.py", "app/planner/fus*.py", "app/planner/read.py"),
+    *("app/planner/trace.py", "app/planner/fus*.py", "app/planner/flex.py", "app/planner/read.py"),
     "app/planner/model_costs.py",
 )
 """The files that decide what is read of a model."""

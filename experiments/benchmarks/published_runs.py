@@ -56,6 +56,8 @@ PEAKS = {
 
 LitGPT prints torch.cuda.max_memory_allocated.
 """
+FUSED_ATTENTION = {"gpt_oss": "flex_attention"}
+"""What fused attention is called for kinds of models that keep scores in memory by default."""
 FUSED = ("NVIDIA-NeMo/Megatron", "nemo-framework")
 """Sources whose trainers fuse element-wise operations, norms and RoPE, as torch.compile does."""
 ALIGNED = 64
@@ -324,6 +326,8 @@ class Run:
             args |= {"model": "llama" if self.gated else "starcoder2", "config": self._config()}
         if self.attention == "softmax":
             args["attention"] = "eager"
+        elif args.get("model") in FUSED_ATTENTION:
+            args["attention"] = FUSED_ATTENTION[args["model"]]
         if self.method == "lora":
             named = (lora for name, lora in ADAPTERS_OF.items() if name in self.source)
             args["lora"] = dict(next(named, ADAPTERS))

@@ -455,6 +455,29 @@ def unmasked_attention() -> str:
     return "sdpa_unmasked"
 
 
+FUSED_ATTENTION = "flex_attention"
+"""The library's name of the attention that torch compiles, for masks and sinks of any kind."""
+
+
+def with_fused_attention(recipe: Recipe) -> Recipe | None:
+    """The recipe with a fused attention, if its model keeps scores in memory by itself.
+
+    Returns:
+        The recipe; None if the user has chosen an attention, or if the library's choice is fused,
+        or if the model takes no fused one.
+    """
+    if recipe.attention is not None:
+        return None
+    if meta_model(recipe).config._attn_implementation != "eager":
+        return None
+    fused = dataclasses.replace(recipe, attention=FUSED_ATTENTION)
+    try:
+        meta_model(fused)
+    except UserError:
+        return None
+    return fused
+
+
 def takes_registered_attention(model: PreTrainedModel) -> bool:
     """Whether the model computes torch's attention, and takes it under another name too.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -28,6 +29,7 @@ from app.tasks.huggingface.model import (
     resolve_config,
     takes_registered_attention,
     unmasked_attention,
+    with_fused_attention,
 )
 from app.tasks.huggingface.tokenizer import accepted, choose_tokenizer
 from app.tasks.parts import SplitDataTask, one_of, whole_number
@@ -413,6 +415,16 @@ class HuggingFace(SplitDataTask):
     def structure(self) -> PreTrainedModel:
         """The model on the meta device."""
         return meta_model(self.recipe)
+
+    def with_fused_attention(self) -> tuple[str, HuggingFace] | None:
+        """The task with the library's FlexAttention, if its choice keeps scores in memory."""
+        recipe = with_fused_attention(self.recipe)
+        if recipe is None:
+            return None
+        task = copy.copy(self)
+        task.recipe = recipe
+        task._prepare_model()
+        return f"task_args.attention={recipe.attention}", task
 
     def write_folder(self, folder: Path) -> None:
         """Write the files of a transformers model but for its weights.

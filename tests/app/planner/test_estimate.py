@@ -135,6 +135,7 @@ def test_memory_is_that_of_the_worst_moment_on_the_fullest_device(
         reader: Any = SimpleNamespace(costs=lambda _, model=model, **__: model, size=size)
         reader.sample_bytes = 1.0
         reader.exchanged_numel = 0.0
+        reader.mixtures = []
         reader.heads = None
         reader.blocks = len(model.order)
         reader.compiles_loss = False

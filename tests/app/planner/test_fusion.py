@@ -92,3 +92,18 @@ def test_fused_kernels_never_move_or_launch_more_than_single_ones() -> None:
             )
             if name.startswith("block"):
                 assert 0 < values[f"fused_moved_{phase}"] < values[f"moved_{phase}"], (name, phase)
+
+
+def test_what_is_sorted_or_scattered_is_in_memory_before_and_after() -> None:
+    """Three kernels between two products: what is before, the operation itself, what is behind."""
+    order = torch.randperm(ROWS)
+
+    def scattered(x: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_copy(0, order, torch.sigmoid(x)) * 2
+
+    for between, kernels in ((lambda x: torch.sigmoid(x).sort().values * 2, 3), (scattered, 3)):
+        values = _counted(between)
+        assert values["fused_operations_forward"] == 2 + kernels
+        # Each kernel reads and writes at least once; sorting writes positions of 8 bytes too.
+        assert values["fused_moved_forward"] >= 6 * SIZE
+        assert values["fused_moved_forward"] <= values["moved_forward"]

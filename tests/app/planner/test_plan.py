@@ -76,12 +76,12 @@ def test_a_plan_says_what_other_trainers_would_change(large: Reader, small: Read
         with mock.patch("app.planner.plan.NOTABLE", notable):
             plan = plan_of(reader, gpus(8), *overrides, fixed_keys=fixed)
             changes = plan.by_trainer
-        for assumption in ("logits=28", "flash=0.55", "exchange=0.25"):
+        for assumption in ("logits=28", "flash=0.55", "dispatch=1"):
             device = apply_assumptions(plan.machine.device, (assumption,))
             row = plan.estimator.changed(device, None).estimate(plan.rows[0].candidate)
             change = plan.rows[0].step_seconds / row.step_seconds - 1
             assert changes.get(assumption, 0.0) == (change if abs(change) >= notable else 0.0)
-        assert "exchange=0.25" not in changes, "no experts exchange anything"
+        assert "dispatch=1" not in changes, "no experts exchange anything"
         if reader is small:
             assert not changes and "Other trainers" not in text(plan)
         elif notable == 0.001:

@@ -258,6 +258,12 @@ def test_hsdp_over_a_slow_network_beats_fsdp_by_what_the_link_of_a_node_carries(
     assert hsdp.step_seconds < fsdp.step_seconds
     # An all-to-all sends from each of a node's 8 ranks the half that is for the other node.
     assert links.exchange(1e9, 16, 1) == pytest.approx(8 * 1e9 / 2 / rate, rel=0.01)
+    assert (links.nodes(16, 1), links.nodes(4, 2), links.nodes(2, 8)) == (2, 1, 2)
+    # What is sent once to a node waits for the links inside it, if these pass on more.
+    sent_once = links.exchange(1e9, 16, 1, share_within=0.9, share_across=0.5)
+    assert sent_once == pytest.approx(8 * 1e9 / 4 / rate, rel=0.01)
+    passed_on = links.exchange(1e9, 16, 1, share_within=0.9, share_across=0.0)
+    assert passed_on == pytest.approx(0.9 * 1e9 * 15 / 16 / links.within, rel=0.02)
 
 
 def test_a_name_of_several_gpus_says_which_one_is_taken() -> None:

@@ -1,6 +1,7 @@
 """Plans of mixtures of experts, and plans without data."""
 
 import functools
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -8,19 +9,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from app.config.io import load_config
 from app.errors import UserError
+from app.models.grouped_linear import by_expert
 from app.planner import read, stand_in
 from app.planner.device import apply_assumptions
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.output import families
+from app.planner.part_costs import EXCHANGE_OPERATIONS
 from app.planner.plan import Plan, make_plan
 from app.planner.stand_in import plan_experiment
+from app.planner.timing import chosen_share
+from app.planner.trace import FREE
 from app.tasks import load_task
 from app.training.flops import multiplied_parameters
 from strategies.dims import LayoutError
-from strategies.expert.exchange import exchanged_bytes
+from strategies.expert.exchange import Exchange, exchanged_bytes
+from strategies.torch_internals import OperationMode
 from tests.app.planner.conftest import gpus
 from tests.running import ROOT
 
@@ -144,6 +151,77 @@ def test_tensor_parallel_workers_send_the_rows_of_their_own_experts_only() -> No
             work = plan.estimator._work(candidate)
             sent[tp] = plan.estimator._expert_bytes(candidate, work) / candidate.micro_batch
         assert sent[2] / sent[1] == pytest.approx(share)
+
+
+def test_a_token_goes_once_to_each_group_that_has_any_of_its_experts() -> None:
+    """The share is that of all choices of k experts of E."""
+    for groups, experts, top_k in ((4, 8, 2), (2, 8, 3), (8, 8, 8), (1, 6, 3)):
+        choices = list(itertools.combinations(range(experts), top_k))
+        size = experts // groups
+        copies = sum(len({expert // size for expert in choice}) for choice in choices)
+        expected = copies / len(choices) / top_k
+        assert chosen_share(groups, experts, top_k) == pytest.approx(expected)
+
+
+class _Launches(OperationMode):
+    """Counts operations that launch something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_view = any(result.alias_info is not None for result in func._schema.returns)
+        is_in_place = func._schema.name.endswith("_")
+        self.count += (is_in_place or not is_view) and func.overloadpacket.__name__ not in FREE
+        return func(*args, **(kwargs or {}))
+
+
+def test_sending_tokens_to_experts_launches_as_many_operations_as_are_planned() -> None:
+    """Beside those of a mixture that has all of its experts."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        compute = functools.partial(by_expert, lambda rows, _: rows * 1.0, experts=8)
+        exchange = functools.partial(Exchange(dist.group.WORLD, experts=8), compute)
+        launches = {}
+        for forward in (exchange, compute):
+            x = torch.randn(64, 16, requires_grad=True)
+            weights = torch.rand(64, 2, requires_grad=True)
+            with _Launches() as in_forward:
+                y = forward(x, torch.randint(0, 8, (64, 2)), weights)
+            with _Launches() as in_backward:
+                y.backward(torch.ones_like(y))
+            launches[forward] = in_forward.count, in_backward.count
+    finally:
+        dist.destroy_process_group()
+    more = [sent - own for sent, own in zip(launches[exchange], launches[compute])]
+    assert more == list(EXCHANGE_OPERATIONS.values())
+
+
+def test_trainers_that_send_a_token_once_or_overlap_sending_exchange_faster() -> None:
+    """A token goes to as many workers as have any of its experts, or hides behind computing."""
+    args = "data: no.bin, sequence_length: 512, vocab_size: 99, d_model: 256, n_layers: 2"
+    args += ", n_heads: 2, mixture: {n_experts: 8, top_k: 2}"
+    plan = _planned("language_modelling", args, "bf16", workers=8, tp=1, pp=1, ep=8, cp=1)
+    candidate = plan.rows[0].candidate
+    links = plan.machine.links
+    seconds = {}
+    for assumption in ("dispatch=0", "dispatch=1", "exchange_overlap=0.5", "exchange_overlap=9"):
+        device = apply_assumptions(plan.machine.device, (assumption,))
+        row = plan.estimator.changed(device, plan.rows[0].stages).estimate(candidate)
+        seconds[assumption] = row.seconds
+    sent = seconds["dispatch=0"]["expert"] / candidate.micro_batches
+    assert sent == pytest.approx(plan.rows[0].seconds["expert"] / candidate.micro_batches)
+    hops = links.exchange(0.0, 8, 1)
+    once = seconds["dispatch=1"]["expert"] / candidate.micro_batches
+    assert once - hops == pytest.approx(chosen_share(8, 8, 2) * (sent - hops))
+    half = seconds["exchange_overlap=0.5"]
+    hidden = min(half["compute"] / 2, seconds["dispatch=0"]["expert"])
+    assert half["expert"] == pytest.approx(seconds["dispatch=0"]["expert"] - hidden)
+    assert half["contention"] - seconds["dispatch=0"]["contention"] == pytest.approx(
+        hidden * plan.machine.device.contention
+    ), "computing beside it is slower"
+    assert seconds["exchange_overlap=9"]["expert"] == pytest.approx(0.0, abs=1e-9)
 
 
 def _planned(
