@@ -138,8 +138,8 @@ def test_a_killed_single_process_continues_in_the_same_mlflow_run(
 @pytest.mark.parametrize(
     ("overrides", "kill_worker", "signal_number"),
     [
-        (ACTORS, True, None),
-        pytest.param(RAY, True, None, marks=SLOW),
+        pytest.param(ACTORS, True, None, id="actors"),
+        pytest.param(RAY, True, None, marks=SLOW, id="train"),  # tests/versions.py runs it
         pytest.param(RAY, True, signal.SIGINT, marks=SLOW),
         pytest.param(RAY, False, signal.SIGKILL, marks=SLOW),
         pytest.param(ACTORS, True, signal.SIGINT, marks=SLOW),
@@ -279,6 +279,7 @@ def assert_stacks(storage: Path, hangs: int = 1) -> str:
 @pytest.mark.parametrize(
     ("overrides", "rank", "signal_number"),
     [(PLAIN, 1, STOP), (EXPERTS, 1, KILL), (SEQUENCE, 1, KILL), (SHARDED, 3, KILL)],
+    ids=["hangs", "experts", "sequence", "sharded"],
 )
 def test_torchrun_starts_again_by_itself(
     tmp_path: Path, overrides: list[str], rank: int, signal_number: int
