@@ -6,7 +6,7 @@ export OMP_NUM_THREADS ?= 1
 # Where it is set, as in many images, each process would compile torch, Ray and the rest again: four seconds of each.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test alone test-busy coverage test-versions test-slow test-faults test-deepspeed figures mutants lint wheels setup clean
+.PHONY: demo check test together alone test-busy coverage test-versions test-slow test-faults test-deepspeed figures mutants lint wheels setup clean
 
 demo: setup
 	@$(BIN)/trireme train experiments/mnist.yaml --again
@@ -15,11 +15,14 @@ demo: setup
 check: setup lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "pure and not slow"
 
-# First two at a time, then what trains on as many processes as there are processors (tests/test_marks.py), which wait for
-# each other; lint and types take what that leaves.
+# First two at a time, and lint and types on what these leave of two processors; then, with nothing beside it, what trains
+# on as many processes as there are processors (tests/test_marks.py), which wait for each other.
 test: setup
+	@$(MAKE) --no-print-directory --jobs 2 lint together
+	@$(MAKE) --no-print-directory alone
+
+together: setup
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "not slow and not alone"
-	@$(MAKE) --no-print-directory --jobs 2 lint alone
 
 alone: setup
 	$(BIN)/python -m pytest -m "not slow and alone"

@@ -7,11 +7,12 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hypothesis
 import pytest
 
+from app.launchers import crash_notice
 from app.tracking.tracker import WriterProcess
 from cluster.connect import connect, disconnect
 from tests import running
@@ -184,19 +185,40 @@ def models_read_once(readers: dict[tuple[str, ...], Any], monkeypatch: pytest.Mo
     monkeypatch.setattr(plan, "reader_of", read_once)
 
 
-@pytest.fixture(autouse=True)
-def warm_start(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets commands and MLflow's writers start at once (tests/warm.py)."""
-    if "real_start" in request.fixturenames:
-        monkeypatch.setattr(running, "is_warm", False)
-    else:
-        monkeypatch.setattr(WriterProcess, "_spawn", spawn_writer)
-        monkeypatch.setattr(WriterProcess, "import_ahead", import_nothing_ahead)
+REAL_STARTS = (
+    (WriterProcess, "_spawn", WriterProcess._spawn),
+    (WriterProcess, "import_ahead", WriterProcess.import_ahead),
+    (crash_notice, "_start_second_process", crash_notice._start_second_process),
+)
+"""What `warm_start` replaces."""
+
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_start() -> Iterator[None]:
+    """Lets commands and MLflow's writers start at once (tests/warm.py), also in modules' fixtures.
+
+    A run in this process starts none that would announce its crash, which takes as long as the rest
+    of a short run: commands do, and tests/app/launchers/test_crash.py shows what it says.
+    """
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for (owner, name, _), warm in zip(
+            REAL_STARTS, (spawn_writer, import_nothing_ahead, start_none), strict=True
+        ):
+            monkeypatch.setattr(owner, name, warm)
+        yield
+
+
+def start_none(*_: Any) -> NoReturn:
+    """In place of the process that announces a crash, as where there is no room for a process."""
+    raise OSError
 
 
 @pytest.fixture
-def real_start() -> None:
+def real_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of how a command or a writer starts: each is a program of its own."""
+    monkeypatch.setattr(running, "is_warm", False)
+    for owner, name, real in REAL_STARTS:
+        monkeypatch.setattr(owner, name, real)
 
 
 @pytest.fixture

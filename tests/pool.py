@@ -56,8 +56,9 @@ _PRELOADED = [
     "strategies.parallelize",
     "tests.strategies.models",
     "app.training.loop",
+    "transformers.modeling_utils",
 ]
-"""What every process would import otherwise."""
+"""What every process would import otherwise, or, as transformers, many."""
 
 
 class DistributedFailure(AssertionError):

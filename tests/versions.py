@@ -6,6 +6,7 @@ with* of the README. Other Pythons on the PATH follow, with the versions of cons
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -14,12 +15,16 @@ from pathlib import Path
 from app.run.versions import TESTED
 
 ROOT = Path(__file__).parents[1]
+RESUMED = "tests/app/launchers/test_resume.py::test_"
 ROOMS = {
     "parity of every strategy": "tests/strategies/test_parity.py tests/strategies/test_tensor.py",
     "every schedule of the pipeline": "tests/strategies/pipeline",
     "pipeline in Ray; failures": "tests/app/launchers/test_launchers.py",
     "one process in 16 bits, Ray Train and torchrun, killed and resumed": (
-        "tests/app/launchers/test_resume.py"
+        f"-m '' {RESUMED}a_killed_single_process_continues_in_the_same_mlflow_run "
+        f"{RESUMED}a_worker_is_killed_then_the_command_and_run_again[train] "
+        f"{RESUMED}torchrun_starts_again_by_itself[hangs] "
+        f"{RESUMED}one_command_at_a_time_trains_a_run_and_a_finished_run_may_go_on"
     ),
     "checkpoints": "tests/app/checkpoint",
     "tracking in MLflow": "tests/app/tracking",
@@ -27,7 +32,7 @@ ROOMS = {
         "tests/strategies/test_torch_internals.py tests/cluster/test_ray_internals.py"
     ),
 }
-"""Paths of tests by their line of the table."""
+"""Arguments of pytest by their line of the table."""
 
 
 OTHER_PYTHONS = ("3.12", "3.13")
@@ -99,7 +104,7 @@ def tested(python: Path, room: str) -> tuple[bool, str]:
     start = time.monotonic()
     env = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow"]
-    command += room.split()
+    command += shlex.split(room)  # a later -m replaces this one
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     if done.returncode:
         print(done.stdout[-6000:], done.stderr[-2000:], file=sys.stderr)

@@ -352,8 +352,12 @@ def _run_writer(arguments: list[str]) -> None:
     """What app/tracking/writer.py does as a program; stdout is what the driver waits for.
 
     It is not nicer than its driver: the tests beside it would leave it no processor for seconds.
+    It looks more often for the end of its run, for which a test waits.
     """
+    from app.tracking import writer
     from app.tracking.writer import ENVIRONMENT, LOCK_SECONDS, claim, serve
+
+    writer.POLL_SECONDS = 0.05
 
     folder, attempt = arguments
     os.setsid()

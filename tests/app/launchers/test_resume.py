@@ -70,9 +70,26 @@ def wait_for_step(folder: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, running.Ended]:
-    """An uninterrupted run of two workers under torchrun: its folder and its output."""
+    """An uninterrupted run of two workers under torchrun: its folder and its output.
+
+    They have torchrun's variables and no agent of it, so that they are forks that have imported
+    torch (tests/warm.py). The agent itself starts runs again in the slow tests below.
+    """
     storage = tmp_path_factory.mktemp("two")
-    return storage / "run", running.torchrun(*command(storage, *TWO, "task_args.slow_while=/no"))
+    variables = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    arguments = command(storage, *TWO, "task_args.slow_while=/no")
+    ranks = [
+        start(arguments, env=running.environment(**variables, RANK=rank, LOCAL_RANK=rank))
+        for rank in ("0", "1")
+    ]
+    first, second = map(running.finish, ranks)
+    second.expect()
+    return storage / "run", first
 
 
 def test_a_killed_single_process_continues_in_the_same_mlflow_run(
@@ -121,7 +138,8 @@ def test_a_killed_single_process_continues_in_the_same_mlflow_run(
 @pytest.mark.parametrize(
     ("overrides", "kill_worker", "signal_number"),
     [
-        (RAY, True, None),
+        pytest.param(ACTORS, True, None, id="actors"),
+        pytest.param(RAY, True, None, marks=SLOW, id="train"),  # tests/versions.py runs it
         pytest.param(RAY, True, signal.SIGINT, marks=SLOW),
         pytest.param(RAY, False, signal.SIGKILL, marks=SLOW),
         pytest.param(ACTORS, True, signal.SIGINT, marks=SLOW),
@@ -177,6 +195,19 @@ def test_a_worker_is_killed_then_the_command_and_run_again(
     inputs = mlflow_run(tmp_path, "run").inputs.dataset_inputs
     assert sorted(dataset.tags[0].value for dataset in inputs) == ["evaluation", "training"]
     assert min(curve(tmp_path, "run", "train/noise_scale").values()) > 0
+
+
+def test_a_worker_of_ray_train_trains_as_this_process_does(
+    tmp_path: Path, ray_environment: dict[str, str]
+) -> None:
+    """To the last bit. Each of the processes that Ray Train adds takes as long as this training."""
+    quick = ["train.steps=10", "task_args.step_seconds=0", "tracking.enabled=false", "workers=1"]
+    arguments = command(tmp_path, *POINTS, *quick, "launcher=ray")
+    trireme(*arguments, env=ray_environment).expect()
+    training, _ = training_of(load_config([], arguments[1:]), tmp_path / "truth")
+    training.run()
+    expected = training.parallel.full_model_state()
+    assert running.same_bits(running.weights(tmp_path / "run"), expected)
 
 
 def test_one_command_at_a_time_trains_a_run_and_a_finished_run_may_go_on(tmp_path: Path) -> None:
@@ -248,6 +279,7 @@ def assert_stacks(storage: Path, hangs: int = 1) -> str:
 @pytest.mark.parametrize(
     ("overrides", "rank", "signal_number"),
     [(PLAIN, 1, STOP), (EXPERTS, 1, KILL), (SEQUENCE, 1, KILL), (SHARDED, 3, KILL)],
+    ids=["hangs", "experts", "sequence", "sharded"],
 )
 def test_torchrun_starts_again_by_itself(
     tmp_path: Path, overrides: list[str], rank: int, signal_number: int

@@ -387,7 +387,13 @@ def test_options_change_values_by_rounding_only(
 
 @pytest.mark.alone
 @pytest.mark.parametrize(
-    ("strategy", "micro_batch"), [("single", 1), ("ddp", 1), ("fsdp", 2), ("ddp", 6)]
+    ("strategy", "micro_batch"),
+    [
+        ("single", 1),
+        ("ddp", 1),
+        pytest.param("fsdp", 2, marks=pytest.mark.slow),
+        pytest.param("ddp", 6, marks=pytest.mark.slow),
+    ],
 )
 def test_micro_batches_without_items_are_gathered_and_weigh_nothing(
     strategy: str, micro_batch: int

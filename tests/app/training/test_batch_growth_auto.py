@@ -295,7 +295,7 @@ def decided(run: dict[str, Any]) -> list[tuple[int, int, bool]]:
         # Its state is as whole as that of one device, which the tests below look at.
         pytest.param("ddp", ["train.micro_batch_size=4"], marks=pytest.mark.slow),
         pytest.param("fsdp", ["train.micro_batch_size=8"], marks=pytest.mark.slow),
-        ("pipeline", []),
+        ("pipeline", ["train.micro_batch_size=4"]),  # by default a step has 8 micro-batches
     ],
 )
 def test_every_layout_decides_the_same_on_the_same_curve(strategy: str, more: list[str]) -> None:
