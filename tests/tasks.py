@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
-from app.tasks.base import Task
+from app.tasks.base import Task, Update
 
 
 class Points(Task):
@@ -267,8 +267,10 @@ class Gan(Task):
 class Crashes(Points):
     """Its process dies by a signal each time it gets to a step, on rank 1 or the only rank.
 
+    Losses are taken in the driver too, before a run starts; only a worker takes steps.
+
     Args:
-        at: The number of training losses after which it dies.
+        at: The number of steps after which it dies.
         by: The signal's name; for SIGSEGV, memory is really misused.
     """
 
@@ -276,12 +278,15 @@ class Crashes(Points):
         super().__init__()
         self.at = at
         self.by = by
-        self.seen = 0
+        self.steps = 0
+
+    def training_step(self, update: Update) -> None:
+        self.steps += 1
+        super().training_step(update)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        self.seen += model.training
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 1
-        if self.seen > self.at and rank == 1:
+        if self.steps > self.at and rank == 1:
             if self.by == "SIGSEGV":
                 ctypes.string_at(0)
             os.kill(os.getpid(), signal.Signals[self.by])

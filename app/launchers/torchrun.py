@@ -55,6 +55,8 @@ KEYS_AT_ONCE = 1000
 """How many keys of the store are read in one round trip."""
 PORT_KEY = "trireme/port"
 """Under this key torchrun's store has the port of rank 0's."""
+DRIVER_KEY = "trireme/driver"
+"""Under this key the store in which ranks meet has rank 0's process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +167,10 @@ class Ranks:
     Args:
         config: The configuration as it was written.
 
+    Attributes:
+        info: This process.
+        driver_info: Rank 0's process.
+
     Raises:
         UserError: The environment is not torchrun's or Slurm's, or contradicts the configuration.
     """
@@ -182,6 +188,13 @@ class Ranks:
         if has_gpu:
             take_share_of_node(environment.local_world_size)
         self.store = _open_store(environment.rank)
+        self.info = WorkerInfo(
+            rank=environment.rank, pid=os.getpid(), ip=socket.gethostname(), node=""
+        )
+        if environment.rank == 0:
+            self.store.set(DRIVER_KEY, json.dumps(asdict(self.info)))
+        # Read now: once rank 0 is stopped, a store in its process does not answer.
+        self.driver_info = WorkerInfo(**json.loads(self.store.get(DRIVER_KEY)))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if has_gpu else "gloo",
             store=self.store,
@@ -300,14 +313,14 @@ class StoreHeartbeat:
     ) -> None:
         self.rank = ranks.place.rank
         self.store = _heartbeat_store(job, ranks)
-        self.info = WorkerInfo(rank=self.rank, pid=os.getpid(), ip=socket.gethostname(), node="")
+        self.info = ranks.info
         self.store.set(f"info/{self.rank}", json.dumps(asdict(self.info)))
         self.silent_seconds = max(SILENT_SECONDS, SILENT * job.config.fault.hang_seconds)
         self.driver_beat = b""
         """Rank 0's newest heartbeat."""
         self.driver_beat_clock = time.monotonic()
         """Since when that has been the newest."""
-        self.driver_info: WorkerInfo | None = None
+        self.driver_info = ranks.driver_info
         self.count = 0
         self.closed = threading.Event()
         self.thread = HeartbeatThread(
@@ -357,15 +370,13 @@ class StoreHeartbeat:
             return
         self.driver_beat = beat
         self.driver_beat_clock = time.monotonic()
-        if self.driver_info is None:
-            self.driver_info = WorkerInfo(**json.loads(self.store.get("info/0")))
 
     def _watch_driver(self, on_lost: Callable[[str], None]) -> None:
         """Runs in a thread of its own, because a call of the store may not return."""
         while not self.closed.wait(1.0):
             if time.monotonic() - self.driver_beat_clock <= self.silent_seconds:
                 continue
-            if self.driver_info is not None and self.driver_info.ip == self.info.ip:
+            if self.driver_info.ip == self.info.ip:
                 kill_process(self.driver_info.pid)
             on_lost(
                 f"worker 0 is stopped or cannot be reached for {self.silent_seconds:.0f} s: "

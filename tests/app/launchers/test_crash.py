@@ -111,6 +111,7 @@ def test_a_run_in_one_process_tells_the_signal_that_it_died_by(tmp_path: Path) -
     assert ended.code == -signal.SIGSEGV
     assert "worker 0, process" in ended.err and "died by SIGSEGV" in ended.err, ended.err
     assert "tests/tasks.py:" in ended.err and "Stack" not in ended.err, ended.err
+    assert "step 1/20" in ended.out, "it died in training and not before"
 
 
 def test_the_signal_of_an_earlier_attempt_is_not_told_of_a_later_one(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,7 +17,7 @@ import psutil
 import pytest
 import ray
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from app.config.io import with_values
 from app.errors import UserError
@@ -29,9 +30,11 @@ from app.launchers.ray_launch import (
     when_over,
 )
 from app.launchers.store import open_store
-from app.launchers.torchrun import Environment
+from app.launchers.torchrun import Environment, StoreHeartbeat
 from app.launchers.workers import kill_process
 from app.run.prepare import Prepared, with_idle_gpus
+from app.training.events import WorkerInfo
+from app.training.job import Heartbeat
 from cluster import ClusterError
 from cluster.connect import Cluster
 from cluster.environment import set_defaults, shared_variables
@@ -387,6 +390,33 @@ def test_a_store_for_one_machine_is_not_reachable_from_another(host: str, addres
     assert listening == [address]
     TCPStore(host, store.port, is_master=False).set("key", "value")
     assert store.get("key") == b"value"
+
+
+@pytest.mark.parametrize(("host", "expected"), [("here", [7]), ("there", [])])
+def test_a_rank_ends_a_stopped_driver_of_its_host_of_which_it_has_no_heartbeat(
+    host: str, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a driver that is stopped in the first second: other ranks find no heartbeat of it."""
+    killed: list[int] = []
+    sentences: SimpleQueue[str] = SimpleQueue()
+    monkeypatch.setattr("app.launchers.torchrun.kill_process", killed.append)
+    monkeypatch.setattr("app.launchers.torchrun.SILENT_SECONDS", 0.0)
+    monkeypatch.setattr("app.launchers.torchrun.SILENT", 0.0)
+    monkeypatch.setattr("app.launchers.torchrun._heartbeat_store", lambda job, ranks: HashStore())
+    ranks = Mock(
+        place=Mock(rank=1),
+        info=WorkerInfo(rank=1, pid=8, ip="here", node=""),
+        driver_info=WorkerInfo(rank=0, pid=7, ip=host, node=""),
+    )
+    heartbeat = StoreHeartbeat(
+        Mock(config=config()),
+        ranks,
+        Heartbeat(),
+        on_lost=sentences.put,
+    )
+    assert "worker 0 is stopped or cannot be reached" in sentences.get(timeout=60)
+    heartbeat.close()
+    assert killed == expected
 
 
 def worker_of(rank: int) -> Mock:

@@ -392,7 +392,7 @@ def test_three_users_share_a_cluster_by_priority(tmp_path: Path) -> None:
         submit("ada")
         wait_until(lambda: committed(tmp_path / "ada"))
         submit("bob")
-        wait_until(lambda: queue().get("bob", {}).get("starts_in") is not None)
+        wait_until(lambda: queue().get("bob", {}).get("starts_in_seconds") is not None)
         assert queue()["ada"]["state"] == "running"
         submit("eve", "--priority", "5")
         wait_until(lambda: committed(tmp_path / "eve"))
