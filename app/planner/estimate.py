@@ -538,8 +538,8 @@ class Estimator:
     def _step_copies(self) -> float:
         """Copies of a worker's trained parameters that the optimizer's step makes."""
         device = self.machine.device
-        own = 0 if device.is_cpu else STEP_COPIES.get(self.optimizer, 0)
-        return max(device.update, float(own))
+        copies = 0 if device.is_cpu else STEP_COPIES.get(self.optimizer, 0)
+        return max(device.update, float(copies))
 
     def _host_memory_bytes(self, case: Case, stages: Stages) -> float:
         """Bytes of a host's memory for what is offloaded from its GPUs: state and activations."""

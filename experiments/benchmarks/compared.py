@@ -146,14 +146,14 @@ class Prepared:
         def fastest_of(rows: list[Estimate]) -> Estimate:
             return min(rows, key=lambda row: (not row.fits, row.step_seconds))
 
-        own = [row for row in estimates if row.candidate.strategy.name == self.run.data]
+        of_strategy = [row for row in estimates if row.candidate.strategy.name == self.run.data]
         context = device.context
         if described:
             context = dict(self.run.described).get("context_gib", context / GIB) * GIB
         return Compared(
             self.run,
             fastest_of(estimates),
-            memory_plan=fastest_of(own) if own else None,
+            memory_plan=fastest_of(of_strategy) if of_strategy else None,
             context=context,
         )
 

@@ -194,7 +194,7 @@ def test_sending_tokens_to_experts_launches_as_many_operations_as_are_planned() 
             launches[forward] = in_forward.count, in_backward.count
     finally:
         dist.destroy_process_group()
-    more = [sent - own for sent, own in zip(launches[exchange], launches[compute])]
+    more = [sent - computing for sent, computing in zip(launches[exchange], launches[compute])]
     assert more == list(EXCHANGE_OPERATIONS.values())
 
 
