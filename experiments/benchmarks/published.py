@@ -215,7 +215,7 @@ def memory_summary(
 def peak_quantiles(compared: Iterable[Compared]) -> dict[float, float]:
     """Quantiles of a published peak of memory relative to its plan, if it is said what peaks count.
 
-    They are `peaks_of_others` in constants.yaml. Each source counts as much as any other, however
+    They are `peaks_of_others` in constants.yaml, where trainers are described. Each source counts as much as any other, however
     many rows it has.
 
     Args:
@@ -523,7 +523,7 @@ def main(
     judged = compared_described or compared
     results = _figures(judged if sweep else compared)
     if of_memory:
-        quantiles = peak_quantiles(compared)
+        quantiles = peak_quantiles(judged)
         results["peaks"] = {str(level): ratio for level, ratio in quantiles.items()}
     if regret or sweep:
         chosen_layouts = evidence.choices(judged)
