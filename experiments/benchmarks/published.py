@@ -215,8 +215,8 @@ def memory_summary(
 def peak_quantiles(compared: Iterable[Compared]) -> dict[float, float]:
     """Quantiles of a published peak of memory relative to its plan, if it is said what peaks count.
 
-    They are `peaks_of_others` in constants.yaml, where trainers are described. Each source counts as much as any other, however
-    many rows it has.
+    They are `peaks_of_others` in constants.yaml, where trainers are described. Each source counts
+    as much as any other, however many rows it has.
 
     Args:
         compared: Runs with a peak, and their plans.
