@@ -75,12 +75,14 @@ def commits(results: str) -> dict[str, str]:
 def changed_files(commit: str, measures: Sequence[str], root: Path = ROOT) -> list[str] | None:
     """The files that have changed since a commit; None if it is not in this copy's history.
 
+    Documents beside the code do not count.
+
     Args:
         commit: The commit, or the beginning of its hash.
         measures: The files and folders to look at.
         root: A checkout.
     """
-    command = ["git", "diff", "--name-only", commit, "--", *measures]
+    command = ["git", "diff", "--name-only", commit, "--", *measures, ":(exclude)*.md"]
     answer = subprocess.run(command, cwd=root, capture_output=True, text=True)
     return answer.stdout.splitlines() if answer.returncode == 0 else None
 

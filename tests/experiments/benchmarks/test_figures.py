@@ -69,13 +69,15 @@ def test_a_change_of_what_is_measured_makes_a_table_old(tmp_path: Path) -> None:
         return answer.stdout.strip()
 
     git("init", "--quiet")
-    for name in ("code", "other"):
+    (tmp_path / "code").mkdir()
+    for name in ("code/loop.py", "code/README.md", "other"):
         (tmp_path / name).write_text("1")
     git("add", ".")
     git("commit", "--quiet", "--message", "first")
     commit = git("rev-parse", "HEAD")
-    (tmp_path / "other").write_text("2")
+    for name in ("code/README.md", "other"):
+        (tmp_path / name).write_text("2")
     assert figures.changed_files(commit, FIGURE.measures, tmp_path) == []
-    (tmp_path / "code").write_text("2")
-    assert figures.changed_files(commit, FIGURE.measures, tmp_path) == ["code"]
+    (tmp_path / "code" / "loop.py").write_text("2")
+    assert figures.changed_files(commit, FIGURE.measures, tmp_path) == ["code/loop.py"]
     assert figures.changed_files("0" * 40, FIGURE.measures, tmp_path) is None
