@@ -256,6 +256,11 @@ OF_TRAINERS = (
     *("update", "shared_copies", "gather", "exchange", "dispatch", "exchange_overlap"),
 )
 """Those that describe another trainer than Trireme."""
+AT_MOST_ONE = (
+    *("async_tp", "again", "fragmentation", "exchange", "dispatch"),
+    *("exchange_overlap", "shared_copies"),
+)
+"""Those that are a share of something, or yes or no."""
 OTHER_TRAINERS = {"flash": 0.55, "again": 0.4, "logits": 28.0, "gather": 1.0, "dispatch": 1.0}
 """What published trainers were found to do (experiments/benchmarks/published_sources.yaml).
 
@@ -285,6 +290,11 @@ def apply_assumptions(device: Device, assumptions: tuple[str, ...]) -> Device:
             raise UserError(
                 f"--assume {assumption}: write one of {', '.join(ASSUMED)}, then = and a number, "
                 "as in across=0.5"
+            )
+        if name in AT_MOST_ONE and number > 1:
+            raise UserError(
+                f"--assume {assumption}: {name} is at most 1 ({ASSUMED[name]}): write a number "
+                "from 0 to 1"
             )
         if name in OF_TRAINERS:
             device = replace(device, of_another_trainer=True)

@@ -464,9 +464,9 @@ def _logits(products: npt.NDArray[np.float64]) -> float:
 
 def _loss_bytes(part: PartCosts, work: Work, device: Device) -> float:
     """Bytes of another trainer's loss, if one is described; else 0."""
-    whole = _logits(part.products_at("forward", work.batch, 1))
-    split = _logits(part.products_at("forward", work.batch, work.tp))
-    return max(device.loss_memory * whole, device.split_loss_memory * split)
+    all_logits = _logits(part.products_at("forward", work.batch, 1))
+    logits_of_worker = _logits(part.products_at("forward", work.batch, work.tp))
+    return max(device.loss_memory * all_logits, device.split_loss_memory * logits_of_worker)
 
 
 def _phase_cost(

@@ -239,10 +239,10 @@ def _check_shapes(train: ImageSet, eval_images: ImageSet, augment_shift: int) ->
         UserError: They have several shapes, or `augment_shift` is as large as an image.
     """
     train_shape = train.images.shape[1:]
-    held_shape = eval_images.images.shape[1:]
-    if train_shape != held_shape:
+    eval_shape = eval_images.images.shape[1:]
+    if train_shape != eval_shape:
         raise UserError(
-            f"the images of {eval_images.source} have shape {held_shape}, those of {train.source} "
+            f"the images of {eval_images.source} have shape {eval_shape}, those of {train.source} "
             f"{train_shape}; they must agree"
         )
     _, height, width = train_shape

@@ -16,6 +16,8 @@ _M_TOP_PAD = -2
 _M_MMAP_THRESHOLD = -3
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20
 """Bytes; glibc takes no larger one on machines of 64 bits, and reaches it by itself at most."""
+_DEFAULT_TOP_PAD = 128 * 2**10
+"""Bytes."""
 _NEVER = 2**31 - 1
 _MALLOC_VARIABLES = (
     *("MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"),
@@ -73,7 +75,7 @@ def freed_memory_stays(device: torch.device) -> Iterator[None]:
         yield
     finally:
         libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_MMAP_THRESHOLD)
-        libc.mallopt(_M_TOP_PAD, 0)
+        libc.mallopt(_M_TOP_PAD, _DEFAULT_TOP_PAD)
         libc.malloc_trim(0)
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import click
 
 from cluster.remote import free_port
-from experiments.benchmarks.harness import interval, show
+from experiments.benchmarks.harness import interval, ratios, show
 from experiments.benchmarks.peers.workload import (
     CLIP_NORM,
     FOLDER,
@@ -437,7 +437,8 @@ def rows_of(measurements: Measurements, lines: Mapping[str, int]) -> list[dict[s
                 "to the first step, s": f"{statistics.median(m.start for m in peer):.1f}",
                 "after the last, s": f"{statistics.median(m.end for m in peer):.1f}",
                 "step, ms": f"{1e3 * statistics.median(steps):.1f}",
-                "beside by hand": f"{statistics.median(steps) / statistics.median(base):.3f} "
+                # Of turns that follow one another, as the interval is: a machine's speed varies.
+                "beside by hand": f"{statistics.median(ratios(base, steps)):.3f} "
                 f"({low:.3f} to {high:.3f})",
                 "memory of a worker, MB": f"{max(m.memory for m in peer) / 1e6:.0f}",
                 "lines of code": str(lines[name]),

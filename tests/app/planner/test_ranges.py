@@ -2,7 +2,8 @@
 
 import pytest
 
-from app.planner.device import apply_assumptions, constants
+from app.errors import UserError
+from app.planner.device import AT_MOST_ONE, apply_assumptions, constants
 from app.planner.machine import MachineOptions, find_machine
 from app.planner.ranges import ADAPTERS, DENSE, MIXTURE, Traits, fit_probability, spread_of
 
@@ -102,6 +103,14 @@ def test_the_peaks_that_plans_use_are_quantiles() -> None:
         peaks = constants()[name]
         assert list(peaks) == sorted(peaks) and min(peaks) > 0 and max(peaks) < 1
         assert list(peaks.values()) == sorted(set(peaks.values()))
+
+
+@pytest.mark.parametrize("name", AT_MOST_ONE)
+def test_an_assumed_share_is_at_most_one(name: str) -> None:
+    device = find_machine(MachineOptions(gpus=8, gpu="h100-80gb"), "8").device
+    assert getattr(apply_assumptions(device, (f"{name}=1",)), name) == 1
+    with pytest.raises(UserError, match=f"{name}=2: {name} is at most 1 .* from 0 to 1"):
+        apply_assumptions(device, (f"{name}=2",))
 
 
 def test_another_trainers_layout_needs_more_room_than_one_of_trireme() -> None:

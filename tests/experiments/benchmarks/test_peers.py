@@ -35,13 +35,19 @@ def test_the_table_has_medians_over_the_turns_and_ratios_to_by_hand() -> None:
         return program.Measurement(whole=whole, start=5.0, end=2.0, step=step, memory=3e8)
 
     measurements = {
-        program.BY_HAND: [measured(20.0, 0.1), measured(24.0, 0.1), measured(22.0, 0.1)],
-        "Trireme": [measured(30.0, 0.11), measured(33.0, 0.11), measured(27.0, 0.11)],
+        program.BY_HAND: [measured(20.0, 0.1), measured(24.0, 0.2), measured(22.0, 0.1)],
+        "Trireme": [measured(30.0, 0.11), measured(33.0, 0.22), measured(27.0, 0.11)],
     }
     _, row = program.rows_of(measurements, {program.BY_HAND: 60, "Trireme": 20})
     assert row["whole, s"] == "30.0 (27.0 to 33.0)"
     assert row["beside by hand"] == "1.100 (1.100 to 1.100)"
     assert row["step, ms"] == "110.0"
+
+    # Half as fast in the later turns: medians of different turns would say 0.1 / 0.2.
+    steps = {program.BY_HAND: (0.1, 0.1, 0.2, 0.2, 0.2), "Trireme": (0.1, 0.1, 0.22, 0.22, 0.1)}
+    turns = {name: [measured(20.0, step) for step in steps[name]] for name in steps}
+    _, row = program.rows_of(turns, {program.BY_HAND: 60, "Trireme": 20})
+    assert row["beside by hand"].startswith("1.000 (0.500 to 1.100)")
 
 
 @pytest.mark.parametrize("model", list(WORKLOADS))
