@@ -34,17 +34,15 @@ class Compared:
 
     Attributes:
         run: The run.
-        plan: The plan; None if the command refuses to make one.
+        plan: The plan, of the strategy that the run had if there is one, or of the fastest with the
+            same degrees; None if the command refuses to make one.
         refusal: Why it does.
-        memory_plan: The plan whose memory counts: that of the strategy that the run had, where
-            `plan` may be of a faster one with the same degrees; None if it is `plan`.
         context: Bytes that the plan takes a process and its libraries to have on the card.
     """
 
     run: Run
     plan: Estimate | None
     refusal: str = ""
-    memory_plan: Estimate | None = None
     context: float = 0.0
 
     @property
@@ -68,11 +66,10 @@ class Compared:
     @property
     def memory_gib(self) -> float:
         """What the plan says of the peak that the run's source has published, GiB."""
-        plan = self.memory_plan or self.plan
-        assert plan is not None
-        planned = plan.memory_bytes
+        assert self.plan is not None
+        planned = self.plan.memory_bytes
         if self.run.peak == "allocated":
-            planned = plan.allocated_bytes
+            planned = self.plan.allocated_bytes
         elif self.run.peak == "card":
             planned += self.context
         return planned / GIB
@@ -143,19 +140,13 @@ class Prepared:
         }
         estimates = [of_stages[row.stages].estimate(row.candidate) for row in self.plan.rows]
 
-        def fastest_of(rows: list[Estimate]) -> Estimate:
-            return min(rows, key=lambda row: (not row.fits, row.step_seconds))
-
-        of_strategy = [row for row in estimates if row.candidate.strategy.name == self.run.data]
+        # The command plans every strategy with the run's degrees; a single worker has none.
+        of_run = [row for row in estimates if row.candidate.strategy.name == self.run.data]
+        fastest = min(of_run or estimates, key=lambda row: (not row.fits, row.step_seconds))
         context = device.context
         if described:
             context = dict(self.run.described).get("context_gib", context / GIB) * GIB
-        return Compared(
-            self.run,
-            fastest_of(estimates),
-            memory_plan=fastest_of(of_strategy) if of_strategy else None,
-            context=context,
-        )
+        return Compared(self.run, fastest, context=context)
 
 
 def _equal(stages: tuple[int, ...] | None) -> tuple[int, ...] | None:

@@ -615,10 +615,9 @@ def _run_row(one: Compared) -> dict[str, str]:
     row["error"] = "ran out of memory" if run.ran_out else ""
     if one.has_speed:
         row["error"] = percent(one.error, signed=True)
-    of_memory = one.memory_plan or one.plan
-    row["GiB"] = f"{of_memory.memory_bytes / GIB:.1f}, {of_memory.verdict}"
+    row["GiB"] = f"{one.plan.memory_bytes / GIB:.1f}, {one.plan.verdict}"
     if run.memory_gib:
-        row["GiB"] = f"{one.memory_gib:.1f}, {of_memory.verdict}"
+        row["GiB"] = f"{one.memory_gib:.1f}, {one.plan.verdict}"
         row["measured"] = f"{run.memory_gib:.1f}"
         row["peak"] = run.peak
         row["memory error"] = percent(one.memory_error, signed=True)
