@@ -1,15 +1,16 @@
 """What errors of earlier plans say of a plan: the range of its speed, and whether it fits.
 
 80 of 100 runs have a speed within the range. Ranges are conformal: they are made of the errors of
-runs whose layout splits the model in the same way, each planned with constants that were fitted to
-other sources' runs only (CV+: https://arxiv.org/abs/1905.02928), so that they hold for runs of a
-new source. Runs of one source err alike, so that each source counts as much, however many runs it
-has (https://arxiv.org/abs/2306.06342; what that leaves out: experiments/benchmarks/fit.py). If
-fewer than 80 of 100 runs of a GPU, of a size of models, of a length of sequences or of a layout
-would be inside, the ranges of that group are wider by the factor that brings them in (conformal
-within groups: Vovk 2012, https://arxiv.org/abs/1209.2673). A range is wider the further a plan is
-from all of these runs: a model of another kind, a family of GPUs without fitted constants, a layout
-that nobody has published, a model or a sequence smaller than the smallest or larger than the
+runs whose layout splits the model in the same way (of a mixture of experts, or of adapters: runs of
+that kind), each planned with constants that were fitted to other sources' runs only (CV+:
+https://arxiv.org/abs/1905.02928), so that they hold for runs of a new source. Runs of one source
+err alike, so that each source counts as much, however many runs it has
+(https://arxiv.org/abs/2306.06342; what that leaves out: experiments/benchmarks/fit.py). If fewer
+than 80 of 100 runs of a GPU, of a size of models, of a length of sequences or of a layout would be
+inside, the ranges of that group are wider by the factor that brings them in (conformal within
+groups: Vovk 2012, https://arxiv.org/abs/1209.2673). A range is wider the further a plan is from all
+of these runs: a kind of model of which there are few, a family of GPUs without fitted constants, a
+layout that nobody has published, a model or a sequence smaller than the smallest or larger than the
 largest. It reaches further down the more of the computing is attention, whose kernels differ
 between trainers by more than any others (`ranges` in fitted.yaml, written by `python -m
 experiments.benchmarks published --fit`).
@@ -59,8 +60,18 @@ class Traits(NamedTuple):
     gpu: str = ""
 
     @property
+    def kind(self) -> str:
+        """The runs whose errors its range is made of: its layout's, or its kind of model's."""
+        return self.layout if self.model == DENSE else self.model
+
+    @property
     def groups(self) -> tuple[str, ...]:
-        """The groups of runs that it belongs to: by layout, GPU, size and length."""
+        """The groups of runs that it belongs to: by layout, GPU, size and length.
+
+        Models that are not dense are a group of their own.
+        """
+        if self.model != DENSE:
+            return (f"model {self.model}",)
         names = [f"layout {self.layout}", f"gpu {self.gpu}"]
         names.append(f"size {bisect.bisect_left(SIZE_LIMITS, self.billions)}")
         if self.sequence:
@@ -138,18 +149,18 @@ def base_of(
     *,
     attention: float = 0.0,
 ) -> tuple[float, float]:
-    """The range of the runs that split the model in the same way.
+    """The range of the runs that split the model in the same way, or have the same kind of model.
 
     If the plan is far from these runs, how well its layout is known says little, so the range is at
     least that of all runs.
 
     Args:
         traits: Of the plan.
-        layouts: (low, high) by layout; `any` has that of all runs.
+        layouts: (low, high) by `Traits.kind`; `any` has that of all runs of dense models.
         distance: From `distance_of`.
         attention: How many times longer attention may take, less 1.
     """
-    low, high = layouts.get(traits.layout) or layouts["any"]
+    low, high = layouts.get(traits.kind) or layouts["any"]
     if distance > 0:
         low = min(low, layouts["any"][0])
         high = max(high, layouts["any"][1])

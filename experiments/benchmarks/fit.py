@@ -9,6 +9,7 @@ kernels leave it (`CONSTANTS`), and is held near its start by a weak prior, so t
 run depends stays there. The same rows always give the same constants: nothing is drawn at random.
 """
 
+import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -109,6 +110,12 @@ ENOUGH = 8
 """Runs of which attention is a large part that are needed to say how much slower it may be."""
 ENOUGH_SOURCES = 4
 """Sources that a group of runs needs so that 80 of 100 runs of a fifth source are inside."""
+LEAST_WIDER = 0.25
+"""By how much a range is wider at least for a trait that no run has.
+
+The few runs of GPUs without fitted constants say nothing of sizes and layouts that nobody has
+published.
+"""
 LARGE_ATTENTION = 0.2
 """The share of computing above which attention is a large part of a step."""
 
@@ -337,7 +344,8 @@ def ranges(residuals: Residuals, quantiles: tuple[float, float] = QUANTILES) -> 
         quantiles: Between which quantiles, in percent, the range is.
 
     Returns:
-        "layouts": the range of each kind of layout; "seen": the traits of runs that were fitted to;
+        "layouts": the range of each kind of layout, and of each kind of model but dense ones;
+        "seen": the traits of runs that were fitted to;
         "attention": how many times longer attention may take, less 1: the least with which the
         low end holds for runs that are attention to a large part; "groups": how many times wider
         the ranges of a group are, if too few of its runs would be inside; "wider": by how much a
@@ -345,6 +353,7 @@ def ranges(residuals: Residuals, quantiles: tuple[float, float] = QUANTILES) -> 
         80 % of such runs are inside.
     """
     fitted = [residual for residual in residuals if has_constants(residual.traits)]
+    others = _of_other_models(residuals)
     by_layout = defaultdict[str, list[Residual]](list)
     for residual in fitted:
         by_layout["any"].append(residual)
@@ -353,12 +362,14 @@ def ranges(residuals: Residuals, quantiles: tuple[float, float] = QUANTILES) -> 
     for layout, of_layout in by_layout.items():
         if layout == "any" or _sources(of_layout) >= ENOUGH_SOURCES:
             ends[layout] = _ends(of_layout, quantiles)
+    for model, of_model in others.items():
+        ends[model] = _ends(of_model, quantiles)
     sizes = [residual.traits.billions for residual in fitted]
     lengths = [residual.traits.sequence for residual in fitted if residual.traits.sequence]
     fitted_ranges: dict[str, Any] = {
         "layouts": ends,
         "seen": {
-            "models": [DENSE],
+            "models": [DENSE, *sorted(others)],
             "layouts": sorted(set(by_layout) - {"any"}),
             "families": sorted({residual.traits.family for residual in fitted}),
             "billions": [_rounded(min(sizes)), _rounded(max(sizes))],
@@ -369,7 +380,8 @@ def ranges(residuals: Residuals, quantiles: tuple[float, float] = QUANTILES) -> 
         "wider": 0.0,
     }
     inside = (quantiles[1] - quantiles[0]) / 100
-    fitted_ranges["groups"] = _factors(fitted, fitted_ranges, inside)
+    with_ends = [*fitted, *itertools.chain(*others.values())]
+    fitted_ranges["groups"] = _factors(with_ends, fitted_ranges, inside)
     fitted_ranges["wider"] = _wider(residuals, fitted_ranges, inside)
     return fitted_ranges
 
@@ -377,6 +389,19 @@ def ranges(residuals: Residuals, quantiles: tuple[float, float] = QUANTILES) -> 
 def has_constants(traits: Traits) -> bool:
     """Whether constants may be fitted to runs with these traits."""
     return traits.family in FAMILIES and traits.model == DENSE
+
+
+def _of_other_models(residuals: Residuals) -> dict[str, list[Residual]]:
+    """The runs of models that are not dense, by kind, of which there are enough sources."""
+    by_model = defaultdict[str, list[Residual]](list)
+    for residual in residuals:
+        if residual.traits.model != DENSE:
+            by_model[residual.traits.model].append(residual)
+    return {
+        model: of_model
+        for model, of_model in by_model.items()
+        if _sources(of_model) >= ENOUGH_SOURCES
+    }
 
 
 def _slower_attention(
@@ -430,9 +455,8 @@ def _factors(
             needed = [
                 (wider / factor_of(each.traits, factors), each.source) for wider, each in times
             ]
-            if _rounded_up(_quantile(needed, inside, counts_unseen=True)) > 1:
-                needed_alone = [(wider, each.source) for wider, each in times]
-                lacking[name] = _rounded_up(_quantile(needed_alone, inside, counts_unseen=True))
+            if _enough_for(needed, inside) > 1:
+                lacking[name] = _enough_for([(wider, each.source) for wider, each in times], inside)
         if not lacking:
             return factors
         worst = max(lacking, key=lambda name: lacking[name])
@@ -455,7 +479,9 @@ def _wider(residuals: Residuals, fitted_ranges: dict[str, Any], inside: float) -
             factor = factor_of(residual.traits, fitted_ranges["groups"])
             # There are few sources of each of these traits, so that runs count in place of them.
             needed.append((max(0.0, (times / factor - 1) / distance), str(row)))
-    return _rounded_up(_quantile(needed, inside, counts_unseen=True)) if needed else 0.0
+    if not needed:
+        return LEAST_WIDER
+    return max(LEAST_WIDER, _rounded_up(_quantile(needed, inside, counts_unseen=True)))
 
 
 def _times_wider(residual: Residual, fitted_ranges: dict[str, Any]) -> float:
@@ -472,6 +498,19 @@ def _times_wider(residual: Residual, fitted_ranges: dict[str, Any]) -> float:
 def _sources(residuals: Residuals) -> int:
     """How many sources runs have."""
     return len({residual.source for residual in residuals})
+
+
+def _enough_for(needed: Sequence[tuple[float, str]], inside: float) -> float:
+    """How many times wider ranges must be so that a share of runs is inside, however they count.
+
+    Args:
+        needed: How many times wider each run needs its range, with its source.
+        inside: The share: of runs of a further source if all sources count as much, and of runs if
+            each of these does.
+    """
+    of_sources = _quantile(needed, inside, counts_unseen=True)
+    of_runs = _quantile([(times, str(run)) for run, (times, _) in enumerate(needed)], inside)
+    return _rounded_up(max(of_sources, of_runs))
 
 
 def _quantile(

@@ -26,11 +26,11 @@ import numpy as np
 
 from app.errors import UserError
 from app.planner.device import constants as planner_constants
-from app.planner.ranges import LENGTH_LIMITS, SIZE_LIMITS, Traits, spread_of
+from app.planner.ranges import DENSE, LENGTH_LIMITS, SIZE_LIMITS, Traits, spread_of
 from experiments.benchmarks import evidence, fit
 from experiments.benchmarks.compared import Compared, Prepared, prepare
 from experiments.benchmarks.harness import show
-from experiments.benchmarks.published_runs import GIB, PARTS, Run, runs, sweep_runs
+from experiments.benchmarks.published_runs import GIB, LATER_TABLES, PARTS, Run, runs, sweep_runs
 
 KINDS = {
     "data": "data parallel",
@@ -353,10 +353,14 @@ def _is_fitted(one: Prepared) -> bool:
     return one.run.part == "fit" and fit.is_for_fit(one.run)
 
 
-def write_fit(prepared: Sequence[Prepared]) -> str:
+def write_fit(prepared: Sequence[Prepared], later: Sequence[Prepared] = ()) -> str:
     """Fits the constants and the ranges to rows, and writes them.
 
     Ranges are fitted to the errors that runs had when nothing of their source was fitted to.
+
+    Args:
+        prepared: The rows.
+        later: Rows that only ranges are fitted to.
 
     Returns:
         A sentence that says where they are.
@@ -365,8 +369,8 @@ def write_fit(prepared: Sequence[Prepared]) -> str:
     whole_fit = fit_to(fitted)
     sources = [one.run.source for one in fitted]
     intervals = fit.intervals(whole_fit, sources, fit.weights([one.run for one in fitted]))
-    traits = _traits(prepared)
-    unseen = without_own(prepared, whole_fit, fitted, group_by="source")
+    traits = _traits([*prepared, *later])
+    unseen = without_own([*prepared, *later], whole_fit, fitted, group_by="source")
     ranges = fit.ranges([residual for _, residual in _residuals(unseen, traits)])
     return fit.write(whole_fit.values, intervals, ranges, len(fitted))
 
@@ -379,7 +383,7 @@ def _traits(prepared: Sequence[Prepared]) -> dict[Run, Traits]:
 def _residuals(
     unseen: Sequence[Compared], traits: Mapping[Run, Traits]
 ) -> list[tuple[Run, fit.Residual]]:
-    """The errors that ranges are made of: those of rows that constants are fitted to."""
+    """The errors that ranges are made of: those of half of the rows."""
     return [
         (one.run, fit.Residual(one.run.source, traits[one.run], one.error))
         for one in unseen
@@ -504,15 +508,18 @@ def main(
     if of_memory:
         all_runs = [run for run in all_runs if run.memory_gib]
     prepared = [prepare(run) for run in all_runs]
+    later: list[Prepared] = []
+    if (fits or leave_out or calibration) and not tables:
+        later = _prepared_later()
     if fits:
-        click.echo(write_fit(prepared), err=True)
+        click.echo(write_fit(prepared, later), err=True)
         planner_constants.cache_clear()
         prepared = [prepare(run) for run in runs(*tables)]
     chosen = [one for one in prepared if not parts or one.run.part in parts]
     compared_described: list[Compared] = []
     if leave_out or calibration:
         compared, compared_described = _left_out(
-            prepared, chosen, leave_out or "source", described=described
+            prepared, chosen, leave_out or "source", later=later, described=described
         )
     else:
         compared = [one.compare() for one in chosen]
@@ -538,15 +545,31 @@ def main(
     show("published", results | {"table": lines}, lines, as_json=as_json)
 
 
+def _prepared_later() -> list[Prepared]:
+    """The rows of `LATER_TABLES` that ranges are made of.
+
+    These are mixtures and adapters whose page names the network. Dense models stay apart, so that
+    plans can be judged by them.
+    """
+    later = [prepare(run) for run in runs(*LATER_TABLES) if run.has_known_network]
+    return [one for one in later if one.plan is not None and one.traits.model != DENSE]
+
+
 def _left_out(
-    prepared: Sequence[Prepared], chosen: Sequence[Prepared], group_by: str, *, described: bool
+    prepared: Sequence[Prepared],
+    chosen: Sequence[Prepared],
+    group_by: str,
+    *,
+    later: Sequence[Prepared] = (),
+    described: bool,
 ) -> tuple[list[Compared], list[Compared]]:
     """Runs beside plans whose constants and ranges come from other sources, or other GPUs.
 
     Args:
-        prepared: All rows.
+        prepared: All rows that constants may be fitted to.
         chosen: The rows that are judged.
         group_by: "source" or "gpu".
+        later: Rows that only ranges are made of.
         described: Whether the second list is wanted.
 
     Returns:
@@ -554,11 +577,9 @@ def _left_out(
     """
     fitted = [one for one in prepared if _is_fitted(one)]
     whole_fit = fit_to(fitted, again=False)
-    traits = _traits(prepared)
-    unseen, unseen_described = (
-        without_own(prepared, whole_fit, fitted, group_by=group_by, described=each)
-        for each in (False, True)
-    )
+    traits = _traits([*prepared, *later])
+    unseen = without_own([*prepared, *later], whole_fit, fitted, group_by=group_by)
+    unseen_described = without_own(prepared, whole_fit, fitted, group_by=group_by, described=True)
     shifts = Shifts(whole_fit, fitted, group_by)
     judged = {one.run for one in chosen}
     compared, compared_described = (

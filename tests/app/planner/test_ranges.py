@@ -35,6 +35,21 @@ def test_the_range_of_a_known_layout_is_its_own_and_else_that_of_all() -> None:
     assert spread_of(KNOWN, {}).low == 0.8, "without published runs, a quarter"
 
 
+def test_a_kind_of_model_of_which_runs_are_known_has_a_range_of_its_own() -> None:
+    ranges = RANGES | {
+        "layouts": {"any": [0.8, 1.2], "tp": [0.9, 1.1], MIXTURE: [0.5, 2.0]},
+        "seen": SEEN | {"models": [DENSE, MIXTURE]},
+        "groups": {f"model {MIXTURE}": 1.5, "layout tp": 3.0},
+    }
+    for layout in ("tp", "cp+pp"):
+        spread = spread_of(KNOWN._replace(model=MIXTURE, layout=layout), ranges)
+        assert spread.low < 0.5**1.49 and spread.high > 2.0**1.49
+    assert spread_of(KNOWN._replace(model=MIXTURE, layout="tp"), ranges).unmeasured == ()
+    assert spread_of(KNOWN._replace(model=ADAPTERS), ranges).unmeasured == ("adapters",)
+    dense = spread_of(KNOWN._replace(layout="tp"), ranges)
+    assert dense.low == pytest.approx(0.9**3), "dense models have nothing of a mixture's range"
+
+
 @pytest.mark.parametrize(
     ("change", "unmeasured"),
     [

@@ -430,17 +430,39 @@ def test_ranges_cover_the_errors_that_they_were_made_from() -> None:
     assert 0.80 <= covered / len(errors) <= 0.93
     assert fitted["layouts"]["pp"][0] > fitted["layouts"]["tp"][0]
     assert "cp" not in fitted["layouts"]
-    assert fitted["wider"] == 0 and set(fitted["seen"]["layouts"]) == {"tp", "pp", "cp"}
-    strange = [
-        (traits._replace(model="mixture"), error) for error in (-0.4, -0.5, -0.3, -0.45, -0.5)
-    ]
-    wider = fit.ranges(_residuals([*errors, *strange]))
-    spreads = [spread_of(each, wider) for each, _ in strange]
-    covered = 0
-    for spread, (_, error) in zip(spreads, strange):
-        covered += spread.low <= 1 / (1 + error) <= spread.high
-    assert covered >= 4
-    assert all(spread.unmeasured == ("a mixture of experts",) for spread in spreads)
+    assert fitted["wider"] == fit.LEAST_WIDER
+    assert set(fitted["seen"]["layouts"]) == {"tp", "pp", "cp"}
+
+
+@pytest.mark.parametrize(
+    ("sources", "unmeasured"), [(fit.ENOUGH_SOURCES - 1, ("a mixture of experts",)), (8, ())]
+)
+def test_ranges_cover_a_kind_of_model_of_which_there_are_few_or_many_sources(
+    sources: int, unmeasured: tuple[str, ...]
+) -> None:
+    traits = Traits("tp", "dense", "hopper", 7.0, 4096)
+    mixture = traits._replace(model="mixture")
+    dense = [(traits, error / 100) for error in range(-20, 21)]
+    of_mixtures = [(mixture, -0.5 + 0.03 * number) for number in range(sources)]
+    fitted = fit.ranges(_residuals([*dense, *of_mixtures]))
+    assert ("mixture" in fitted["layouts"]) == (not unmeasured)
+    spread = spread_of(mixture, fitted)
+    assert spread.unmeasured == unmeasured
+    inside = [spread.low <= 1 / (1 + error) <= spread.high for _, error in of_mixtures]
+    assert np.mean(inside) >= 0.8
+    alone = fit.ranges(_residuals(dense))
+    assert spread_of(traits, fitted) == spread_of(traits, alone), "dense models' stay as they are"
+
+
+def test_a_range_has_eight_in_ten_runs_also_if_one_source_has_most_of_them() -> None:
+    """The other sources' runs are all inside."""
+    traits = Traits("tp", "dense", "hopper", 7.0, 4096)
+    errors = [(traits, error / 1000) for error in range(-20, 21)]
+    errors += [(traits, 0.1 + error / 100) for error in range(60)]
+    one_source = fit.ranges(_residuals(errors, lambda i: "large" if i > 40 else str(i % 10)))
+    spread = spread_of(traits, one_source)
+    inside = np.mean([spread.low <= 1 / (1 + error) <= spread.high for _, error in errors])
+    assert inside >= 0.8
 
 
 def test_eight_in_ten_new_runs_of_each_group_are_inside() -> None:
