@@ -8,9 +8,9 @@ recomputation and precision written as keys.
 
 layouts.csv.gz has all 587 layouts that Aleph Alpha ran with FlashAttention-2; 108 rows of
 published.csv are from the same sheets. fresh.csv.gz has 99 rows of ten pages, blind.csv.gz 154 of
-27 others, and later.csv.gz 16 of three more, that nothing was fitted to; they have the columns of
-published.csv, and are read only where they are named. Each was written down before any plan of it
-was looked at.
+27 others, later.csv.gz 16 of three more, and unseen.csv.gz 125 of 25 more, that nothing was fitted
+to; they have the columns of published.csv, and are read only where they are named. Each was written
+down before any plan of it was looked at.
 
 A hash of a row's address and settings puts it into one of three parts: `fit` (constants are fitted
 to it), `choose` (looked at while the planner is written) and `held out` (looked at once, when the
@@ -87,7 +87,9 @@ ADAPTERS_OF: dict[str, dict[str, Any]] = {
     "Lightning-AI/litgpt": QUERIES_AND_VALUES,
     "pytorch/torchtune": QUERIES_AND_VALUES,
     "nemo-framework": IN_PROJECTIONS,
+    "model_verification_cards": {"r": 8, "targets": ATTENTION},
     "NVIDIA-NeMo/Megatron": IN_PROJECTIONS,
+    "B200+Vultr+POC": IN_PROJECTIONS,
     "QwenLM/Qwen": {"r": 64},
     "a100_80gb.csv#qlora": FMS | NF4,
     "a100_80gb_liger.csv#qlora": FMS | NF4,
@@ -95,6 +97,10 @@ ADAPTERS_OF: dict[str, dict[str, Any]] = {
     "benchmarks_03_2024.md#qlora": ANSWER | NF4,
     "fsdp_qlora": ANSWER,
     "ms-swift": {"r": 8, "targets": ATTENTION[:3]},
+    "llama2_70b_lora": FMS,
+    "VectorInstitute/vectorlm": QUERIES_AND_VALUES,
+    "universal-llm-trainer": {"r": 8, "targets": [*ATTENTION, *GATED]},
+    "hiyouga/LLaMA-Factory": {"r": 8, "targets": [*ATTENTION, *GATED]} | NF4,
 }
 """The same by source; the first that is part of an address counts.
 
@@ -107,9 +113,13 @@ an RTX 4090 need that, and the page's A6000 is 1.5 times as fast without recompu
 
 fms-acceleration's scripts/benchmarks/scenarios.yaml has its adapters, fsdp_qlora's train.py its
 own (get_target_modules). ms-swift 2.3 adapts what a model's attention reads.
+
+Those of MLPerf's LoRA are its rules'. VectorLM's page has r=8 and q_proj and v_proj; the universal
+trainer's config and LLaMA-Factory's default (lora_target: all) have all linear layers of a block.
 """
 
 BF16 = {"train.weight_dtype": "bf16", "optimizer.state_dtype": "bf16"}
+BF16_WEIGHTS = {"train.weight_dtype": "bf16"}
 KEYS_OF = {
     "Automodel/blob/36044ad3d139363fb6c73c24af2e7c6b65ec52f6/docs/guides": BF16,
     "KempnerForge": BF16,
@@ -119,12 +129,18 @@ KEYS_OF = {
     "pytorch/torchtune/blob/bd2a0fc": BF16,
     "lightning-thunder": BF16,
     "small-ablation": BF16,
+    "VectorInstitute/vectorlm": BF16,
+    "universal-llm-trainer": BF16,
+    "llama2_70b_lora": BF16_WEIGHTS,
+    "card.yaml#peft": BF16_WEIGHTS,
+    "test+summary#lora": BF16_WEIGHTS,
+    "hiyouga/LLaMA-Factory": BF16_WEIGHTS,
 }
 """Further keys of a source's runs.
 
 Automodel loads weights in the type of their file (torch_dtype="auto"), and torch's Adam keeps that.
 The others make or load their weights in bf16 too, by their settings or by the peaks that they
-publish.
+publish; Megatron's LoRA has those that it does not train in bf16.
 """
 WIDENED = ("a100_80gb_liger.csv",)
 """Sources of which sharded runs of all weights have these in float32 all the same.
@@ -139,7 +155,14 @@ NOT_ASSUMED = ("context_gib", "equal_stages")
 context_gib: what a process has of a card. equal_stages: whether each stage of a pipeline has as
 many blocks, as parallel.stages can say; Trireme's are cut so that the slowest is fast.
 """
-FULL_SHARD = ("KempnerForge", "fms-acceleration", "fsdp_qlora", "Qwen3-30B-A3B+MOE", "h200_2025-06")
+FULL_SHARD = (
+    "KempnerForge",
+    "fms-acceleration",
+    "fsdp_qlora",
+    "Qwen3-30B-A3B+MOE",
+    "h200_2025-06",
+    "VectorInstitute/vectorlm",
+)
 """Sources whose sharded runs free gathered weights after forward, however few they are.
 
 KempnerForge calls fully_shard with reshard_after_forward=True (its distributed/parallel.py), and so

@@ -106,6 +106,7 @@ def test_a_published_run_is_planned_by_arguments_that_a_user_could_write(row_num
         ("fresh", 99, 99, 0, ()),
         ("blind", 154, 144, 1, ("fresh",)),
         ("later", 16, 16, 0, ("fresh", "blind")),
+        ("unseen", 125, 122, 2, ("fresh", "blind", "later", "further")),
     ],
 )
 def test_unfitted_rows_are_runs_that_no_other_table_has(
@@ -118,9 +119,10 @@ def test_unfitted_rows_are_runs_that_no_other_table_has(
     assert all(run.step_seconds or run.memory_gib or run.ran_out for run in unfitted)
     assert all(run.source.startswith("https://") for run in unfitted), "each has its address"
 
-    def speed_of(run: Run) -> tuple[str, int, int, int, str, str]:
+    def speed_of(run: Run) -> tuple[Any, ...]:
         tokens = run.global_batch * run.sequence / (run.step_seconds or math.inf) / run.gpus
-        return run.model, run.sequence, run.gpus, run.micro_batch, run.precision, f"{tokens:.2g}"
+        settings = (run.model, run.sequence, run.gpu, run.gpus, run.micro_batch, run.precision)
+        return *settings, f"{tokens:.2g}"
 
     known = {speed_of(run) for run in published.runs()}
     for other in others:
@@ -135,7 +137,8 @@ def test_unfitted_rows_are_runs_that_no_other_table_has(
 
 def test_a_published_run_has_a_layout_that_is_possible_here() -> None:
     """Megatron's ep counts tensor-parallel workers, and its chunks embedding and head."""
-    tables = [published_runs.FOLDER / f"{name}.csv.gz" for name in ("fresh", "blind", "later")]
+    names = ("fresh", "blind", "later", "unseen")
+    tables = [published_runs.FOLDER / f"{name}.csv.gz" for name in names]
     split = 0
     for run in [*published_runs.runs(), *published_runs.runs(*tables)]:
         keys = dict(word.split("=", 1) for word in run.command()[0])
