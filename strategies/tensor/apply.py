@@ -57,8 +57,16 @@ from strategies.tensor.randomness import own_stream
 from strategies.torch_internals import rnn_reading_its_parameters
 from strategies.traits import CHANGING_OR_HOOKED, Trait
 
-_LINEAR_STYLES = ("colwise", "colwise_gather", "head", "rowwise")
+_LINEAR_STYLES = (
+    *("colwise", "colwise_gather", "head", "rowwise"),
+    *("adapter_in", "adapter_rowwise"),
+)
 """The styles of layers whose product fp8 may replace (precision.py)."""
+_READ_AS_PARTS = ("experts", "adapter_rowwise")
+"""The styles of modules that code around them reads this worker's part of parameters of.
+
+That of experts computes with it, and peft looks at the type of an adapter's weight.
+"""
 _SHAPE_ERRORS = ("shape", "size of tensor", "unflatten", "mat1 and mat2", "size mismatch")
 """Words of torch's errors about shapes that an operation cannot use."""
 
@@ -126,6 +134,14 @@ def _rowwise_forward(self: SplitModule, x: Tensor) -> Tensor:
     return y if bias is None else y + bias.to(y.dtype)
 
 
+def _adapter_in_forward(self: SplitModule, x: Tensor) -> Tensor:
+    weight = _own_part(self, "weight")
+    bias = _own_part(self, "bias")
+    if not self._gets_gathered_input:
+        return self._product.forward(x, weight, bias)
+    return self._split.columns(x, weight, bias, is_gathered=True, product=self._product)
+
+
 def _embedding_forward(self: SplitModule, tokens: Tensor) -> Tensor:
     table = _own_part(self, "weight")
     split = self._split
@@ -162,6 +178,8 @@ _FORWARDS: dict[str, Callable[..., Tensor]] = {
     "colwise_gather": _colwise_gather_forward,
     "head": _head_forward,
     "rowwise": _rowwise_forward,
+    "adapter_in": _adapter_in_forward,
+    "adapter_rowwise": _rowwise_forward,
     "experts": _experts_forward,
     "embedding": _embedding_forward,
 }
@@ -186,8 +204,8 @@ def _split_class(kind: type[nn.Module], style: str, parameters: tuple[str, ...])
     """A subclass of `kind` with the forward of `style` and properties that read parameters."""
     members: dict[str, Any] = {}
     for name in parameters:
-        # The experts' own code computes with this worker's part.
-        members[name] = property(functools.partial(_read_parameter, name, style == "experts"))
+        reads_part = style in _READ_AS_PARTS
+        members[name] = property(functools.partial(_read_parameter, name, reads_part))
     if style in _FORWARDS:
         members["forward"] = _FORWARDS[style]
     if issubclass(kind, nn.RNNBase):
@@ -381,6 +399,8 @@ class GradientSums:
             style = split.plan.styles.get(path, "replicate")
             is_used_on_part = style == "partial"
             if split.plan.splits_sequence and style in ("sequence", "rowwise"):
+                is_used_on_part = True
+            if style == "adapter_in" and split.plan.gets_gathered_input(path):
                 is_used_on_part = True
             chosen = self._used_on_parts if is_used_on_part else self._used_on_whole
             parameters = owner.named_parameters(recurse=False, remove_duplicate=False)

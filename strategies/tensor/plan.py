@@ -17,6 +17,11 @@
     split_input     any         its input is cut to this worker's part of the sequence
     gather          any         its input is gathered along the sequence, once for all colwise
                                 layers in it
+    adapter_in      Linear      beside a colwise layer, the thin first layer of its adapter, whose
+                                second one is colwise too: whole; in a `gather` module its gradients
+                                are summed over workers
+    adapter_rowwise Linear      beside a rowwise layer, the same: as rowwise, but code that reads
+                                its weight gets this worker's part
     partial         any         parameters are whole and used on split activations, so that their
                                 gradients are summed over workers
     replicate       any         whole; this is the default
@@ -50,6 +55,8 @@ VALUES: dict[str, tuple[type[nn.Module] | None, int | None]] = {
     "split": (None, None),
     "split_input": (None, None),
     "gather": (None, None),
+    "adapter_in": (nn.Linear, None),
+    "adapter_rowwise": (nn.Linear, 1),
     "partial": (None, None),
     "replicate": (None, None),
 }

@@ -17,12 +17,13 @@ the layers without adapters (quantized.py).
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -177,6 +178,60 @@ def with_adapters(model: nn.Module, config: LoraConfig, *, trains_head: bool) ->
     except ValueError as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(f"task_args.lora does not fit the model: {reason}") from error
+
+
+class Adapted(NamedTuple):
+    """Where the parts of a layer with adapters are, as names of modules.
+
+    Args:
+        base: The layer itself.
+        first: A of each of its adapters.
+        second: B of each.
+    """
+
+    base: str
+    first: tuple[str, ...]
+    second: tuple[str, ...]
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Adapted] | None:
+    """The linear layers of a model that have adapters.
+
+    Args:
+        model: A model that `with_adapters` has changed.
+
+    Returns:
+        By the layer's name without adapters; None if other layers have some too.
+    """
+    library()
+    from peft.tuners.lora import Linear, LoraLayer
+
+    layers: dict[str, Adapted] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        if not isinstance(module, Linear):
+            return None
+        layers[name] = Adapted(
+            base=f"{name}.base_layer",
+            first=tuple(f"{name}.lora_A.{adapter}" for adapter in module.lora_A),
+            second=tuple(f"{name}.lora_B.{adapter}" for adapter in module.lora_B),
+        )
+    return layers
+
+
+def without_adapters(model: nn.Module, layers: Mapping[str, Adapted]) -> nn.Module:
+    """A copy of a model, of the same parameters, in which layers have lost their adapters.
+
+    Args:
+        model: The model, which stays as it is.
+        layers: What `adapted_layers` returns of it.
+    """
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    bare = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    for name, parts in layers.items():
+        bare.set_submodule(name, bare.get_submodule(parts.base))
+    return bare
 
 
 def _names_after_body(model: nn.Module) -> list[str]:

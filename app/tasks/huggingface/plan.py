@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import fnmatch
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from app.errors import UserError
+from app.tasks.huggingface.lora import Adapted
 from strategies.mixtures import find_mixtures
 from strategies.tensor.plan import SYNONYMS
 
@@ -73,6 +75,41 @@ def tensor_plan(model: nn.Module, *, parallel_head: bool) -> dict[str, str] | No
         return None
     experts = {mixture.name: "experts" for mixture in find_mixtures(model)}
     return {**plan, **_sequence_parallel_plan(model, plan), **experts}
+
+
+def with_adapters(plan: dict[str, str], adapted: Mapping[str, Adapted]) -> dict[str, str] | None:
+    """The tensor plan of a model whose linear layers have adapters.
+
+    An adapter adds B·(A·x) to a layer's W·x, and is split as the layer is. Beside a layer that is
+    split by columns B is too, and A is whole. Beside one that is split by rows A is too, and B is
+    whole: it works on what A's sum leaves, which is a part of the sequence if that is split.
+
+    Args:
+        plan: That of the same model without adapters.
+        adapted: The names of the layers with adapters, and where their parts are.
+
+    Returns:
+        The plan; None if there is an adapter beside a layer that is split in another way.
+    """
+    splits_sequence = "sequence" in plan.values()
+    adapters: dict[str, str] = {}
+    for name, parts in adapted.items():
+        value = plan.get(name)
+        if value == "colwise":
+            first = "adapter_in"
+            second = "colwise"
+        elif value == "rowwise":
+            first = "adapter_rowwise"
+            second = "sequence" if splits_sequence else "replicate"
+        elif value is None and not splits_sequence:
+            continue
+        else:
+            return None
+        adapters[parts.base] = value
+        adapters |= dict.fromkeys(parts.first, first)
+        adapters |= dict.fromkeys(parts.second, second)
+    kept = {name: value for name, value in plan.items() if name not in adapted}
+    return kept | adapters
 
 
 def _gather_layers_of(parent: str, plan: dict[str, str]) -> None:

@@ -381,10 +381,21 @@ class HuggingFace(SplitDataTask):
         return [name for name in names if not any(part.startswith(f"{name}.") for part in unread)]
 
     def tensor_plan(self, model: nn.Module) -> dict[str, str] | None:
-        """The library's plan; None with adapters, so that every layer and adapter is gathered."""
-        if self.recipe.adapters is not None:
+        """The library's plan, and that of adapters.
+
+        It is None, so that every layer is gathered, where adapters read whole matrices (DoRA), are
+        beside layers that are not linear, or beside matrices of a few bits.
+        """
+        parallel_head = self._data.has_parallel_head
+        adapters = self.recipe.adapters
+        if adapters is None:
+            return plan.tensor_plan(model, parallel_head=parallel_head)
+        adapted = lora_options.adapted_layers(model)
+        if adapted is None or adapters.use_dora or self.recipe.quantize is not None:
             return None
-        return plan.tensor_plan(model, parallel_head=self._data.has_parallel_head)
+        bare = lora_options.without_adapters(model, adapted)
+        library_plan = plan.tensor_plan(bare, parallel_head=parallel_head)
+        return None if library_plan is None else plan.with_adapters(library_plan, adapted)
 
     def context_plan(self, model: nn.Module) -> ContextPlan | None:
         """How the model is told the positions of its tokens.

@@ -144,6 +144,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "lora nf4": ("base", {"quantize": "nf4"}, "text.txt"),
     "lora int8": ("base", {"quantize": "int8", "use_rslora": True}, "text.txt"),
     "lora dora": ("base", {"use_dora": True}, "text.txt"),
+    "lora of two": ("base", {"targets": ["q_proj", "down_proj"]}, "text.txt"),
 }
 """Model types, configurations and files of data by a name."""
 
@@ -350,6 +351,41 @@ def test_sequence_parallelism_splits_activations_as_the_planner_counts_them(data
     assert saved_bytes[0] < 0.85 * saved_bytes[1]
 
 
+def test_layers_with_adapters_are_split_as_without_them(base: Path) -> None:
+    """DoRA reads whole matrices, so that its layers are gathered."""
+    task = make_task("lora of two", base)
+    model = built_model(task)
+    plan = task.tensor_plan(model)
+    assert plan is not None
+    styles = {name: value for name, value in plan.items() if name.startswith("model.layers.1.")}
+    attention = "model.layers.1.self_attn"
+    mlp = "model.layers.1.mlp"
+    assert styles == {
+        "model.layers.1.input_layernorm": "sequence",
+        attention: "gather",
+        f"{attention}.q_proj.base_layer": "colwise",
+        f"{attention}.q_proj.lora_A.default": "adapter_in",
+        f"{attention}.q_proj.lora_B.default": "colwise",
+        f"{attention}.k_proj": "colwise",
+        f"{attention}.v_proj": "colwise",
+        f"{attention}.o_proj": "rowwise",
+        "model.layers.1.post_attention_layernorm": "sequence",
+        mlp: "gather",
+        f"{mlp}.gate_proj": "colwise",
+        f"{mlp}.up_proj": "colwise",
+        f"{mlp}.down_proj.base_layer": "rowwise",
+        f"{mlp}.down_proj.lora_A.default": "adapter_rowwise",
+        f"{mlp}.down_proj.lora_B.default": "sequence",
+    }
+    for sequence_parallel in (True, False):
+        split_model = built_model(task)
+        one_part(split_model, plan, 2, sequence_parallel=sequence_parallel)
+        split_model(one_batch(task)[0])
+    assert (
+        make_task("lora dora", base).tensor_plan(built_model(make_task("lora dora", base))) is None
+    )
+
+
 def test_a_colwise_layer_without_a_rowwise_partner_is_gathered() -> None:
     """Its output must not stay split where the next layer has a style that is not supported."""
     model: Any = nn.Module()
@@ -402,6 +438,8 @@ def _trained(
     wrap = ddp.wrap
     shard = fsdp.shard
     reductions = Reductions()
+    sequence_parallel = bool(degrees.get("sequence_parallel", True))
+    degrees = {name: degree for name, degree in degrees.items() if name != "sequence_parallel"}
 
     def wrap_and_count(*args: Any, **options: Any) -> Any:
         applied = wrap(*args, **options)
@@ -422,7 +460,8 @@ def _trained(
         for values in rows:
             reductions.numbers = 0
             trial = make_trial(values, steps=2)
-            curve = train(trial, choose(strategy, workers, **degrees), Options(), CPU)
+            options = Options(sequence_parallel=sequence_parallel)
+            curve = train(trial, choose(strategy, workers, **degrees), options, CPU)
             trained.append((curve, reductions.numbers))
     return trained
 
@@ -437,7 +476,7 @@ PARITY = [
     slow(
         "fsdp", 2, {}, ("vit", "gpt2 instructions", "t5", "lora dora", "lora int8", "mamba"), 1e-5
     ),
-    ("tensor", 2, {}, ("llama tied", "mixtral"), 2e-5),
+    ("tensor", 2, {}, ("llama tied", "mixtral", "lora"), 2e-5),
     slow("tensor", 2, {}, ("gpt2", "bert"), 2e-5),
     slow("tensor", 2, {}, ("qwen3", "gemma2", "phi3"), 2e-5),
     slow(
@@ -445,11 +484,13 @@ PARITY = [
         2,
         {},
         (
-            *("lora", "lora nf4", "lora dora", "instructions", "lora instructions"),
+            *("lora of two", "lora nf4", "lora dora", "instructions", "lora instructions"),
             *("t5", "qwen3 moe", "olmoe", "deepseek", "mamba"),
         ),
         2e-5,
     ),
+    slow("tensor", 2, {"sequence_parallel": False}, ("lora", "lora of two"), 2e-5),
+    slow("tensor+pipeline", 4, {"tp": 2}, ("lora",), 2e-5),
     slow(
         "ddp+tensor+expert", 4, {"tp": 2, "ep": 2}, ("mixtral of 4", "qwen3 moe", "deepseek"), 2e-5
     ),
