@@ -35,7 +35,7 @@ import yaml
 FOLDER = Path(__file__).parent
 TABLES = tuple(FOLDER / name for name in ("published.csv", "llm_foundry.csv.gz", "beyond.csv"))
 LATER_TABLES = tuple(
-    FOLDER / name for name in ("fresh.csv.gz", "blind.csv.gz", "later.csv.gz", "further.csv.gz")
+    FOLDER / f"{name}.csv.gz" for name in ("fresh", "blind", "later", "further", "unseen")
 )
 """Tables that no constants are fitted to.
 
