@@ -215,6 +215,8 @@ class Estimator:
         optimizer: The optimizer's name.
         state_itemsize: Bytes of a number of its state.
         clips: Whether gradients are clipped.
+        watched_stage: The number of the pipeline stage whose memory is estimated, such as 0 for a
+            trainer of which rank 0 logs its own; None: the fullest one's.
     """
 
     reader: Reader
@@ -223,6 +225,7 @@ class Estimator:
     optimizer: str = "adamw"
     state_itemsize: int = FLOAT32_BYTES
     clips: bool = False
+    watched_stage: int | None = None
 
     def __post_init__(self) -> None:
         self._part_costs = functools.cache(self._read_part_costs)
@@ -279,18 +282,27 @@ class Estimator:
             of_another_trainer=self.machine.device.of_another_trainer,
         )
 
-    def changed(self, device: Device, stages: tuple[int, ...] | None) -> "Estimator":
+    def changed(
+        self, device: Device, stages: tuple[int, ...] | None, *, watched_stage: int | None = None
+    ) -> "Estimator":
         """The same model on another device, or cut into other stages.
 
         What depends on neither, such as the sizes of parts, is not computed again.
+
+        Args:
+            device: The device.
+            stages: The number of blocks of each chunk of a pipeline.
+            watched_stage: See Estimator.
         """
         estimator = replace(
             self,
             machine=replace(self.machine, device=device),
             options=replace(self.options, stages=stages),
+            watched_stage=watched_stage,
         )
-        estimator._unit_sizes = self._unit_sizes
-        estimator._rank_size = self._rank_size
+        if device.whole_embedding == self.machine.device.whole_embedding:
+            estimator._unit_sizes = self._unit_sizes
+            estimator._rank_size = self._rank_size
         return estimator
 
     def traits(self, candidate: Candidate) -> Traits:
@@ -332,7 +344,7 @@ class Estimator:
             tp=dims.tp,
             precision=candidate.precision,
             variant=variant_of(
-                is_sharded=candidate.strategy.is_sharded,
+                is_sharded=(candidate.strategy.is_sharded or self.machine.device.shared_copies > 0),
                 tp=dims.tp,
                 pp=dims.pp,
                 precision=candidate.precision,
@@ -453,7 +465,9 @@ class Estimator:
         model = self._model_costs(variant)
         units = []
         for name in model.parts:
-            parameters = tuple(part_of(size, tp, shards.ep) for size in model.parameters[name])
+            is_whole = name == BEFORE and self.machine.device.whole_embedding > 0
+            part_tp = 1 if is_whole else tp
+            parameters = tuple(part_of(size, part_tp, shards.ep) for size in model.parameters[name])
             units.append(
                 unit_size(
                     parameters,
@@ -510,6 +524,8 @@ class Estimator:
         slowest = stage_seconds.index(max(stage_seconds))
         # Early stages have the most micro-batches in flight; the last one has the head.
         candidates = sorted({0, min(1, pp - 1), slowest, pp - 1})
+        if self.watched_stage is not None:
+            candidates = [self.watched_stage]
         return Stages(
             tuple(sizes),
             parts_of_stages[slowest].counts,
@@ -528,7 +544,11 @@ class Estimator:
     def _stage_memory(self, case: Case, stage: StageParts) -> dict[str, float]:
         candidate = case.candidate
         strategy = candidate.strategy
-        cost = strategy.cost(self._rank_size_of(case, stage.counts), case.step)
+        size = self._rank_size_of(case, stage.counts)
+        step = case.step
+        if self.machine.device.kept_weights:
+            step = replace(step, reshard_after_forward=False)
+        cost = strategy.cost(size, step)
         if candidate.dims.pp > 1:
             activations = _pipeline_activations(case, stage)
             gradients_at_peak = 0.0 if strategy.is_sharded else float(cost.gradients)
@@ -545,13 +565,26 @@ class Estimator:
         # All gradients are counted below, but at the peak of activations some are still to come.
         missing_gradients = (cost.gradients - gradients_at_peak) * is_on_device
         return {
-            "parameters": cost.parameters * is_on_device,
+            "parameters": cost.parameters * is_on_device + self._copied_weights(case, size),
             "gradients": cost.gradients * is_on_device,
             "optimizer": optimizer * is_on_device,
             "activations": max(activations - missing_gradients, 0.0),
             "communication": float(cost.transient),
             "buffers": float(cost.buffers),
         }
+
+    def _copied_weights(self, case: Case, size: RankSize) -> float:
+        """Bytes of copies of weights that another trainer keeps for the whole step."""
+        device = self.machine.device
+        candidate = case.candidate
+        copies = 0.0
+        if candidate.precision == "fp8":
+            copies += size.blocks * device.weight_copies
+        # Those of sharded strategies are gathered (`Cost.transient`).
+        is_narrow = self.options.weight_dtype != "fp32" or candidate.precision == "fp32"
+        if device.shared_copies and not candidate.strategy.is_sharded and not is_narrow:
+            copies += size.parameters / FLOAT32_BYTES * case.work.itemsize
+        return copies
 
     @property
     def _step_copies(self) -> float:
@@ -639,10 +672,12 @@ def _pipeline_activations(case: Case, stage: StageParts) -> float:
 
     The worst moment is one at which a micro-batch goes backward through a chunk, whose later parts
     have freed what they had saved. A backward that is split keeps it for the gradients of weights.
+    Outputs that were sent are kept as well (runtime.py): backward begins with them.
     """
     candidate = case.candidate
     saved_of_chunks = [
         sum(part.saved_bytes * count for part, count in zip(case.parts, counts))
+        + _sent_bytes(case, counts)
         for counts in stage.chunks
     ]
     moments = backward_moments(
@@ -672,12 +707,22 @@ def _chunk_at_work(case: Case, counts: tuple[int, ...], *, frees: bool) -> float
         frees: Whether parts free what they have saved as soon as their backward is done.
     """
     present = [(part, count) for part, count in zip(case.parts, counts) if count]
+    received = _sent_bytes(case, counts)  # the output's gradient, from the next stage
     freed = 0.0
-    worst = 0.0
+    worst = received
     for part, count in reversed(present):
-        worst = max(worst, part.recomputed_bytes + part.working_bytes - freed)
+        worst = max(worst, part.recomputed_bytes + part.working_bytes + received - freed)
         freed += part.saved_bytes * count * frees
     return worst
+
+
+def _sent_bytes(case: Case, counts: tuple[int, ...]) -> float:
+    """Bytes of what a chunk with so many of each part sends on for a micro-batch."""
+    of_blocks = [
+        part.output_bytes for part, count in zip(case.parts, counts) if part.is_block and count
+    ]
+    has_loss = any(part.name == AFTER and count for part, count in zip(case.parts, counts))
+    return of_blocks[-1] if of_blocks and not has_loss else 0.0
 
 
 def _worst_moment(case: Case, gradient_bytes: float) -> tuple[float, float]:

@@ -111,18 +111,26 @@ def peak_of_stage(schedule: Schedule, stage: int, spans: list[list[str]], parts:
     alive: dict[tuple[int, int, int], float] = {}
     peak = 0.0
     for op in schedule.ops[stage]:
-        places = [(op.chunk, op.micro_batch, i) for i in range(len(spans[op.chunk]))]
-        names = dict(zip(places, spans[op.chunk]))
+        span = spans[op.chunk]
+        places = [(op.chunk, op.micro_batch, i) for i in range(len(span))]
+        output = (op.chunk, op.micro_batch, len(span))  # what was sent, and what comes back
+        sent = parts[span[-1]].output_bytes if span and span[-1] != "after" else 0
         if op.kind == "F":
-            alive |= {place: parts[names[place]].saved_bytes for place in places}
+            alive |= {place: parts[span[place[-1]]].saved_bytes for place in places}
+            alive[output] = sent
+        if op.kind == "B":
+            peak = max(peak, sum(alive.values()) + sent)
         for place in reversed(places) if op.kind == "B" else ():
-            part = parts[names[place]]
-            peak = max(peak, sum(alive.values()) + part.recomputed_bytes + part.working_bytes)
+            part = parts[span[place[-1]]]
+            at_work = part.recomputed_bytes + part.working_bytes + sent
+            peak = max(peak, sum(alive.values()) + at_work)
             if not schedule.splits_backward:
                 del alive[place]
         if op.kind == "W":
             for place in places:
                 del alive[place]
+        if op.kind == ("W" if schedule.splits_backward else "B"):
+            del alive[output]
     assert not alive
     return peak
 
@@ -151,6 +159,7 @@ def test_memory_is_that_of_the_worst_moment_on_the_fullest_device(
                 tp_bytes=0.0,
                 tp_collectives=0.0,
                 copied_bytes=generator.randrange(500),
+                output_bytes=generator.randrange(500) if name == "block0" else 0,
             )
             for name, count in COUNTS.items()
         }
