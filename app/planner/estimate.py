@@ -691,8 +691,8 @@ def _pipeline_activations(case: Case, stage: StageParts) -> float:
     at_work = [_chunk_at_work(case, counts, frees=frees) for counts in stage.chunks]
     copied_bytes = sum(part.copied_bytes * count for part, count in zip(case.parts, stage.counts))
     worst = max(
-        sum(saved * count for saved, count in zip(saved_of_chunks, held)) + at_work[chunk]
-        for chunk, held in moments
+        sum(saved * count for saved, count in zip(saved_of_chunks, live)) + at_work[chunk]
+        for chunk, live in moments
     )
     blocks = sum(count for part, count in zip(case.parts, stage.counts) if part.is_block)
     return worst + copied_bytes + _bytes_not_moved_yet(case, blocks)

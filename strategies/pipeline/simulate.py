@@ -303,15 +303,15 @@ def backward_moments(
         micro_batches = min(micro_batches, SCHEDULED_PER_STAGE * stages)
     schedule = make_schedule(name, stages=stages, micro_batches=micro_batches, chunks=chunks)
     last = "W" if schedule.splits_backward else "B"
-    held = [0] * schedule.chunks
+    live = [0] * schedule.chunks
     moments = set()
     for op in schedule.ops[stage]:
         if op.kind == "F":
-            held[op.chunk] += 1
+            live[op.chunk] += 1
         elif op.kind == "B":
-            moments.add((op.chunk, tuple(held)))
+            moments.add((op.chunk, tuple(live)))
         if op.kind == last:
-            held[op.chunk] -= 1
+            live[op.chunk] -= 1
     return tuple(sorted(moments))
 
 
