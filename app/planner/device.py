@@ -73,8 +73,14 @@ class Device:
         split_loss_memory: The same for each logit that a tensor-parallel worker has.
         update: Copies of the trained weights that an optimizer's step makes, such as 1 of torch's
             AdamW with `foreach`; none of Trireme's.
-        shared_copies: Whether micro-batches share 16-bit copies of weights (1), also where a
-            compiler saves one for each micro-batch (0).
+        shared_copies: Whether a 16-bit copy of all weights is there for the whole step, and the
+            whole model computes in 16 bits (1), also where Trireme's autocast would make copies in
+            forward (0).
+        whole_embedding: Whether tensor-parallel workers have all of the embedding each (1).
+        kept_weights: Whether gathered weights stay in memory until backward (1), although they are
+            gathered again.
+        weight_copies: With `train.precision=fp8`, bytes of 8-bit copies that are kept of each of
+            the blocks' weights; 0 for Trireme, which casts in each product.
         gather: With `train.precision=fp8`, bytes of a number of the blocks' weights while sharded
             workers gather them; 0 for Trireme's 2.
         exchange: Share of the rows for experts that is sent to them: less than all if a token's
@@ -121,6 +127,9 @@ class Device:
     split_loss_memory: float = 0.0
     update: float = 0.0
     shared_copies: float = 0.0
+    whole_embedding: float = 0.0
+    kept_weights: float = 0.0
+    weight_copies: float = 0.0
     gather: float = 0.0
     exchange: float = 1.0
     dispatch: float = 0.0
@@ -246,19 +255,23 @@ ASSUMED = {
     "loss_memory": "bytes of memory for each logit, such as 14 for a loss of float32 copies",
     "split_loss_memory": "the same of those logits that a tensor-parallel worker has",
     "update": "copies of trained weights that a step of the optimizer makes: 1 of foreach AdamW",
-    "shared_copies": "1 if micro-batches share 16-bit weights also in a compiled pipeline, else 0",
+    "shared_copies": "1 if 16-bit weights are kept beside float32, and all computes with them",
+    "whole_embedding": "1 if tensor parallelism does not split the embedding, else 0",
+    "kept_weights": "1 if gathered weights stay until backward, though they are gathered again",
+    "weight_copies": "bytes of kept 8-bit copies of a weight, such as 2 of Transformer Engine",
     "gather": "bytes of a gathered weight of 8-bit products, such as 1 of float8; 0 for Trireme's",
     "step": "seconds of a step that nothing hides",
 }
 """What --assume changes, and what it is: a share, or what the words say."""
 OF_TRAINERS = (
     *("flash", "again", "fragmentation", "logits", "loss_memory", "split_loss_memory"),
-    *("update", "shared_copies", "gather", "exchange", "dispatch", "exchange_overlap"),
+    *("update", "shared_copies", "whole_embedding", "kept_weights", "weight_copies", "gather"),
+    *("exchange", "dispatch", "exchange_overlap"),
 )
 """Those that describe another trainer than Trireme."""
 AT_MOST_ONE = (
     *("async_tp", "again", "fragmentation", "exchange", "dispatch"),
-    *("exchange_overlap", "shared_copies"),
+    *("exchange_overlap", "shared_copies", "whole_embedding", "kept_weights"),
 )
 """Those that are a share of something, or yes or no."""
 OTHER_TRAINERS = {"flash": 0.55, "again": 0.4, "logits": 28.0, "gather": 1.0, "dispatch": 1.0}

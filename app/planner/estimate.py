@@ -43,8 +43,8 @@ from strategies.dims import ParallelDims
 from strategies.fsdp import gradients_are_large, parameters_are_large
 from strategies.options import Options
 from strategies.pipeline import partition
-from strategies.pipeline.schedules import Placement
-from strategies.pipeline.simulate import activations_by_formula
+from strategies.pipeline.schedules import SPLIT, Placement
+from strategies.pipeline.simulate import activations_by_formula, backward_moments
 
 CLOSE = 0.1
 """A plan within this share of a GPU's memory is called close: plans err by as much (README.md)."""
@@ -181,12 +181,26 @@ class Stages(NamedTuple):
     Args:
         sizes: The number of blocks of each chunk; None without a pipeline.
         slowest: How many of each part the slowest stage has.
-        candidates_for_fullest: (number, counts) of the stages one of which needs the most memory.
+        candidates_for_fullest: The stages one of which needs the most memory.
     """
 
     sizes: tuple[int, ...] | None
     slowest: tuple[int, ...]
-    candidates_for_fullest: list[tuple[int, tuple[int, ...]]]
+    candidates_for_fullest: list["StageParts"]
+
+
+class StageParts(NamedTuple):
+    """The parts of the model that a stage has.
+
+    Args:
+        number: The stage's.
+        counts: How many of each part.
+        chunks: The same of each of its chunks.
+    """
+
+    number: int
+    counts: tuple[int, ...]
+    chunks: tuple[tuple[int, ...], ...]
 
 
 @dataclass(kw_only=True)
@@ -201,6 +215,8 @@ class Estimator:
         optimizer: The optimizer's name.
         state_itemsize: Bytes of a number of its state.
         clips: Whether gradients are clipped.
+        watched_stage: The number of the pipeline stage whose memory is estimated, such as 0 for a
+            trainer of which rank 0 logs its own; None: the fullest one's.
     """
 
     reader: Reader
@@ -209,6 +225,7 @@ class Estimator:
     optimizer: str = "adamw"
     state_itemsize: int = FLOAT32_BYTES
     clips: bool = False
+    watched_stage: int | None = None
 
     def __post_init__(self) -> None:
         self._part_costs = functools.cache(self._read_part_costs)
@@ -265,18 +282,27 @@ class Estimator:
             of_another_trainer=self.machine.device.of_another_trainer,
         )
 
-    def changed(self, device: Device, stages: tuple[int, ...] | None) -> "Estimator":
+    def changed(
+        self, device: Device, stages: tuple[int, ...] | None, *, watched_stage: int | None = None
+    ) -> "Estimator":
         """The same model on another device, or cut into other stages.
 
         What depends on neither, such as the sizes of parts, is not computed again.
+
+        Args:
+            device: The device.
+            stages: The number of blocks of each chunk of a pipeline.
+            watched_stage: See Estimator.
         """
         estimator = replace(
             self,
             machine=replace(self.machine, device=device),
             options=replace(self.options, stages=stages),
+            watched_stage=watched_stage,
         )
-        estimator._unit_sizes = self._unit_sizes
-        estimator._rank_size = self._rank_size
+        if device.whole_embedding == self.machine.device.whole_embedding:
+            estimator._unit_sizes = self._unit_sizes
+            estimator._rank_size = self._rank_size
         return estimator
 
     def traits(self, candidate: Candidate) -> Traits:
@@ -318,7 +344,7 @@ class Estimator:
             tp=dims.tp,
             precision=candidate.precision,
             variant=variant_of(
-                is_sharded=candidate.strategy.is_sharded,
+                is_sharded=(candidate.strategy.is_sharded or self.machine.device.shared_copies > 0),
                 tp=dims.tp,
                 pp=dims.pp,
                 precision=candidate.precision,
@@ -439,7 +465,9 @@ class Estimator:
         model = self._model_costs(variant)
         units = []
         for name in model.parts:
-            parameters = tuple(part_of(size, tp, shards.ep) for size in model.parameters[name])
+            is_whole = name == BEFORE and self.machine.device.whole_embedding > 0
+            part_tp = 1 if is_whole else tp
+            parameters = tuple(part_of(size, part_tp, shards.ep) for size in model.parameters[name])
             units.append(
                 unit_size(
                     parameters,
@@ -462,7 +490,7 @@ class Estimator:
         model = self._model_costs(work.variant)
         if pp == 1:
             whole_model = tuple(model.counts.values())
-            return Stages(None, whole_model, [(0, whole_model)])
+            return Stages(None, whole_model, [StageParts(0, whole_model, (whole_model,))])
         seconds = {
             part.name: part.forward_seconds + part.backward_seconds
             for part in self._part_costs(work)
@@ -478,40 +506,51 @@ class Estimator:
                 last=round(seconds.get(AFTER, 0.0) / block_seconds, 1),
             )
         placement = Placement.of(schedule, pp, chunks)
-        parts_of_stage = [Counter[str]() for _ in range(pp)]
-        for chunk, names in enumerate(_parts_of_chunks(model.order, sizes)):
-            parts_of_stage[placement.stage_of(chunk)].update(names)
-        counts = [tuple(parts[name] for name in model.parts) for parts in parts_of_stage]
+        parts_of_chunk = [Counter(names) for names in _parts_of_chunks(model.order, sizes)]
+
+        def parts_of(stage: int) -> StageParts:
+            counts_of_chunks = tuple(
+                tuple(parts_of_chunk[part][name] for name in model.parts)
+                for part in placement.parts_of(stage)
+            )
+            counts = tuple(map(sum, zip(*counts_of_chunks)))
+            return StageParts(stage, counts, counts_of_chunks)
+
+        parts_of_stages = [parts_of(stage) for stage in range(pp)]
         stage_seconds = [
-            sum(parts[name] * seconds[name] for name in model.parts) for parts in parts_of_stage
+            sum(count * seconds[name] for count, name in zip(stage.counts, model.parts))
+            for stage in parts_of_stages
         ]
         slowest = stage_seconds.index(max(stage_seconds))
         # Early stages have the most micro-batches in flight; the last one has the head.
         candidates = sorted({0, min(1, pp - 1), slowest, pp - 1})
+        if self.watched_stage is not None:
+            candidates = [self.watched_stage]
         return Stages(
             tuple(sizes),
-            counts[slowest],
-            [(stage, counts[stage]) for stage in candidates],
+            parts_of_stages[slowest].counts,
+            [parts_of_stages[stage] for stage in candidates],
         )
 
     # --- memory ---------------------------------------------------------------------------------
 
     def _memory(self, case: Case, stages: Stages) -> dict[str, float]:
         """Bytes of the fullest device, by kind."""
-        of_stages = [
-            self._stage_memory(case, stage, counts)
-            for stage, counts in stages.candidates_for_fullest
-        ]
+        of_stages = [self._stage_memory(case, stage) for stage in stages.candidates_for_fullest]
         fullest = max(of_stages, key=lambda memory: sum(memory.values()))
         margin = sum(fullest.values()) * self.machine.device.fragmentation
         return {**fullest, "margin": margin}
 
-    def _stage_memory(self, case: Case, stage: int, counts: tuple[int, ...]) -> dict[str, float]:
+    def _stage_memory(self, case: Case, stage: StageParts) -> dict[str, float]:
         candidate = case.candidate
         strategy = candidate.strategy
-        cost = strategy.cost(self._rank_size_of(case, counts), case.step)
+        size = self._rank_size_of(case, stage.counts)
+        step = case.step
+        if self.machine.device.kept_weights:
+            step = replace(step, reshard_after_forward=False)
+        cost = strategy.cost(size, step)
         if candidate.dims.pp > 1:
-            activations = _pipeline_activations(case, stage, counts)
+            activations = _pipeline_activations(case, stage)
             gradients_at_peak = 0.0 if strategy.is_sharded else float(cost.gradients)
         else:
             # Offloaded gradients are not on the device at any moment.
@@ -526,13 +565,26 @@ class Estimator:
         # All gradients are counted below, but at the peak of activations some are still to come.
         missing_gradients = (cost.gradients - gradients_at_peak) * is_on_device
         return {
-            "parameters": cost.parameters * is_on_device,
+            "parameters": cost.parameters * is_on_device + self._copied_weights(case, size),
             "gradients": cost.gradients * is_on_device,
             "optimizer": optimizer * is_on_device,
             "activations": max(activations - missing_gradients, 0.0),
             "communication": float(cost.transient),
             "buffers": float(cost.buffers),
         }
+
+    def _copied_weights(self, case: Case, size: RankSize) -> float:
+        """Bytes of copies of weights that another trainer keeps for the whole step."""
+        device = self.machine.device
+        candidate = case.candidate
+        copies = 0.0
+        if candidate.precision == "fp8":
+            copies += size.blocks * device.weight_copies
+        # Those of sharded strategies are gathered (`Cost.transient`).
+        is_narrow = self.options.weight_dtype != "fp32" or candidate.precision == "fp32"
+        if device.shared_copies and not candidate.strategy.is_sharded and not is_narrow:
+            copies += size.parameters / FLOAT32_BYTES * case.work.itemsize
+        return copies
 
     @property
     def _step_copies(self) -> float:
@@ -551,8 +603,8 @@ class Estimator:
             gpu_bytes += float(cost.parameters + cost.gradients + cost.optimizer)
         if candidate.moves_activations and not self.machine.device.is_cpu:
             gpu_bytes += max(
-                _moved_activations(case, stage, counts)
-                for stage, counts in stages.candidates_for_fullest
+                _moved_activations(case, stage.number, stage.counts)
+                for stage in stages.candidates_for_fullest
             )
         return gpu_bytes * min(self.machine.per_node, self.machine.world)
 
@@ -615,16 +667,62 @@ def _bytes_not_moved_yet(case: Case, blocks: int) -> float:
     return max(part.moved_bytes for part in case.parts) * min(at_once, blocks)
 
 
-def _pipeline_activations(case: Case, stage: int, counts: tuple[int, ...]) -> float:
-    """Bytes of the micro-batches that a stage has in flight, and of the part that is at work."""
-    in_flight = _in_flight(case.candidate, stage)
+def _pipeline_activations(case: Case, stage: StageParts) -> float:
+    """Bytes of the micro-batches that a stage has in flight, and of the part that is at work.
+
+    The worst moment is one at which a micro-batch goes backward through a chunk, whose later parts
+    have freed what they had saved. A backward that is split keeps it for the gradients of weights.
+    Outputs that were sent are kept as well (runtime.py): backward begins with them.
+    """
+    candidate = case.candidate
+    saved_of_chunks = [
+        sum(part.saved_bytes * count for part, count in zip(case.parts, counts))
+        + _sent_bytes(case, counts)
+        for counts in stage.chunks
+    ]
+    moments = backward_moments(
+        candidate.schedule,
+        stages=candidate.dims.pp,
+        micro_batches=candidate.micro_batches,
+        chunks=candidate.chunks,
+        stage=stage.number,
+    )
+    frees = candidate.schedule not in SPLIT
+    at_work = [_chunk_at_work(case, counts, frees=frees) for counts in stage.chunks]
+    copied_bytes = sum(part.copied_bytes * count for part, count in zip(case.parts, stage.counts))
+    worst = max(
+        sum(saved * count for saved, count in zip(saved_of_chunks, live)) + at_work[chunk]
+        for chunk, live in moments
+    )
+    blocks = sum(count for part, count in zip(case.parts, stage.counts) if part.is_block)
+    return worst + copied_bytes + _bytes_not_moved_yet(case, blocks)
+
+
+def _chunk_at_work(case: Case, counts: tuple[int, ...], *, frees: bool) -> float:
+    """Bytes of a backward through a chunk at its worst moment, beside all that the chunk has saved.
+
+    Args:
+        case: The layout.
+        counts: How many of each part the chunk has.
+        frees: Whether parts free what they have saved as soon as their backward is done.
+    """
     present = [(part, count) for part, count in zip(case.parts, counts) if count]
-    saved_bytes = sum(part.saved_bytes * count for part, count in present)
-    copied_bytes = sum(part.copied_bytes * count for part, count in present)
-    at_work_bytes = max(part.recomputed_bytes + part.working_bytes for part, _ in present)
-    blocks = sum(count for part, count in present if part.is_block)
-    bytes_at_work = copied_bytes + at_work_bytes
-    return saved_bytes * in_flight + bytes_at_work + _bytes_not_moved_yet(case, blocks)
+    received = _sent_bytes(case, counts)  # the output's gradient, from the next stage
+    freed = 0.0
+    worst = received
+    for part, count in reversed(present):
+        worst = max(worst, part.recomputed_bytes + part.working_bytes + received - freed)
+        freed += part.saved_bytes * count * frees
+    return worst
+
+
+def _sent_bytes(case: Case, counts: tuple[int, ...]) -> float:
+    """Bytes of what a chunk with so many of each part sends on for a micro-batch."""
+    of_blocks = [
+        part.output_bytes for part, count in zip(case.parts, counts) if part.is_block and count
+    ]
+    has_loss = any(part.name == AFTER and count for part, count in zip(case.parts, counts))
+    return of_blocks[-1] if of_blocks and not has_loss else 0.0
 
 
 def _worst_moment(case: Case, gradient_bytes: float) -> tuple[float, float]:

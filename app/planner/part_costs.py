@@ -99,7 +99,8 @@ def variant_of(
     Sharded layouts and weights in 16 bits cast every number to 16 bits; the others use autocast.
 
     Args:
-        is_sharded: Whether data-parallel workers shard the parameters.
+        is_sharded: Whether data-parallel workers shard the parameters, and gather them in the type
+            of products; or another trainer keeps them in it.
         tp: The degree of tensor parallelism.
         pp: The number of pipeline stages.
         precision: fp32, bf16, fp16 or fp8.
@@ -146,6 +147,8 @@ class PartCost:
         moved_bytes: Kept as `saved_bytes` are, but in host memory.
         copied_bytes: 16-bit copies of parameters, which micro-batches share: made in forward, and
             kept until the part's backward.
+        output_bytes: What a block gives to the next part: a stage of a pipeline keeps its last
+            block's until the micro-batch goes backward, and gets as large a gradient.
         cached_bytes: Those that autocast has until the end of forward and no backward reads, as the
             part is recomputed. `working_bytes` of what is behind the blocks has them, where that is
             in forward.
@@ -174,6 +177,7 @@ class PartCost:
     weight_gradient_seconds: float = 0.0
     moved_bytes: float = 0.0
     copied_bytes: float = 0.0
+    output_bytes: float = 0.0
     cached_bytes: float = 0.0
 
     @property
@@ -287,8 +291,7 @@ def _part_cost(
     # A compiled block of a pipeline or of tensor parallelism saves copies of parameters for each
     # micro-batch.
     has_own_copies = is_fused and is_block and not work.variant.whole_model
-    has_shared_copies = not has_own_copies or device.shared_copies > 0
-    copies = values["copies"] if has_shared_copies else 0.0
+    copies = 0.0 if has_own_copies else values["copies"]
     saved_bytes, recomputed_bytes = _saved_bytes(
         values,
         shares,
@@ -341,6 +344,7 @@ def _part_cost(
         weight_gradient_seconds=backward.product_seconds / 2,
         moved_bytes=moved_bytes,
         copied_bytes=copies * (1 - shares.recomputed),
+        output_bytes=values["boundary"] if is_block else 0.0,
         # A compiler's code has no cache.
         cached_bytes=0.0 if is_fused else copies * shares.recomputed,
     )

@@ -22,7 +22,7 @@ from app.planner.estimate import Estimate
 from app.planner.machine import MachineOptions, find_machine
 from app.planner.plan import GIB, Plan
 from app.planner.ranges import Traits
-from app.planner.read import Reader
+from app.planner.read import CAST, Reader
 from app.planner.stand_in import plan_experiment
 from app.run.endings import USER_ERRORS
 from experiments.benchmarks.published_runs import Run
@@ -135,7 +135,11 @@ class Prepared:
         # The stages of a pipeline hardly depend on the constants, and take time to find.
         has_equal_stages = described and self.run.has_equal_stages
         of_stages = {
-            stages: estimator.changed(device, _equal(stages) if has_equal_stages else stages)
+            stages: estimator.changed(
+                device,
+                _equal(stages) if has_equal_stages else stages,
+                watched_stage=0 if described and self.run.logs_rank_0 else None,
+            )
             for stages in {row.stages for row in self.plan.rows}
         }
         estimates = [of_stages[row.stages].estimate(row.candidate) for row in self.plan.rows]
@@ -167,7 +171,9 @@ def prepare(run: Run) -> Prepared:
         machine = find_machine(MachineOptions(**options), config.workers)
         key = _reading_of(run, is_on_cpu=machine.device.is_cpu)
         if key not in _READERS:
-            _READERS[key] = _kept_reader(key, lambda: plan_experiment(config, machine, keys))
+            _READERS[key] = _kept_reader(
+                key, lambda: _read(run, plan_experiment(config, machine, keys))
+            )
         plan = plan_experiment(config, machine, keys, reader=_READERS[key])
     except USER_ERRORS as error:
         return Prepared(run, None, str(error))
@@ -184,19 +190,28 @@ def _reading_of(run: Run, *, is_on_cpu: bool) -> str:
     ]
     if run.keys:
         settings.append(run.keys)
+    if dict(run.described).get("shared_copies"):
+        settings.append("shared_copies")
     return json.dumps(settings)
 
 
-def _kept_reader(key: str, plan: Callable[[], Plan]) -> Reader:
+def _read(run: Run, plan: Plan) -> Reader:
+    """The reader of a run's model, which has read what the run's described trainer computes too."""
+    if dict(run.described).get("shared_copies"):
+        plan.reader.costs(CAST, whole_model=run.tp * run.pp == 1)
+    return plan.reader
+
+
+def _kept_reader(key: str, read: Callable[[], Reader]) -> Reader:
     """The reader of a model, from the cache if it was read before.
 
     Args:
         key: What decides what is read.
-        plan: Makes the plan for which the model is read.
+        read: Reads the model.
     """
 
     def make(path: Path) -> None:
-        path.write_bytes(pickle.dumps(plan().reader))
+        path.write_bytes(pickle.dumps(read()))
 
     digest = hashlib.sha256((key + _versions()).encode()).hexdigest()[:16]
     reader: Reader = pickle.loads(cached(f"read-{digest}.pickle", make).read_bytes())

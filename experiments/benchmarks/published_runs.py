@@ -149,11 +149,12 @@ accelerate casts what it trains up where FSDP has a mixed precision (bf16: True 
 scenarios-liger.yaml; the other scenarios of fms-acceleration have none), so that 16 bytes of a
 parameter are allocated after training, where one GPU has 6.
 """
-NOT_ASSUMED = ("context_gib", "equal_stages")
+NOT_ASSUMED = ("context_gib", "equal_stages", "rank_0")
 """What published_sources.yaml says of a trainer that is no value of --assume.
 
 context_gib: what a process has of a card. equal_stages: whether each stage of a pipeline has as
-many blocks, as parallel.stages can say; Trireme's are cut so that the slowest is fast.
+many blocks, as parallel.stages can say; Trireme's are cut so that the slowest is fast. rank_0:
+whether the peak is that of rank 0, which is on the first stage, not the fullest one's.
 """
 FULL_SHARD = (
     "KempnerForge",
@@ -297,12 +298,30 @@ class Run:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """The --assume options with which a user of its trainer would describe it to a plan."""
-        return tuple(f"{name}={value}" for name, value in self.described if name not in NOT_ASSUMED)
+        left_out = [*NOT_ASSUMED]
+        if self.repeats_allocations:
+            left_out.append("fragmentation")
+        return tuple(f"{name}={value}" for name, value in self.described if name not in left_out)
+
+    @property
+    def repeats_allocations(self) -> bool:
+        """Whether each micro-batch allocates the same tensors in the same order, and nothing else.
+
+        What leaves pieces of memory unused is recomputation, LoRA, and the collectives of
+        data-parallel and tensor-parallel workers (published_sources.yaml).
+        """
+        has_collectives = self.gpus > self.pp
+        return not has_collectives and self.recompute == "none" and self.method != "lora"
 
     @property
     def has_equal_stages(self) -> bool:
         """Whether its trainer gives each pipeline stage as many blocks."""
         return bool(dict(self.described).get("equal_stages"))
+
+    @property
+    def logs_rank_0(self) -> bool:
+        """Whether its peak is that of rank 0, on the first stage of a pipeline."""
+        return bool(dict(self.described).get("rank_0")) and self.pp > 1
 
     @property
     def is_mixture(self) -> bool:

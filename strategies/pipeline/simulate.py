@@ -14,6 +14,7 @@ A schedule in which no stage can go on deadlocks, which the simulation reports.
 the formulas.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -272,6 +273,46 @@ def activations_by_formula(
         "zbv": min(micro_batches, 2 * stages - stage - 1) + stage + 1,
     }
     return min(formulas[name], micro_batches * chunks)
+
+
+SCHEDULED_PER_STAGE = 4
+"""Micro-batches for each stage with which a schedule reaches its most activations.
+
+A stage holds those of fewer than 2 · stages at once, and what follows repeats.
+"""
+
+
+@functools.cache
+def backward_moments(
+    name: str, *, stages: int, micro_batches: int, chunks: int, stage: int
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The activations that a stage holds each time that a chunk begins a backward.
+
+    Args:
+        name: The schedule's.
+        stages: Number of stages.
+        micro_batches: Number of micro-batches.
+        chunks: Number of chunks on each stage.
+        stage: Number of the stage in question.
+
+    Returns:
+        The distinct (chunk that goes backward, micro-batches of each chunk whose activations are
+        there, that one's too).
+    """
+    if name != "gpipe":  # which holds those of all micro-batches
+        micro_batches = min(micro_batches, SCHEDULED_PER_STAGE * stages)
+    schedule = make_schedule(name, stages=stages, micro_batches=micro_batches, chunks=chunks)
+    last = "W" if schedule.splits_backward else "B"
+    live = [0] * schedule.chunks
+    moments = set()
+    for op in schedule.ops[stage]:
+        if op.kind == "F":
+            live[op.chunk] += 1
+        elif op.kind == "B":
+            moments.add((op.chunk, tuple(live)))
+        if op.kind == last:
+            live[op.chunk] -= 1
+    return tuple(sorted(moments))
 
 
 def bubble_by_formula(

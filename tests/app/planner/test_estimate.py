@@ -19,8 +19,7 @@ from strategies.costs import ModelSize, ParameterSize
 from strategies.dims import Layout
 from strategies.layout import choose
 from strategies.options import Options
-from strategies.pipeline.schedules import Placement
-from strategies.pipeline.simulate import activations_by_formula
+from strategies.pipeline.schedules import Schedule, make_schedule
 from tests.app.planner.conftest import gpus, plan_of
 from tests.layout_cost import layout_cost
 
@@ -34,7 +33,11 @@ CASES = [
 CASES += [(choose(name, 4, tp=2), 1, "", 1) for name in ("fsdp", "ddp")]
 CASES += [
     (choose("pipeline", 2), 4, "1f1b", 1),
+    (choose("pipeline", 2), 4, "gpipe", 1),
+    (choose("pipeline", 2), 4, "zb_h2", 1),
+    (choose("pipeline", 2), 4, "zbv", 2),
     (choose("fsdp", 4, pp=2), 4, "interleaved_1f1b", 2),
+    (choose("pipeline", 2), 24, "interleaved_1f1b", 2),
 ]
 
 
@@ -45,7 +48,7 @@ def summed_memory(
     parts: Any,
     sizes: Any,
     micro_batches: int,
-    live_micro_batches: float,
+    pipeline_peak: float | None,
 ) -> dict[str, float]:
     """Bytes per kind of memory on the device that holds `chain`.
 
@@ -55,8 +58,7 @@ def summed_memory(
         parts: The cost of each part by name.
         sizes: The parameter of each part by name.
         micro_batches: Micro-batches per step.
-        live_micro_batches: In a pipeline, the micro-batches whose activations are kept at once;
-            otherwise 0.
+        pipeline_peak: In a pipeline, the most that its micro-batches take; otherwise None.
     """
     chain_sizes = [
         replace(sizes[name], unit=f"{name}.{i}" if name == "block0" else "")
@@ -84,8 +86,8 @@ def summed_memory(
         kept = sum(saved[: i + 1]) + sum(copied[: i + 1])
         moments.append(kept + temporary[i] + waiting_gradients[i])
     peak = max(moments)
-    if live_micro_batches:
-        peak = sum(saved) * live_micro_batches + sum(copied) + max(temporary)
+    if pipeline_peak is not None:
+        peak = pipeline_peak + sum(copied)
         peak += 0 if gradients_sharded else cost.gradients
     return {
         "parameters": cost.parameters,
@@ -95,6 +97,42 @@ def summed_memory(
         "communication": cost.transient,
         "buffers": 24,
     }
+
+
+def peak_of_stage(schedule: Schedule, stage: int, spans: list[list[str]], parts: Any) -> float:
+    """The most bytes that a stage's micro-batches take, tensor by tensor.
+
+    Args:
+        schedule: The instructions of all stages.
+        stage: The stage's number.
+        spans: The names of its parts, by chunk.
+        parts: The cost of each part by name.
+    """
+    alive: dict[tuple[int, int, int], float] = {}
+    peak = 0.0
+    for op in schedule.ops[stage]:
+        span = spans[op.chunk]
+        places = [(op.chunk, op.micro_batch, i) for i in range(len(span))]
+        output = (op.chunk, op.micro_batch, len(span))  # what was sent, and what comes back
+        sent = parts[span[-1]].output_bytes if span and span[-1] != "after" else 0
+        if op.kind == "F":
+            alive |= {place: parts[span[place[-1]]].saved_bytes for place in places}
+            alive[output] = sent
+        if op.kind == "B":
+            peak = max(peak, sum(alive.values()) + sent)
+        for place in reversed(places) if op.kind == "B" else ():
+            part = parts[span[place[-1]]]
+            at_work = part.recomputed_bytes + part.working_bytes + sent
+            peak = max(peak, sum(alive.values()) + at_work)
+            if not schedule.splits_backward:
+                del alive[place]
+        if op.kind == "W":
+            for place in places:
+                del alive[place]
+        if op.kind == ("W" if schedule.splits_backward else "B"):
+            del alive[output]
+    assert not alive
+    return peak
 
 
 @pytest.mark.parametrize(("layout", "micro_batches", "schedule", "chunks"), CASES)
@@ -121,6 +159,7 @@ def test_memory_is_that_of_the_worst_moment_on_the_fullest_device(
                 tp_bytes=0.0,
                 tp_collectives=0.0,
                 copied_bytes=generator.randrange(500),
+                output_bytes=generator.randrange(500) if name == "block0" else 0,
             )
             for name, count in COUNTS.items()
         }
@@ -145,31 +184,27 @@ def test_memory_is_that_of_the_worst_moment_on_the_fullest_device(
         estimated = estimator.estimate(candidate)
         chains = [CHAIN]
         expected = []
+        peaks: list[float | None] = [None]
         if pp > 1:
             ends = itertools.accumulate(block_counts)
             spans = [CHAIN[1 + end - count : 1 + end] for count, end in zip(block_counts, ends)]
             spans[0], spans[-1] = ["before", *spans[0]], [*spans[-1], "after"]
-            owner = Placement.of(schedule, pp, chunks).stage_of
-            chains = [[] for _ in range(pp)]
-            for part, span in enumerate(spans):
-                chains[owner(part)] += span
-        for stage, chain in enumerate(chains):
-            live_micro_batches = 0.0
-            if pp > 1:
-                numbers = {
-                    "stages": pp,
-                    "micro_batches": micro_batches,
-                    "chunks": chunks,
-                    "stage": stage,
-                }
-                live_micro_batches = activations_by_formula(schedule, **numbers) / chunks
+            played = make_schedule(schedule, stages=pp, micro_batches=micro_batches, chunks=chunks)
+            spans_of = [
+                [spans[part] for part in played.placement.parts_of(stage)] for stage in range(pp)
+            ]
+            chains = [list(itertools.chain(*spans)) for spans in spans_of]
+            peaks = [
+                peak_of_stage(played, stage, spans, parts) for stage, spans in enumerate(spans_of)
+            ]
+        for chain, peak in zip(chains, peaks):
             memory = summed_memory(
                 layout=layout,
                 chain=chain,
                 parts=parts,
                 sizes=sizes,
                 micro_batches=micro_batches,
-                live_micro_batches=live_micro_batches,
+                pipeline_peak=peak,
             )
             expected.append(memory)
         fullest = max(expected, key=lambda memory: sum(memory.values()))
