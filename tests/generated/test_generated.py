@@ -219,6 +219,7 @@ SURVEYED = {
     ("attributes conv in_place", "single selective"): Kind.REFUSED,
     ("functional_call weight_norm_head", "pipeline 1f1b"): Kind.REFUSED,
     ("lazy recording_hook sequences", "pipeline zbv"): Kind.EQUAL,
+    ("parts_only recording_hook two_blocks", "pipeline 1f1b"): Kind.EQUAL,
 }
 """Mistakes of earlier surveys: choices, a strategy, and the right verdict; `make test` has some."""
 
