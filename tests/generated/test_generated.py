@@ -238,6 +238,22 @@ def test_a_mistake_that_a_survey_found_is_mended(names: str, rival: str, kind: K
     assert verdict.kind is kind, verdict.text
 
 
+BF16 = Rival("fsdp bf16", "fsdp", values={"train.precision": "bf16"})
+
+
+@pytest.mark.parametrize(
+    ("names", "rival"),
+    [
+        ("float32_norms two_blocks", BF16),
+        pytest.param("float32_head two_blocks", BF16, marks=pytest.mark.slow),
+        ("float32_head two_blocks", BY_NAME["fsdp+pipeline zb_h1"]),
+    ],
+)
+def test_trained_parameters_of_several_types_are_sharded(names: str, rival: Rival) -> None:
+    verdict = Comparison(model(*names.split())).verdicts([rival])[rival.name]
+    assert verdict.kind is Kind.EQUAL, verdict.text
+
+
 REPORTED = {
     "a penalty on all weights in the loss": "penalty",
     "a momentum encoder moved in forward": "momentum_copy",
