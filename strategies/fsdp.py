@@ -84,7 +84,7 @@ def apply(setup: Setup) -> Applied:
     assert setup.mesh is not None
     reshard_after_forward, reshard_notes = _reshard_after_forward(setup)
     reduce_scatter_each_microbatch, reduce_notes = _reduce_scatter_each_microbatch(setup)
-    whole = whole_parameters(module, setup.mesh, setup.blocks, setup.options)
+    whole = whole_parameters(module, setup.mesh, setup.blocks)
     notes = (*reshard_notes, *reduce_notes, *_whole_parameter_notes(whole, module))
     whole_names = {name for name, _ in whole}
 
@@ -138,8 +138,8 @@ def shard(
     if options.offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     policy, root_policy = precision.shard_policies(options.precision, options.reduce_dtype)
-    precision.cast_calls(module, options.precision, options.float_output)
-    ignored = {p for _, p in whole_parameters(module, mesh, blocks, options)}
+    ignored = {p for _, p in whole_parameters(module, mesh, blocks)}
+    precision.cast_calls(module, options.precision, options.float_output, whole=ignored)
     place = placement(mesh)
 
     expert_units: list[Any] = experts.modules_in(module) if experts is not None else []
@@ -244,11 +244,9 @@ def placement(mesh: DeviceMesh) -> Callable[[nn.Parameter], Shard | None]:
 # --- parameters that every worker keeps whole -----------------------------------------------------
 
 
-def whole_parameters(
-    module: nn.Module, mesh: DeviceMesh, blocks: list[str], options: Options
-) -> Named:
+def whole_parameters(module: nn.Module, mesh: DeviceMesh, blocks: list[str]) -> Named:
     """The parameters that are not sharded; to be called before the others are."""
-    return unshardable_parameters(module, mesh) + parameters_of_other_types(module, blocks, options)
+    return unshardable_parameters(module, mesh) + parameters_of_other_types(module, blocks)
 
 
 def unshardable_parameters(module: nn.Module, mesh: DeviceMesh) -> Named:
@@ -264,15 +262,13 @@ def unshardable_parameters(module: nn.Module, mesh: DeviceMesh) -> Named:
     ]
 
 
-def parameters_of_other_types(module: nn.Module, blocks: list[str], options: Options) -> Named:
+def parameters_of_other_types(module: nn.Module, blocks: list[str]) -> Named:
     """The trained parameters whose type differs from that of most numbers in their unit.
 
-    `fully_shard` reduces the gradients of a unit in one collective, and so in one type. They cannot
-    be units of their own, because other code than their module's forward may read them. A precision
-    of 16 bits casts all gradients to one type, so that there are no such parameters.
+    `fully_shard` reduces the gradients of a unit in one collective, and so in one type; it wants
+    one type of parameters even where a precision of 16 bits casts all of these. They cannot be
+    units of their own, because other code than their module's forward may read them.
     """
-    if options.precision != "fp32":
-        return []
     units = separable(module, blocks)
     by_unit: dict[str, Named] = {}
     for name, parameter in module.named_parameters():

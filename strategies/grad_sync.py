@@ -292,12 +292,30 @@ def shard_without_hooks(
         units.append(unit)
 
     for owner in owners:
-        shard(owner, set(owner.parameters()) - done - vectors, compute)
+        for parameters in _of_one_type(owner, set(owner.parameters()) - done - vectors):
+            shard(owner, parameters, compute)
         done |= set(owner.parameters()) - vectors
     for owner in reversed(owners):
         # The last one holds the vectors of all.
-        shard(owner, set(owner.parameters()) & vectors, None)
+        for parameters in _of_one_type(owner, set(owner.parameters()) & vectors):
+            shard(owner, parameters, None)
     return units
+
+
+def _of_one_type(owner: nn.Module, parameters: set[nn.Parameter]) -> list[set[nn.Parameter]]:
+    """The parameters by the type of those that are trained, in the same order on every worker.
+
+    `fully_shard` takes trained parameters of one type only into a unit. Frozen ones may have any
+    type, and go with the first.
+    """
+    by_type: dict[torch.dtype, set[nn.Parameter]] = {}
+    for parameter in owner.parameters():
+        if parameter in parameters and parameter.requires_grad:
+            by_type.setdefault(parameter.dtype, set()).add(parameter)
+    groups = list(by_type.values()) or [set()]
+    trained = set[nn.Parameter]().union(*groups)
+    groups[0] |= parameters - trained
+    return groups
 
 
 @dataclass(frozen=True, kw_only=True)

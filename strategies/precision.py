@@ -52,7 +52,7 @@ two layouts agree to float8's rounding.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -109,7 +109,13 @@ def shard_policies(
     return block_policy, step_policy
 
 
-def cast_calls(module: nn.Module, precision: str, float_output: bool) -> None:
+def cast_calls(
+    module: nn.Module,
+    precision: str,
+    float_output: bool,
+    *,
+    whole: Set[nn.Parameter] = frozenset(),
+) -> None:
     """Make a model with sharded parameters cast its inputs to 16 bits and its output to float32.
 
     Inside the model, the inputs of every layer with parameters of its own are cast too, as autocast
@@ -120,15 +126,32 @@ def cast_calls(module: nn.Module, precision: str, float_output: bool) -> None:
         module: The model; hooks are added in place.
         precision: A key of `DTYPES`; with fp32 nothing is cast.
         float_output: Whether to cast the output to float32.
+        whole: Parameters that are not sharded, which keep their type. A layer that has such only
+            computes in their type.
     """
     if precision == "fp32":
         return
     for layer in module.modules():
-        has_parameters = any(True for _ in layer.parameters(recurse=False))
-        if layer is module or has_parameters:
-            _InputCast(layer, DTYPES[precision])
+        own_parameters = list(layer.parameters(recurse=False))
+        if layer is module or own_parameters:
+            _InputCast(layer, _computing_type(own_parameters, precision, whole))
     if float_output:
         module.register_forward_hook(lambda _, __, output: _cast(output, torch.float32))
+
+
+def _computing_type(
+    own_parameters: list[nn.Parameter], precision: str, whole: Set[nn.Parameter]
+) -> torch.dtype:
+    """The type that a layer computes in: 16 bits, or that of its parameters if nothing casts it."""
+    types = {parameter.dtype for parameter in own_parameters}
+    is_whole = set(own_parameters) <= whole
+    # A number times a tensor has the tensor's type.
+    is_array = any(parameter.dim() for parameter in own_parameters)
+    if is_whole and is_array and len(types) == 1:
+        (own_type,) = types
+        if own_type.is_floating_point:
+            return own_type
+    return DTYPES[precision]
 
 
 class _InputCast:

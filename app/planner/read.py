@@ -48,6 +48,7 @@ from strategies.dims import LayoutError
 from strategies.expert.exchange import exchanged_bytes
 from strategies.frozen import narrow, narrow_parameters
 from strategies.mixtures import find_mixtures
+from strategies.module_copy import copy_module
 from strategies.options import Options
 from strategies.tensor.apply import one_part
 from strategies.tensor.plan import make_plan
@@ -302,7 +303,7 @@ class Reader:
             module = build_model(self.task).to(dtype=dtype)
             narrow(module, _precision(casting), self._weight_dtype)
             return module
-        module = copy.deepcopy(self._skeleton)
+        module = copy_module(self._skeleton)
         narrow(module, _precision(casting), self._weight_dtype)
         fakes: dict[Tensor, Tensor] = {}  # a tensor that is used in two places stays one
         for owner in module.modules():

@@ -5,7 +5,6 @@ them over its data-parallel workers, and connects to the stages before and after
 between these steps, and why it happens there, is in strategies/parallelize.py.
 """
 
-import copy
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from strategies.grad_sync import (
     shard_without_hooks,
     split_off_experts,
 )
+from strategies.module_copy import copy_module
 from strategies.options import Options
 from strategies.parallel import Loss
 from strategies.pipeline import partition, schedules, weight_grad
@@ -309,7 +309,7 @@ def without_numbers(module: nn.Module) -> nn.Module:
     Tensors that modules have computed from parameters go to meta too, such as the weight of
     torch.nn.utils.weight_norm: Python cannot copy them with their graph.
     """
-    replacements: dict[int, torch.Tensor] = {
+    replacements: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
         for p in module.parameters()
     }
@@ -319,7 +319,7 @@ def without_numbers(module: nn.Module) -> nn.Module:
                 replacements[id(value)] = torch.empty_like(
                     value, device="meta", requires_grad=False
                 )
-    return copy.deepcopy(module, replacements)
+    return copy_module(module, replacements)
 
 
 # --- sharding and sharing -------------------------------------------------------------------------

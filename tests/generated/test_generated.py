@@ -219,6 +219,7 @@ SURVEYED = {
     ("attributes conv in_place", "single selective"): Kind.REFUSED,
     ("functional_call weight_norm_head", "pipeline 1f1b"): Kind.REFUSED,
     ("lazy recording_hook sequences", "pipeline zbv"): Kind.EQUAL,
+    ("parts_only recording_hook two_blocks", "pipeline 1f1b"): Kind.EQUAL,
 }
 """Mistakes of earlier surveys: choices, a strategy, and the right verdict; `make test` has some."""
 
@@ -235,6 +236,22 @@ SURVEYED = {
 def test_a_mistake_that_a_survey_found_is_mended(names: str, rival: str, kind: Kind) -> None:
     verdict = Comparison(model(*names.split())).verdicts([BY_NAME[rival]])[rival]
     assert verdict.kind is kind, verdict.text
+
+
+BF16 = Rival("fsdp bf16", "fsdp", values={"train.precision": "bf16"})
+
+
+@pytest.mark.parametrize(
+    ("names", "rival"),
+    [
+        ("float32_norms two_blocks", BF16),
+        pytest.param("float32_head two_blocks", BF16, marks=pytest.mark.slow),
+        ("float32_head two_blocks", BY_NAME["fsdp+pipeline zb_h1"]),
+    ],
+)
+def test_trained_parameters_of_several_types_are_sharded(names: str, rival: Rival) -> None:
+    verdict = Comparison(model(*names.split())).verdicts([rival])[rival.name]
+    assert verdict.kind is Kind.EQUAL, verdict.text
 
 
 REPORTED = {

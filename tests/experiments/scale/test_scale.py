@@ -253,11 +253,14 @@ def test_a_study_measures_and_recommends(tmp_path: Path, ray_environment: dict[s
     expected = [(workers, repeat) for workers in (1, 2) for repeat in range(3)]
     assert sorted((point["workers"], point["repeat"]) for point in points) == expected
     for point in points:
-        assert point["step"] > 0 and point["batch"] == 16
-        parts = sum(point[part] for part in ("computing", "bubble", "communication", "data"))
-        assert point["step"] == pytest.approx(parts)
-        assert point["workers"] == 2 or point["communication"] == 0
-    assert any(point["communication"] > 0 for point in points), "two workers wait for each other"
+        assert point["step_seconds"] > 0 and point["batch"] == 16
+        names = ("computing", "bubble", "communication", "data")
+        parts = sum(point[f"{name}_seconds"] for name in names)
+        assert point["step_seconds"] == pytest.approx(parts)
+        assert point["workers"] == 2 or point["communication_seconds"] == 0
+    assert any(point["communication_seconds"] > 0 for point in points), (
+        "two workers wait for each other"
+    )
     assert "A verdict needs" in first.json["verdicts"]["ddp"]
     assert first.json["recommended"].startswith("Use ")
     logged_run = mlflow_run(tmp_path, "p-strong-scaling")
