@@ -1,7 +1,7 @@
 """The rows of published runs, and the plain `trireme plan` command that plans each of them.
 
 There are three tables: published.csv (from 1.3 to 462 billion parameters under tensor and pipeline
-parallelism, and FSDP), llm_foundry.csv.gz (MPT models under FSDP), and beyond.csv (mixtures, LoRA,
+parallelism, and FSDP), llm_foundry.csv.gz (MPT models under FSDP), and beyond.csv.gz (mixtures, LoRA,
 fine-tuning, other GPUs). A row is planned as the same model of the `transformers` library, or as
 the language_modelling task if that has the model, with the run's degrees, micro-batch,
 recomputation and precision written as keys.
@@ -33,7 +33,7 @@ from typing import Any
 import yaml
 
 FOLDER = Path(__file__).parent
-TABLES = tuple(FOLDER / name for name in ("published.csv", "llm_foundry.csv.gz", "beyond.csv"))
+TABLES = tuple(FOLDER / name for name in ("published.csv", "llm_foundry.csv.gz", "beyond.csv.gz"))
 LATER_TABLES = tuple(
     FOLDER / f"{name}.csv.gz" for name in ("fresh", "blind", "later", "further", "unseen")
 )
@@ -59,7 +59,7 @@ PEAKS = {
     "torch reserved": "reserved",
     "of the card": "card",
 }
-"""What published peaks count, by the words of beyond.csv.
+"""What published peaks count, by the words of beyond.csv.gz.
 
 LitGPT prints torch.cuda.max_memory_allocated.
 """
@@ -641,7 +641,7 @@ def _from_llm_foundry(entry: Mapping[str, str]) -> Run:
 
 
 def _from_beyond(entry: Mapping[str, str]) -> Run:
-    """A row of beyond.csv."""
+    """A row of beyond.csv.gz."""
     address = entry["address"]
     gpus = int(entry["gpus"])
     sequence = int(entry["seq"] or 0)
@@ -684,7 +684,7 @@ def _from_beyond(entry: Mapping[str, str]) -> Run:
 
 
 def _tokens_per_second_per_gpu(entry: Mapping[str, str]) -> float:
-    """The speed of a row of beyond.csv, or what its FLOP/s come to; 0 if neither was published."""
+    """The speed of a row of beyond.csv.gz, or what its FLOP/s come to; 0 if neither was published."""
     if entry["tokens_per_s_per_gpu"]:
         return float(entry["tokens_per_s_per_gpu"])
     has_sequence = int(entry["seq"] or 0) > 0
