@@ -2,16 +2,15 @@
 
 There are three tables: published.csv (from 1.3 to 462 billion parameters under tensor and pipeline
 parallelism, and FSDP), llm_foundry.csv.gz (MPT models under FSDP), and beyond.csv.gz (mixtures,
-LoRA, fine-tuning, other GPUs). A row is planned as the same model of the `transformers` library, or as
-the language_modelling task if that has the model, with the run's degrees, micro-batch,
+LoRA, fine-tuning, other GPUs). A row is planned as the same model of the `transformers` library, or
+as the language_modelling task if that has the model, with the run's degrees, micro-batch,
 recomputation and precision written as keys.
 
 layouts.csv.gz has all 587 layouts that Aleph Alpha ran with FlashAttention-2; 108 rows of
 published.csv are from the same sheets. fresh.csv.gz has 99 rows of ten pages, blind.csv.gz 154 of
 27 others, later.csv.gz 16 of three more, and unseen.csv.gz 125 of 25 more, that nothing was fitted
 to; they have the columns of published.csv, and are read where they are named, and to make the
-ranges of mixtures and adapters. Each was written
-down before any plan of it was looked at.
+ranges of mixtures and adapters. Each was written down before any plan of it was looked at.
 
 A hash of a row's address and settings puts it into one of three parts: `fit` (constants are fitted
 to it), `choose` (looked at while the planner is written) and `held out` (looked at once, when the
