@@ -231,13 +231,14 @@ def _compared_with_one_gpu(plan: Plan, best: Estimate, single: Estimate | None) 
     if world == 1:
         return [f"The model fits one {device}{only_with} ({needed} of {capacity})."]
     gain = single.step_seconds / best.step_seconds
-    if gain < world:
+    share = round(100 * gain / world)
+    if share < 100:
         consequence = f"so one {device} costs less while time does not matter"
     else:
         consequence = "so they cost no more"
     return [
         f"The model fits one {device}{only_with} ({figures(single)}); "
-        f"{world} are {gain:.1f} × as fast, {100 * gain / world:.0f} % of ideal, {consequence}."
+        f"{world} are {gain:.1f} × as fast, {share} % of ideal, {consequence}."
     ]
 
 
@@ -253,10 +254,9 @@ def _compared_with_twice_as_many(plan: Plan, best: Estimate) -> list[str]:
     gain = best.step_seconds / doubled.step_seconds
     if gain < NO_FASTER:
         return [f"{2 * world} GPUs would be no faster."]
-    return [
-        f"{2 * world} GPUs would be {gain:.2g} × as fast, and the run would cost {2 / gain:.2g} "
-        "times as much."
-    ]
+    cost = f"{2 / gain:.2g}"
+    price = "as much" if cost == "1" else f"{cost} times as much"
+    return [f"{2 * world} GPUs would be {gain:.2g} × as fast, and the run would cost {price}."]
 
 
 def _waits(best: Estimate) -> list[str]:
