@@ -22,6 +22,7 @@ part_costs.py adds up what a part of a model takes on a device.
 
 import functools
 import json
+import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -274,6 +275,8 @@ AT_MOST_ONE = (
     *("exchange_overlap", "shared_copies", "whole_embedding", "kept_weights"),
 )
 """Those that are a share of something, or yes or no."""
+ABOVE_ZERO = ("products", "attention", "flash", "stream", "within", "across")
+"""Those by which times are divided."""
 OTHER_TRAINERS = {"flash": 0.55, "again": 0.4, "logits": 28.0, "gather": 1.0, "dispatch": 1.0}
 """What published trainers were found to do (experiments/benchmarks/published_sources.yaml).
 
@@ -291,24 +294,16 @@ def apply_assumptions(device: Device, assumptions: tuple[str, ...]) -> Device:
         assumptions: name=value for each, with a name of ASSUMED.
 
     Raises:
-        UserError: The name is not one of ASSUMED, or the value is not a number.
+        UserError: The name is not one of ASSUMED, or it cannot have the value.
     """
     for assumption in assumptions:
         name, _, value = assumption.partition("=")
-        try:
-            number = float(value)
-        except ValueError:
-            number = -1.0
-        if name not in ASSUMED or number < 0:
+        if name not in ASSUMED:
             raise UserError(
                 f"--assume {assumption}: write one of {', '.join(ASSUMED)}, then = and a number, "
                 "as in across=0.5"
             )
-        if name in AT_MOST_ONE and number > 1:
-            raise UserError(
-                f"--assume {assumption}: {name} is at most 1 ({ASSUMED[name]}): write a number "
-                "from 0 to 1"
-            )
+        number = _assumed_number(name, value)
         if name in OF_TRAINERS:
             device = replace(device, of_another_trainer=True)
         if name == "products":
@@ -320,6 +315,34 @@ def apply_assumptions(device: Device, assumptions: tuple[str, ...]) -> Device:
         else:
             device = replace(device, **{name: number})  # type: ignore[arg-type]
     return device
+
+
+def _assumed_number(name: str, value: str) -> float:
+    """The value of an assumption.
+
+    Args:
+        name: One of ASSUMED.
+        value: As it was written.
+
+    Raises:
+        UserError: It is no number, or none that the name can have.
+    """
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    assumption = f"--assume {name}={value}"
+    if name in AT_MOST_ONE and number > 1:
+        raise UserError(
+            f"{assumption}: {name} is at most 1 ({ASSUMED[name]}): write a number from 0 to 1"
+        )
+    is_large_enough = number > 0 if name in ABOVE_ZERO else number >= 0
+    if not is_large_enough or math.isinf(number):
+        least = "above 0" if name in ABOVE_ZERO else "of at least 0"
+        raise UserError(
+            f"{assumption}: {name} ({ASSUMED[name]}) is a number {least}: write {name}=NUMBER"
+        )
+    return number
 
 
 def assumptions(device: Device, precision: str) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from app.errors import UserError
-from app.planner.device import AT_MOST_ONE, apply_assumptions, constants
+from app.planner.device import ABOVE_ZERO, ASSUMED, AT_MOST_ONE, apply_assumptions, constants
 from app.planner.machine import MachineOptions, find_machine
 from app.planner.ranges import ADAPTERS, DENSE, MIXTURE, Traits, fit_probability, spread_of
 
@@ -16,7 +16,7 @@ SEEN = {
     "sequence": [2048, 8192],
 }
 RANGES = {
-    "layouts": {"any": [0.8, 1.2], "tp": [0.9, 1.1]},
+    "kinds": {"any": [0.8, 1.2], "tp": [0.9, 1.1]},
     "seen": SEEN,
     "attention": 1.0,
     "groups": {},
@@ -37,7 +37,7 @@ def test_the_range_of_a_known_layout_is_its_own_and_else_that_of_all() -> None:
 
 def test_a_kind_of_model_of_which_runs_are_known_has_a_range_of_its_own() -> None:
     ranges = RANGES | {
-        "layouts": {"any": [0.8, 1.2], "tp": [0.9, 1.1], MIXTURE: [0.5, 2.0]},
+        "kinds": {"any": [0.8, 1.2], "tp": [0.9, 1.1], MIXTURE: [0.5, 2.0]},
         "seen": SEEN | {"models": [DENSE, MIXTURE]},
         "groups": {f"model {MIXTURE}": 1.5, "layout tp": 3.0},
     }
@@ -128,10 +128,31 @@ def test_an_assumed_share_is_at_most_one(name: str) -> None:
         apply_assumptions(device, (f"{name}=2",))
 
 
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "half", ""])
+def test_an_assumption_that_is_no_number_is_refused(value: str) -> None:
+    device = find_machine(MachineOptions(gpus=8, gpu="h100-80gb"), "8").device
+    for name in ASSUMED:
+        with pytest.raises(UserError, match=f"^--assume {name}={value}: {name} .*: write "):
+            apply_assumptions(device, (f"{name}={value}",))
+
+
+def test_what_times_are_divided_by_cannot_be_assumed_to_be_nothing() -> None:
+    device = find_machine(MachineOptions(gpus=8, gpu="h100-80gb"), "8").device
+    for name in ABOVE_ZERO:
+        with pytest.raises(UserError, match=f"{name} .* is a number above 0: write {name}=NUMBER"):
+            apply_assumptions(device, (f"{name}=0",))
+    for name in {*ASSUMED} - {*ABOVE_ZERO}:
+        assert getattr(apply_assumptions(device, (f"{name}=0",)), name) == 0
+
+
 def test_another_trainers_layout_needs_more_room_than_one_of_trireme() -> None:
     device = find_machine(MachineOptions(gpus=8, gpu="h100-80gb"), "8").device
     assert not apply_assumptions(device, ("across=0.5",)).of_another_trainer
     assert apply_assumptions(device, ("loss_memory=16",)).of_another_trainer
-    of_trireme = fit_probability(1.0, 0.9, constants()["peaks"])
-    of_another = fit_probability(1.0, 0.9, constants()["peaks_of_others"])
-    assert of_trireme > 0.9 and 0.6 < of_another < 0.87
+    peaks = constants()["peaks"]
+    peaks_of_others = constants()["peaks_of_others"]
+    for share in (0.85, 0.88, 0.9, 0.92, 0.95):
+        of_trireme = fit_probability(1.0, share, peaks)
+        of_another = fit_probability(1.0, share, peaks_of_others)
+        assert of_trireme > of_another + 0.04 and of_another > 0.6
+    assert fit_probability(1.0, 0.85, peaks) > 0.99
