@@ -84,9 +84,9 @@ def apply(setup: Setup) -> Applied:
     assert setup.mesh is not None
     reshard_after_forward, reshard_notes = _reshard_after_forward(setup)
     reduce_scatter_each_microbatch, reduce_notes = _reduce_scatter_each_microbatch(setup)
-    whole = whole_parameters(module, setup.mesh, setup.blocks)
-    notes = (*reshard_notes, *reduce_notes, *_whole_parameter_notes(whole, module))
-    whole_names = {name for name, _ in whole}
+    unsharded = whole_parameters(module, setup.mesh, setup.blocks)
+    notes = (*reshard_notes, *reduce_notes, *_whole_parameter_notes(unsharded, module))
+    whole_names = {name for name, _ in unsharded}
 
     root = WholeStep(module)
     units = shard(

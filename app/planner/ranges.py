@@ -104,7 +104,7 @@ def spread_of(traits: Traits, ranges: Mapping[str, Any]) -> Spread:
     if not ranges:
         return Spread(*DEFAULT)
     unmeasured, distance = distance_of(traits, ranges["seen"])
-    low, high = base_of(traits, ranges["layouts"], distance, attention=ranges["attention"])
+    low, high = base_of(traits, ranges["kinds"], distance, attention=ranges["attention"])
     exponent = factor_of(traits, ranges["groups"]) * (1 + ranges["wider"] * distance)
     return Spread(low**exponent, high**exponent, unmeasured)
 
@@ -144,7 +144,7 @@ def fit_probability(capacity: float, planned: float, peaks: Mapping[float, float
 
 def base_of(
     traits: Traits,
-    layouts: Mapping[str, Sequence[float]],
+    kinds: Mapping[str, Sequence[float]],
     distance: float,
     *,
     attention: float = 0.0,
@@ -156,14 +156,14 @@ def base_of(
 
     Args:
         traits: Of the plan.
-        layouts: (low, high) by `Traits.kind`; `any` has that of all runs of dense models.
+        kinds: (low, high) by `Traits.kind`; `any` has that of all runs of dense models.
         distance: From `distance_of`.
         attention: How many times longer attention may take, less 1.
     """
-    low, high = layouts.get(traits.kind) or layouts["any"]
+    low, high = kinds.get(traits.kind) or kinds["any"]
     if distance > 0:
-        low = min(low, layouts["any"][0])
-        high = max(high, layouts["any"][1])
+        low = min(low, kinds["any"][0])
+        high = max(high, kinds["any"][1])
     return low / (1 + attention * traits.attention), high
 
 

@@ -344,7 +344,7 @@ def ranges(residuals: Residuals, quantiles: tuple[float, float] = QUANTILES) -> 
         quantiles: Between which quantiles, in percent, the range is.
 
     Returns:
-        "layouts": the range of each kind of layout, and of each kind of model but dense ones;
+        "kinds": the range of each layout of dense models, and of each other kind of model;
         "seen": the traits of runs that were fitted to;
         "attention": how many times longer attention may take, less 1: the least with which the
         low end holds for runs that are attention to a large part; "groups": how many times wider
@@ -367,7 +367,7 @@ def ranges(residuals: Residuals, quantiles: tuple[float, float] = QUANTILES) -> 
     sizes = [residual.traits.billions for residual in fitted]
     lengths = [residual.traits.sequence for residual in fitted if residual.traits.sequence]
     fitted_ranges: dict[str, Any] = {
-        "layouts": ends,
+        "kinds": ends,
         "seen": {
             "models": [DENSE, *sorted(others)],
             "layouts": sorted(set(by_layout) - {"any"}),
@@ -489,7 +489,7 @@ def _times_wider(residual: Residual, fitted_ranges: dict[str, Any]) -> float:
     traits = residual.traits
     distance = distance_of(traits, fitted_ranges["seen"])[1]
     low, high = base_of(
-        traits, fitted_ranges["layouts"], distance, attention=fitted_ranges["attention"]
+        traits, fitted_ranges["kinds"], distance, attention=fitted_ranges["attention"]
     )
     log_share = math.log(1 / (1 + residual.error))
     return log_share / math.log(high if log_share > 0 else low)

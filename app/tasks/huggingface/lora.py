@@ -31,6 +31,7 @@ from app.errors import UserError
 from app.tasks.huggingface.quantized import LAYERS, METHODS, without_warnings_of_torchao
 from app.tasks.huggingface.quantized import library as quantization_library
 from app.tasks.parts import one_of, require_known, whole_number
+from strategies.module_copy import copy_module
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -228,7 +229,7 @@ def without_adapters(model: nn.Module, layers: Mapping[str, Adapted]) -> nn.Modu
         layers: What `adapted_layers` returns of it.
     """
     tensors = itertools.chain(model.parameters(), model.buffers())
-    bare = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    bare = copy_module(model, {id(tensor): tensor for tensor in tensors})
     for name, parts in layers.items():
         bare.set_submodule(name, bare.get_submodule(parts.base))
     return bare

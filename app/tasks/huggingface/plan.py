@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from app.errors import UserError
-from app.tasks.huggingface.lora import Adapted
 from strategies.mixtures import find_mixtures
 from strategies.tensor.plan import SYNONYMS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from app.tasks.huggingface.lora import Adapted
 
 GATHER = "colwise_gather"
 WORDS = {

@@ -308,13 +308,13 @@ def test_every_layout_rounds_alike_and_continues_to_the_bit(
     for layout in layouts:
         distance = difference(single, curves[layout])
         assert distance.within(TOLERANCES[weights]), f"{layout}: {distance}"
-    whole = curves[layouts[0]]
-    assert curves["first"].losses + curves["second"].losses == whole.losses
+    undisturbed = curves[layouts[0]]
+    assert curves["first"].losses + curves["second"].losses == undisturbed.losses
     for name, weight in curves["second"].weights.items():
-        assert torch.equal(weight, whole.weights[name]), name
+        assert torch.equal(weight, undisturbed.weights[name]), name
     half = STEPS // 2
     resumed = _curve(
         "single", 1, weights=weights, steps=range(half, STEPS), load=f"{tmp_path}/half"
     )
-    both = Curve(curves["first"].losses + resumed.losses, whole.norms, resumed.weights)
+    both = Curve(curves["first"].losses + resumed.losses, undisturbed.norms, resumed.weights)
     assert difference(single, both).within(TOLERANCES[weights])

@@ -431,8 +431,8 @@ def test_ranges_cover_the_errors_that_they_were_made_from() -> None:
         spread = spread_of(traits, fitted)
         covered += spread.low <= 1 / (1 + error) <= spread.high
     assert 0.80 <= covered / len(errors) <= 0.93
-    assert fitted["layouts"]["pp"][0] > fitted["layouts"]["tp"][0]
-    assert "cp" not in fitted["layouts"]
+    assert fitted["kinds"]["pp"][0] > fitted["kinds"]["tp"][0]
+    assert "cp" not in fitted["kinds"]
     assert fitted["wider"] == fit.LEAST_WIDER
     assert set(fitted["seen"]["layouts"]) == {"tp", "pp", "cp"}
 
@@ -448,7 +448,7 @@ def test_ranges_cover_a_kind_of_model_of_which_there_are_few_or_many_sources(
     dense = [(traits, error / 100) for error in range(-20, 21)]
     of_mixtures = [(mixture, -0.5 + 0.03 * number) for number in range(sources)]
     fitted = fit.ranges(_residuals([*dense, *of_mixtures]))
-    assert ("mixture" in fitted["layouts"]) == (not unmeasured)
+    assert ("mixture" in fitted["kinds"]) == (not unmeasured)
     spread = spread_of(mixture, fitted)
     assert spread.unmeasured == unmeasured
     inside = [spread.low <= 1 / (1 + error) <= spread.high for _, error in of_mixtures]
