@@ -244,7 +244,7 @@ ASSUMED = {
     "flash": "of FlashAttention-2's speed that attention reaches, in place of `attention`",
     "stream": "of the memory's bandwidth that other operations reach",
     "within": "of the links inside a node",
-    "across": "of those between nodes",
+    "across": "of the links between nodes",
     "async_tp": "of tensor parallelism's communication that parallel.async_tp hides",
     "scale": "of a step lost each time that the GPUs double",
     "again": "of the products that selective checkpointing computes again",
