@@ -25,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 
 from app.errors import UserError
@@ -175,10 +176,45 @@ def with_adapters(model: nn.Module, config: LoraConfig, *, trains_head: bool) ->
     try:
         # transformers warns of how peft calls it.
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
-            return library().get_peft_model(model, config)
+            adapted = library().get_peft_model(model, config)
     except ValueError as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise UserError(f"task_args.lora does not fit the model: {reason}") from error
+    # Dropout and the lengths of DoRA are computed in the type that the input is cast to.
+    if not config.use_dora and not config.lora_dropout:
+        _cast_inputs_once(adapted)
+    return adapted
+
+
+def _cast_inputs_once(model: nn.Module) -> None:
+    """Makes layers with adapters cast their input once while autocast is on.
+
+    Otherwise autocast casts it for the layer itself, peft casts it to the adapter's float32, and
+    autocast casts that back for the adapter's first matrix, which keeps the last copy for backward.
+    The outputs are the same to the last bit. The gradients of the layer and of its adapter add up
+    in 16 bits, as they do under sharded strategies, whose numbers all have 16 bits.
+    """
+    from peft.tuners.lora import Linear
+
+    for layer in model.modules():
+        if isinstance(layer, Linear):
+            layer.register_forward_pre_hook(_cast_input)
+
+
+def _cast_input(layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The inputs of a layer with adapters, the first in the type that autocast computes in.
+
+    Outside autocast they stay as they are, and peft casts for adapters of another type.
+    """
+    x, *others = inputs
+    device_type = x.device.type
+    can_autocast = torch.amp.is_autocast_available(device_type)
+    has_autocast = can_autocast and torch.is_autocast_enabled(device_type)
+    # The attribute that peft.helpers.disable_input_dtype_casting sets.
+    layer.cast_input_dtype_enabled = not has_autocast
+    if has_autocast:
+        x = x.to(torch.get_autocast_dtype(device_type))
+    return (x, *others)
 
 
 class Adapted(NamedTuple):

@@ -29,7 +29,9 @@ from app.results.export import export_run
 from app.results.trained import trained
 from app.storage.storage import Storage
 from app.tasks.huggingface.conversations import IGNORED, pack
+from app.tasks.huggingface.lora import adapter_config, with_adapters
 from app.tasks.huggingface.task import HuggingFace
+from strategies.torch_internals import OperationMode
 from tests.app.tasks.test_tasks import built_model, one_batch
 from tests.app.tasks.test_tasks_huggingface import READS, SMALL, arguments, make_task
 from tests.running import (
@@ -147,6 +149,58 @@ def test_only_adapters_and_a_new_head_are_trained(
     assert len(embedding.products["backward"]) < len(block.products["backward"]), (
         "the embedding gets no gradient"
     )
+
+
+class _Casts(OperationMode):
+    """Counts the casts of tensors of one shape."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape = shape
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_with_adapters_casts_its_input_once_under_autocast(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """peft alone casts it to and fro, and the results are the same."""
+
+    def layer(*, has_hooks: bool) -> nn.Module:
+        torch.manual_seed(0)
+        options = {"r": 2, "targets": ["0"]}
+        model = with_adapters(
+            nn.Sequential(nn.Linear(8, 6)),
+            adapter_config(options, None, tmp_path),
+            trains_head=False,
+        ).get_base_model()
+        nn.init.normal_(model.get_parameter("0.lora_B.default.weight"))
+        if not has_hooks:
+            model[0]._forward_pre_hooks.clear()
+        return model
+
+    x = torch.randn(4, 8).to(dtype)
+    outputs = []
+    counts = []
+    for has_hooks in (False, True):
+        model = layer(has_hooks=has_hooks)
+        casts = _Casts((4, 8))
+        with torch.autocast("cpu", dtype=torch.bfloat16), casts:
+            outputs.append(model(x))
+        counts.append(casts.count)
+    assert torch.equal(*outputs)
+    by_type = {torch.float32: [2, 1], torch.bfloat16: [2, 0]}
+    assert counts == by_type[dtype]
+    # Without autocast peft casts an input of another type than the adapter's.
+    model = layer(has_hooks=True)
+    model[0].base_layer.bfloat16()
+    assert model(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_a_pooler_missing_in_the_weights_is_trained_but_not_beside_adapters(base: Path) -> None:
