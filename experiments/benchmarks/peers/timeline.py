@@ -66,6 +66,8 @@ ROLES = (
 )
 """What a command line has, and the role of such a process; the first that fits."""
 OTHER_ROLE = "other"
+ALL_ROLES = (*dict.fromkeys(role for _, role in ROLES), OTHER_ROLE)
+"""In an order that does not depend on what ran, so that a role has one color in all pictures."""
 
 
 @dataclass
@@ -271,9 +273,8 @@ def draw(timelines: Sequence[Timeline], file: Path) -> None:
         figsize=(9.0, 2.6 * len(timelines) + 0.6),
         layout="constrained",
     )
-    roles = {role: None for timeline in timelines for role in timeline.by_role()}
     colors: Sequence[Color] = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
-    color_of_role = dict(zip(roles, colors, strict=False))
+    color_of_role = dict(zip(ALL_ROLES, colors, strict=False))
     for timeline, panel in zip(timelines, panels[:, 0], strict=True):
         _draw_panel(timeline, panel, color_of_role)
     panels[-1, 0].set_xlabel("seconds since the command")
