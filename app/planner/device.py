@@ -23,6 +23,7 @@ part_costs.py adds up what a part of a model takes on a device.
 import functools
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -211,11 +212,10 @@ def device_named(name: str, measured: dict[str, Any] | None = None) -> Device:
     values: dict[str, Any] = known["default"] | fitted["shared"]
     values["ranges"] = fitted["ranges"]
     if family:
-        values |= known["families"][family]
+        values = _overridden(values, known["families"][family])
     family_fit = fitted["families"].get(family)
     if family_fit:
-        matmul = values["matmul"] | family_fit["matmul"]
-        values |= {**family_fit, "matmul": matmul, "fitted": True}
+        values = _overridden(values, family_fit) | {"fitted": True}
     values |= known["gpus"].get(datasheet.base, {}) | (measured or {})
     if datasheet.name == "cpu":
         values["ranges"] = {}
@@ -230,6 +230,11 @@ def device_named(name: str, measured: dict[str, Any] | None = None) -> Device:
         gpu=replace(datasheet, peak=peak, **of_datasheet),
         **{key: value for key, value in values.items() if key in device_fields},
     )
+
+
+def _overridden(values: dict[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Constants, of which others take the place; a precision that these lack keeps its share."""
+    return values | others | {"matmul": values["matmul"] | others.get("matmul", {})}
 
 
 def family_of(gpu: Gpu) -> str:

@@ -16,7 +16,7 @@ from app.config.io import load_config
 from app.errors import RunFailed, UserError
 from app.planner import calibrate, trial
 from app.planner.calibrate import keep
-from app.planner.device import Device, assumptions, device_named
+from app.planner.device import Device, assumptions, constants, device_named
 from app.planner.machine import MachineOptions, cpus, find_machine, of_shape
 from app.planner.output import experiment
 from app.planner.plan import make_plan
@@ -138,6 +138,16 @@ def test_a_variant_of_a_gpu_has_the_limits_that_its_name_says() -> None:
     assert variant.clock == pytest.approx((500 / 700) ** (1 / 3)) and full.clock == 1
     assert device_named(variant.name).peak("bf16") < device_named("h100").peak("bf16")
     assert device_named(variant.name).fitted
+
+
+def test_every_gpu_has_a_share_of_its_peak_for_every_precision() -> None:
+    """A family that names some precisions keeps the default shares of the others."""
+    default = constants()["default"]["matmul"]
+    for gpu in yaml.safe_load(hardware.CATALOGUE.read_text())["gpus"]:
+        device = device_named(gpu)
+        assert device.matmul.keys() == default.keys(), gpu
+    assert device_named("b200").matmul["tf32"] == default["tf32"]
+    assert device_named("b200").matmul["bf16"] != default["bf16"]
 
 
 @pytest.mark.parametrize(
