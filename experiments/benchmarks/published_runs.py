@@ -11,6 +11,8 @@ published.csv are from the same sheets. fresh.csv.gz has 99 rows of ten pages, b
 27 others, later.csv.gz 16 of three more, and unseen.csv.gz 125 of 25 more, that nothing was fitted
 to; they have the columns of published.csv, and are read where they are named, and to make the
 ranges of mixtures and adapters. Each was written down before any plan of it was looked at.
+sealed.csv.gz has 209 more, of 34 pages, of which no plan was made: it is only read where it is
+named, to judge a planner by it once.
 
 A hash of a row's address and settings puts it into one of three parts: `fit` (constants are fitted
 to it), `choose` (looked at while the planner is written) and `held out` (looked at once, when the
@@ -41,6 +43,8 @@ LATER_TABLES = tuple(
 
 The ranges of mixtures and of adapters, of which the others have few runs, are made of their errors.
 """
+SEALED = FOLDER / "sealed.csv.gz"
+"""Rows that no constants and no ranges are made of, in none of the tables above."""
 SWEEP = FOLDER / "layouts.csv.gz"
 SOURCES = FOLDER / "published_sources.yaml"
 MODELS = FOLDER / "models.yaml"
@@ -76,6 +80,7 @@ IN_PROJECTIONS = {"r": 16, "targets": ["q_proj", "k_proj", "v_proj"]}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 GATED = ["gate_proj", "up_proj", "down_proj"]
 FMS = {"r": 16, "targets": ATTENTION}
+LATENT = ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 ANSWER = {"r": 64, "targets": [*ATTENTION[:3], *GATED]}
 NF4 = {"quantize": "nf4", "quantize_layers": "all"}
 """Weights of bitsandbytes: all linear layers but the last are quantized.
@@ -87,6 +92,7 @@ ADAPTERS_OF: dict[str, dict[str, Any]] = {
     "Lightning-AI/litgpt": QUERIES_AND_VALUES,
     "pytorch/torchtune": QUERIES_AND_VALUES,
     "nemo-framework": IN_PROJECTIONS,
+    "moonlight-16b-a3b/card": {"r": 8, "targets": LATENT},
     "model_verification_cards": {"r": 8, "targets": ATTENTION},
     "NVIDIA-NeMo/Megatron": IN_PROJECTIONS,
     "B200+Vultr+POC": IN_PROJECTIONS,
@@ -101,6 +107,7 @@ ADAPTERS_OF: dict[str, dict[str, Any]] = {
     "VectorInstitute/vectorlm": QUERIES_AND_VALUES,
     "universal-llm-trainer": {"r": 8, "targets": [*ATTENTION, *GATED]},
     "hiyouga/LLaMA-Factory": {"r": 8, "targets": [*ATTENTION, *GATED]} | NF4,
+    "PrimeIntellect-ai/prime-rl": {"r": 16, "targets": [*ATTENTION, *GATED]},
 }
 """The same by source; the first that is part of an address counts.
 
@@ -115,7 +122,8 @@ fms-acceleration's scripts/benchmarks/scenarios.yaml has its adapters, fsdp_qlor
 own (get_target_modules). ms-swift 2.3 adapts what a model's attention reads.
 
 Those of MLPerf's LoRA are its rules'. VectorLM's page has r=8 and q_proj and v_proj; the universal
-trainer's config and LLaMA-Factory's default (lora_target: all) have all linear layers of a block.
+trainer's config, LLaMA-Factory's default (lora_target: all) and prime-rl's have all linear layers
+of a block. Moonlight's card names the projections of its latent attention.
 """
 
 BF16 = {"train.weight_dtype": "bf16", "optimizer.state_dtype": "bf16"}
@@ -135,6 +143,8 @@ KEYS_OF = {
     "card.yaml#peft": BF16_WEIGHTS,
     "test+summary#lora": BF16_WEIGHTS,
     "hiyouga/LLaMA-Factory": BF16_WEIGHTS,
+    "qwen3-14b-8xb200#bf16": BF16,
+    "ms-swift/blob/7cb73c1": {"optimizer.state_dtype": "bf16"},
 }
 """Further keys of a source's runs.
 
@@ -163,11 +173,18 @@ FULL_SHARD = (
     "Qwen3-30B-A3B+MOE",
     "h200_2025-06",
     "VectorInstitute/vectorlm",
+    "PrimeIntellect-ai/prime-rl",
+    "torchtitan/commit",
+    "torchtitan/distributed/deepep",
+    "pytorch/ao/blob/36027d8",
+    "qwen3-14b-8xb200",
+    "RTX+3090+with+TorchTitan",
 )
 """Sources whose sharded runs free gathered weights after forward, however few they are.
 
 KempnerForge calls fully_shard with reshard_after_forward=True (its distributed/parallel.py), and so
-does torchtitan without a pipeline; the others shard by accelerate's or torch's FULL_SHARD.
+do prime-rl, and torchtitan without a pipeline; the others shard by accelerate's or torch's
+FULL_SHARD.
 """
 WAITING = ("KempnerForge",)
 """Sources whose sharded runs reduce gradients after the last micro-batch, however large they are.

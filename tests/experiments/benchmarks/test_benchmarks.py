@@ -107,6 +107,7 @@ def test_a_published_run_is_planned_by_arguments_that_a_user_could_write(row_num
         ("blind", 154, 144, 1, ("fresh",)),
         ("later", 16, 16, 0, ("fresh", "blind")),
         ("unseen", 125, 122, 2, ("fresh", "blind", "later", "further")),
+        ("sealed", 209, 186, 22, ("fresh", "blind", "later", "further", "unseen")),
     ],
 )
 def test_unfitted_rows_are_runs_that_no_other_table_has(
@@ -135,9 +136,14 @@ def test_unfitted_rows_are_runs_that_no_other_table_has(
         assert (config.parallel.tp, config.parallel.cp) == (run.tp, run.cp)
 
 
+def test_the_rows_of_a_last_test_are_in_no_table_that_a_fit_or_a_range_is_made_of() -> None:
+    tables = {*published_runs.TABLES, *published_runs.LATER_TABLES, published_runs.SWEEP}
+    assert published_runs.SEALED not in tables and published_runs.SEALED.exists()
+
+
 def test_a_published_run_has_a_layout_that_is_possible_here() -> None:
     """Megatron's ep counts tensor-parallel workers, and its chunks embedding and head."""
-    names = ("fresh", "blind", "later", "unseen")
+    names = ("fresh", "blind", "later", "unseen", "sealed")
     tables = [published_runs.FOLDER / f"{name}.csv.gz" for name in names]
     split = 0
     for run in [*published_runs.runs(), *published_runs.runs(*tables)]:
