@@ -216,7 +216,7 @@ def device_named(name: str, measured: dict[str, Any] | None = None) -> Device:
     family_fit = fitted["families"].get(family)
     if family_fit:
         values = _overridden(values, family_fit) | {"fitted": True}
-    values |= known["gpus"].get(datasheet.base, {}) | (measured or {})
+    values = _overridden(values, known["gpus"].get(datasheet.base, {})) | (measured or {})
     if datasheet.name == "cpu":
         values["ranges"] = {}
     of_datasheet = {
