@@ -234,7 +234,8 @@ def device_named(name: str, measured: dict[str, Any] | None = None) -> Device:
 
 def _overridden(values: dict[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """Constants, of which others take the place; a precision that these lack keeps its share."""
-    return values | others | {"matmul": values["matmul"] | others.get("matmul", {})}
+    matmul = {**values["matmul"], **others.get("matmul", {})}
+    return {**values, **others, "matmul": matmul}
 
 
 def family_of(gpu: Gpu) -> str:
