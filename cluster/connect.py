@@ -293,19 +293,32 @@ def _agents() -> list[int]:
 
 
 def _end_processes(folder: Path) -> None:
-    """Ends the processes of a Ray that did not start, so that the next try has the processors.
+    """Ends the processes of a Ray that did not start, and those that they have started.
+
+    The next try then has the processors, and a command that was interrupted leaves nothing. The
+    raylet's agents would wait for more than a minute for a raylet that is gone.
 
     Args:
-        folder: Where that Ray keeps its files; each of its processes has it among its arguments.
+        folder: Where that Ray keeps its files; each process that this one has started for it has
+            it among its arguments.
     """
     import psutil
 
-    ended = []
+    started = []
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             if any(str(folder) in argument for argument in process.cmdline()):
-                process.kill()
-                ended.append(process)
+                # Stopped, it starts no more processes while those that it has started are listed.
+                process.suspend()
+                started.append(process)
+    ended = []
+    for process in started:
+        with contextlib.suppress(psutil.Error):
+            ended += process.children(recursive=True)
+        ended.append(process)
+    for process in ended:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
     psutil.wait_procs(ended, timeout=PAUSE_SECONDS)
 
 

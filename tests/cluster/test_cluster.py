@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from app.submit.client import Server
@@ -33,7 +34,7 @@ from cluster.remote import (
 )
 from cluster.shape import NodeState, parse_link_speed, shape_of_gpus, shape_of_nodes
 from cluster.temporary import TemporaryFolder, sweep
-from tests.running import ROOT, Ended, environment, trireme
+from tests.running import ROOT, Ended, environment, trireme, wait_until
 
 # --- shapes ---------------------------------------------------------------------------------------
 
@@ -249,6 +250,33 @@ def test_a_folder_that_ray_cannot_use_is_refused(
 
 
 # --- starting a cluster ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_start_of_ray_that_is_interrupted_or_fails_leaves_no_process(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the raylet, which has Ray's folder among its arguments, nor what it has started."""
+    processes: list[psutil.Process] = []
+
+    def start_and_raise(*_: Any, _temp_dir: str, **options: Any) -> None:
+        command = ["sh", "-c", "sleep 600 & wait", f"--temp-dir={_temp_dir}"]
+        raylet = psutil.Process(subprocess.Popen(command).pid)
+        (agent,) = wait_until(raylet.children)
+        processes.extend([raylet, agent])
+        raise error("in the middle of the start")
+
+    monkeypatch.setattr("ray.init", start_and_raise)
+    monkeypatch.setattr("cluster.connect.running_here", lambda: None)
+    monkeypatch.setattr("cluster.connect.START_TRIES", 1)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises((error, ClusterUnavailable)):
+        connect()
+    assert len(processes) == 2
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    for process in alive:
+        process.kill()
+    assert not alive
 
 
 @pytest.mark.slow
