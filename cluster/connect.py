@@ -67,7 +67,7 @@ FOLDER = "TRIREME_RAY_FOLDER"
 _FOLDERS: list[TemporaryFolder] = []
 """Of the Ray that this process has started."""
 _GUARDS: list[Guard] = []
-"""Of the agents of that Ray."""
+"""Of that Ray, from before it starts."""
 _made = False
 """Whether `connect` has made this process's connection; otherwise it is a notebook's, say."""
 
@@ -153,7 +153,7 @@ def connect(
     tries = TRIES if cluster_address else START_TRIES
     for number in range(1, tries + 1):
         try:
-            with _signal_handlers_kept():
+            with _sigterm_handler_kept():
                 if cluster_address:
                     _join(cluster_address, variables, worker_setup, before_start)
                 else:
@@ -246,6 +246,8 @@ def _start_here(worker_setup: str, before_start: Callable[[], object]) -> None:
     """
     temporary = private_folder()
     _FOLDERS.append(temporary)
+    guard = Guard(temporary.path)
+    _GUARDS.append(guard)
     os.environ[FOLDER] = str(temporary.path)
     folder = temporary.for_ray
     _set_token()
@@ -270,43 +272,15 @@ def _start_here(worker_setup: str, before_start: Callable[[], object]) -> None:
                 **options,
             )
         ray_internals.kill_at_shutdown()
-        _GUARDS.append(Guard(_agents()))
     except BaseException as error:
-        _end_processes(folder)
-        if not isinstance(error, Exception):  # the command is to end
-            raise
         # Ray raises nothing more precise where it does not start in time.
         reason = _reason_in_logs(folder) or first_line(error)
+        # The next try then has the processors. Before ray.shutdown, which would wait for a second
+        # for each process (`detached`), and after the logs were read, which it removes.
+        guard.close()
+        if not isinstance(error, Exception):  # the command is to end
+            raise
         raise ClusterUnavailable(f"{NOT_STARTED}: {reason}") from error
-
-
-def _agents() -> list[int]:
-    """The process ids of what the raylet of this process's Ray has started."""
-    import psutil
-
-    pids = []
-    for process in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
-            if process.name() == "raylet":
-                pids += [child.pid for child in process.children()]
-    return pids
-
-
-def _end_processes(folder: Path) -> None:
-    """Ends the processes of a Ray that did not start, so that the next try has the processors.
-
-    Args:
-        folder: Where that Ray keeps its files; each of its processes has it among its arguments.
-    """
-    import psutil
-
-    ended = []
-    for process in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
-            if any(str(folder) in argument for argument in process.cmdline()):
-                process.kill()
-                ended.append(process)
-    psutil.wait_procs(ended, timeout=PAUSE_SECONDS)
 
 
 def _reason_in_logs(folder: Path) -> str:
@@ -356,17 +330,27 @@ def _leave() -> None:
 
 
 @contextlib.contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    """Keeps the handler of SIGTERM, which ray.init replaces with one that says nothing."""
+def _sigterm_handler_kept() -> Iterator[None]:
+    """In this context nobody replaces the handler of SIGTERM.
+
+    ray.init does, twice, by one that ends the command with another exit code and without a
+    sentence. So in this context signal.signal has no effect on SIGTERM.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield  # there Ray cannot replace it
         return
-    handler = signal.getsignal(signal.SIGTERM)
+    set_handler = signal.signal
+
+    def set_other_handler(number: int, handler: Any) -> Any:
+        if number == signal.SIGTERM:
+            return signal.getsignal(number)
+        return set_handler(number, handler)
+
+    signal.signal = set_other_handler  # type: ignore[assignment]
     try:
         yield
     finally:
-        if handler is not None:
-            signal.signal(signal.SIGTERM, handler)
+        signal.signal = set_handler
 
 
 def first_line(error: BaseException) -> str:

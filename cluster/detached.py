@@ -5,7 +5,8 @@ A scheduler signals the whole process group (`timeout`, a shell, CI) or all proc
 processes leave the command's session and block the signals that ask to end; the command itself ends
 them by SIGKILL. When the command dies, however that happens, the kernel ends them too, by
 PR_SET_PDEATHSIG, which Ray sets. That does not reach the agents that Ray's raylet has started, and
-they wait for more than a minute for a head that is gone: a `Guard` ends those.
+they wait for more than a minute for a head that is gone: a `Guard` ends those, and removes what
+Ray has written.
 """
 
 import contextlib
@@ -14,25 +15,11 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 
 BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-_GUARD = """
-import os, signal, sys
-
-processes = []
-for pid in sys.argv[1:]:
-    try:
-        processes.append(os.pidfd_open(int(pid)))
-    except ProcessLookupError:
-        pass
-sys.stdin.read()
-for process in processes:
-    try:
-        signal.pidfd_send_signal(process, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-"""
+_GUARD = Path(__file__).with_name("guard.py")
 END_SECONDS = 5.0
 _thread = threading.local()
 
@@ -52,18 +39,21 @@ def detached() -> Iterator[None]:
 
 
 class Guard:
-    """A small process that ends other processes by SIGKILL at `close`, or when this process dies.
+    """A process that ends a Ray and removes its folder at `close`, or when this process dies.
+
+    `cluster/guard.py` says how it knows the processes of that Ray.
 
     Args:
-        pids: The processes that it ends.
+        folder: Where that Ray, which need not have started yet, keeps all its files.
     """
 
-    def __init__(self, pids: Iterable[int]) -> None:
-        command = [sys.executable, "-I", "-S", "-c", _GUARD, *map(str, pids)]
+    def __init__(self, folder: Path) -> None:
+        session = os.getsid(0)
+        command = [sys.executable, "-I", "-S", str(_GUARD), str(folder), str(session)]
         with detached():
             self._process = subprocess.Popen(
                 command,
-                stdin=subprocess.PIPE,  # at whose end the processes are ended
+                stdin=subprocess.PIPE,  # at whose end that Ray is ended
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 preexec_fn=lambda: None,  # without one `detached` does not reach it

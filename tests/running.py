@@ -334,6 +334,8 @@ def kill_and_run_again(storage: Path, given: list[str]) -> Ended:
     Returns:
         The end of an undisturbed run `truth`.
     """
+    # What the runs have logged is compared, and a busy machine is slow to deliver it.
+    given = [*given, f"tracking.flush_timeout={LONG}"]
     truth = torchrun(*given, "run.name=truth").expect()
     process = start([*given, "run.name=run"], program=torchrun_program())
     wait_until(lambda: committed(storage / "run"))

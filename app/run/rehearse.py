@@ -244,7 +244,12 @@ def _metric_mistake(config: Config, task: Task, metrics: Mapping[str, Any]) -> s
         metrics: Those of a batch of the held-out data; empty if there is none.
     """
     wanted = config.checkpoint.metric
-    derived = task.derived(dict.fromkeys(metrics, 1.0))
+    derived: dict[str, float] = {}
+    if metrics:  # without held-out data a run derives nothing
+        try:
+            derived = task.derived(dict.fromkeys(metrics, 1.0))
+        except Exception:  # the task's own code may need an evaluation's numbers
+            return ""
     names = [name for name in (*metrics, *derived) if not name.startswith("_")]
     if config.train.ema_decay is not None:
         names += [f"ema_{name}" for name in names]

@@ -11,7 +11,9 @@ import functools
 import itertools
 import logging
 import os
+import posixpath
 import re
+import shutil
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -31,6 +33,8 @@ UID_TAG = "trireme.run_uid"
 PARENT_TAG = "mlflow.parentRunId"
 BATCH = {"metrics": 1000, "params": 100, "tags": 100}  # what MLflow accepts in one call
 UPLOAD_TRIES = 3
+TEXTS = "texts"
+"""The folder of a spool in which a text is written to be uploaded."""
 _TAG_CHARACTERS = 5000
 _PARAM_CHARACTERS = 6000
 _PERMANENT = {
@@ -337,7 +341,7 @@ class Uploader:
                 except model.Unusable as error:
                     raise PermanentError(mask_text(str(error))) from error
             elif event["type"] == "text":
-                self.client.log_text(self.state.run_id, event["text"], event["name"])
+                self._log_text(event["text"], event["name"])
             elif path.exists():
                 folder = event["folder"] or None
                 self.client.log_artifact(self.state.run_id, str(path), folder)
@@ -349,6 +353,23 @@ class Uploader:
                 self.state.left_out = str(error)
                 self._log_tags({"trireme.model_error": str(error)})
             raise
+
+    def _log_text(self, text: str, name: str) -> None:
+        """Log a text as a file among the run's artifacts.
+
+        It is written in the spool, where the next try overwrites it. `MlflowClient.log_text` writes
+        it in the machine's temporary folder, where it stays when this process is killed meanwhile.
+
+        Args:
+            text: The file's content.
+            name: Its path among the artifacts.
+        """
+        folder, file_name = posixpath.split(name)
+        file = self.folder / TEXTS / file_name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        self.client.log_artifact(self.state.run_id, str(file), folder or None)
+        shutil.rmtree(file.parent)
 
 
 def _is_metrics(event_and_offset: tuple[Event, int]) -> bool:

@@ -6,6 +6,7 @@ Also what is checked on machines before Ray starts there, and the folder of a co
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import psutil
 import pytest
 
 from app.submit.client import Server
@@ -33,7 +35,7 @@ from cluster.remote import (
 )
 from cluster.shape import NodeState, parse_link_speed, shape_of_gpus, shape_of_nodes
 from cluster.temporary import TemporaryFolder, sweep
-from tests.running import ROOT, Ended, environment, trireme
+from tests.running import ROOT, Ended, environment, trireme, wait_until
 
 # --- shapes ---------------------------------------------------------------------------------------
 
@@ -249,6 +251,78 @@ def test_a_folder_that_ray_cannot_use_is_refused(
 
 
 # --- starting a cluster ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def starts_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`connect` starts Ray here, and tries so once."""
+    monkeypatch.setattr("cluster.connect.running_here", lambda: None)
+    monkeypatch.setattr("cluster.connect.START_TRIES", 1)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_start_of_ray_that_is_interrupted_or_fails_leaves_nothing(
+    error: type[BaseException], starts_here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither Ray's folder, nor the raylet, nor an agent that it has started already."""
+    folders: list[Path] = []
+    processes: list[psutil.Process] = []
+
+    def start_and_raise(*_: Any, _temp_dir: str, **options: Any) -> None:
+        folders.append(Path(_temp_dir))
+        # As Ray does it, which has `detached` give the raylet a session of its own.
+        raylet = psutil.Popen(["sh", "-c", RAYLET, _temp_dir], preexec_fn=lambda: None)
+        (agent,) = wait_until(raylet.children)
+        processes.extend([raylet, agent])
+        raise error("in the middle of the start")
+
+    monkeypatch.setattr("ray.init", start_and_raise)
+    with pytest.raises((error, ClusterUnavailable)):
+        connect()
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    for process in alive:
+        process.kill()
+    assert not alive
+    assert len(processes) == 2
+    assert not folders[0].parent.exists()
+
+
+RAYLET = """
+exec > "$0/raylet.out"
+sh -c "sleep 600; : $0" &
+wait
+"""
+"""A shell's command that starts another process, both with Ray's folder among their arguments."""
+
+
+def test_sigterm_ends_a_start_of_ray_as_this_command_wants(
+    starts_here: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not as Ray's own handlers do, which exit without a sentence."""
+
+    class Asked(BaseException):
+        """What this program's handler raises."""
+
+    def handler(number: int, frame: Any) -> None:
+        raise Asked
+
+    def start(*_: Any, **options: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.raise_signal(signal.SIGTERM)
+
+    handler_before = signal.signal(signal.SIGTERM, handler)
+    usr1_before = signal.getsignal(signal.SIGUSR1)
+    monkeypatch.setattr("ray.init", start)
+    try:
+        with pytest.raises(Asked):
+            connect()
+        assert signal.getsignal(signal.SIGTERM) is handler
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN, "others may be set"
+    finally:
+        signal.signal(signal.SIGTERM, handler_before)
+        signal.signal(signal.SIGUSR1, usr1_before)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 from cluster import ClusterError, environment
 from cluster.connect import TOKEN_PATH, _set_token
 from cluster.detached import Guard, detached
-from tests.running import ROOT
+from tests.running import ROOT, wait_until
 
 
 @pytest.fixture
@@ -121,32 +121,61 @@ def test_a_process_after_the_detached_ones_has_our_session_and_blocks_nothing() 
 
 GUARDING_PROGRAM = """
 import sys, time
+from pathlib import Path
 from cluster.detached import Guard
-Guard(sys.argv[1:])
+Guard(Path(sys.argv[1]))
 print(1, flush=True)
 time.sleep(600)
 """
 
 
-def test_a_guard_kills_processes_when_its_maker_ends_and_when_it_is_closed() -> None:
-    """The agents of Ray's raylet are such processes, which no death of a parent ends."""
-    already_ended, guarded_by_other, guarded = (
-        subprocess.Popen(["sleep", "600"]) for _ in range(3)
-    )
-    already_ended.kill()
-    already_ended.wait()
-    pids = [str(already_ended.pid), str(guarded_by_other.pid)]
+def _process_of_ray(folder: Path, title: str = "", *, detach: bool = True) -> subprocess.Popen[str]:
+    """A process that logs in a folder, as those of a Ray.
+
+    Args:
+        folder: Where that Ray keeps its files.
+        title: Of the process, as the agents set it, in place of arguments with the folder.
+        detach: Whether it has left this process's session.
+    """
+    name = title or f"--temp-dir={folder}"
+    with open(folder / "log", "a") as log:
+        command = ["bash", "-c", 'exec -a "$0" sleep 600', name]
+        process = subprocess.Popen(command, stdout=log, start_new_session=detach, text=True)
+    wait_until(lambda: Path(f"/proc/{process.pid}/cmdline").read_bytes().startswith(name.encode()))
+    return process
+
+
+def test_a_guard_ends_its_ray_when_its_maker_ends_and_when_it_is_closed(tmp_path: Path) -> None:
+    """The agents of Ray's raylet, too, which no death of a parent ends."""
+    folder_of_other = tmp_path / "other"
+    folder = tmp_path / "own"
+    folder_of_other.mkdir()
+    folder.mkdir()
     maker = subprocess.Popen(
-        [sys.executable, "-c", GUARDING_PROGRAM, *pids], cwd=ROOT, stdout=subprocess.PIPE
+        [sys.executable, "-c", GUARDING_PROGRAM, str(folder_of_other)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
     )
     assert maker.stdout is not None
     assert maker.stdout.read(1) == b"1"
-    guard = Guard([guarded.pid])
-    assert guarded_by_other.poll() is None
-    assert guarded.poll() is None
-    maker.kill()
-    maker.wait()
-    assert guarded_by_other.wait(30) == -signal.SIGKILL
-    assert guarded.poll() is None
-    guard.close()
-    assert guarded.wait(30) == -signal.SIGKILL
+    guard = Guard(folder)
+    # Started after the guards, as a Ray is.
+    rays_of_other = [_process_of_ray(folder_of_other), _process_of_ray(folder_of_other, "ray::A")]
+    rays = [_process_of_ray(folder), _process_of_ray(folder, "ray::A")]
+    others = [_process_of_ray(folder, "a program"), _process_of_ray(folder, detach=False)]
+    try:
+        assert all(process.poll() is None for process in rays_of_other)
+        maker.kill()
+        maker.wait()
+        assert [process.wait(30) for process in rays_of_other] == [-signal.SIGKILL] * 2
+        wait_until(lambda: not folder_of_other.exists())
+        assert all(process.poll() is None for process in rays)
+        guard.close()
+        assert [process.wait(30) for process in rays] == [-signal.SIGKILL] * 2
+        assert not folder.exists()
+        assert all(process.poll() is None for process in others)
+        guard.close()  # a second time does nothing
+    finally:
+        for process in rays_of_other + rays + others:
+            process.kill()
+            process.wait()

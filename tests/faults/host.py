@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from tests.lab import Lab
-from tests.running import POINTS, Lines, committed, torchrun_program, wait_until, writes
+from tests.running import LONG, POINTS, Lines, committed, torchrun_program, wait_until, writes
 
 SETTLE_SECONDS = 30.0
 """Until all of a run is gone: it takes some, but the machine may be busy. Ray's agents take 60."""
@@ -145,6 +145,13 @@ class Host:
         process = wait_until(find_child)
         return Started(popen, Lines(popen), process)
 
+    def end_processes(self) -> None:
+        """End what a failed test has left, so that it does not disturb the next one."""
+        for process in self.processes():
+            if process.pid not in self.own_pids:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+
     # --- what is left ---
 
     def left(self) -> Remains:
@@ -211,7 +218,7 @@ def _temporary_files(root: Path) -> list[str]:
 # --- faults ---------------------------------------------------------------------------------------
 
 
-def reached(folder: Path, step: int, seconds: float = 90.0) -> None:
+def reached(folder: Path, step: int, seconds: float = LONG) -> None:
     """Wait until a run has committed a checkpoint of a step or a later one."""
     wait_until(lambda: max(committed(folder), default=0) >= step, seconds)
 

@@ -224,6 +224,12 @@ def host() -> Iterator[Host]:
         yield Host(lab)
 
 
+@pytest.fixture(autouse=True)
+def end_processes(host: Host) -> Iterator[None]:
+    yield
+    host.end_processes()
+
+
 KINDS = "processes, sockets, shared memory, temporary files: during, after"
 HEAD = f"{'how the run ended':<40} {'code':>5}  {KINDS}; seconds"
 

@@ -63,6 +63,7 @@ class Site:
         truth: The storage of a run that was not disturbed.
 
     Attributes:
+        left_before: What is on the host when a test begins.
         note: Takes a line of the table.
     """
 
@@ -144,13 +145,10 @@ def storage(site: Site, request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(autouse=True)
 def end_processes(site: Site, record_property: Callable[[str, object], None]) -> Iterator[None]:
-    """End what a failed test has left, so that it does not disturb the next one."""
     site.note = record_property
+    site.left_before = site.host.left()  # what an earlier fault has left is not this one's
     yield
-    for process in site.host.processes():
-        if process.pid not in site.host.own_pids:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+    site.host.end_processes()
 
 
 def step_of(fault: str) -> int:

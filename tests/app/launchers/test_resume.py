@@ -63,9 +63,20 @@ def command(storage: Path, *arguments: str, name: str = "run") -> list[str]:
     return ["train", *arguments, f"run.name={name}", f"run.storage={storage}"]
 
 
-def wait_for_step(folder: Path, step: int) -> None:
-    """Waits until a checkpoint of this step or a later one is committed."""
-    wait_until(lambda: max(committed(folder), default=0) >= step)
+def wait_for_step(folder: Path, step: int, *, process: Any = None) -> None:
+    """Waits until a checkpoint of this step or a later one is committed.
+
+    Args:
+        folder: Of the run.
+        step: The step.
+        process: What trains, at whose end nothing is waited for any more.
+    """
+
+    def is_over() -> bool:
+        has_ended = process is not None and process.poll() is not None
+        return has_ended or max(committed(folder), default=0) >= step
+
+    wait_until(is_over)
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +302,8 @@ def test_torchrun_starts_again_by_itself(
     )
     lines = Lines(process)
     folder = tmp_path / "run"
-    wait_for_step(folder, 10)
+    wait_for_step(folder, 10, process=process)
+    assert process.poll() is None, lines.text
     running.disturb(folder, rank, signal_number)
     assert process.wait(LONG) == 0 and "continuing after step" in lines.text, lines.text
     if signal_number == STOP:

@@ -67,6 +67,20 @@ class NeedsNumbers(Points):
         return super().metrics(model, batch)
 
 
+class DerivesOdds(Points):
+    """Derives a metric that the numbers of an evaluation have, and others may not have."""
+
+    def derived(self, means: dict[str, float]) -> dict[str, float]:
+        return {"odds": means["accuracy"] / (1 - means["accuracy"])}
+
+
+class DerivesOddsOfNothing(DerivesOdds):
+    """Has no held-out data either."""
+
+    def eval_data(self) -> None:  # type: ignore[override]
+        return None
+
+
 EVALUATED = ["task=tests.tasks:Points", "train.eval_every=2"]
 UNEVALUATED = ["task=tests.tasks:Odd", "task_args.what=unevaluated", "train.eval_every=2"]
 
@@ -109,6 +123,9 @@ def test_what_an_evaluation_does_not_give_is_told_with_the_task(
         [*EVALUATED, "checkpoint.metric=spread", "task=tests.app.run.test_prepare:LogsNumbers"],
         [*EVALUATED, "checkpoint.metric=nothing", "checkpoint.keep_best=false"],
         [*EVALUATED, "train.patience=2"],
+        [*EVALUATED, "checkpoint.metric=odds", "task=tests.app.run.test_prepare:DerivesOdds"],
+        ["train.eval_every=2", "task=tests.app.run.test_prepare:DerivesOddsOfNothing"],
+        [*GPT, "task_args.eval_samples=0"],
     ],
 )
 def test_what_an_evaluation_gives_or_may_give_is_accepted(overrides: list[str]) -> None:

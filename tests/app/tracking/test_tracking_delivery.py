@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -217,6 +218,37 @@ def test_a_failed_delivery_is_reported_and_completed_later(
     assert store.run("status") == "FINISHED" and store.steps("loss") == [3]
     assert "ended the writer, 3 times" in store.values("tags")["trireme.model_error"]
     assert sync(tmp_path / "nothing-here").complete
+
+
+def test_a_writer_that_is_killed_leaves_no_file_outside_of_its_run(
+    uri: str, tmp_path: Path, inline: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever it uploads: a driver kills a writer that makes no progress."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    log_artifact = MlflowClient.log_artifact
+    files_outside: list[Path] = []
+
+    def log(self: MlflowClient, *args: Any, **options: Any) -> None:
+        files_outside.extend(temporary.rglob("*"))  # here they would stay
+        log_artifact(self, *args, **options)
+
+    monkeypatch.setattr(MlflowClient, "log_artifact", log)
+    folder = tmp_path / "spool"
+    (tmp_path / "figure.txt").write_text("small")
+    run = tracker(folder, uri)
+    run.text("lr: 0.1\n", "config.yaml")
+    run.text("µs", "profile/profile.txt")
+    run.artifact(tmp_path / "figure.txt", "plots")
+    delivery = run.finish("FINISHED")
+    assert delivery.complete
+    assert not files_outside
+    assert not (folder / uploader.TEXTS).exists()
+    artifacts = tmp_path / "mlartifacts" / str(delivery.run_id) / "artifacts"
+    assert (artifacts / "config.yaml").read_text() == "lr: 0.1\n"
+    assert (artifacts / "profile" / "profile.txt").read_text() == "µs"
+    assert (artifacts / "plots" / "figure.txt").read_text() == "small"
 
 
 def test_no_metric_is_stored_twice(
