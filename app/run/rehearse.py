@@ -131,7 +131,7 @@ def read_batch(task: Task) -> tuple[Batch, int]:
         raise UserError(
             "samples of the training data do not make a batch "
             f"({type(error).__name__}: {lines[0].rstrip('.')}): give tensors of the same shape in "
-            "every sample, or make whole batches in __getitems__"
+            "every sample, or a method collate_fn(samples) to the data set, as DataLoader's"
         ) from error
     return batch, len(positions)
 
