@@ -191,7 +191,8 @@ class Task:
 
         Args:
             parameters: The parameters with their names in the model; each worker has its own part
-                of them.
+                of them. An optimizer of others, such as those of a model that the task keeps, is
+                refused. It is also called once in the driver, with parameters on the meta device.
 
         Returns:
             The optimizer; or several by name, for a `training_step` that uses them; or None for the

@@ -29,6 +29,7 @@ from app.training.optimizer import (
     learning_rate,
     require_matches,
 )
+from app.training.task_optimizer import require_optimizer
 from app.training.width_transfer import Widths
 from strategies import registry
 from strategies.blocks import find_blocks
@@ -153,6 +154,9 @@ def build_optimizers(
         task: Its task.
         parallel: Its model.
         widths: For optimizer.width_transfer.
+
+    Raises:
+        UserError: The task's own `optimizer` returns something that cannot train the model.
     """
     trained = [(name, p) for name, p in parallel.named_parameters() if p.requires_grad]
     of_task = None
@@ -175,6 +179,7 @@ def build_optimizers(
             weight_dtype=config.train.weight_dtype,
             seed=config.train.seed,
         )
+    of_task = require_optimizer(of_task, trained)
     optimizer = Optimizers(of_task) if isinstance(of_task, Mapping) else of_task
     for group in optimizer.param_groups:  # the schedule multiplies this rate
         group["initial_lr"] = group["lr"]
