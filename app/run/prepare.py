@@ -248,7 +248,7 @@ def prepare(
         *hooks.check(config, task, layout, logged_names),
         *first_step.notes(layout, micro_batches, gathers=gathers),
         *gather_notes,
-        *_notes_on_optimizer(config, task, model),
+        *_notes_on_optimizer(config, task, model, samples),
         *_notes_on_batches(config, samples),
         *_notes_on_sizes(config, dims, samples),
         *_notes_on_data(config, task, dims),
@@ -318,17 +318,26 @@ def _check_sequences(config: Config, task: Task, layout: Layout, model: nn.Modul
         check_length(sequence_lengths[0], layout.dims.cp, config.parallel.context)
 
 
-def _notes_on_optimizer(config: Config, task: Task, model: nn.Module | None) -> Iterator[str]:
+def _notes_on_optimizer(
+    config: Config, task: Task, model: nn.Module | None, samples: int | None
+) -> Iterator[str]:
     """A sentence on each option that the optimizer does not get, and on what no optimizer has.
 
     Args:
         config: The resolved configuration.
         task: Its task, whose own optimizer is made here of parameters without numbers.
         model: The whole model on the meta device, if it has been built there.
+        samples: The number of training samples; None for a stream.
 
     Raises:
-        UserError: The task's own `optimizer` returns something that cannot train the model.
+        UserError: The task's own `optimizer` or `schedule` returns something that cannot train the
+            model.
     """
+    if hooks.overrides(task, "schedule"):
+        steps = config.train.steps_for(samples)
+        with own_code("the task's schedule fails"):
+            for step in (0, steps // 2, steps - 1):
+                hooks.schedule_factor(task, step, steps)
     if not hooks.overrides(task, "optimizer"):
         yield from unused_options(config.optimizer)
         return

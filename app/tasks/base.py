@@ -180,9 +180,23 @@ class Task:
         Args:
             name: The name of the part.
             value: Its mean over the batch's items, a scalar tensor.
+
+        Raises:
+            UserError: It is something else.
         """
-        if self.recorded is not None:
-            self.recorded.setdefault(name, []).append(value.detach())
+        if self.recorded is None:
+            return
+        if not isinstance(value, Tensor):
+            raise UserError(
+                f"the task logs {name!r} with a {type(value).__name__}: "
+                "give the tensor itself, without .item() or float()"
+            )
+        if value.dim():
+            raise UserError(
+                f"the task logs {name!r} with a tensor of shape {tuple(value.shape)}, but it must "
+                "be one number: its mean, say"
+            )
+        self.recorded.setdefault(name, []).append(value.detach())
 
     def optimizer(
         self, parameters: list[tuple[str, nn.Parameter]]

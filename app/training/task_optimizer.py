@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from app.errors import UserError
+from app.tasks.returned import described
 from strategies.tree import tree_leaves
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
@@ -92,7 +93,7 @@ def _optimizers_in(returned: Any) -> list[torch.optim.Optimizer]:
         if all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
             return optimizers
     sentence = (
-        f"the task's optimizer() returns {_described(returned)}, but it must be a "
+        f"the task's optimizer() returns {_shown(returned)}, but it must be a "
         "torch.optim.Optimizer, or, for a training_step that uses several, a dict of them by name"
     )
     leaves = tree_leaves(returned)
@@ -102,14 +103,11 @@ def _optimizers_in(returned: Any) -> list[torch.optim.Optimizer]:
     raise UserError(sentence)
 
 
-def _described(value: Any) -> str:
-    """What a value is, in words: "a list", "the class AdamW"."""
-    if isinstance(value, type):
-        return f"the class {value.__name__}"
-    if isinstance(value, Mapping):
-        for name, entry in value.items():
-            if not isinstance(entry, torch.optim.Optimizer):
-                return f"a dict in which {name!r} is {_described(entry)}"
-        return "an empty dict"
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+def _shown(returned: Any) -> str:
+    """What it is, in words; of a dict, what its first wrong value is."""
+    if not isinstance(returned, Mapping):
+        return described(returned)
+    for name, value in returned.items():
+        if not isinstance(value, torch.optim.Optimizer):
+            return f"a dict in which {name!r} is {described(value)}"
+    return "an empty dict"
