@@ -22,9 +22,9 @@ def collate_of(data: Any) -> Collate:
     Raises:
         UserError: A ConcatDataset or a Mixture has parts that make batches differently.
     """
-    own: Collate | None = getattr(data, "collate_fn", None)
-    if own is not None:
-        return own
+    of_data: Collate | None = getattr(data, "collate_fn", None)
+    if of_data is not None:
+        return of_data
     if isinstance(data, Subset):
         return collate_of(data.dataset)
     if isinstance(data, ConcatDataset):

@@ -180,8 +180,8 @@ def build_optimizers(
             weight_dtype=config.train.weight_dtype,
             seed=config.train.seed,
         )
-    own = require_optimizer(of_task, trained)
-    optimizer = Optimizers(own) if isinstance(own, Mapping) else own
+    chosen = require_optimizer(of_task, trained)
+    optimizer = Optimizers(chosen) if isinstance(chosen, Mapping) else chosen
     for group in optimizer.param_groups:  # the schedule multiplies this rate
         group["initial_lr"] = group["lr"]
     return optimizer
