@@ -11,15 +11,25 @@ from typing import Any
 from torch import Tensor
 
 
-def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with every leaf replaced by `function(leaf)`."""
+def tree_map(
+    function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
+    """The tree with every leaf replaced by `function(leaf)`.
+
+    Args:
+        function: What is done to a leaf.
+        tree: The tree.
+        is_leaf: Whether a tuple, list or mapping is a leaf itself; None: none is.
+    """
+    if is_leaf is not None and is_leaf(tree):
+        return function(tree)
     if isinstance(tree, MutableMapping):
         mapping = copy.copy(tree)
         for key, value in tree.items():
-            mapping[key] = tree_map(function, value)
+            mapping[key] = tree_map(function, value, is_leaf)
         return mapping
     if isinstance(tree, (tuple, list)):
-        values = [tree_map(function, value) for value in tree]
+        values = [tree_map(function, value, is_leaf) for value in tree]
         is_named_tuple = hasattr(tree, "_fields")
         return type(tree)(*values) if is_named_tuple else type(tree)(values)
     return function(tree)

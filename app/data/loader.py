@@ -13,6 +13,13 @@ of map-style data sets (mixture.py). A map-style data set may have methods that 
   run's stream. Random augmentation can be a function of the position: it is then the same after a
   resume and on any number of workers.
 
+A data set or a stream whose samples `default_collate` cannot stack, such as texts of different
+lengths, has a method `collate_fn(samples)`, as DataLoader takes it (collate.py). It gets the
+samples of one micro-batch. If it pads them, the loss should be a mean over what is no padding, and
+the task should count that in `items`. What it draws at random (as masking does) depends on how
+samples are divided into micro-batches; where every layout should draw the same, the samples
+themselves do it.
+
 If its samples have different lengths, it may have `longest_sample`, the number of the one that
 takes the most memory, by which runs are planned. `reference` is described in tasks/base.py.
 
@@ -39,9 +46,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate, default_convert
+from torch.utils.data import DataLoader, Dataset, TensorDataset, default_convert
 
 from app.config.batch_schedule import BatchSchedule
+from app.data.collate import collate_of
 from app.data.mixture import order_of
 from app.data.order import HELD_OUT_SEED, StepShare, shares
 from app.data.randomness import host_state, seed_sample
@@ -268,7 +276,7 @@ def fetch(
             once for the batch.
     """
     if is_stream(dataset):
-        return default_collate(examples(dataset, len(picks), seed or 0))
+        return collate_of(dataset)(examples(dataset, len(picks), seed or 0))
     indices = [index for index, _ in picks]
     positions = [position for _, position in picks]
     if type(dataset) is TensorDataset:
@@ -282,13 +290,13 @@ def fetch(
         if not isinstance(batch, list):
             return batch
         if seed is None or not is_random:
-            return default_collate(batch)
+            return collate_of(dataset)(batch)
     samples = []
     for index, position in picks:
         if seed is not None and is_random:
             seed_sample(seed, position)
         samples.append(dataset[index])
-    return default_collate(samples)
+    return collate_of(dataset)(samples)
 
 
 def pipeline_example(dataset: Dataset[Any], micro_batch_size: int | None) -> Batch:

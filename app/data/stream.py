@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
+from app.data.collate import collate_of
 from app.data.order import StepShare
 from app.data.randomness import seed_sample
 from app.data.sets import document, reason_of
@@ -206,11 +207,12 @@ def stream_steps(
         (the mark after the step, this worker's micro-batches)
     """
     with_state = continues_exactly(data)
+    collate = collate_of(data)
     reader = Reader(data, seed, mark)
     for share in steps:
         samples = [reader.next() for _ in range(share.global_batch_size)]
         samples = samples[share.before : share.before + share.size]
-        batches = [default_collate(samples[part]) for part in share.micro_batches]
+        batches = [collate(samples[part]) for part in share.micro_batches]
         yield reader.mark(with_state=with_state), batches
 
 

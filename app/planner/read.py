@@ -41,6 +41,7 @@ from app.planner.model_costs import (
 from app.planner.trace import AFTER, BEFORE, PartTrace, Trace, block_signature, watch
 from app.tasks.base import Task
 from app.tasks.build import build_model
+from app.tasks.items import count_items
 from strategies.blocks import find_blocks, separable
 from strategies.context.apply import require_positions
 from strategies.costs import EIGHT_BIT_BLOCK, ParameterSize, model_size
@@ -140,7 +141,7 @@ class Reader:
             self._batches[batch] = fetch(data, picks)
         example = self._batches[BATCHES[0]]
         example_rows = rows(example)
-        self.items_per_sample = float(torch.as_tensor(task.items(example)).item()) / example_rows
+        self.items_per_sample = count_items(task, example) / example_rows
         self.sample_bytes = sum(tensor.nbytes for tensor in tensors(example)) / example_rows
         self.sequence_length: int | None = getattr(task, "sequence_length", None)
         self.heads = task.heads()

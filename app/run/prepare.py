@@ -49,6 +49,7 @@ from app.training import batch_gather, hooks
 from app.training.batch_growth import MOST_MEASURING, Growth
 from app.training.job import strategy_options
 from app.training.optimizer import check_optimizer, require_matches, unused_options
+from app.training.task_optimizer import left_out, require_optimizer
 from app.training.width_transfer import Widths
 from strategies import precision, registry, state
 from strategies.blocks import find_blocks
@@ -247,7 +248,7 @@ def prepare(
         *hooks.check(config, task, layout, logged_names),
         *first_step.notes(layout, micro_batches, gathers=gathers),
         *gather_notes,
-        *_notes_on_optimizer(config, task),
+        *_notes_on_optimizer(config, task, model, samples),
         *_notes_on_batches(config, samples),
         *_notes_on_sizes(config, dims, samples),
         *_notes_on_data(config, task, dims),
@@ -317,10 +318,46 @@ def _check_sequences(config: Config, task: Task, layout: Layout, model: nn.Modul
         check_length(sequence_lengths[0], layout.dims.cp, config.parallel.context)
 
 
-def _notes_on_optimizer(config: Config, task: Task) -> Iterator[str]:
-    """A sentence on each option that the optimizer does not get."""
+def _notes_on_optimizer(
+    config: Config, task: Task, model: nn.Module | None, samples: int | None
+) -> Iterator[str]:
+    """A sentence on each option that the optimizer does not get, and on what no optimizer has.
+
+    Args:
+        config: The resolved configuration.
+        task: Its task, whose own optimizer is made here of parameters without numbers.
+        model: The whole model on the meta device, if it has been built there.
+        samples: The number of training samples; None for a stream.
+
+    Raises:
+        UserError: The task's own `optimizer` or `schedule` returns something that cannot train the
+            model.
+    """
+    if hooks.overrides(task, "schedule"):
+        steps = config.train.steps_for(samples)
+        with own_code("the task's schedule fails"):
+            for step in (0, steps // 2, steps - 1):
+                hooks.schedule_factor(task, step, steps)
     if not hooks.overrides(task, "optimizer"):
         yield from unused_options(config.optimizer)
+        return
+    try:
+        if model is None:
+            with torch.device("meta"):
+                model = build_model(task)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        returned = task.optimizer(trained)
+    except Exception:  # the task's own code may need numbers; the workers run it with them
+        return
+    if returned is None:
+        return
+    names = left_out(require_optimizer(returned, trained), trained)
+    if names:
+        yield (
+            f"the task's optimizer() leaves out {len(names)} of {len(trained)} parameters, which "
+            f"stay as they are, the first {names[0]}: if that is meant, set their requires_grad to "
+            "False in build_model, which saves their gradients"
+        )
 
 
 def _growth_of(config: Config, samples: int | None) -> Growth:

@@ -19,6 +19,7 @@ from app.data.loader import Batch, fetch, length, map_tensors, tensors
 from app.data.stream import is_stream
 from app.errors import UserError, nearest, own_code, return_line, with_line
 from app.tasks.base import Task
+from app.tasks.returned import derived_metrics, require_metrics
 from app.training.hooks import is_users_task, overrides, watches_metric
 from strategies.parallel import LossError, require_loss
 
@@ -131,7 +132,7 @@ def read_batch(task: Task) -> tuple[Batch, int]:
         raise UserError(
             "samples of the training data do not make a batch "
             f"({type(error).__name__}: {lines[0].rstrip('.')}): give tensors of the same shape in "
-            "every sample, or make whole batches in __getitems__"
+            "every sample, or a method collate_fn(samples) to the data set, as DataLoader's"
         ) from error
     return batch, len(positions)
 
@@ -161,7 +162,10 @@ def _mistakes_on_meta(config: Config, task: Task, batch: Batch) -> Iterator[str]
             loss = task.loss(model, batch)
             metrics: dict[str, Any] = {}
             if task.eval_data() is not None:
-                metrics = task.metrics(model.eval(), batch)
+                metrics = dict(require_metrics(task.metrics(model.eval(), batch)))
+    except UserError as error:  # what is wrong with what it logs or gives
+        yield str(error)
+        return
     except Exception:  # the task's own code may need numbers
         return
     if not isinstance(loss, Tensor):
@@ -244,12 +248,16 @@ def _metric_mistake(config: Config, task: Task, metrics: Mapping[str, Any]) -> s
         metrics: Those of a batch of the held-out data; empty if there is none.
     """
     wanted = config.checkpoint.metric
+<<<<<<< HEAD
     derived: dict[str, float] = {}
     if metrics:  # without held-out data a run derives nothing
         try:
             derived = task.derived(dict.fromkeys(metrics, 1.0))
         except Exception:  # the task's own code may need an evaluation's numbers
             return ""
+=======
+    derived = derived_metrics(task, dict.fromkeys(metrics, 1.0))
+>>>>>>> w/stranger
     names = [name for name in (*metrics, *derived) if not name.startswith("_")]
     if config.train.ema_decay is not None:
         names += [f"ema_{name}" for name in names]

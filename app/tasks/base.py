@@ -180,9 +180,23 @@ class Task:
         Args:
             name: The name of the part.
             value: Its mean over the batch's items, a scalar tensor.
+
+        Raises:
+            UserError: It is something else.
         """
-        if self.recorded is not None:
-            self.recorded.setdefault(name, []).append(value.detach())
+        if self.recorded is None:
+            return
+        if not isinstance(value, Tensor):
+            raise UserError(
+                f"the task logs {name!r} with a {type(value).__name__}: "
+                "give the tensor itself, without .item() or float()"
+            )
+        if value.dim():
+            raise UserError(
+                f"the task logs {name!r} with a tensor of shape {tuple(value.shape)}, but it must "
+                "be one number: its mean, say"
+            )
+        self.recorded.setdefault(name, []).append(value.detach())
 
     def optimizer(
         self, parameters: list[tuple[str, nn.Parameter]]
@@ -191,7 +205,8 @@ class Task:
 
         Args:
             parameters: The parameters with their names in the model; each worker has its own part
-                of them.
+                of them. An optimizer of others, such as those of a model that the task keeps, is
+                refused. It is also called once in the driver, with parameters on the meta device.
 
         Returns:
             The optimizer; or several by name, for a `training_step` that uses them; or None for the

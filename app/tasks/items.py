@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 from app.data.loader import Batch, rows
-from app.errors import UserError
 from app.tasks.base import Task
+from app.tasks.returned import require_number
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 _MARK = "same_for_every_row"
@@ -50,13 +50,8 @@ def count_items(task: Task, batch: Batch) -> float:
     """How many items a batch on the host has.
 
     Raises:
-        UserError: The task's count is negative, infinite or NaN.
+        UserError: The task's count is no number, negative, infinite or NaN.
     """
     if not weighs_items(task) and task.unit == "samples":
         return float(rows(batch))
-    count = float(task.items(batch))
-    if not 0 <= count < float("inf"):
-        raise UserError(
-            f"the task's items gives {count:g} for a batch, but it must be a number of at least 0"
-        )
-    return count
+    return require_number(task.items(batch), "the task's items(batch) gives")

@@ -23,6 +23,7 @@ from app.storage.storage import Storage
 from app.tasks import load_task
 from app.tasks.build import build_model
 from app.tasks.by_value import read_task_file
+from app.tasks.returned import derived_metrics
 from app.training import hooks
 from app.training.average import Average
 from app.training.evaluation import Evaluator, means_of, metric_sums, shown
@@ -173,7 +174,7 @@ class ShareEvaluator(Evaluator):
         for share in range(1, self.plan.shares):
             totals = totals + torch.stack([*sums_by_share[share].values()])
         metrics = means_of(sums_by_share[0], totals)
-        return shown(metrics | self.task.derived(metrics))
+        return shown(metrics | derived_metrics(self.task, metrics))
 
 
 class _EventList(SilentChannel):

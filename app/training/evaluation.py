@@ -15,6 +15,7 @@ from app.config import Config, TrainConfig
 from app.data.loader import eval_batches
 from app.data.randomness import seed_step
 from app.tasks.base import Task
+from app.tasks.returned import derived_metrics, require_metrics
 from app.training import hooks
 from app.training.average import Average
 from app.training.batch_gather import may_gather
@@ -165,7 +166,7 @@ def evaluate(
     if dims.pp > 1:  # the ranks of the last stage tell the others
         metrics = next(each for each in Ranks().all_gather(metrics) if each is not None)
     assert metrics is not None
-    return shown(metrics | task.derived(metrics))
+    return shown(metrics | derived_metrics(task, metrics))
 
 
 ITEMS = ""
@@ -220,7 +221,7 @@ def metric_sums(
             task.items(batch) if weight else 0, dtype=torch.float64, device=device
         )
         items += count
-        for name, mean in means.items():
+        for name, mean in require_metrics(means).items():
             # The mean of a padding batch may be nan, and nan times 0 is nan.
             batch_sum = torch.where(count > 0, mean.double() * count, 0.0)
             sums[name] = sums.get(name, torch.zeros_like(items)) + batch_sum

@@ -21,6 +21,7 @@ from app.errors import UserError, nearest
 from app.storage.storage import Storage
 from app.tasks.base import Task
 from app.tasks.build import build_model
+from app.tasks.returned import require_number
 from app.training.job import Heartbeat, strategy_options
 from app.training.optimizer import (
     Optimizers,
@@ -29,6 +30,7 @@ from app.training.optimizer import (
     learning_rate,
     require_matches,
 )
+from app.training.task_optimizer import require_optimizer
 from app.training.width_transfer import Widths
 from strategies import registry
 from strategies.blocks import find_blocks
@@ -153,6 +155,9 @@ def build_optimizers(
         task: Its task.
         parallel: Its model.
         widths: For optimizer.width_transfer.
+
+    Raises:
+        UserError: The task's own `optimizer` returns something that cannot train the model.
     """
     trained = [(name, p) for name, p in parallel.named_parameters() if p.requires_grad]
     of_task = None
@@ -175,7 +180,8 @@ def build_optimizers(
             weight_dtype=config.train.weight_dtype,
             seed=config.train.seed,
         )
-    optimizer = Optimizers(of_task) if isinstance(of_task, Mapping) else of_task
+    chosen = require_optimizer(of_task, trained)
+    optimizer = Optimizers(chosen) if isinstance(chosen, Mapping) else chosen
     for group in optimizer.param_groups:  # the schedule multiplies this rate
         group["initial_lr"] = group["lr"]
     return optimizer
@@ -316,7 +322,7 @@ def set_learning_rate(
         several optimizers, "lr_group_1" and so on those of groups that differ from the first.
     """
     peak = config.optimizer.lr
-    factor = task.schedule(step, steps)
+    factor = schedule_factor(task, step, steps)
     if factor is None:
         rate = learning_rate(
             config.optimizer,
@@ -336,6 +342,23 @@ def set_learning_rate(
         else:
             group["lr"] = rate
     return _learning_rates(optimizer)
+
+
+def schedule_factor(task: Task, step: int, steps: int) -> float | None:
+    """What the task's own schedule multiplies the learning rate of a step with; None: it has none.
+
+    Args:
+        task: The task.
+        step: Steps taken so far.
+        steps: Steps of the whole run.
+
+    Raises:
+        UserError: The task returns something else than a number of at least 0.
+    """
+    factor = task.schedule(step, steps)
+    if factor is None:
+        return None
+    return require_number(factor, f"the task's schedule({step}, {steps}) returns")
 
 
 def _learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:

@@ -18,6 +18,7 @@ from app.errors import NonFiniteError, UserError, nearest
 from app.tasks.user_code import user_module
 from app.training.eight_bit import AdamW8bit
 from app.training.narrow_adamw import NarrowAdamW
+from app.training.task_optimizer import closure_mistake, needs_closure
 from app.training.whole_matrix import Adafactor, Muon, Rprop
 from app.training.width_transfer import Widths, decays_with_rate, rate_factor
 from strategies.options import Options
@@ -64,7 +65,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         name: A built-in one such as `adamw`, or `module:Class`.
 
     Raises:
-        UserError: There is no such optimizer.
+        UserError: There is no such optimizer, or it needs a closure.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -77,6 +78,8 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         raise UserError(f"optimizer.name is {name!r}, which does not import: {error}") from error
     if not (inspect.isclass(chosen) and issubclass(chosen, torch.optim.Optimizer)):
         raise UserError(f"optimizer.name is {name!r}, which is not a torch.optim.Optimizer class")
+    if needs_closure(chosen):
+        raise UserError(f"optimizer.name is {name!r}: {closure_mistake(chosen)}")
     return chosen
 
 

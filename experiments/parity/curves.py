@@ -17,9 +17,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 
 from app.config import OptimizerConfig
+from app.data.loader import map_tensors, rows, tensors
 from app.training.optimizer import build_optimizer
 from strategies.parallel import Parallel
 from strategies.parallelize import (
@@ -32,10 +33,10 @@ from strategies.parallelize import (
     check,
     parallelize,
 )
-from strategies.tree import tree_leaves, tree_map
+from strategies.tree import tree_map
 
 Batch = Any
-"""A tree of tensors with samples along dimension 0."""
+"""A tree of tensors with samples along dimension 0, and of whatever else a data set gives."""
 TINY = 1e-12
 """Keeps a relative difference from a division by zero."""
 
@@ -46,10 +47,6 @@ def _build_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimize
     # direction, on one device too.
     config = OptimizerConfig(lr=1e-2, eps=1e-5, weight_decay=0.01)
     return build_optimizer(config, parameters)
-
-
-def _count_samples(batch: Batch) -> int:
-    return len(tree_leaves(batch)[0])
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class Trial:
     loss: Callable[[nn.Module, Batch], torch.Tensor]
     batch: Callable[[int], Batch]
     _: KW_ONLY
-    items: Callable[[Batch], Any] = _count_samples
+    items: Callable[[Batch], Any] = rows
     steps: int = 20
     micro_batches: int = 1
     clip: float | None = None
@@ -217,7 +214,7 @@ def parallelize_trial(
     """
     check(layout, options, heads=trial.heads)
     workers = layout.dims.dp
-    samples = len(tree_leaves(trial.batch(0))[0])
+    samples = rows(trial.batch(0))
     least_samples = workers * trial.micro_batches
     if samples < least_samples:
         raise LayoutError(
@@ -284,7 +281,7 @@ def run_steps(
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:
-    return tree_map(lambda tensor: tensor.to(device), batch)
+    return map_tensors(lambda tensor: tensor.to(device), batch)
 
 
 def _micro_batches(batch: Batch, *, data_rank: int, workers: int, count: int) -> list[Batch]:
@@ -301,7 +298,31 @@ def _micro_batches(batch: Batch, *, data_rank: int, workers: int, count: int) ->
 
 
 def _part(batch: Batch, *, index: int, parts: int) -> Batch:
-    return tree_map(lambda tensor: tensor.tensor_split(parts)[index], batch)
+    return take_samples(batch, torch.arange(rows(batch)).tensor_split(parts)[index])
+
+
+def take_samples(batch: Batch, numbers: Tensor) -> Batch:
+    """Some samples of a batch.
+
+    Args:
+        batch: The batch. A list without tensors that has an entry for each sample, as
+            `default_collate` makes it of texts, is divided too; what belongs to no sample, such as
+            a number, is in every part.
+        numbers: The samples' numbers, 1-dimensional.
+    """
+    samples = rows(batch)
+
+    def of_each_sample(values: Any) -> bool:
+        return isinstance(values, (list, tuple)) and len(values) == samples and not tensors(values)
+
+    def taken(values: Any) -> Any:
+        if isinstance(values, Tensor):
+            return values[numbers] if values.dim() else values
+        if of_each_sample(values):
+            return [values[number] for number in numbers.tolist()]
+        return values
+
+    return tree_map(taken, batch, is_leaf=of_each_sample)
 
 
 # --- comparing ------------------------------------------------------------------------------------

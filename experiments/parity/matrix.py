@@ -35,8 +35,18 @@ import torch.multiprocessing as processes
 from torch import nn
 from torch.func import functional_call
 
+from app.data import loader
 from app.run.abort import abort
-from experiments.parity.curves import Batch, Curve, Difference, Trial, bounds, difference, train
+from experiments.parity.curves import (
+    Batch,
+    Curve,
+    Difference,
+    Trial,
+    bounds,
+    difference,
+    take_samples,
+    train,
+)
 from experiments.parity.rows import ROWS, SINGLE, Row
 from strategies import one_process, registry
 from strategies.blocks import find_blocks, separable
@@ -44,7 +54,7 @@ from strategies.layout import LayoutError
 from strategies.parallel import WholeStep
 from strategies.parallelize import Options
 from strategies.precision import DTYPES, cast_calls
-from strategies.tree import tree_leaves, tree_map
+from strategies.tree import tree_map
 
 MakeTrial = Callable[[], Trial]
 
@@ -425,7 +435,7 @@ def train_row(runner: Runner, run: RowRun, device: torch.device) -> Result:
     first_step = trial.steps // 2 if run.load else 0
     end_step = trial.steps // 2 if run.save else trial.steps
     if run.order is not None:
-        trial = _reordered(trial, run.order)
+        trial = reordered(trial, run.order)
     if run.all_low_precision:
         trial = computed_in(options.precision, trial, float_output=options.float_output)
         # Recomputation changes no number.
@@ -459,14 +469,13 @@ def train_row(runner: Runner, run: RowRun, device: torch.device) -> Result:
     )
 
 
-def _reordered(trial: Trial, seed: int) -> Trial:
+def reordered(trial: Trial, seed: int) -> Trial:
     """The trial with the samples of each batch in another order."""
 
     def batch(step: int) -> Batch:
         samples = trial.batch(step)
-        count = len(tree_leaves(samples)[0])
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        return tree_map(lambda tensor: tensor[order], samples)
+        generator = torch.Generator().manual_seed(seed)
+        return take_samples(samples, torch.randperm(loader.rows(samples), generator=generator))
 
     return replace(trial, batch=batch)
 

@@ -111,10 +111,13 @@ def require_blocks(blocks: int, stages: int, chunks: int) -> None:
         raise LayoutError(
             f"{degrees}, but the model has only {blocks} blocks: write at most {blocks // chunks}"
         )
+    lack = "has no repeating blocks"
+    if blocks:
+        lack = f"has only {blocks} repeating block{'s' if blocks > 1 else ''}"
+    fewer_chunks = ", or a smaller parallel.chunks" if chunks > 1 else ""
     raise LayoutError(
-        f"{degrees}, but the model has {blocks or 'no'} repeating blocks, too few to be divided "
-        "into stages: have the task's blocks() name modules that follow each other, or write "
-        "strategy=fsdp, or a smaller parallel.chunks"
+        f"{degrees}, but the model {lack}: have the task's blocks() name modules that follow each "
+        f"other, or write strategy=fsdp{fewer_chunks}"
     )
 
 

@@ -234,7 +234,7 @@ TRAIN = [
     ),
     (
         "task_args.mode=ragged",
-        "samples of the training data do not make a … make whole batches in __getitems__",
+        "samples of the training data do not make a … or a method collate_fn(samples) to",
     ),
     (
         "task_args.mode=empty",

@@ -143,7 +143,13 @@ def test_a_wrong_name_or_degree_is_refused(
             {},
             ["stage 0: write 1, 2 or 3"],
         ),
-        (TWO_STAGES, {}, {"blocks": 0}, ["no repeating blocks, too few", "name", "strategy=fsdp"]),
+        (
+            TWO_STAGES,
+            {},
+            {"blocks": 0},
+            ["no repeating blocks: have", "name", "write strategy=fsdp"],
+        ),
+        (TWO_STAGES, {}, {"blocks": 1}, ["only 1 repeating block: have", "write strategy=fsdp"]),
         (
             TWO_STAGES,
             INTERLEAVED | {"chunks": 3},

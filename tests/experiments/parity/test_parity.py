@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
 from app.config.io import load_config
 from app.errors import UserError
@@ -15,10 +16,10 @@ from experiments.parity import experiment as parity
 from experiments.parity.curves import Curve, Difference, Trial
 from experiments.parity.experiment import table
 from experiments.parity.matrix import EVERYTHING, Result, run_matrix
-from experiments.parity.rows import ROWS, THREE_DIMENSIONS, Row
+from experiments.parity.rows import ROWS, SINGLE, THREE_DIMENSIONS, Row
 from strategies.parallelize import LayoutError, Options
 from tests.running import invoke
-from tests.strategies.models import CPU, DDP, FSDP, TENSOR, gpt_trial, language_loss
+from tests.strategies.models import CPU, DDP, FSDP, TENSOR, gpt_trial, language_batch, language_loss
 
 GOOD = Result(DDP, "plain", difference=Difference(1e-7, 1e-6, 1e-6), seconds=1.0)
 FAR = Result(FSDP, "plain", difference=Difference(1e-3, 1e-6, 1e-6), seconds=1.0)
@@ -85,6 +86,35 @@ def test_a_trial_that_a_layout_cannot_train_is_one_sentence() -> None:
     message = r"parallel.tp is 4, which does not divide the model's 2 heads: write 1, 2"
     with pytest.raises(LayoutError, match=message):
         curves.parallelize_trial(trial, Row("tensor", 4).layout, Options(), CPU)
+
+
+def test_a_batch_is_divided_with_all_that_belongs_to_its_samples() -> None:
+    """Texts are, wherever they stand; what belongs to no sample is in every part."""
+    samples = [
+        {"name": f"file {i}", "x": torch.full((2,), i), "of": {"path": f"/{i}"}} for i in range(5)
+    ]
+    batch = {**default_collate(samples), "temperature": 0.5, "scale": torch.tensor(2.0)}
+    part = curves.take_samples(batch, torch.tensor([3, 1]))
+    assert part["name"] == ["file 3", "file 1"]
+    assert part["of"] == {"path": ["/3", "/1"]}
+    assert part["x"].tolist() == [[3, 3], [1, 1]]
+    assert (part["temperature"], part["scale"]) == (0.5, 2.0)
+
+
+def test_batches_with_texts_train_alike_in_parts_and_in_another_order() -> None:
+    def named_batch(step: int) -> dict[str, Any]:
+        tokens = language_batch(step)
+        return {"names": [f"text {i}" for i in range(len(tokens[0]))], "tokens": tokens}
+
+    def named_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+        assert len(batch["names"]) == len(batch["tokens"][0])
+        return language_loss(model, batch["tokens"])
+
+    trial = dataclasses.replace(gpt_trial(steps=2), batch=named_batch, loss=named_loss)
+    whole = curves.train(trial, SINGLE.layout, Options(), CPU)
+    for other in (dataclasses.replace(trial, micro_batches=3), matrix.reordered(trial, seed=1)):
+        curve = curves.train(other, SINGLE.layout, Options(), CPU)
+        assert curve.losses == pytest.approx(whole.losses, rel=1e-4)
 
 
 CANNOT = Row("pipeline", 1)

@@ -257,7 +257,7 @@ def _block_that_returns_an_iterator() -> nn.Module:
             _block_that_returns_an_iterator(),
             "block blocks.0 returns a list_iterator, which cannot be sent",
         ),
-        (nn.Linear(7, 3), "no repeating blocks, "),
+        (nn.Linear(7, 3), "no repeating blocks: "),
     ],
 )
 def test_models_whose_blocks_are_not_a_chain_are_refused(model: nn.Module, sentence: str) -> None:

@@ -1,0 +1,102 @@
+"""What a task's methods return where a number is expected: its value, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from app.errors import UserError
+
+if TYPE_CHECKING:
+    from app.tasks.base import Task
+
+
+def described(value: Any) -> str:
+    """What a value is, in words: "a list", "the class AdamW", "a tensor of shape (64,)"."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, Tensor) and value.dim():
+        return f"a tensor of shape {tuple(value.shape)}"
+    name = "tensor" if isinstance(value, Tensor) else type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def require_number(value: Any, sentence: str) -> float:
+    """A number of at least 0 that a task's method has returned.
+
+    Args:
+        value: A number of Python or NumPy, or a tensor of one number.
+        sentence: The beginning of the refusal, which what it is follows, such as
+            "the task's items(batch) gives".
+
+    Raises:
+        UserError: It is something else, negative, infinite or NaN.
+    """
+    number = _number(value)
+    if number is None or not 0 <= number < float("inf"):
+        shown = described(value) if number is None else f"{number:g}"
+        raise UserError(f"{sentence} {shown}, but it must be a number of at least 0")
+    return number
+
+
+def require_metrics(returned: Any) -> Mapping[str, Tensor]:
+    """What a task's `metrics` returns, if that is tensors by name.
+
+    Raises:
+        UserError: It is something else.
+    """
+    if not isinstance(returned, Mapping):
+        raise UserError(
+            f"the task's metrics() returns {described(returned)}, but it must be a dict of scalar "
+            "tensors by name, such as {'loss': loss}"
+        )
+    for name, value in returned.items():
+        if isinstance(value, Tensor):
+            continue
+        sentence = f"the task's metrics() gives {name!r} as {described(value)}, but it must be "
+        if _number(value) is None:
+            raise UserError(f"{sentence}a scalar tensor: a mean over the batch's items")
+        raise UserError(f"{sentence}the tensor itself, without .item() or float()")
+    return returned
+
+
+def derived_metrics(task: Task, means: dict[str, float]) -> dict[str, float]:
+    """What the task derives from the means over all the held-out data.
+
+    Args:
+        task: The task.
+        means: The means by name.
+
+    Raises:
+        UserError: It returns something else than numbers by name.
+    """
+    returned: Any = task.derived(means)
+    if not isinstance(returned, Mapping):
+        raise UserError(
+            f"the task's derived() returns {described(returned)}, but it must be a dict of numbers "
+            "by name"
+        )
+    derived = {}
+    for name, value in returned.items():
+        number = _number(value)
+        if number is None:
+            raise UserError(
+                f"the task's derived() gives {name!r} as {described(value)}, but it must be a "
+                "number"
+            )
+        derived[name] = number
+    return derived
+
+
+def _number(value: Any) -> float | None:
+    """The value as a float; None if it is no number."""
+    if isinstance(value, (str, bytes)) or tuple(getattr(value, "shape", None) or ()):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
