@@ -248,16 +248,14 @@ def _metric_mistake(config: Config, task: Task, metrics: Mapping[str, Any]) -> s
         metrics: Those of a batch of the held-out data; empty if there is none.
     """
     wanted = config.checkpoint.metric
-<<<<<<< HEAD
     derived: dict[str, float] = {}
     if metrics:  # without held-out data a run derives nothing
         try:
-            derived = task.derived(dict.fromkeys(metrics, 1.0))
+            derived = derived_metrics(task, dict.fromkeys(metrics, 1.0))
+        except UserError:
+            raise
         except Exception:  # the task's own code may need an evaluation's numbers
             return ""
-=======
-    derived = derived_metrics(task, dict.fromkeys(metrics, 1.0))
->>>>>>> w/stranger
     names = [name for name in (*metrics, *derived) if not name.startswith("_")]
     if config.train.ema_decay is not None:
         names += [f"ema_{name}" for name in names]
