@@ -39,6 +39,7 @@ from app.launchers.heartbeats import (
     with_ranks,
 )
 from app.launchers.local import LocalWorkers, TrainingThread
+from app.launchers.recovery import oom_kills
 from app.launchers.store import TIMEOUT as STORE_TIMEOUT
 from app.launchers.store import open_store
 from app.launchers.threads import take_share_of_node
@@ -189,7 +190,11 @@ class Ranks:
             take_share_of_node(environment.local_world_size)
         self.store = _open_store(environment.rank)
         self.info = WorkerInfo(
-            rank=environment.rank, pid=os.getpid(), ip=socket.gethostname(), node=""
+            rank=environment.rank,
+            pid=os.getpid(),
+            ip=socket.gethostname(),
+            node="",
+            oom_kills=oom_kills(),
         )
         if environment.rank == 0:
             self.store.set(DRIVER_KEY, json.dumps(asdict(self.info)))

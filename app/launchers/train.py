@@ -215,7 +215,7 @@ def _in_a_run(
 
 def _worker_0() -> str:
     """This process as messages name the worker of rank 0, where that trains in the driver."""
-    return str(WorkerInfo(rank=0, pid=os.getpid(), ip=socket.gethostname(), node=""))
+    return str(WorkerInfo(rank=0, pid=os.getpid(), ip=socket.gethostname(), node="", oom_kills=0))
 
 
 # --- without Ray ----------------------------------------------------------------------------------

@@ -31,10 +31,10 @@ class WorkerInfo:
     ip: str
     node: str
     """Ray's id of the node; "" without Ray."""
+    oom_kills: int
+    """How many processes the kernel of its node had killed by then for lack of memory."""
     label: str = ""
     """For a person, such as "stage 2 of 4"."""
-    oom_kills: int = 0
-    """How many processes the kernel of its node had killed by then for lack of memory."""
 
     def __str__(self) -> str:
         label = f" ({self.label})" if self.label else ""

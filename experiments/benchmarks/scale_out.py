@@ -359,7 +359,9 @@ def marker(ranks: int) -> Measured:
 def infos_of(ranks: int) -> dict[int, WorkerInfo]:
     """Where so many ranks run."""
     return {
-        rank: WorkerInfo(rank=rank, pid=rank, ip="10.0.0.1", node=f"node-{rank // NODE_RANKS}")
+        rank: WorkerInfo(
+            rank=rank, pid=rank, ip="10.0.0.1", node=f"node-{rank // NODE_RANKS}", oom_kills=0
+        )
         for rank in range(ranks)
     }
 

@@ -10,7 +10,7 @@ import pytest
 
 from app.launchers.crash import fatal_signal, log_sizes
 from app.launchers.failure_policy import Kind
-from app.launchers.recovery import Nodes, State, classify, error_to_raise
+from app.launchers.recovery import Nodes, State, classify, error_to_raise, oom_kills
 from app.launchers.workers import WorkerLost
 from app.training.events import WorkerInfo
 from tests.running import ROOT, environment, trireme
@@ -55,7 +55,9 @@ def test_a_crash_of_a_worker_is_told_with_its_signal_and_place(
     sizes = log_sizes(tmp_path)
     dies(tmp_path / "rank-1.log", signal_name)
     infos = {
-        rank: WorkerInfo(rank=rank, pid=100 + rank, ip=f"10.0.0.{rank}", node="node")
+        rank: WorkerInfo(
+            rank=rank, pid=100 + rank, ip=f"10.0.0.{rank}", node="node", oom_kills=oom_kills()
+        )
         for rank in range(2)
     }
     state = State(
@@ -133,7 +135,7 @@ def test_a_killed_rank_of_torchrun_is_named_by_the_rank_that_lost_it(tmp_path: P
     pid = dies(log, "SIGKILL")
     host = socket.gethostname()
     infos = {
-        rank: WorkerInfo(rank=rank, pid=each, ip=host, node="")
+        rank: WorkerInfo(rank=rank, pid=each, ip=host, node="", oom_kills=oom_kills())
         for rank, each in enumerate((1, pid))
     }
     failures = {0: LOST_PEER}

@@ -543,7 +543,9 @@ def test_a_hang_is_laid_to_the_rank_behind_and_not_to_rank_0(
     }
     workers = mock.Mock(restartable=True, ask=answers.get)
     supervisor = Supervisor(workers, mock.Mock(step=9))
-    supervisor.infos = {rank: WorkerInfo(rank=rank, pid=0, ip="", node="") for rank in range(4)}
+    supervisor.infos = {
+        rank: WorkerInfo(rank=rank, pid=0, ip="", node="", oom_kills=0) for rank in range(4)
+    }
     hang = Hang(0, "has been training for 20 s without progress", frozenset(silent_ranks))
     blamed = supervisor._end_hang(hang)
     assert list(blamed) == [ended_rank] and str(blamed[ended_rank]).startswith(message)

@@ -168,7 +168,7 @@ class Scene:
         self.sizes.append(job.layout.dims.world_size)
         places = ([*self.free(job.excluded_nodes)] * 4)[: self.sizes[-1]]
         self.infos = [
-            WorkerInfo(rank=rank, pid=100 + rank, ip=f"10.0.0.{rank}", node=name)
+            WorkerInfo(rank=rank, pid=100 + rank, ip=f"10.0.0.{rank}", node=name, oom_kills=0)
             for rank, name in enumerate(places)
         ]
         self.attempt = next(self.left)

@@ -405,8 +405,8 @@ def test_a_rank_ends_a_stopped_driver_of_its_host_of_which_it_has_no_heartbeat(
     monkeypatch.setattr("app.launchers.torchrun._heartbeat_store", lambda job, ranks: HashStore())
     ranks = Mock(
         place=Mock(rank=1),
-        info=WorkerInfo(rank=1, pid=8, ip="here", node=""),
-        driver_info=WorkerInfo(rank=0, pid=7, ip=host, node=""),
+        info=WorkerInfo(rank=1, pid=8, ip="here", node="", oom_kills=0),
+        driver_info=WorkerInfo(rank=0, pid=7, ip=host, node="", oom_kills=0),
     )
     heartbeat = StoreHeartbeat(
         Mock(config=config()),

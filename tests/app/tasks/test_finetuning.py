@@ -165,7 +165,6 @@ class _Casts(OperationMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.pure
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_with_adapters_casts_its_input_once_under_autocast(
     dtype: torch.dtype, tmp_path: Path
