@@ -1,12 +1,15 @@
-"""How well the ranges of plans are calibrated, and what a plan's choice of layout loses."""
+"""How well the ranges of plans are calibrated, what a plan's choice of layout loses, and how far
+publishers of the same run are apart."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import click
 import numpy as np
@@ -19,6 +22,7 @@ from app.planner.plan import ranked
 from app.planner.ranges import spread_of
 from experiments.benchmarks import fit
 from experiments.benchmarks.compared import Compared, Prepared
+from experiments.benchmarks.published_runs import Run
 from experiments.report import figures
 
 BEST_OF_MANY = "/nanotron/"
@@ -28,6 +32,12 @@ MIN_LAYOUTS = 3
 PARTS_OF_TABLE = ("fit", "choose", "held out")
 FIXED_KEYS = ("train.activation_checkpointing", "train.precision", "parallel.offload")
 """Settings that a plan does not change when it chooses a layout."""
+
+SAME_SETTINGS = (
+    *("model", "d_model", "n_layers", "gpu", "precision", "method", "sequence", "recompute"),
+    *("tp", "pp", "cp", "ep"),
+)
+"""What runs have in common that differ by their publishers."""
 
 
 def draw_calibration(
@@ -187,3 +197,71 @@ def _largest_saving(known: Estimate, chosen: Estimate) -> str:
     savings = {part: seconds - chosen.seconds[part] for part, seconds in known.seconds.items()}
     part = max(savings, key=lambda name: savings[name])
     return PARTS_OF_STEP[part].partition(" (")[0].partition(",")[0]
+
+
+# --- publishers of the same run -------------------------------------------------------------------
+
+
+def repository(run: Run) -> str:
+    """The site and the repository (or the first two folders) of a run's page."""
+    address = urlsplit(run.source if "//" in run.source else f"//{run.source}")
+    return "/".join([address.netloc, *address.path.strip("/").split("/")[:2]])
+
+
+def publishers(runs: Iterable[Run]) -> tuple[list[dict[str, str]], dict[str, float]]:
+    """Runs of the same settings in several repositories, whose speeds a plan cannot tell apart.
+
+    A repository's speed is the median of its runs', in tokens/s of a GPU. Micro-batches and the
+    number of GPUs may differ.
+
+    Args:
+        runs: Published runs.
+
+    Returns:
+        (a row for each settings that several repositories have, figures of all pairs of these)
+    """
+    groups: dict[tuple[object, ...], dict[str, list[float]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for run in runs:
+        if run.step_seconds and run.sequence:
+            settings = (*(getattr(run, name) for name in SAME_SETTINGS), run.data in ("", "ddp"))
+            speed = run.global_batch * run.sequence / run.step_seconds / run.gpus
+            groups[settings][repository(run)].append(speed)
+    rows = []
+    ratios = []
+    for settings, speeds_by_repository in groups.items():
+        speeds = sorted(statistics.median(speeds) for speeds in speeds_by_repository.values())
+        if len(speeds) == 1:
+            continue
+        ratios += [high / low - 1 for low, high in itertools.combinations(speeds, 2)]
+        values = dict(zip(SAME_SETTINGS, settings))
+        degrees = " ".join(
+            f"{name}={values[name]}" for name in ("tp", "pp", "cp", "ep") if values[name] != 1
+        )
+        rows.append(
+            {
+                "model": str(values["model"]),
+                "GPU": str(values["gpu"]),
+                "run": f"{values['method']}, {values['precision']}, {values['sequence']} tokens",
+                "recomputes": str(values["recompute"]),
+                "degrees": degrees,
+                "repositories": str(len(speeds)),
+                "tokens/s of a GPU": f"{speeds[0]:,.0f} to {speeds[-1]:,.0f}",
+                "apart": f"{100 * (speeds[-1] / speeds[0] - 1):.0f} %",
+            }
+        )
+    found: dict[str, float] = {"pairs": len(ratios)}
+    if ratios:
+        found["median"] = float(np.median(ratios))
+        found["90th"] = float(np.quantile(ratios, 0.9))
+    return rows, found
+
+
+def apart_text(apart: dict[str, float]) -> str:
+    """The figures of `publishers` as a sentence."""
+    return (
+        f"two repositories of the same run: {apart['pairs']:.0f} pairs, "
+        f"{100 * apart['median']:.0f} % apart in the median, "
+        f"{100 * apart['90th']:.0f} % at the 90th percentile"
+    )

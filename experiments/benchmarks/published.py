@@ -485,6 +485,12 @@ def with_ranges_of_others(
     is_flag=True,
     help="The same of every layout of one complete sweep (layouts.csv.gz) in place of the tables.",
 )
+@click.option(
+    "--publishers",
+    "compares_publishers",
+    is_flag=True,
+    help="How far repositories are apart that have a run of the same settings.",
+)
 @click.option("--json", "as_json", is_flag=True)
 def main(
     tables: tuple[str, ...],
@@ -497,6 +503,7 @@ def main(
     regret: bool,
     of_memory: bool,
     sweep: bool,
+    compares_publishers: bool,
     as_json: bool,
 ) -> None:
     if of_memory and (fits or leave_out or calibration or regret or sweep):
@@ -505,6 +512,12 @@ def main(
             "--sweep"
         )
     all_runs = sweep_runs() if sweep else runs(*tables)
+    if compares_publishers:
+        rows, apart = evidence.publishers(all_runs)
+        show("published", apart | {"table": rows}, rows, as_json=as_json)
+        if rows and not as_json:
+            click.echo(evidence.apart_text(apart))
+        return
     if of_memory:
         all_runs = [run for run in all_runs if run.memory_gib]
     prepared = [prepare(run) for run in all_runs]

@@ -203,6 +203,33 @@ def test_the_planners_choice_is_compared_with_published_runs() -> None:
     assert not evidence.choices(members), "two layouts are too few"
 
 
+def test_publishers_of_the_same_run_are_compared_and_pages_of_one_repository_are_not() -> None:
+    """The speeds of a repository's runs are one: their median."""
+    run = Run(
+        "https://github.com/first/trainer/blob/main/README.md",
+        "llama3-8b",
+        sequence=4096,
+        gpu="h100-80gb",
+        gpus=8,
+        global_batch=8,
+        step_seconds=1.0,
+    )
+    other = replace(run, source="github.com/second/trainer/issues/7", gpus=64, global_batch=64)
+    runs = [
+        run,
+        replace(run, source="https://github.com/first/trainer/tree/v2", step_seconds=1.0),
+        replace(run, step_seconds=9.0),
+        replace(other, step_seconds=1.25),
+        replace(other, step_seconds=2.0, precision="fp8"),
+        replace(other, step_seconds=0.0),
+    ]
+    rows, apart = evidence.publishers(runs)
+    assert [row["apart"] for row in rows] == ["25 %"]
+    assert rows[0]["tokens/s of a GPU"] == "3,277 to 4,096"
+    assert apart == {"pairs": 1, "median": pytest.approx(0.25), "90th": pytest.approx(0.25)}
+    assert evidence.publishers(runs[:3]) == ([], {"pairs": 0})
+
+
 def test_published_runs_have_a_source_and_a_part_that_results_do_not_decide() -> None:
     table = published.runs()
     assert len(table) == 431 and all(run.source.startswith("https://") for run in table)
