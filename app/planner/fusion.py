@@ -14,10 +14,16 @@ behind a product, another part of the model, or backward. Therefore
 
 and the operations of a level are one kernel, but for those of parameters alone (casts to 16
 bits), each of which is one, because their sizes differ, and for sorting, choosing and scattering,
-which nothing is fused with. What is saved for backward only because an operation is not fused (the
-input of a norm or an activation, beside its output) is computed again by the compiler's
-partitioner. Backward then reads what it is computed from, which is assumed to be of the same size.
+which nothing is fused with.
+
+A value that no kernel has written is computed again where another kernel reads it, unless that
+means to read more bytes than to write the value and to read it: a compiler inlines what comes
+before a kernel, and its partitioner keeps little for backward. So backward reads the input of a
+GELU that is written out, whatever autograd saves of it. See min_cut_rematerialization_partition in
+torch/_functorch/partitioners.py.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -37,7 +43,8 @@ afterwards.
 Place = tuple[str, str]
 """(part of the model, phase)"""
 REDUCTION = 64
-"""A sum over at least so many numbers for each of its results is a kernel of its own."""
+"""A sum over at least so many numbers for each of its results is a kernel of its own, unless it is
+one of rows: a kernel that has a row at hand sums it on the way, as in a norm or a softmax."""
 
 
 @dataclass(kw_only=True)
@@ -49,6 +56,7 @@ class _Storage:
         place: Where it was made.
         level: The level of the operation that made it.
         is_written: Whether it is in memory rather than inside a kernel only.
+        sources: What a kernel that computes it again reads: storages that are in memory.
         read_bytes: Bytes of it that each level has read.
     """
 
@@ -56,7 +64,12 @@ class _Storage:
     place: Place
     level: int
     is_written: bool
+    sources: list[_Storage] = field(default_factory=list)
     read_bytes: dict[tuple[Place, int], float] = field(default_factory=dict)
+
+    def unread_bytes(self, place: Place, level: int) -> float:
+        """Bytes that a level has not read yet."""
+        return self.size - self.read_bytes.get((place, level), 0.0)
 
 
 class Fusion:
@@ -72,6 +85,7 @@ class Fusion:
         self._parameters = parameters
         self._storages: dict[int, _Storage] = {}
         self._kernels: set[tuple[Place, int]] = set()
+        self._last_levels: dict[Place, int] = {}
 
     def elementwise(
         self,
@@ -103,7 +117,7 @@ class Fusion:
             moved = (x.nbytes for x in [*inputs, *outputs] if x.numel() != skipped_numel)
             self._count(f"fused_moved_{place[1]}", float(sum(moved)))
             return
-        level = self._level(place, inputs)
+        level = self._kernel_level(place, inputs)
         for tensor in inputs:
             if tensor.numel() != skipped_numel:
                 self._read(place, level, tensor)
@@ -112,12 +126,14 @@ class Fusion:
         elif (place, level) not in self._kernels:
             self._kernels.add((place, level))
             self._count(f"fused_operations_{place[1]}", 1)
+        sources = self._sources(inputs)
         for tensor in _largest_of_storages(outputs):
-            self._add(tensor, place=place, level=level, is_written=False)
+            self._add(tensor, place=place, level=level, is_written=False, sources=sources)
 
     def product(self, place: Place, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Count a product or an attention, whose own reads and writes are part of its time."""
         level = self._level(place, inputs) + 1
+        self._last_levels[place] = max(level, self._last_levels.get(place, 0))
         for tensor in _largest_of_storages(inputs):
             storage = self._storages.get(_storage_id(tensor))
             if storage is not None:
@@ -135,6 +151,17 @@ class Fusion:
         """Remove a storage that has been freed, by its id()."""
         self._storages.pop(key, None)
 
+    def _kernel_level(self, place: Place, inputs: list[Tensor]) -> int:
+        """The level of the kernel in which an operation is.
+
+        What an operation reads of other places alone is at hand for the kernel that needs its
+        result, which in the order of a program is the next.
+        """
+        level = self._level(place, inputs)
+        last_level = self._last_levels.get(place, 0)
+        self._last_levels[place] = max(level, last_level)
+        return level or last_level
+
     def _level(self, place: Place, inputs: list[Tensor]) -> int:
         storages = (self._storages.get(_storage_id(tensor)) for tensor in inputs)
         levels = (
@@ -145,7 +172,26 @@ class Fusion:
     def _is_of_parameters(self, inputs: list[Tensor]) -> bool:
         return bool(inputs) and all(_storage_id(tensor) in self._parameters for tensor in inputs)
 
-    def _add(self, tensor: Tensor, *, place: Place, level: int, is_written: bool) -> None:
+    def _sources(self, inputs: list[Tensor]) -> list[_Storage]:
+        """What a kernel has to read to compute what an operation makes of these inputs."""
+        sources: dict[int, _Storage] = {}
+        for tensor in inputs:
+            storage = self._storages.get(_storage_id(tensor))
+            if storage is None:  # a parameter, which is small beside activations
+                continue
+            for source in [storage] if storage.is_written else storage.sources:
+                sources[id(source)] = source
+        return list(sources.values())
+
+    def _add(
+        self,
+        tensor: Tensor,
+        *,
+        place: Place,
+        level: int,
+        is_written: bool,
+        sources: Iterable[_Storage] = (),
+    ) -> None:
         key = _storage_id(tensor)
         if key in self._parameters:
             return
@@ -154,6 +200,7 @@ class Fusion:
             place=place,
             level=level,
             is_written=is_written,
+            sources=list(sources),
         )
 
     def _read(self, place: Place, level: int, tensor: Tensor) -> None:
@@ -166,11 +213,24 @@ class Fusion:
         )
         if is_inside_kernel:
             return
-        already_read = storage.read_bytes.get((place, level), 0.0)
-        newly_read = min(float(tensor.nbytes), storage.size - already_read)
-        storage.read_bytes[place, level] = already_read + newly_read
-        self._count(f"fused_moved_{place[1]}", newly_read)
+        if self._is_computed_again(place, level, storage):
+            for source in storage.sources:
+                self._read_storage(place, level, source, source.size)
+            return
+        self._read_storage(place, level, storage, float(tensor.nbytes))
         self._write(place, storage)
+
+    def _is_computed_again(self, place: Place, level: int, storage: _Storage) -> bool:
+        """Whether a kernel computes again what another one has not written."""
+        if storage.is_written or storage.place[0] != place[0]:
+            return False
+        to_read = sum(source.unread_bytes(place, level) for source in storage.sources)
+        return to_read < 2 * storage.size  # to write it in the other kernel, and to read it
+
+    def _read_storage(self, place: Place, level: int, storage: _Storage, size: float) -> None:
+        newly_read = min(size, storage.unread_bytes(place, level))
+        storage.read_bytes[place, level] = storage.read_bytes.get((place, level), 0.0) + newly_read
+        self._count(f"fused_moved_{place[1]}", newly_read)
 
     def _write(self, place: Place, storage: _Storage) -> None:
         if not storage.is_written:
@@ -180,6 +240,9 @@ class Fusion:
 
 def _is_large_reduction(inputs: list[Tensor], outputs: list[Tensor]) -> bool:
     if not inputs or not outputs:
+        return False
+    rows = inputs[0].shape[:-1]
+    if outputs[0].shape in (rows, (*rows, 1)):
         return False
     return inputs[0].numel() >= REDUCTION * outputs[0].numel()
 

@@ -54,6 +54,11 @@ FREE = {
     "lift_fresh",
 }
 """Operations that move no bytes."""
+CALL_OPERATIONS = 4
+"""What a call of a compiled function takes the host, in operations.
+
+There are its guards, its kernel, and what is done with its results.
+"""
 PROMOTING = {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_"}
 """Operations of which a CPU's kernel first copies an operand of another type into the result's."""
 
@@ -221,13 +226,15 @@ class CostRecorder(OperationMode):
 
     @contextlib.contextmanager
     def kernel(self) -> Iterator[None]:
-        """Count only those storages as allocated that are alive at the end."""
+        """Count only those storages as allocated and written that are alive at the end."""
         self._in_kernel = {}
         yield
         results = self._in_kernel
         self._in_kernel = None
+        self.count(f"fused_operations_{self.phase}", CALL_OPERATIONS)
         for key, size in results.items():
             self._add_alive("kernel", key, size)
+            self._fusion.save(self._place, key)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -29,11 +29,27 @@ class _Model(nn.Module):
 
 
 def _counted(between: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """Bytes and kernels of the forward pass of what is between two matrix products."""
+    """Bytes and kernels of a step with what is between two matrix products."""
     x = torch.randn(ROWS, WIDTH)
     trace = watch(_Model(between), [], lambda model: model(x)[0, 0])
     values = trace.parts["before"].values
     return defaultdict(float, values)
+
+
+def _written_out_gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(0.8 * (x + 0.04 * torch.pow(x, 3.0))))
+
+
+def _one_hot_difference(x: Tensor) -> Tensor:
+    """What is made of positions alone need not be in memory."""
+    is_first = torch.arange(WIDTH) == torch.zeros(ROWS, 1)
+    return torch.where(is_first, x, 0.0) - is_first.float()
+
+
+def _softmax_and_its_sum(x: Tensor) -> Tensor:
+    """A kernel that has a row at hand sums it on the way."""
+    probabilities = F.softmax(x, 1)
+    return probabilities * probabilities.square().sum(1, keepdim=True)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +60,9 @@ def _counted(between: Callable[[Tensor], Tensor]) -> dict[str, float]:
         (lambda x: x * torch.sigmoid(x) + torch.tanh(x), 4),
         (lambda x: F.layer_norm(torch.sigmoid(x), (WIDTH,)), 2),
         (lambda x: torch.cat([x[:, WIDTH // 2 :], -x[:, : WIDTH // 2]], 1).exp(), 3),
+        (_written_out_gelu, 8),
+        (_one_hot_difference, 7),
+        (_softmax_and_its_sum, 4),
     ],
 )
 def test_operations_between_two_products_read_and_write_memory_once(
@@ -56,6 +75,25 @@ def test_operations_between_two_products_read_and_write_memory_once(
     assert values["fused_operations_forward"] == 3, "two products and one kernel"
     assert values["operations_forward"] == 2 + operations
     assert values["moved_forward"] >= 2 * SIZE
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        F.gelu,
+        torch.sigmoid,
+        _written_out_gelu,
+        lambda x: x * torch.sigmoid(x),
+        lambda x: x + torch.sigmoid(x),
+    ],
+)
+def test_backward_computes_again_what_it_can_from_the_result_of_a_product(
+    between: Callable[[Tensor], Tensor],
+) -> None:
+    """However many results autograd saves, it reads one, and a gradient, and writes one."""
+    gradient_of_loss = _counted(lambda x: x)["fused_moved_backward"]
+    moved = _counted(between)["fused_moved_backward"]
+    assert moved - gradient_of_loss == pytest.approx(3 * SIZE)
 
 
 def test_a_residual_around_a_product_is_written_and_read_again() -> None:
