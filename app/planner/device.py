@@ -217,6 +217,8 @@ def device_named(name: str, measured: dict[str, Any] | None = None) -> Device:
     if family_fit:
         values = _overridden(values, family_fit) | {"fitted": True}
     values = _overridden(values, known["gpus"].get(datasheet.base, {})) | (measured or {})
+    if family == "geforce" and _has_bridge(datasheet, values) and "within" not in (measured or {}):
+        values["within"] = known["default"]["within"]
     if datasheet.name == "cpu":
         values["ranges"] = {}
     of_datasheet = {
@@ -230,6 +232,12 @@ def device_named(name: str, measured: dict[str, Any] | None = None) -> Device:
         gpu=replace(datasheet, peak=peak, **of_datasheet),
         **{key: value for key, value in values.items() if key in device_fields},
     )
+
+
+def _has_bridge(gpu: Gpu, values: Mapping[str, Any]) -> bool:
+    """Whether a GPU was given a faster link than its datasheet's PCIe: an NVLink bridge."""
+    link_within = values.get("link_within", gpu.link_within)
+    return bool(link_within > find_gpu(gpu.base).link_within)
 
 
 def _overridden(values: dict[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:

@@ -140,6 +140,17 @@ def test_a_variant_of_a_gpu_has_the_limits_that_its_name_says() -> None:
     assert device_named(variant.name).fitted
 
 
+def test_cards_that_cannot_reach_each_other_send_through_the_host_without_a_bridge() -> None:
+    card = device_named("rtx-3090")
+    workstation = device_named("rtx-a6000")
+    assert card.gpu.link_within == workstation.gpu.link_within
+    assert card.within < workstation.within / 3
+    assert card.latency_within > workstation.latency_within
+    assert device_named("rtx-3090:link=56GB/s").within == workstation.within
+    assert device_named("rtx-3090", {"link_within": 5e10}).within == workstation.within
+    assert device_named("rtx-3090", {"link_within": 5e9, "within": 1.0}).within == 1.0  # measured
+
+
 def test_every_gpu_has_a_share_of_its_peak_for_every_precision() -> None:
     """A family that names some precisions keeps the default shares of the others."""
     default = constants()["default"]["matmul"]
