@@ -414,8 +414,8 @@ TRAIN = [
     ("parallel.tensor=2", "there is no key 'parallel.tensor' … did you mean 'parallel.tp'?"),
     ("schedule.warmup_ratio=0.1", "there is no key … did you mean 'schedule.warmup_steps'?"),
     # Words of other libraries.
-    ("strategy=ddp,fsdp", "strategy 'ddp,fsdp' is several: write one, or one combination such as"),
-    ("strategy=ddp+", "strategy 'ddp+' has a + beside no name: write for instance ddp+tensor"),
+    ("strategy=ddp,fsdp", "strategy 'ddp,fsdp' names several: write one, or a combination such as"),
+    ("strategy=ddp+", "strategy 'ddp+' has a + without a name beside it: write, say, ddp+tensor"),
     ("strategy=ddp+ddp", "strategy 'ddp+ddp' does not combine: write one of ddp, fsdp, hsdp"),
     ("strategy=tensor workers=2 parallel.tp=4", "… workers"),
     ("strategy=dataparallel", "strategy 'dataparallel' is called dp here: write strategy=dp"),
