@@ -331,7 +331,7 @@ class Context:
             LayoutError: It is not attention of a sequence to itself that can be split.
         """
         if getattr(query, "is_placeholder", False):
-            # A pipeline runs the model without numbers.
+            # A pipeline runs the model without data, to trace it.
             return ATTENTION(
                 query,
                 key,
