@@ -177,8 +177,8 @@ class OptimizerConfig:
     nadam, radam, rmsprop, rprop (torch.optim's), or the import path of a class
     (my_package.my_module:MyOptimizer)."""
     state_dtype: str = "fp32"
-    """Type of adamw's moments between steps: fp32, or bf16 (4 bytes a weight instead of 8), rounded
-    at random to the number above or below, right in the mean. The same under every layout."""
+    """Type of adamw's moments between steps: fp32, or bf16 (4 bytes a weight instead of 8) with
+    stochastic rounding, which is right on average and the same under every layout."""
     lr: float = 1e-3
     """Learning rate at the top of the schedule."""
     lr_scaling: str = "none"

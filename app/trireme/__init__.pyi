@@ -69,7 +69,7 @@ class ParallelKeys(TypedDict, total=False):
     cp: int | None
     """Workers that one sequence is split over (context parallelism)."""
     context: str
-    """With cp: how tokens of different workers attend: ring (keys go from worker to worker),
+    """With cp: how tokens attend to those of other workers: ring (keys go from worker to worker),
     allgather, ulysses (heads are exchanged for tokens), or auto: ulysses within a node if cp · tp
     divides the heads, else ring."""
     tp: int | None
@@ -146,12 +146,12 @@ class TrainKeys(TypedDict, total=False):
     global batch. null: its whole share."""
     precision: str
     """Type of the arithmetic: fp32, bf16, fp16 (with loss scaling), or fp8: bf16 with the blocks'
-    linear layers in float8 (GPUs since Ada and Hopper). Parameters, optimizer and loss stay
+    linear layers in float8 (Ada and Hopper GPUs, or newer). Parameters, optimizer and loss stay
     float32."""
     weight_dtype: str
     """Type that weights and gradients are kept in: fp32, or with precision bf16 or fp8 also bf16,
-    in half the memory. adamw and adamw8bit then round weights up or down at random, right in the
-    mean, so that steps too small for 16 bits are not lost."""
+    in half the memory. adamw and adamw8bit then round weights stochastically, up or down at random
+    and right on average, so that steps too small for 16 bits are not lost."""
     clip_norm: float | None
     """Scale the gradient down to this total norm when it is longer. null: never."""
     compile: bool
@@ -163,8 +163,8 @@ class TrainKeys(TypedDict, total=False):
     (every second block; any number), or selective (each block, but the results of matrix products
     are kept)."""
     activation_offloading: bool
-    """Keep what blocks save for backward in host memory instead of the GPU's, copied while other
-    blocks compute: it takes no arithmetic, but time where copying takes longer than computing."""
+    """Keep what blocks save for backward in host memory instead of the GPU's. It is copied while
+    other blocks compute, and costs time only where copying takes longer than computing."""
     seed: int
     """Decides initial weights, data order and dropout; the same whatever the number of workers."""
     matmul_precision: str
@@ -209,8 +209,8 @@ class OptimizerKeys(TypedDict, total=False):
     nadam, radam, rmsprop, rprop (torch.optim's), or the import path of a class
     (my_package.my_module:MyOptimizer)."""
     state_dtype: str
-    """Type of adamw's moments between steps: fp32, or bf16 (4 bytes a weight instead of 8), rounded
-    at random to the number above or below, right in the mean. The same under every layout."""
+    """Type of adamw's moments between steps: fp32, or bf16 (4 bytes a weight instead of 8) with
+    stochastic rounding, which is right on average and the same under every layout."""
     lr: float
     """Learning rate at the top of the schedule."""
     lr_scaling: str

@@ -50,7 +50,7 @@ WRONG: dict[str, tuple[Callable[[Named], Any], str]] = {
     "no optimizer by name": (lambda parameters: {}, "returns an empty dict, but"),
     "one that needs a closure": (
         lambda parameters: LBFGS(values(parameters)),
-        "LBFGS calls the loss itself in its step",
+        "LBFGS computes the loss itself in its step",
     ),
     "of copies": (
         lambda parameters: AdamW(copies(parameters)),
