@@ -125,5 +125,5 @@ def test_the_first_parameter_that_is_left_out_is_named() -> None:
 
 
 def test_a_configured_optimizer_that_needs_a_closure_is_refused() -> None:
-    with pytest.raises(UserError, match=r"optimizer.name is 'torch.optim:LBFGS': LBFGS calls the"):
+    with pytest.raises(UserError, match=r"optimizer.name is 'torch.optim:LBFGS': LBFGS computes"):
         optimizer_class("torch.optim:LBFGS")
