@@ -57,7 +57,7 @@ REMOTE_LOOK_SECONDS = 5.0
 LONGEST_PAUSE = 60.0
 """Seconds between two tries, at most; they begin at one and double."""
 MANY = 3
-"""So many checkpoints that wait are told once."""
+"""The user is told once when this many checkpoints wait."""
 EVALUATION_LOG = "evaluation.log"
 """In the run's folder of logs."""
 NAMED_STEPS = 4
@@ -119,7 +119,7 @@ class SeparateEvaluation:
     # --- for the supervisor -----------------------------------------------------------------------
 
     def start(self, job: Job) -> None:
-        """Tells the results of earlier starts, and begins to evaluate.
+        """Reports the results of earlier starts, and begins to evaluate.
 
         Raises:
             UserError: The file with the results is damaged.
@@ -206,7 +206,7 @@ class SeparateEvaluation:
         prune(self._storage, commits(self._job.checkpoints), self._retention())
 
     def leave(self, driver: Driver) -> None:
-        """Says what is left to the next start of a run that was stopped.
+        """Reports which evaluations are left for the next start of a run that was stopped.
 
         Args:
             driver: Shows and tracks the results so far.
@@ -220,7 +220,7 @@ class SeparateEvaluation:
             raise self.failure
         left = self.left()
         if left:
-            driver.note(f"{left} is left to the next start")
+            driver.note(f"{left} is left for the next start")
 
     def close(self) -> None:
         """Ends the thread and the worker; what is not evaluated waits for the next start."""

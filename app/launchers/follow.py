@@ -1,4 +1,4 @@
-"""A run beside its plan: what is said, kept for later plans, and with `plan.follow` done about it.
+"""Comparing a run with its plan: what is reported, kept and changed (`plan.follow`).
 
 plan.json in the run's folder remembers with which layouts the run has trained, so that a start that
 follows a killed one continues with the layout to which it was moving.
@@ -201,7 +201,7 @@ class PlanFollower:
         return move
 
     def continue_with(self, prepared: Prepared) -> None:
-        """Notes that the run goes on with a layout that was not chosen here."""
+        """Notes that the run continues with a layout that was not chosen here."""
         self.prepared = prepared
         self._decided_clock = None
         if self._planned is not None and self.history.path:

@@ -252,7 +252,9 @@ class Supervisor:
             return
         self.move = self.follower.compare(job, event, start_seconds=self._start_seconds)
         if self.move is not None:
-            self.driver.console.say(f"{self.move.sentence}; saving a checkpoint to continue so")
+            self.driver.console.say(
+                f"{self.move.sentence}; saving a checkpoint to continue with it"
+            )
 
     def _follow_batch(self, job: Job, event: StepsDone) -> None:
         """Asks for more workers if the batch is larger than at the last look, and they pay."""
