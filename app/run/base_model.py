@@ -55,7 +55,8 @@ def widths_of(config: Config, task: Task) -> dict[str, TensorWidth]:
     require_rule(config.optimizer.name)
     if overrides(task, "optimizer"):
         raise UserError(
-            f"{KEY} is not for a task that makes its optimizer itself: leave out either of them"
+            f"{KEY} does not work with a task that makes its own optimizer: leave one of the two "
+            "out"
         )
     arguments = arguments_of(config, task)
     if is_part_of(values, arguments):
