@@ -1,8 +1,8 @@
 """What the source of a task shows, without importing it, which imports PyTorch and takes seconds.
 
-A mistake is told only if importing the module would show it too. Whatever a source leaves open is
-left to the import: a class that a function makes, a base class from another file, a path that the
-module adds to Python's.
+A mistake is reported only if importing the module would show it too. Whatever the source alone does
+not decide is left to the import: a class that a function makes, a base class from another file, a
+path that the module adds to Python's.
 """
 
 from __future__ import annotations

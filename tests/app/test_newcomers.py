@@ -377,7 +377,7 @@ TRAIN = [
     ),
     (
         "train.steps=10 train.epochs=2",
-        "train.steps and train.epochs are both … say two lengths: leave one out",
+        "train.steps and train.epochs are both … each sets the length: leave one out",
     ),
     (
         "cluster.when_pending=wait",
@@ -663,7 +663,10 @@ OTHERS = [
     ("compare folder", "folder is not a run's folder: write the one"),
     ("fork good.yaml --at 3", "good.yaml is not a run's folder: write the one"),
     ("fields nope", "there is no command 'nope': `trireme fields` lists them"),
-    ("calibrate good.yaml", "good.yaml is too much: `trireme calibrate --help` says what it takes"),
+    (
+        "calibrate good.yaml",
+        "good.yaml is unexpected: `trireme calibrate --help` lists the arguments",
+    ),
     ("plan good.yaml --gpu", "--gpu has no value: write --gpu VALUE"),
     (
         "train utf16.yaml",
