@@ -486,8 +486,7 @@ def _notes_on_data(config: Config, task: Task, dims: ParallelDims) -> Iterator[s
             )
         if config.train.data_workers:
             yield (
-                "train.data_workers read data that is asked by number; the training data is a "
-                "stream"
+                "train.data_workers read map-style data sets only; the training data is a stream"
             )
         if not continues_exactly(data):
             yield (

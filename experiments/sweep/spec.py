@@ -618,7 +618,7 @@ def _check(sweep: Sweep) -> None:
         raise UserError(f"{problem}: write fork: runs/NAME, or train.steps under set")
     if sweep.more_rates and not sweep.has_rates_with_edge:
         problem = "more_rates is for a fork and a grid of two or more learning rates"
-        raise UserError(f"{problem}, which this sweep has not: leave it out")
+        raise UserError(f"{problem}, which this sweep does not have: leave it out")
     if sweep.scheduler == PAIRED:
         reason = _problem_of_paired(space, sweep.searcher, sweep.metric)
         if reason is not None:
