@@ -20,7 +20,7 @@ from app.errors import UserError
 from app.storage.storage import Storage
 
 MARKS = "forks"
-UNBORN_SECONDS = 3600.0
+FORK_START_SECONDS = 3600.0
 """How long a mark is valid without its fork's run.json, which a start writes before it trains."""
 
 
@@ -96,7 +96,7 @@ def _is_needed(mark: dict[str, str | float]) -> bool:
     if mark.get("until_released"):
         return fork.exists()
     if not fork.exists("run.json"):
-        return time.time() - float(mark["time"]) < UNBORN_SECONDS
+        return time.time() - float(mark["time"]) < FORK_START_SECONDS
     return not survey(fork.join("checkpoints")).commits
 
 

@@ -82,7 +82,7 @@ def expected_layouts(
     return rows
 
 
-def cut_again(
+def rebalanced_stages(
     plan: Plan, present: Estimate, comparison: Comparison, measured: BlockSeconds
 ) -> Estimate | None:
     """The present pipeline with its stages cut by the measured times of its blocks.

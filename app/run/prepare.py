@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -216,26 +216,15 @@ def prepare(
         micro_batch_slices(batch // dims.dp, train.micro_batch_size) for batch in batches
     ]
     micro_batches = max(len(slices) for slices in slices_of_steps)
-    blocks: int | None = None
-    if model is not None and dims.pp > 1:
-        blocks = len(find_blocks(model, task.blocks(model)))
-    sequence_length = _split_length(task, layout, model)
-    for batch, slices in zip(batches, slices_of_steps, strict=True):
-        try:
-            check(
-                layout,
-                strategy_options(config),
-                global_batch_size=batch,
-                heads=task.heads(),
-                blocks=blocks,
-                sequence_length=sequence_length,
-                micro_batches=len(slices),
-            )
-        except LayoutError as error:
-            if batch == batches[0]:
-                raise
-            place = f"with the batch of {batch} in train.batch_schedule"
-            raise LayoutError(f"{place}: {error}") from error
+    _check_batches(
+        config,
+        task,
+        layout,
+        model,
+        micro_batches_of={
+            batch: len(slices) for batch, slices in zip(batches, slices_of_steps, strict=True)
+        },
+    )
     first_step.require_kept(
         layout,
         hooks.options(config, task),
@@ -281,6 +270,50 @@ def _first_step(config: Config, task: Task, workers: int) -> FirstStep:
     if workers == 1 and not (has_micro_batches or changes_blocks or strategy_is_limited):
         return FirstStep()
     return take_first_step(config, task)
+
+
+def _check_batches(
+    config: Config,
+    task: Task,
+    layout: Layout,
+    model: nn.Module | None,
+    *,
+    micro_batches_of: Mapping[int, int],
+) -> None:
+    """Checks the layout with each global batch that the run may have.
+
+    Args:
+        config: The resolved configuration.
+        task: Its task.
+        layout: The layout.
+        model: The whole model on the meta device, if it has been built there.
+        micro_batches_of: For each global batch, the first one first, the number of micro-batches
+            of a worker.
+
+    Raises:
+        LayoutError: The layout cannot train with one of them.
+    """
+    blocks: int | None = None
+    if model is not None and layout.dims.pp > 1:
+        blocks = len(find_blocks(model, task.blocks(model)))
+    sequence_length = _split_length(task, layout, model)
+    present_batch = next(iter(micro_batches_of))
+    for batch, micro_batches in micro_batches_of.items():
+        try:
+            check(
+                layout,
+                strategy_options(config),
+                global_batch_size=batch,
+                heads=task.heads(),
+                blocks=blocks,
+                sequence_length=sequence_length,
+                micro_batches=micro_batches,
+            )
+        except LayoutError as error:
+            if batch == present_batch:
+                raise
+            place = f"with the batch of {batch} in train.batch_schedule"
+            raise LayoutError(f"{place}: {error}") from error
 
 
 def _split_length(task: Task, layout: Layout, model: nn.Module | None) -> int | None:
