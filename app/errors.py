@@ -30,7 +30,7 @@ EXIT_REFUSED = 2
 EXIT_STOPPED = 130
 EXIT_CODES = {
     EXIT_DONE: "done",
-    EXIT_FAILED: "failed: the same command may succeed later, or once what `error` says is mended",
+    EXIT_FAILED: "failed: the same command may succeed later, or once what `error` names is fixed",
     EXIT_REFUSED: "refused before anything was started: change the command or the file",
     EXIT_STOPPED: "stopped by a signal or by its budget: the same command continues",
 }

@@ -127,7 +127,7 @@ def _is_dotted(module: str) -> bool:
 
 
 def _read(name: str, module: str) -> Source | None:
-    """The source of a task's module; None if it cannot be told where that is.
+    """The source of a task's module; None if its place is not known.
 
     Raises:
         UserError: There is no such module, or it has a syntax error.

@@ -52,7 +52,7 @@ class StepUp:
         measured_batch: The global batch of the steps that were measured.
         measured_seconds: Of such a step.
         steps_left: Of the run.
-        moving_seconds: What it takes to go on with other workers.
+        moving_seconds: How long it takes to continue with other workers.
     """
 
     batches: tuple[int, ...]
@@ -242,7 +242,7 @@ class Elastic:
         )
         prepared = self.prepare(config, workers, requirement)
         if prepared.prediction is None or prepared.prediction.candidate.key != key:
-            raise UserError("the plan does not have it any more")
+            raise UserError("the plan no longer has that layout")
         self._keep(workers, prepared)
         return prepared
 

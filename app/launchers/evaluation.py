@@ -5,7 +5,7 @@
        └── a stop, if training ends early ───┴──▶ evaluations.json, and events for the driver
 
 Whatever is killed, nothing is lost: which checkpoints wait follows from what is in the storage, and
-a result is in the storage before it is told to anyone. One evaluation runs at a time, in the order
+a result is in the storage before it is reported. One evaluation runs at a time, in the order
 of steps, so that patience counts late results as it counts those of training.
 """
 
@@ -91,7 +91,7 @@ class SeparateEvaluation:
         worker: Evaluates.
 
     Attributes:
-        failure: Why evaluation cannot go on, so that the run has to end; None while it can.
+        failure: Why evaluation cannot continue, so that the run has to end; None while it can.
         ended: Whether training is to end early, by the results.
     """
 

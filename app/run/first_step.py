@@ -631,7 +631,7 @@ def _differs_from_parts(whole: _Evaluation, *evaluations: _Evaluation, parts: st
         parts: What they are, for the clause.
 
     Returns:
-        A clause that says what differs; "" if nothing does, or if that cannot be told.
+        A clause that says what differs; "" if nothing does, or if that is not known.
     """
     with_items = [part for part in evaluations if part.items]
     total = sum(part.items for part in with_items)

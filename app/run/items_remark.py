@@ -81,7 +81,7 @@ def items_remark(task: Task, batch: Batch, loss: Callable[[Batch], Tensor | floa
             dropout.
 
     Returns:
-        One sentence; None if the weights are right, and if nothing can be told: too few rows, as
+        One sentence; None if the weights are right, and if nothing follows: too few rows, as
         many items in each of them, or a loss that is not a mean over anything in the batch.
     """
     number = rows(batch)

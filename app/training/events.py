@@ -261,7 +261,7 @@ class StepParts:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPartsMeasured:
-    """Steps early in a start were measured, to be put beside the plan."""
+    """Steps early in a start were measured, to be compared with the plan."""
 
     step: int
     """The last of these steps."""

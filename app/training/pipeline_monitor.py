@@ -56,7 +56,7 @@ class PipelineMonitor:
         self.profile_every = job.config.parallel.profile_every
         self.trace_step = job.config.parallel.trace_step
         self.measured_step: int | None = None
-        """A step that is profiled to be put beside the plan."""
+        """A step that is profiled to be compared with the plan."""
         self.measured: MeasuredPipeline | None = None
         """What that step took; None before it."""
 

@@ -4,7 +4,7 @@ The input of a layer that is split by columns is gathered along the sequence, an
 its weight needs the gathered input again. If it were kept until backward, it would be the one thing
 in a block that is not divided by the number of workers. So only the worker's own part is kept, and
 the other parts are gathered again in backward, while the gradient of the input is computed
-(Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). Compiled code is told to recompute the
+(Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). Compiled code is made to recompute the
 gathering.
 
 Layers that are called with one input (queries, keys and values; gate and up) share its gathering in

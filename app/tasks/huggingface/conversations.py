@@ -392,7 +392,7 @@ def answer_spans(
         if not (text.startswith(answered_text) and answered_text.startswith(question_text)):
             raise UserError(
                 f"{conversation.place}: the tokenizer's chat template changes earlier messages "
-                "when later ones come, so answers cannot be told from the rest: "
+                "when later ones come, so answers cannot be separated from the rest: "
                 "write one answer a conversation, or another chat template"
             )
         spans.append((len(question_text), len(answered_text)))

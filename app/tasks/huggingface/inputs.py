@@ -385,7 +385,7 @@ def standardised_sound(
     Args:
         recordings: Arrays of float32 (samples,).
         padded: The length of a row; None: that of the longest recording.
-        has_mask: Whether the model is told which samples are padding.
+        has_mask: Whether the model takes a mask of the samples that are not padding.
 
     Returns:
         `input_values` (B, S), and if it is wanted `attention_mask` (B, S).

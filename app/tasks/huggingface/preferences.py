@@ -253,7 +253,7 @@ def split_pairs(plan: ContextPlan) -> ContextPlan:
     """A plan for context parallelism in which a batch is one of pairs.
 
     Args:
-        plan: How the model is told the positions of its tokens.
+        plan: How the model is given the positions of its tokens.
     """
 
     def cut(batch: PairBatch, take: TakePart) -> PairBatch:

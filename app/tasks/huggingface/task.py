@@ -398,7 +398,7 @@ class HuggingFace(SplitDataTask):
         return None if library_plan is None else plan.with_adapters(library_plan, adapted)
 
     def context_plan(self, model: nn.Module) -> ContextPlan | None:
-        """How the model is told the positions of its tokens.
+        """How the model is given the positions of its tokens.
 
         Raises:
             UserError: The model is not a causal one that attends to all earlier tokens.
