@@ -572,7 +572,7 @@ WRONG = [
     (
         "token_classification",
         '{"tokens": [1], "labels": ["O"]}',
-        "1 has a word that is no text",
+        "1 has a word that is not text",
     ),
     (
         "token_classification",
