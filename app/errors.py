@@ -4,8 +4,8 @@ They are recognised by their class everywhere. Those of app/ and experiments/ ha
 `TriremeError`. strategies/ and cluster/ import nothing from app/ and have errors of their own:
 app/run/endings.py says what all of them mean.
 
-What a person's own code raises is told by its class, its message and the line of that code
-(`own_line`), which a traceback would hide among the frames of libraries.
+An exception of a person's own code is reported with its class, its message and the line of that
+code (`own_line`), which a traceback would hide among the frames of libraries.
 """
 
 import ast
@@ -30,7 +30,7 @@ EXIT_REFUSED = 2
 EXIT_STOPPED = 130
 EXIT_CODES = {
     EXIT_DONE: "done",
-    EXIT_FAILED: "failed: the same command may succeed later, or once what `error` says is mended",
+    EXIT_FAILED: "failed: the same command may succeed later, or once what `error` names is fixed",
     EXIT_REFUSED: "refused before anything was started: change the command or the file",
     EXIT_STOPPED: "stopped by a signal or by its budget: the same command continues",
 }

@@ -98,7 +98,9 @@ def _aws_machine(name: str, config: Mapping[str, Any], path: Keys) -> Mistakes:
     spot_path = (*path, "InstanceMarketOptions", "SpotOptions")
     is_persistent = spot.get("SpotInstanceType") == "persistent"
     if is_persistent:
-        problem = f"{name} comes back after `ray down` and costs on: a persistent spot request"
+        problem = (
+            f"{name} comes back after `ray down` and keeps costing money: a persistent spot request"
+        )
         yield spot_path, f"{problem} starts it again: write SpotInstanceType: one-time"
     behavior = spot.get("InstanceInterruptionBehavior", "terminate")
     if behavior != "terminate" and not is_persistent:
@@ -129,7 +131,7 @@ def _aws_network(name: str, config: Mapping[str, Any], path: Keys) -> Mistakes:
         return
     for key in ("SubnetId", "SubnetIds", "SecurityGroupIds", "SecurityGroups"):
         if key in config:
-            problem = f"Ray ends before it starts {name}: {key} stands beside NetworkInterfaces"
+            problem = f"Ray exits before it starts {name}: {key} stands beside NetworkInterfaces"
             yield (*path, key), f"{problem}, which have their own: leave it out"
     machine = config.get("InstanceType", "")
     for number, interface in enumerate(interfaces):
@@ -150,7 +152,7 @@ def _aws_keys(data: Mapping[str, Any]) -> Mistakes:
     for name, spec in data["available_node_types"].items():
         config = spec.get("node_config") or {}
         if not {"KeyName", "UserData"} & config.keys():
-            problem = f"Ray ends before it starts {name}: auth has an ssh_private_key and {name}"
+            problem = f"Ray exits before it starts {name}: auth has an ssh_private_key and {name}"
             path = ("available_node_types", name, "node_config")
             yield path, f"{problem} no KeyName: write the key pair's name at AWS"
 
@@ -289,5 +291,5 @@ def _azure_keys(auth: Mapping[str, Any]) -> Mistakes:
     halves: Sequence[str] = ("ssh_private_key", "ssh_public_key")
     missing = [key for key in halves if key not in auth]
     if len(missing) == 1:
-        problem = f"Ray ends before it starts a machine: auth has no {missing[0]}"
+        problem = f"Ray exits before it starts a machine: auth has no {missing[0]}"
         yield ("auth",), f"{problem}: write it, or leave both out"

@@ -137,7 +137,7 @@ def _gpus_of_starts(starts: Sequence[RayStart], data: Mapping[str, Any]) -> Mist
                 problem = f"{gpus - wanted} GPUs of {name} are never used: --num-gpus is {wanted}"
                 yield start.path, f"{problem} and it has {gpus}: leave it out, and Ray counts them"
             if isinstance(wanted, int) and wanted > gpus:
-                problem = f"workers get GPUs that {name} has not: --num-gpus is {wanted}"
+                problem = f"workers get GPUs that {name} does not have: --num-gpus is {wanted}"
                 yield start.path, f"{problem} and it has {gpus}: leave it out, and Ray counts them"
             count = len(visible.split(","))
             if re.fullmatch(r"[\d,]+", visible) and count < gpus:
@@ -286,7 +286,7 @@ def _mounts(data: Mapping[str, Any]) -> Mistakes:
             problem = f"{remote} of every machine is written over, with its .ssh and .bashrc"
             yield path, f"{problem}: write a folder in it, such as {remote.rstrip('/')}/code"
         elif re.fullmatch(r"(~|/root|/home/[^/]+)/\.ssh(/authorized_keys)?/*", remote):
-            problem = f"the machines let nobody in any more: {remote} is written over"
+            problem = f"nobody can log in to the machines any more: {remote} is written over"
             yield path, f"{problem}: write another place"
         if re.fullmatch(r"(~|/root|/home/[^/]+|/home|/)/*", str(local)):
             problem = f"your whole home with its keys goes to every machine: {remote} is {local}"
@@ -371,5 +371,5 @@ def _secret(path: Keys, name: str, value: Any) -> Mistakes:
         value,
     )
     if (is_named and not value.startswith("$")) or looks_so:
-        problem = f"all who may look at the machines read a secret: {path[-1]} holds one"
+        problem = f"everyone who may list the machines can read a secret: {path[-1]} holds one"
         yield path, f"{problem}: write a variable that `trireme submit` sends, or a secret's name"

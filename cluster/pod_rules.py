@@ -187,7 +187,7 @@ def _gpus(group: Group) -> Mistakes:
         problem = f"{has - wanted} GPUs of each pod are never used: num-gpus is {wanted}"
         yield path, f"{problem} and its limits say {has}: leave it out"
     if isinstance(wanted, int) and 0 < has < wanted:
-        problem = f"workers get GPUs that their pod has not: num-gpus is {wanted}"
+        problem = f"workers get GPUs that their pod does not have: num-gpus is {wanted}"
         yield (
             path,
             f"{problem} and its limits say {has}: write limits: {{nvidia.com/gpu: {wanted}}}",

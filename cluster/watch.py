@@ -16,7 +16,7 @@ from cluster.addresses import join_address, split_address
 LOOK_SECONDS = 0.5
 """Seconds from one look to the next."""
 SAY_SECONDS = 10.0
-"""Seconds without an answer until the user is told."""
+"""Seconds without an answer after which the user gets a message."""
 GONE_SECONDS = 45.0
 """Seconds without an answer until Ray is given up.
 

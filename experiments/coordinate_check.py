@@ -199,7 +199,7 @@ def batch_of(config: Config, task: Task, step: int) -> Any:
     """
     data = task.train_data()
     if is_stream(data):
-        raise UserError("a coordinate check needs data that is asked by number, no stream")
+        raise UserError("a coordinate check needs a map-style data set, not a stream")
     size = config.train.micro_batch_size or config.train.global_batch_size
     start = step * size
     indices = order_of(data, config.train.seed).indices(start, size).tolist()

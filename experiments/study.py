@@ -178,7 +178,7 @@ def tracked_study(
     except (Interrupted, KeyboardInterrupt) as error:
         status = "KILLED"
         message = str(error) or "stopped at once"
-        raise Interrupted(f"{message}: run the same command again to go on") from None
+        raise Interrupted(f"{message}: run the same command again to continue") from None
     except BaseException as error:
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise

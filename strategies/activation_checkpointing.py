@@ -5,8 +5,8 @@ inputs of *blocks* and recomputing one block at a time needs O(blocks × block i
 one block). It costs one more forward, which is a third more arithmetic. Chen et al. 2016,
 https://arxiv.org/abs/1604.06174.
 
-- `full` recomputes every block, `every_N` every N-th one: the fewer, the faster, and the more
-  memory.
+- `full` recomputes every block, `every_N` only every N-th one. Recomputing fewer blocks is faster,
+  and takes more memory.
 - `selective` recomputes every block too, but keeps the results of the operators that cost most:
   matrix products, attention and collectives that sum. What it recomputes is cheap: norms,
   activation functions, dropout, and what tensor parallelism gathers, which is large. Korthikanti et
@@ -14,9 +14,9 @@ https://arxiv.org/abs/1604.06174.
   `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
 
 The results are the same, because the recomputation repeats the forward with the same random
-numbers. It does not count batches in BatchNorm's running statistics again. (Training does not
-depend on these.) A block's `forward` is replaced in place, so that no name changes, and hooks
-around the block (those of sharding) run only once, outside the recomputed part.
+numbers. Meanwhile BatchNorm writes its running statistics into copies, so that no batch is counted
+twice. A block's `forward` is replaced in place, so that no name changes, and hooks around the block
+(those of sharding) run only once, outside the recomputed part.
 """
 
 import contextlib
@@ -122,7 +122,8 @@ def _recomputed_forward(
 class _CopiedStatistics(AbstractContextManager[None]):
     """Gives batch normalisations copies of their running statistics to write into.
 
-    It can be entered again, as a loss that takes a gradient itself recomputes a block twice.
+    It can be entered several times, because a loss that takes a gradient itself makes backward
+    recompute a block twice.
 
     Args:
         norms: The batch normalisations.

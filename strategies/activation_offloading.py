@@ -1,26 +1,29 @@
 """Activation offloading: what a block saves for backward waits in host memory.
 
-Backward needs what forward has saved, and needs it last in, first out. So the first blocks' tensors
-lie on the device for most of a step, unused. Here they are copied to the host while the next block
-computes, and back while the next block of backward does: at most two blocks have theirs on the
-device. Checkpointing computes the same tensors again instead, which takes a third more arithmetic;
-copying takes none, and costs time only where it takes longer than computing. Rhu et al. 2016
-(vDNN), https://arxiv.org/abs/1602.08124; `torch.autograd.graph.saved_tensors_hooks`.
+Backward uses what forward has saved in the reverse order. So the tensors of the first blocks lie on
+the device, unused, for most of a step. Here a block's tensors are copied to the host while the next
+block computes, and are copied back while backward computes the block after it. At most two blocks
+have their tensors on the device at any time. Checkpointing recomputes the same tensors instead,
+which takes a third more arithmetic. Copying takes no arithmetic, and costs time only where it takes
+longer than the computation beside it. Rhu et al. 2016 (vDNN), https://arxiv.org/abs/1602.08124;
+`torch.autograd.graph.saved_tensors_hooks`.
 
     forward    block k computes, block k - 1 is copied to the host, block k - 2 is freed
     backward   block k computes, block k - 1 is copied to the device
 
-- *What is moved*: whole storages, each once, whatever number of tensors share it, so that every
-  tensor comes back with its strides and its neighbours, and backward computes the same bits. Not
-  moved are parameters and buffers, 16-bit copies of weights that autocast keeps anyway, arguments
-  that several blocks share (masks), small tensors (`SMALLEST_BYTES`), and the last block's, which
-  backward needs first. (In a pipeline forwards of other micro-batches follow, so that the last
-  one's are moved too.)
+- *What is moved*: whole storages, each of them once, however many tensors share it. So every tensor
+  comes back with its strides and still shares its memory with the same tensors, and backward
+  computes the same bits.
+- *What stays on the device*: parameters and buffers, 16-bit copies of weights that autocast keeps
+  anyway, arguments that several blocks share (masks), small tensors (`SMALLEST_BYTES`), and the
+  tensors of the last block, which backward needs first. (In a pipeline the forwards of other
+  micro-batches come before that backward, so there the last block's tensors are moved too.)
 - *With checkpointing* a block saves only its input, and that is moved. What `selective` keeps stays
   on the device.
-- *On GPUs* copies run on a stream of their own, to and from pinned memory, and computing waits for
-  a copy only when it needs what was copied. *On CPUs*, whose memory is the host's, the copies are
-  made all the same. This saves nothing, and shows that a model can be trained so.
+- *On GPUs* copies run on a stream of their own, to and from pinned memory, and the computing stream
+  waits for a copy only when it needs what was copied. *On CPUs*, whose memory is the host's, the
+  copies are made all the same: this saves no memory, but it tests that the model trains with
+  offloading.
 """
 
 from __future__ import annotations
@@ -107,7 +110,7 @@ def _moving_forward(
         is_moved: Whether its own tensors are moved; if not, it only frees those of blocks before.
     """
 
-    # The copies are no part of what is compiled, where this forward is called by compiled code.
+    # Compiled code may call this forward, and must not trace the copies into its graph.
     @torch.compiler.disable(recursive=False)
     @functools.wraps(forward)
     def moving_forward(*args: Any, **kwargs: Any) -> Any:
@@ -116,23 +119,24 @@ def _moving_forward(
         moves.free_before(index)
         if not is_moved:
             return forward(*args, **kwargs)
-        shared = moves.arguments_of_both(tree_leaves((args, kwargs)))
-        call = moves.begin(index, _Staying(block, shared))
+        shared = moves.shared_with_last_call(tree_leaves((args, kwargs)))
+        call = moves.begin(index, _KeptOnDevice(block, shared))
         with saved_tensors_hooks(call.pack, _unpack):
             return forward(*args, **kwargs)
 
     return moving_forward
 
 
-class _Staying:
-    """What a block may save that stays: weights, and arguments that the block before had too.
+class _KeptOnDevice:
+    """What a block may save but does not move: its weights, and arguments of the block before it.
 
-    Sharded parameters are gathered while forward runs, into memory that is another one each time.
+    It is made anew for each forward, because sharded parameters are gathered into other memory each
+    time.
 
     Args:
         block: The block.
-        shared: Tensors that other blocks use too, such as masks and angles of positions. They would
-            be copied for each block, and be on the device all the same.
+        shared: Tensors that other blocks use too, such as masks and rotary tables. If they were
+            moved, each block would copy them, and they would stay on the device all the same.
     """
 
     def __init__(self, block: nn.Module, shared: list[Tensor]) -> None:
@@ -160,10 +164,11 @@ class _Staying:
         }
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a view of one of these, or of a weight's copy in 16 bits.
+        """Whether a tensor is a view of one of these, or of the 16-bit copy of a weight.
 
-        A layer saves the copy of a matrix as it multiplies it, transposed. Tensors of this shape
-        that are laid out so, and are not copies, hardly occur, and stay on the device.
+        Autocast's copies are recognised by their shape: a layer saves the copy of its matrix
+        transposed, as it multiplies by it. Another tensor of that shape and layout hardly ever
+        occurs; it would stay on the device.
         """
         if self._gathers_later:
             self._read()
@@ -205,19 +210,19 @@ class _Moves:
         self._on_device: deque[_Call] = deque()
         """The calls whose tensors are still on the device as well, the latest last."""
 
-    def arguments_of_both(self, arguments: list[Any]) -> list[Tensor]:
-        """The tensors among a call's arguments that are arguments of the call before it too."""
+    def shared_with_last_call(self, arguments: list[Any]) -> list[Tensor]:
+        """The tensors among a call's arguments that the call before it had as arguments too."""
         before = {id(tensor) for tensor in (reference() for reference in self._arguments)}
         tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         self._arguments = [weakref.ref(tensor) for tensor in tensors]
         return [tensor for tensor in tensors if id(tensor) in before]
 
-    def begin(self, index: int, staying: _Staying) -> _Call:
+    def begin(self, index: int, kept: _KeptOnDevice) -> _Call:
         """A call of a block's forward."""
         before = self._on_device[-1] if self._on_device else None
         if before is not None and before.index != index - 1:
             before = None
-        call = _Call(self, index=index, staying=staying, before=before)
+        call = _Call(self, index=index, kept=kept, before=before)
         self._on_device.append(call)
         return call
 
@@ -231,13 +236,13 @@ class _Moves:
             for storage in self._on_device.popleft().storages():
                 storage.free()
 
-    def is_moved(self, tensor: Tensor, staying: _Staying) -> bool:
+    def is_moved(self, tensor: Tensor, kept: _KeptOnDevice) -> bool:
         """Whether a saved tensor is moved."""
         if tensor.device.type != self._type or not _is_plain(tensor):
             return False
         size = tensor.untyped_storage().nbytes()
         is_whole = size % tensor.element_size() == 0
-        return size >= self._smallest and is_whole and not staying.has(tensor)
+        return size >= self._smallest and is_whole and not kept.has(tensor)
 
     def copies_of(self, device: torch.device) -> _Copies:
         """The copies from and to a device; a model in one process may be on several."""
@@ -253,17 +258,17 @@ class _Call:
     Args:
         moves: What the blocks share.
         index: The block's place among the blocks.
-        staying: What is not moved.
+        kept: What is not moved.
         before: The call of the block before it, for the same micro-batch, if that has moved what it
             saved.
     """
 
     def __init__(
-        self, moves: _Moves, *, index: int, staying: _Staying, before: _Call | None
+        self, moves: _Moves, *, index: int, kept: _KeptOnDevice, before: _Call | None
     ) -> None:
         self.index = index
         self._moves = moves
-        self._staying = staying
+        self._kept = kept
         self._before = before
         self._is_backward = False
         # Weak, so that a storage lives as long as backward needs a tensor of it, and no longer.
@@ -281,7 +286,7 @@ class _Call:
     def pack(self, tensor: Tensor) -> _Packed:
         """The hook that is called with every tensor that is saved."""
         local_part = local(tensor.detach())
-        if not self._moves.is_moved(local_part, self._staying):
+        if not self._moves.is_moved(local_part, self._kept):
             # Not the tensor itself: an operation that saves its own result would never be freed.
             return _Packed(call=self, kept=tensor.detach())
         split = tensor if isinstance(tensor, DTensor) else None
@@ -422,7 +427,7 @@ class _Storage:
             self._returning = self._copies.to_device(self._host)
 
     def on_device(self) -> Tensor:
-        """Its bytes on the device, for computing that is launched from now on."""
+        """Its bytes on the device, for kernels that are launched from now on."""
         if self._memory is None:
             self.begin_copying_back()
             assert self._returning is not None
@@ -455,18 +460,18 @@ class _Copies:
         return _Copy(host.target.clone())
 
     def wait(self, copy: _Copy) -> None:
-        """Make computing that is launched from now on wait for a copy."""
+        """Make kernels that are launched from now on wait for a copy."""
 
     def abandon(self, copy: _Copy) -> None:
         """Keep a copy's memory from other use until it is done; nobody will wait for it."""
 
 
 class _StreamCopies(_Copies):
-    """Copies between a GPU and pinned memory, on a stream beside that which computes.
+    """Copies between a GPU and pinned memory, on a stream beside the one that computes.
 
-    All memory of the device belongs to the computing stream. So it may be freed and used again as
-    soon as that stream has waited for the copy, which `wait` makes it do, and no memory is held
-    back until another stream is done.
+    All memory on the device is allocated on the computing stream. So the allocator may reuse it as
+    soon as that stream has waited for the copy, which `wait` makes it do, and need not hold it back
+    until another stream is done.
 
     Args:
         device: The GPU.

@@ -1,4 +1,4 @@
-"""The total gradient norm over every shard, and clipping to it, exactly: Pascanu et al. 2013.
+"""The exact norm of the gradient over all shards, and clipping to a bound: Pascanu et al. 2013.
 
     ‖g‖ = √ Σ over parameters ‖gₚ‖²       g ← g · min(1, c / (‖g‖ + 1e-6))
 
@@ -35,26 +35,26 @@ PIECE = 1 << 15
 class GradNorm:
     """Measures and clips the gradients of a set of parameters.
 
-    Which of them are split over the same groups is found once.
+    Parameters that are split over the same process groups are collected once, at construction.
 
     Args:
         parameters: Each parameter once.
         device: Where the norm is wanted.
-        extra: A group over which further parameters are spread (the stages of a pipeline).
-        also: Parameters that another rank measures (a tied embedding on a later stage), but that
-            are scaled here.
+        stage_group: The stages of a pipeline, each of which has other parameters; None without one.
+        scaled_only: Parameters whose gradients are scaled here but measured by another rank, such
+            as a tied embedding on a later stage.
     """
 
     def __init__(
         self,
         parameters: Sequence[Tensor],
         device: torch.device,
-        extra: dist.ProcessGroup | None = None,
-        also: Sequence[Tensor] = (),
+        stage_group: dist.ProcessGroup | None = None,
+        scaled_only: Sequence[Tensor] = (),
     ) -> None:
         self._device = device
-        self._extra_group = extra
-        self._scaled = [*parameters, *also]
+        self._stage_group = stage_group
+        self._scaled = [*parameters, *scaled_only]
         self._by_groups: dict[Groups, list[Tensor]] = {}
         """In the order of the model, and so the same on every rank."""
         for parameter in parameters:
@@ -75,8 +75,8 @@ class GradNorm:
             norm = norms[0]
         else:
             norm = get_total_norm(norms or [torch.zeros((), device=self._device)])
-        if self._extra_group is not None:
-            norm = _norm_over(norm, (self._extra_group,))
+        if self._stage_group is not None:
+            norm = _norm_over(norm, (self._stage_group,))
         if bound is not None:
             carriers = [_with_gradient(shard) for shard in _local_gradients(self._scaled)]
             clip_grads_with_norm_(carriers, bound, norm)
@@ -122,7 +122,7 @@ def _local_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 def _gradient(parameter: Tensor) -> Tensor | None:
     """A parameter's gradient, split as the parameter is.
 
-    torch 2.11 leaves terms of a sum (Partial).
+    torch 2.11 may leave it as terms that are still to be summed over workers (Partial).
     """
     gradient = parameter.grad
     if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):

@@ -13,28 +13,28 @@ def all_to_all(
     rows: Tensor,
     group: dist.ProcessGroup,
     *,
-    gives: Sequence[int] | None = None,
-    takes: Sequence[int] | None = None,
+    send_counts: Sequence[int] | None = None,
+    receive_counts: Sequence[int] | None = None,
 ) -> Tensor:
     """Exchanges rows between the workers of a group. Collective over `group`.
 
     Args:
         rows: (rows, …) of this worker, those for the first worker first.
         group: The workers.
-        gives: How many consecutive rows go to each worker. None: as many to each.
-        takes: How many rows come from each worker, in `gives` of that worker. None: as many from
-            each.
+        send_counts: How many consecutive rows go to each worker. None: the same number to each.
+        receive_counts: How many rows come from each worker: this worker's entry in that worker's
+            `send_counts`. None: the same number from each.
 
     Returns:
         The rows that have arrived, those from the first worker first.
     """
-    arriving = len(rows) if takes is None else sum(takes)
+    arriving = len(rows) if receive_counts is None else sum(receive_counts)
     arrived = torch.empty((arriving, *rows.shape[1:]), dtype=rows.dtype, device=rows.device)
     dist.all_to_all_single(
         arrived,
         rows.contiguous(),
-        output_split_sizes=None if takes is None else list(takes),
-        input_split_sizes=None if gives is None else list(gives),
+        output_split_sizes=None if receive_counts is None else list(receive_counts),
+        input_split_sizes=None if send_counts is None else list(send_counts),
         group=group,
     )
     return arrived

@@ -1,8 +1,8 @@
 """What a layout costs, in bytes: the sizes that cost functions read, and what they return.
 
 Parameters, gradients and optimizer state are exact to the byte, padding included; only Adafactor's
-rows and columns are not counted. What backward
-keeps of forward, and the time that communication takes, are up to the planner (app/planner).
+rows and columns are not counted. The planner (app/planner) estimates the activations that backward
+keeps, and the time that communication takes.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ STATES = {
 }
 """Tensors of the parameter's size that an optimizer keeps (sgd: its momentum).
 
-Adafactor keeps a row and a column of each matrix. Those of adamw8bit have a byte for each number
-and a scale for each block, where `eight_bit_block` finds one. Those of app/training/optimizer.py
-stand here.
+Adafactor keeps only a row and a column for each matrix, which count as 0 here. The state of
+adamw8bit has a byte for each number and a scale for each block, where `eight_bit_block` allows it.
+The names are those of app/training/optimizer.py.
 """
 STEP_NUMBERS = {"sgd": 0, "muon": 0, "nadam": 2, "asgd": 3}
 """Single numbers that an optimizer keeps of each tensor; the others keep one, a count of steps."""

@@ -18,12 +18,13 @@ The rank at the coordinates (p, r, s, c, t) is
 Ranks that differ only in c and t compute the same samples. Data parallelism is over r and s
 together.
 
-Parameters do not know of cp: the ranks of one sequence hold the same parameters and have gradients
-of different tokens. For parameters they are further data-parallel workers: replicas or shards, as
-the strategy has them (`for_parameters`).
+Ranks that differ only in c have the same parameters, and gradients of different tokens. As far as
+parameters are concerned, these ranks are further data-parallel workers: replicas or shards,
+depending on the strategy (`for_parameters`).
 
-A sixth degree is no factor of the number of workers: ep, over which a mixture's experts are split,
-takes its ranks from those data-parallel workers (r, s and c together), neighbours first.
+A sixth degree, ep, over which a mixture's experts are split, is not a factor of the number of
+workers: its ranks are taken from those data-parallel workers (r, s and c together), neighbours
+first.
 
 The names are those of torchtitan's `ParallelDims`; HSDP is dp_replicate > 1 with dp_shard > 1.
 """
@@ -111,9 +112,9 @@ def unknown_strategy(name: str, written: str = "") -> str:
         written: The combination that it is a part of; "" if it is alone.
     """
     if not name:
-        return f"strategy {written!r} has a + beside no name: write for instance ddp+tensor"
+        return f"strategy {written!r} has a + without a name beside it: write, say, ddp+tensor"
     if "," in name or " " in name:
-        return f"strategy {name!r} is several: write one, or one combination such as ddp+tensor"
+        return f"strategy {name!r} names several: write one, or a combination such as ddp+tensor"
     word = name.lower().replace("-", "_")
     for known, others in OTHER_NAMES.items():
         if word in others.split():

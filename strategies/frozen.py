@@ -1,20 +1,20 @@
 """Weights in 16 bits: frozen matrices always, and with train.weight_dtype=bf16 all weights.
 
-A trained weight needs float32, because a step is too small for 16 bits, unless the optimizer rounds
-at random (app/training/stochastic.py). A frozen one (beside LoRA's adapters) needs only the 16 bits
-that products read. In float32 it takes twice the memory, and a cast in every forward, since
-autocast remembers copies of trained weights only.
+A trained weight needs float32, because an optimizer's step is too small for 16 bits, unless the
+optimizer rounds at random (app/training/stochastic.py). A frozen weight (beside LoRA's adapters)
+needs only the 16 bits that matrix products read. In float32 it would take twice the memory, and a
+cast in every forward, since autocast remembers its copies of trained weights only.
 
-Autocast rounds the float32 weight in each forward, and here it is rounded once, so the products are
-the same to the last bit. An embedding, which autocast does not touch, gives the rows of the rounded
-table as float32. Norms and everything else of one dimension stay float32. So do weights of classes
-that may compute in another way than torch's own layers. Sharded layouts cast all of them, these
-too, before they gather them: there only the shards take less.
+Autocast would round the float32 weight in each forward. Here it is rounded once, so the products
+are the same to the last bit. An embedding, which autocast does not touch, returns the rows of the
+rounded table as float32. Norms and everything else of one dimension stay float32, and so do weights
+of classes that may compute in another way than torch's own layers. Sharded layouts cast every
+parameter to 16 bits before they gather it, so there only the shards become smaller.
 
-With train.weight_dtype=bf16 all weights in float32 are cast, norms too, because `fully_shard` takes
-trained ones of one type only. Their gradients have the same type.
+With train.weight_dtype=bf16 all float32 weights are cast, norms included, because `fully_shard`
+accepts trained parameters of one type only. Their gradients have the same type.
 
-A checkpoint has the weights in the type that they are trained in, and is read into either.
+A checkpoint has the weights in the type that they are trained in, and can be loaded into either.
 """
 
 from collections.abc import Callable

@@ -267,7 +267,7 @@ def parameters_of_other_types(module: nn.Module, blocks: list[str]) -> Named:
 
     `fully_shard` reduces the gradients of a unit in one collective, and so in one type; it wants
     one type of parameters even where a precision of 16 bits casts all of these. They cannot be
-    units of their own, because other code than their module's forward may read them.
+    units of their own, because code outside of their module's forward may read them.
     """
     units = separable(module, blocks)
     by_unit: dict[str, Named] = {}
@@ -506,9 +506,9 @@ STRATEGY = Strategy(
     degrees=("dp_shard",),
     combines_with=("dp_replicate", "cp", "tp", "pp", "ep"),
     is_sharded=True,
-    # Forward sees gathered copies, which are freed, so what it writes into them is lost. A hook is
-    # on the parameter that the shard replaces. A block is gathered only for its forward and its
-    # backward, by all workers together.
+    # Forward sees gathered copies, which are freed, so what it writes into them is lost. A hook
+    # stays on the model's parameter, which the shard replaces. A block is gathered only for its
+    # forward and its backward, by all workers together.
     cannot_keep=CHANGING_OR_HOOKED
     | {
         Trait.ACTIVATION_HOOK,
@@ -541,10 +541,10 @@ STRATEGY = Strategy(
 # adds up whole gradients and reduces once, stage 2 reduces those of each micro-batch and keeps
 # shards. With one micro-batch per step they are the same.
 #
-# Choose zero1 when a device holds the model and its gradients but not the optimizer state as well,
-# zero2 when whole gradients are too much too, and fsdp when the parameters are. A pipeline gathers
-# parameters once per step and scatters gradients once, whatever the stage of ZeRO, so there it is
-# fsdp only.
+# Choose zero1 when a device can hold the parameters and gradients but not the optimizer state, too;
+# zero2 when whole gradients do not fit either; and fsdp when whole parameters do not. In a pipeline
+# only fsdp exists, because there parameters are gathered once per step and gradients are scattered
+# once, whatever the stage of ZeRO.
 
 ZERO1 = replace(
     STRATEGY,

@@ -302,8 +302,8 @@ class _LossGradientPass(_Pass):
         if not is_equal:
             raise LayoutError(
                 "self.gather got other rows from a second forward of the same micro-batch (its "
-                f"call {self.calls + 1}): with several micro-batches it is for what depends on the "
-                "model and the batch alone, not on what was gathered before, nor on a random "
+                f"call {self.calls + 1}): with several micro-batches, the rows must depend on the "
+                "model and the batch alone, not on rows that were gathered before, nor on a random "
                 "generator of the task's own; gather only such rows, or leave "
                 "train.micro_batch_size out"
             )

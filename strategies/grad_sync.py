@@ -9,9 +9,9 @@ checkpoints would no longer know what they are slices of. `fully_shard` with one
 every parameter twice.)
 
 **Pipelines.** A chunk's gradients are complete after the last micro-batch that passes it, while
-other chunks and stages still compute. That is when they are sent, from a set of buckets per chunk
-(while that backward still runs, unless a schedule splits it). The end of the step
-waits for them. Then the gradients of parameters that several stages use (a tied embedding) are
+other chunks and stages still compute. They are sent then, in buckets of the chunk's own, the first
+of them while that backward still runs (unless the schedule splits backward in two). The step waits
+for them at its end. Then the gradients of parameters that several stages use (a tied embedding) are
 added up, in one all-reduce per set of stages.
 
 **Shards of a pipeline.** Parameters are sharded by `fully_shard` and gathered once in a step, those
@@ -21,7 +21,8 @@ arithmetic, so that no forward keeps a cast copy until its backward; gradients a
 in the type that they are sent in. (Gathering parameters for every micro-batch, as fsdp does without
 a pipeline, would send m times as much: Grattafiori et al. 2024, arXiv 2407.21783, §3.3.2.)
 `fully_shard` only keeps the shards. Its hooks never run, and gradients are reduced here, from the
-unsharded parameters, so the sums are right in whatever order a schedule computes, W long after B.
+unsharded parameters. So the sums are right in whatever order a schedule computes, even if it
+computes the gradients of weights (W) long after those of inputs (B).
 """
 
 from __future__ import annotations
@@ -255,26 +256,26 @@ def shard_without_hooks(
     mesh: DeviceMesh,
     *,
     placement: Callable[[nn.Parameter], Shard | None],
-    but: Iterable[nn.Parameter] = (),
+    excluded: Iterable[nn.Parameter] = (),
     compute: torch.dtype | None = None,
 ) -> list[FSDPModule]:
     """Shards parameters in place, in units that the caller gathers and frees.
 
-    `fully_shard` puts its hooks on a module that holds the owner and is never called. They would do
-    nothing here, in a tenth of a step's time.
+    Each owner is put into a new module, which is never called and on which `fully_shard` puts its
+    hooks. Here they would do nothing, and take a tenth of a step's time.
 
     Args:
         owners: The modules whose parameters are sharded; the last one holds all others.
         mesh: The workers that they are sharded over.
         placement: The dimension along which a parameter is sharded; None: the first.
-        but: Parameters that are sharded already, or kept whole.
+        excluded: Parameters that are sharded already, or kept whole.
         compute: The type that matrices are gathered in. None: their own.
 
     Returns:
         The units.
     """
     units: list[FSDPModule] = []
-    done = set(but)
+    done = set(excluded)
     # The vectors of norms and biases keep their type, because autocast computes with them in
     # float32.
     vectors = {p for owner in owners for p in owner.parameters() if p.dim() < 2} - done
@@ -534,8 +535,8 @@ def _shard_dim(parameter: nn.Parameter, *, mesh_dim: int) -> int:
     return getattr(parameter.placements[mesh_dim], "dim", 0)
 
 
-class Together:
-    """Several kinds of parameters, each of which other workers share."""
+class CombinedSync:
+    """The synchronisation of several sets of parameters, each over workers of its own."""
 
     def __init__(self, parts: Sequence[GradientBuckets | ShardedGradients]) -> None:
         self.parts = parts
@@ -561,7 +562,7 @@ class Together:
             part.finish()
 
 
-GradSync = GradientBuckets | ShardedGradients | Together
+GradSync = GradientBuckets | ShardedGradients | CombinedSync
 """What a pipeline's data-parallel workers do with gradients in a step."""
 
 

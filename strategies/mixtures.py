@@ -238,7 +238,7 @@ class SplitExperts:
 
     def placement(self, parameter: nn.Parameter) -> Shard:
         """How `fully_shard` shards a parameter of the experts over `mesh`."""
-        # Not at the top: costs and tasks need this file too, and it imports for a second.
+        # Not at the top: costs and tasks import this file too, and this import takes a second.
         from torch.distributed.tensor import DTensor, Shard
 
         assert self.mesh is not None

@@ -1,9 +1,9 @@
 """A copy of a module whose own functions work on the copy.
 
-`copy.deepcopy` copies a module with its dictionaries, bound methods and partial functions, but
-takes over plain functions as they are. So a hook that was written as a lambda in the module's
-constructor, and puts something into `self`, would write into the original while the code of the
-copy looks for it in the copy.
+`copy.deepcopy` copies a module with its dictionaries, bound methods and partial functions, but does
+not copy plain functions. So a hook that is a lambda in the module's constructor, and that puts
+something into `self`, would still write into the original, while the code of the copy looks for it
+in the copy.
 """
 
 import contextlib
@@ -16,13 +16,14 @@ from torch import nn
 
 
 def copy_module(module: nn.Module, replacements: dict[int, Any] | None = None) -> nn.Module:
-    """A deep copy of a module, with functions whose closures and defaults are the copy's.
+    """A deep copy of a module, whose functions refer to the copy in their closures and defaults.
 
-    Functions count that are attributes of a module or stand in a mapping that is one, as hooks do.
+    These are functions that are attributes of a module, or that are in a mapping which is an
+    attribute, as hooks are.
 
     Args:
         module: Any module; it is not changed.
-        replacements: What stands in the copy for other objects, by the `id` of these.
+        replacements: What replaces some objects in the copy, by the `id` of the original.
     """
     copies = dict(replacements or {})
     copied = copy.deepcopy(module, copies)
@@ -36,7 +37,7 @@ def copy_module(module: nn.Module, replacements: dict[int, Any] | None = None) -
 
 
 class _Functions:
-    """Functions that see copies where others see originals.
+    """Makes functions that refer to copies where the original functions refer to originals.
 
     Args:
         copies: The copy of each object that was copied, by the `id` of the original.
@@ -46,7 +47,7 @@ class _Functions:
         self._copies = copies
 
     def rebind(self, values: MutableMapping[Any, Any]) -> None:
-        """Replaces the functions among the values of a mapping by those that see copies."""
+        """Replaces the functions among the values of a mapping by those that refer to copies."""
         for name, value in list(values.items()):
             if isinstance(value, types.FunctionType):
                 values[name] = self._copied(value)
@@ -70,7 +71,7 @@ class _Functions:
             function.__name__,
             closure=cells,
         )
-        # Before its closure is looked at, in which it may stand itself.
+        # Before its closure is copied, because a function may refer to itself there.
         self._copies[id(function)] = rebound
         for cell, original in zip(cells, closure, strict=True):
             with contextlib.suppress(ValueError):  # the variable has no value yet

@@ -24,16 +24,16 @@ model directly. https://docs.pytorch.org/docs/stable/generated/torch.nn.DataPara
 **model_parallel**, naive model parallelism, puts consecutive blocks on several devices and moves
 the activations between them.
 
-    device 0: embedding, blocks 1 … k  →  x  →  device 1: blocks k+1 … n, head  →  output to device
-    0
+    device 0: embedding, blocks 1 … k   →  x  →   device 1: blocks k+1 … n, head   →  y  →  device 0
 
-A model too large for one GPU runs on two, with no change to its code. But one device works while
-the others wait, so n devices are no faster than one. It sends the activations between neighbours,
-forward and backward. Choose it for a model that must just run, or as `ddp_model_parallel` (one copy
-per worker, each over the worker's own devices, gradients averaged by DDP) where several small GPUs
-stand in for a large one. A pipeline keeps the devices busy; fsdp uses the memory of all of them as
-well. https://docs.pytorch.org/tutorials/intermediate/model_parallel_tutorial.html; Huang et al.
-2019, https://arxiv.org/abs/1811.06965, figure 2b, shows the waiting.
+A model too large for one GPU runs on two, with no change to its code. But only one device computes
+at a time, so n devices are no faster than one. It sends the activations between neighbours, forward
+and backward. Choose it for a model that must just run, or as `ddp_model_parallel` (one copy per
+worker, each over the worker's own devices, gradients averaged by DDP) where several small GPUs
+stand in for a large one. A pipeline also splits the model by blocks but keeps the devices busy, and
+fsdp also uses the memory of all devices.
+https://docs.pytorch.org/tutorials/intermediate/model_parallel_tutorial.html; Huang et al. 2019,
+https://arxiv.org/abs/1811.06965, figure 2b, shows the idle time.
 
 What comes before the first block goes to the first device, what comes after the last block to the
 last one. A weight that is used in two places has one device, and both places compute there. The

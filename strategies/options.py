@@ -60,12 +60,12 @@ class Options:
 
     precision: str = "fp32"
     """Type of the arithmetic: fp32, bf16, fp16 (with loss scaling), or fp8: bf16 with the blocks'
-    linear layers in float8 (GPUs since Ada and Hopper). Parameters, optimizer and loss stay
+    linear layers in float8 (Ada and Hopper GPUs, or newer). Parameters, optimizer and loss stay
     float32."""
     weight_dtype: str = "fp32"
     """Type that weights and gradients are kept in: fp32, or with precision bf16 or fp8 also bf16,
-    in half the memory. adamw and adamw8bit then round weights up or down at random, right in the
-    mean, so that steps too small for 16 bits are not lost."""
+    in half the memory. adamw and adamw8bit then round weights stochastically, up or down at random
+    and right on average, so that steps too small for 16 bits are not lost."""
     compile: bool = False
     """Compile each block with torch.compile."""
     compile_backend: str = "inductor"
@@ -75,8 +75,8 @@ class Options:
     (every second block; any number), or selective (each block, but the results of matrix products
     are kept)."""
     activation_offloading: bool = False
-    """Keep what blocks save for backward in host memory instead of the GPU's, copied while other
-    blocks compute: it takes no arithmetic, but time where copying takes longer than computing."""
+    """Keep what blocks save for backward in host memory instead of the GPU's. It is copied while
+    other blocks compute, and costs time only where copying takes longer than computing."""
 
     # --- data parallelism -------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class Options:
     # --- context parallelism ----------------------------------------------------------------------
 
     context: str = "auto"
-    """With cp: how tokens of different workers attend: ring (keys go from worker to worker),
+    """With cp: how tokens attend to those of other workers: ring (keys go from worker to worker),
     allgather, ulysses (heads are exchanged for tokens), or auto: ulysses within a node if cp · tp
     divides the heads, else ring."""
 

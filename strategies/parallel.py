@@ -56,7 +56,7 @@ def require_loss(value: object) -> None:
         )
     if value.numel() != 1:
         raise LossError(
-            f"the loss has shape {tuple(value.shape)}, {must_be}: return its mean, say",
+            f"the loss has shape {tuple(value.shape)}, {must_be}: return, for instance, its mean",
             suspicious="reduction|none",
         )
     if not value.requires_grad:

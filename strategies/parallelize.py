@@ -133,33 +133,16 @@ def parallelize(
         precision.require_float8(device)
         float8_notes = precision.use_float8(module, names)
 
-    # torch 2.13 cannot trace the recomputation of a block that holds DTensors, as those of a
-    # pipeline's stage may, nor of one that attends across workers: the compiler would drop that.
-    # Such blocks are compiled first, and then recomputed as a whole.
-    compiles_first = split is not None or division is not None or layout.dims.cp > 1
-    if options.compile and split is not None:
-        for name in names or [""]:
-            block = module.get_submodule(name)
-            block.forward = split.forget_traced(block.forward)
-    if options.compile and compiles_first:
-        compile_blocks(module, names, options.compile_backend)
-    if split is not None:
-        randomness = SplitRandomness(
-            split.plan, split.peers, receives_activations=division is not None
-        )
-        if options.compile:
-            randomness.around_compiled(module, names, device)
-        else:
-            randomness.follow(module, names)
-    context = None
-    if layout.dims.cp > 1:
-        positions = _resolve(context_plan, module)
-        require_positions(module, positions)
-        context = Context(layout.dims, options, positions)
-        context.install(module, names)
-    activation_checkpointing.apply(module, names, options.activation_checkpointing)
-    if options.compile and not compiles_first:
-        compile_blocks(module, names, options.compile_backend)
+    context = _wrap_forwards(
+        module,
+        names,
+        layout=layout,
+        options=options,
+        device=device,
+        context_plan=context_plan,
+        split=split,
+        is_pipeline=division is not None,
+    )
     moved = None
     if options.activation_offloading:
         moved = activation_offloading.apply(module, names, device, is_pipeline=division is not None)
@@ -226,6 +209,60 @@ def _build(
     if device.type == "cuda":
         use_channels_last(module, with_weights=not on_meta)
     return module, (*([note] if note else []), *gradient_notes)
+
+
+def _wrap_forwards(
+    module: nn.Module,
+    names: list[str],
+    *,
+    layout: Layout,
+    options: Options,
+    device: torch.device,
+    context_plan: ContextPlanFor,
+    split: SplitLayers | None,
+    is_pipeline: bool,
+) -> Context | None:
+    """Replaces the forwards of the blocks, innermost first: attention, recomputation, compilation.
+
+    Args:
+        module: The model, whose layers are already split.
+        names: Names of its blocks.
+        layout: The layout that is being applied.
+        options: How the layout behaves.
+        device: This worker's device.
+        context_plan: See `parallelize`.
+        split: The layers that tensor parallelism has split, if any.
+        is_pipeline: Whether the module is a stage of a pipeline.
+
+    Returns:
+        The context parallelism, if the layout has any.
+    """
+    # torch 2.13 cannot trace the recomputation of a block that holds DTensors, as those of a
+    # pipeline's stage may, nor of one that attends across workers: the compiler would leave the
+    # recomputation out. Such blocks are compiled first, and then recomputed as a whole.
+    compiles_first = split is not None or is_pipeline or layout.dims.cp > 1
+    if options.compile and split is not None:
+        for name in names or [""]:
+            block = module.get_submodule(name)
+            block.forward = split.forget_traced(block.forward)
+    if options.compile and compiles_first:
+        compile_blocks(module, names, options.compile_backend)
+    if split is not None:
+        randomness = SplitRandomness(split.plan, split.peers, receives_activations=is_pipeline)
+        if options.compile:
+            randomness.around_compiled(module, names, device)
+        else:
+            randomness.follow(module, names)
+    context = None
+    if layout.dims.cp > 1:
+        positions = _resolve(context_plan, module)
+        require_positions(module, positions)
+        context = Context(layout.dims, options, positions)
+        context.install(module, names)
+    activation_checkpointing.apply(module, names, options.activation_checkpointing)
+    if options.compile and not compiles_first:
+        compile_blocks(module, names, options.compile_backend)
+    return context
 
 
 def _async_tp_notes(split: SplitLayers | None, options: Options) -> tuple[str, ...]:

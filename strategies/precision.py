@@ -15,10 +15,10 @@ How the cast happens depends on the layout:
   The module's output comes back as float32 for the loss, unless `float_output` is false: a loss
   that accepts 16 bits saves a float32 copy of the logits.
 
-With train.weight_dtype=bf16 every layout computes as sharded ones do. The two round in different
-places, so their results agree to bfloat16's rounding (2⁻⁸ relative per
-number), not bit by bit. The second also adds up the residual stream in 16 bits and is the noisier
-one (experiments/parity/matrix.py).
+With train.weight_dtype=bf16 every layout computes as sharded ones do. Replicated and sharded
+layouts round in different places, so their results agree to bfloat16's rounding (2⁻⁸ relative per
+number), not bit by bit. Sharded ones also add up the residual stream in 16 bits, so their results
+are noisier (experiments/parity/matrix.py).
 
 **fp8**: linear layers multiply in 8 bits, which some GPUs do twice as fast as in 16. A float8
 number has few bits, so each tensor is scaled to use all of them, by its own largest magnitude at
@@ -39,10 +39,11 @@ parameters, gradients and optimizer state in float32; norms, attention, embeddin
 bits.
 
 Choose it for large models on an H100 or newer, with train.compile (scaling makes a few passes over
-each tensor, which compiling fuses), once bf16 trains well: a number is rounded by up to 2⁻⁴ of
-itself instead of 2⁻⁹. Scaling grows with a layer's width and the product with its square, so narrow
-layers gain nothing. A GPT of 1.3 billion parameters takes 469 ms a step on an H100, 561 ms in bf16,
-and a fifth less memory (experiments/benchmarks/RESULTS.md, the first H100).
+each tensor, which compiling fuses), once bf16 trains well: e4m3 rounds a number by up to 2⁻⁴ of
+itself, bfloat16 by up to 2⁻⁸. The cost of scaling grows with a layer's width and that of the
+product with its square, so narrow layers gain nothing. A GPT of 1.3 billion parameters takes 469 ms
+a step on an H100 instead of 561 ms in bf16, and a fifth less memory
+(experiments/benchmarks/RESULTS.md, the first H100).
 
 Only linear layers of the blocks change, and of these only the ones whose sizes are divisible by 16,
 as the hardware requires. Of a layer that is split over workers (tensor), each worker changes its

@@ -1,8 +1,8 @@
-"""Losses of logits that are made, or cast to float32, some rows at a time.
+"""Chunks of rows for losses that compute logits, or cast them to float32, a few rows at a time.
 
-A loss over a large vocabulary that took all rows at once would need several float32 numbers for
-each logit. Here is how many rows it takes, and what a planner is told about it: equal chunks cost
-the same, and their memory does not grow with the batch once they are full.
+A loss over a large vocabulary that computed all rows at once would need several float32 numbers for
+each logit. This file decides how many rows a chunk has, and lets the planner observe the chunks:
+chunks of one size cost the same, and the memory of a full chunk does not grow with the batch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ChunkObserver(Protocol):
         Args:
             rows: Rows of all chunks.
             words: Logits of a row.
-            times: How many chunks the one stands for.
-            is_first: Whether it is the first of them, and none of the others is larger.
+            times: How many chunks of this size there are, of which only this one is computed.
+            is_first: Whether it is the first chunk. No later chunk is larger.
             is_bounded: Whether the chunk has `chunk_rows(rows, words)` rows.
         """
 
@@ -49,7 +49,7 @@ _OBSERVER: ContextVar[ChunkObserver | None] = ContextVar("observer", default=Non
 
 @contextlib.contextmanager
 def observed_by(observer: ChunkObserver) -> Iterator[None]:
-    """Tell an observer of every chunk."""
+    """Report every chunk to an observer while the context is active."""
     token = _OBSERVER.set(observer)
     try:
         yield
@@ -58,7 +58,7 @@ def observed_by(observer: ChunkObserver) -> Iterator[None]:
 
 
 def current_observer() -> ChunkObserver | None:
-    """What is told of chunks, if anything is."""
+    """The observer that chunks are reported to, if there is one."""
     return _OBSERVER.get()
 
 
@@ -74,7 +74,9 @@ def chunk_rows(rows: int, words: int) -> int:
 
 
 def row_chunks(rows: int, words: int, *, chunks: int | None = None) -> Iterator[slice]:
-    """The rows of each chunk, one after another. Leave nothing of a chunk alive for the next one.
+    """The rows of each chunk, one after another.
+
+    The caller should free a chunk's tensors before it asks for the next chunk.
 
     Args:
         rows: Rows of all chunks.

@@ -7,7 +7,7 @@ built on its host: one tensor at a time, of which every rank keeps its part. So 
 for its shards and the largest single tensor; a model of 7 billion parameters needs 28 GB on rank
 0's host and nowhere else. Buffers are broadcast too, also those that are not saved with the model
 (rotary tables), and so are tensors that a module keeps as plain attributes, which would have stayed
-empty on meta. A model that cannot be built on meta is built on every rank.
+empty on meta. A model that cannot be built on meta is built on every rank instead.
 
 **Names.** Wrappers leave marks in names (DDP and DataParallel `module.`, checkpoint wrappers,
 torch.compile). Here only DDP and DataParallel wrap at all, and state is read from inside them, so
@@ -18,8 +18,8 @@ parts. https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 **Optimizers.** Their state is keyed by parameter name instead of by position in a list: `{"state":
 {name: {"exp_avg": …}}, "groups": {…}}`. Hyperparameters belong to the configuration and are not
 loaded. Numbers in a parameter group that the optimizer itself updates (a step count, an estimate of
-the learning rate) are. Of an optimizer that is not torch's, an entry that is still as it was made
-is taken for a hyperparameter, so what it was made with is saved too.
+the learning rate) are. For an optimizer that is not torch's, an entry that still has its initial
+value is assumed to be a hyperparameter, so initial values are saved too ("made_with").
 """
 
 from __future__ import annotations
@@ -412,7 +412,7 @@ def whole_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory, contiguous; of a tensor on a GPU without another in between."""
+    """A contiguous copy in the host's memory, made from a tensor on a GPU without a second copy."""
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 

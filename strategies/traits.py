@@ -44,7 +44,7 @@ class Trait(enum.Enum):
     BACKWARD_HOOK = "a module has a hook on its backward"
     CUTS_GRAPH = "no gradient comes back through the output of a block"
     CHANGES_INPUT = "a block changes its input in place"
-    CHANGES_DATA = "what is recomputed changes an input in place that has no gradient"
+    CHANGES_DATA = "code that is recomputed changes, in place, an input that has no gradient"
     CHANGES_OUTPUT = "the code after a block changes the block's output in place"
     GRADIENT_PAST_OUTPUT = "a block gets a gradient, but not through its output"
     RUNS_WITHOUT_GRADIENT = "a block runs without gradients and once more in backward"
@@ -52,17 +52,17 @@ class Trait(enum.Enum):
     RECURRENT = "a block has a recurrent layer"
     NORMALISES_OVER_BATCH = "a layer normalises over the samples of a batch"
     GRADIENT_IN_LOSS = "the loss takes a gradient itself"
-    FUNCTIONAL_CALL = "the loss calls the model with parameters that it gives it"
+    FUNCTIONAL_CALL = "the loss calls the model with other parameters than the model's own"
     CALLED_TWICE = "a block is called twice in one step"
     CALLS_VARY = (
         "another sample, or another random number, takes another way through the model's blocks"
     )
     VARIES_BY_CALL = "the same batch takes another way through the model when it comes again"
     OUTPUT_VARIES_BY_CALL = (
-        "what is recomputed puts out other numbers for the same input when it is called again"
+        "code that is recomputed returns other values for the same input when it is called again"
     )
     BRANCHES_ON_DATA = (
-        "a number of the batch decides which blocks are called or which parameters are used"
+        "a value in the batch decides which blocks are called or which parameters are used"
     )
     UNUSED_PARAMETERS = "parameters that are to be trained get no gradient"
     PARAMETERS_VARY = "another sample, or another random number, uses other parameters"
@@ -77,7 +77,7 @@ CHANGING_OR_HOOKED = frozenset(
         Trait.GRADIENT_HOOK,
     }
 )
-"""The traits that no layout keeps which replaces the model's parameters by others."""
+"""The traits that a layout cannot keep if it replaces the model's parameters by others."""
 
 _SENTENCES: dict[Trait, tuple[str, str]] = {
     Trait.LOSS_READS_PARAMETERS: (
@@ -155,8 +155,8 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
         "write x = x + y instead of x += y",
     ),
     Trait.GRADIENT_PAST_OUTPUT: (
-        "{where} gets its gradient from what it has left in an attribute, and none through its "
-        "output",
+        "{where} gets its gradient through a tensor that it keeps in an attribute, and none "
+        "through its output",
         "let the block return what the loss needs of it",
     ),
     Trait.RUNS_WITHOUT_GRADIENT: (
@@ -181,7 +181,7 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
         "",
     ),
     Trait.FUNCTIONAL_CALL: (
-        "the loss calls the model by torch.func.functional_call, with parameters that it gives it",
+        "the loss calls the model by torch.func.functional_call, with other parameters",
         "call the model itself",
     ),
     Trait.CALLED_TWICE: (
@@ -197,11 +197,11 @@ _SENTENCES: dict[Trait, tuple[str, str]] = {
         "call every block in every forward, and multiply what is to be left out by zero",
     ),
     Trait.OUTPUT_VARIES_BY_CALL: (
-        "{where} puts out other numbers for the same input when it is called again",
+        "{where} returns other values for the same input when it is called again",
         "count calls outside of what is recomputed",
     ),
     Trait.BRANCHES_ON_DATA: (
-        "a number of the batch decides whether {where} is used",
+        "a value in the batch decides whether {where} is used",
         "",
     ),
     Trait.UNUSED_PARAMETERS: (

@@ -301,11 +301,11 @@ class HashedFiles(FileSystemBase):
 
 
 class KnownResults:
-    """What DCP has to know of each shard that was written, which rank 0 is told if it has changed.
+    """What DCP needs to know of each written shard; it is sent to rank 0 only when it has changed.
 
-    Where a shard is in a file mostly stays as it was in the save before, and the results of all
-    ranks are as large as DCP's table. A rank whose results are the same says only that. After a
-    save that has failed, everything is told again.
+    The results of all ranks are as large as DCP's table, and mostly the same as in the previous
+    save, because a shard keeps its place in its file. A rank whose results are the same reports
+    only that. After a save that has failed, everything is sent again.
     """
 
     def __init__(self) -> None:
@@ -315,20 +315,20 @@ class KnownResults:
         """On rank 0: those of all ranks."""
 
     def news(self, results: list[WriteResult]) -> list[WriteResult] | None:
-        """What a rank tells rank 0 of a save: its results, or None if rank 0 knows them."""
+        """What a rank sends to rank 0 after a save: its results, or None if rank 0 knows them."""
         is_known = results == self._own
         self._own = results
         return None if is_known else results
 
     def complete(self, news: Sequence[list[WriteResult] | None]) -> list[list[WriteResult]]:
-        """On rank 0: the results of all ranks, from what they have told, by rank."""
+        """On rank 0: the results of all ranks, from what they have sent, by rank."""
         for rank, results in enumerate(news):
             if results is not None:
                 self._by_rank[rank] = results
         return [self._by_rank[rank] for rank in range(len(news))]
 
     def forget(self) -> None:
-        """Tell everything with the next save."""
+        """Send everything with the next save."""
         self._own = None
 
 

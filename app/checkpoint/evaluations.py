@@ -1,10 +1,10 @@
-"""What committed checkpoints were evaluated as, where that happens beside training.
+"""The results of evaluating committed checkpoints, where that happens beside training.
 
     <checkpoints>/evaluations.json    an entry for each evaluated step, in the order of steps
 
-A marker is final, so a result that comes after the commit stands here. The meta of a checkpoint
-that waits for its evaluation has a plan: in which batches the held-out data is read, so that the
-numbers do not depend on the layout that trains later, nor on the worker that evaluates.
+A marker never changes, so a result that comes after the commit is kept in this file. The meta of a
+checkpoint that waits for its evaluation has a plan: in which batches the held-out data is read, so
+that the numbers do not depend on the layout that trains later, nor on the worker that evaluates.
 
 The run's driver alone writes the file, as a whole. The first rank reads it to decide which
 checkpoints are removed, and whether training ends early.

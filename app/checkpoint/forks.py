@@ -6,8 +6,8 @@ so, and the run that owns the checkpoint does not remove it:
 
     <checkpoints>/forks/<id>.json    {"checkpoint": "step-00000300-…", "fork": "<folder>"}
 
-Whoever removes checkpoints reads the marks first (`needed_by_forks`), and removes those that are
-over.
+Code that removes checkpoints reads the marks first (`needed_by_forks`), which also removes marks
+that are no longer needed.
 """
 
 import contextlib
@@ -20,8 +20,8 @@ from app.errors import UserError
 from app.storage.storage import Storage
 
 MARKS = "forks"
-UNBORN_SECONDS = 3600.0
-"""How long a mark holds without its fork's run.json, which a start writes before it trains."""
+FORK_START_SECONDS = 3600.0
+"""How long a mark is valid without its fork's run.json, which a start writes before it trains."""
 
 
 def hold(commit: Commit, fork: str, *, until_released: bool = False) -> None:
@@ -96,7 +96,7 @@ def _is_needed(mark: dict[str, str | float]) -> bool:
     if mark.get("until_released"):
         return fork.exists()
     if not fork.exists("run.json"):
-        return time.time() - float(mark["time"]) < UNBORN_SECONDS
+        return time.time() - float(mark["time"]) < FORK_START_SECONDS
     return not survey(fork.join("checkpoints")).commits
 
 

@@ -1,10 +1,10 @@
 """DCP's table of a checkpoint, of which each rank gets the part about its own state.
 
 The table, `.metadata`, lists every shard that any rank has saved, so it grows with the number of
-ranks. Rank 0 alone reads it. Each rank tells what it wants, and gets the entries of its own names,
-with the shards that overlap its own. Of ranks that want the same, as replicas do, the first asks
-rank 0 and hands the answer on to two others, and so do these: rank 0 cuts one part after another,
-holds one at a time, and sends each once, however many ranks want it.
+ranks. Rank 0 alone reads it. Each rank says what it needs, and gets the entries of its own names,
+with the shards that overlap its own. If several ranks need the same, as replicas do, only the first
+asks rank 0. It passes the answer on to two others, which do the same. So rank 0 makes one part
+after another, holds one at a time, and sends each once, however many ranks need it.
 """
 
 from __future__ import annotations

@@ -23,14 +23,14 @@ COMMANDS = {
         "studies",
         "Search batch size, learning rate and other keys; run it again to continue.",
     ),
-    "scale": ("studies", "Measure what more workers bring, and whether the next doubling pays."),
+    "scale": ("studies", "Measure what more workers gain, and whether the next doubling pays."),
     "runs": ("look", "List runs with their state, last loss and age."),
     "watch": ("look", "Follow a run that trains in another shell or on another machine."),
-    "compare": ("look", "Say which runs are better, and whether it is more than noise."),
+    "compare": ("look", "Compare runs, and tell whether a difference is more than noise."),
     "profile": ("look", "Show where the time of a run's profiled steps went."),
     "coordinate-check": (
         "studies",
-        "Say whether a rate that was found at one width holds at others.",
+        "Test whether a learning rate found at one width holds at others.",
     ),
     "report": ("studies", "Write one page about runs, a sweep or a scaling study."),
     "config": ("runs", "Show every key of an experiment, its value and what it means."),
@@ -204,7 +204,7 @@ def usage_error(error: click.ClickException) -> str:
             return f"{option} has no value: write {option} VALUE"
         case click.UsageError(message=message) if message.startswith(EXTRA):
             words = message.rpartition("(")[2].rstrip(")")
-            return f"{words} is too much: `{command} --help` says what it takes"
+            return f"{words} is unexpected: `{command} --help` lists the arguments"
     return error.format_message()
 
 

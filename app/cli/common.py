@@ -275,7 +275,7 @@ def files_and_overrides(arguments: tuple[str, ...]) -> tuple[list[str], list[str
     keys = {override.partition("=")[0] for override in overrides}
     if {"train.steps", "train.epochs"} <= keys:
         raise UserError(
-            "train.steps and train.epochs are both given, and say two lengths: leave one out"
+            "train.steps and train.epochs are both given, but each sets the length: leave one out"
         )
     return files, overrides
 

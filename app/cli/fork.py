@@ -62,8 +62,8 @@ def fork_config(run: str, arguments: tuple[str, ...], at: int | None = None) -> 
     files, overrides = files_and_overrides(arguments)
     if files:
         raise UserError(
-            f"{files[0]} is no key=value: a fork has the configuration of its run, of which "
-            "key=value changes single keys"
+            f"{files[0]} is not of the form key=value: a fork takes the configuration of its "
+            "run, of which key=value changes single keys"
         )
     storage = open_run(run)
     keys = [override.partition("=")[0] for override in overrides]

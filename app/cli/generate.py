@@ -40,7 +40,7 @@ from app.errors import UserError
     default=0,
     show_default=True,
     metavar="N",
-    help="The same seed, the same text.",
+    help="The same seed gives the same text.",
 )
 @click.option(
     "--step",
@@ -69,8 +69,8 @@ def generate(
     trireme generate runs/llama --interactive
 
     Works for every language model of Trireme's own and of transformers, trained on whatever layout,
-    on this machine's GPU if it has one. One with an encoder (T5, BART) makes its text of the one
-    given.
+    on this machine's GPU if it has one. A model with an encoder (T5, BART) reads the given text and
+    writes a text of its own.
     """
     from app.run.look import open_run
 

@@ -79,7 +79,7 @@ def watch(cli: Invocation, run: str) -> None:
     help="Compare over this share of the samples that the runs have in common, at their end.",
 )
 def compare(cli: Invocation, runs: tuple[str, ...], metric: str, last: float) -> None:
-    """Say which runs are better than the first one, and whether it is more than noise.
+    """Compare runs with the first one, and tell whether a difference is more than noise.
 
     \b
     trireme fork runs/gpt --at 3000 run.name=slow optimizer.lr=1e-4

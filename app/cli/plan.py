@@ -64,11 +64,11 @@ TOP_IN_JSON = 100
     metavar="N",
     help="Layouts to show, 0 for all. Default: 5, in JSON 100.",
 )
-@click.option("--why", is_flag=True, help="Say of each strategy why it is, or is not, the best.")
+@click.option("--why", is_flag=True, help="Explain why each strategy is, or is not, the best.")
 @click.option(
     "--assumptions",
     is_flag=True,
-    help="Show what the devices are taken to reach; --assume changes it.",
+    help="Show the speeds that devices are assumed to reach; --assume changes them.",
 )
 @click.option(
     "--picture",

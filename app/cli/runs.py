@@ -133,7 +133,7 @@ def export(cli: Invocation, run_folder: str, to: str, out: str | None, step: int
     from app.console.terminal import size
     from app.run.look import open_run
 
-    open_run(run_folder)  # a wrong folder is told before torch is imported
+    open_run(run_folder)  # reports a wrong folder before torch is imported
     from app.results.export import export_run
 
     cli.console.status("reading the checkpoint")

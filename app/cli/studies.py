@@ -82,7 +82,7 @@ def scale(
     steps: int,
     blocks: int,
 ) -> None:
-    """Measure an experiment on several numbers of workers; say what more of them would bring, and
+    """Measure an experiment on several numbers of workers; show what more of them would gain, and
     whether it pays.
 
     \b
@@ -183,8 +183,8 @@ def parity(
     "--steps", type=COUNT, metavar="N", default=5, show_default=True, help="Steps of each model."
 )
 def coordinate_check(cli: Invocation, arguments: tuple[str, ...], widths: str, steps: int) -> None:
-    """Train an experiment's model at several widths for a few steps, and say whether its rate holds
-    at all of them.
+    """Train an experiment's model at several widths for a few steps, and test whether its learning
+    rate holds at all of them.
 
     \b
     trireme coordinate-check experiments/gpt.yaml --widths 32,64,128 \\
@@ -229,7 +229,7 @@ def _whole_numbers(option: str, text: str, *, example: str) -> tuple[int, ...]:
 @click.option(
     "--out",
     metavar="FILE.html",
-    help="The page to write. Default: report.html, of several comparison.html.",
+    help="The page to write. Default: report.html, or comparison.html of several runs.",
 )
 def report(cli: Invocation, folders: tuple[str, ...], out: str | None) -> None:
     """Write one self-contained page about runs, a sweep or a scaling study.

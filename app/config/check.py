@@ -172,7 +172,7 @@ def _followed_plan(config: Config) -> Iterator[str]:
 
 
 def _evaluations(config: Config) -> Iterator[str]:
-    """Settings of evaluations that cannot be meant so."""
+    """Settings of evaluations that contradict one another."""
     if config.train.patience is not None and config.train.eval_every is None:
         yield (
             f"train.patience is {config.train.patience} evaluations, but the run is evaluated only "
@@ -217,8 +217,8 @@ def unknown_optimizer(name: str) -> str:
     """The sentence about an optimizer that is neither a short name nor an import path."""
     if name.lower().replace("_", "") in ("lbfgs", "sparseadam"):
         return (
-            f"optimizer.name is {name!r}, which is not for this loop: lbfgs computes the loss "
-            "several times in a step, and sparseadam needs sparse gradients; write adamw"
+            f"optimizer.name is {name!r}, which this training loop cannot use: lbfgs computes the "
+            "loss several times in a step, and sparseadam needs sparse gradients; write adamw"
         )
     module, dot, class_name = name.rpartition(".")
     hint = nearest(name.lower(), OPTIMIZERS)

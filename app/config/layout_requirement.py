@@ -1,11 +1,11 @@
-"""What is known beforehand of a layout that `strategy: auto` chooses."""
+"""Conditions that a layout that `strategy: auto` chooses must meet."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requirement:
-    """What is known beforehand of the layout that auto chooses.
+    """Conditions that the layout that auto chooses must meet.
 
     Args:
         memory_below: The planned memory of a worker, in bytes, that it has to stay below, since one

@@ -91,8 +91,8 @@ class TrainConfig:
     have been seen (those of a run that is forked count), and then 64. optimizer.lr_scaling lets the
     rate follow, and schedule.name is then a curve over samples; whatever else counts steps counts
     steps. auto: begins with train.global_batch_size, tries twice the batch beside it whenever the
-    samples seen have doubled, and goes on with it if it is as good; train.steps counts steps of the
-    first batch. Empty: always train.global_batch_size."""
+    samples seen have doubled, and continues with it if it is as good; train.steps counts steps of
+    the first batch. Empty: always train.global_batch_size."""
     micro_batch_size: Optional[int] = None
     """Samples that one worker computes at once; gradients are accumulated over its share of the
     global batch. null: its whole share."""
@@ -177,8 +177,8 @@ class OptimizerConfig:
     nadam, radam, rmsprop, rprop (torch.optim's), or the import path of a class
     (my_package.my_module:MyOptimizer)."""
     state_dtype: str = "fp32"
-    """Type of adamw's moments between steps: fp32, or bf16 (4 bytes a weight instead of 8), rounded
-    at random to the number above or below, right in the mean. The same under every layout."""
+    """Type of adamw's moments between steps: fp32, or bf16 (4 bytes a weight instead of 8) with
+    stochastic rounding, which is right on average and the same under every layout."""
     lr: float = 1e-3
     """Learning rate at the top of the schedule."""
     lr_scaling: str = "none"
@@ -294,9 +294,9 @@ class PlanConfig:
 
     follow: bool = False
     """With strategy=auto, in Ray: when steps take longer than planned, save and continue with the
-    layout that is now expected to be at least 10 % faster, restarting counted; stages of a pipeline
-    are cut again by their measured times. It tries at most two other layouts, each once, and
-    returns to the fastest of all if they are slower."""
+    layout that is now expected to be at least 10 % faster, restart included; the stages of a
+    pipeline are divided again by their measured times. It tries at most two other layouts, each
+    once, and returns to the fastest of all if they are slower."""
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,7 @@ class ClusterConfig:
     max_workers: Optional[int] = None
     """With train.batch_schedule, in Ray: the most workers to train with. When the batch grows, the
     run asks for as many as pay by the plan (twice as many that do at least 1.5 times the work, a
-    restart counted), saves and continues with them when they are there, and goes on without them
+    restart counted), saves and continues with them when they are there, and continues without them
     if they do not come within cluster.wait_seconds. null: as many as at the beginning."""
     exclude_nodes: list[str] = field(default_factory=list)
     """Ids of nodes that get no worker, such as those that `trireme doctor --exclude-bad` prints."""
@@ -386,7 +386,7 @@ class Config:
     more. null: no limit. Needs prices: those of cluster.file, else the list prices of its GPUs
     (cluster/hardware.yaml)."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    """What is asked of the cluster, and what happens when its resources do not come."""
+    """What the run requests from the cluster, and what happens if the resources do not come."""
     run: RunConfig = field(default_factory=RunConfig)
     """Name and place of the run."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -402,8 +402,8 @@ class Config:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     """How the run is shown in MLflow."""
     plan: PlanConfig = field(default_factory=PlanConfig)
-    """What a run does about its plan. 20 steps after a start with strategy=auto the step is put
-    beside the plan by part: computing, communication, bubble, data."""
+    """How a run follows its plan. 20 steps after a start with strategy=auto, the measured step is
+    compared with the planned one by part: computing, communication, bubble, data."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """Where the time of some steps goes; `trireme profile RUN` prints a table, and traces are in
     the run's folder."""

@@ -1,8 +1,8 @@
 """What the source of a task shows, without importing it, which imports PyTorch and takes seconds.
 
-A mistake is told only if importing the module would show it too. Whatever a source leaves open is
-left to the import: a class that a function makes, a base class from another file, a path that the
-module adds to Python's.
+A mistake is reported only if importing the module would show it too. Whatever the source alone does
+not decide is left to the import: a class that a function makes, a base class from another file, a
+path that the module adds to Python's.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _is_dotted(module: str) -> bool:
 
 
 def _read(name: str, module: str) -> Source | None:
-    """The source of a task's module; None if it cannot be told where that is.
+    """The source of a task's module; None if its place is not known.
 
     Raises:
         UserError: There is no such module, or it has a syntax error.

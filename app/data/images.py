@@ -133,7 +133,7 @@ def _array(content: Any, source: Path | str) -> Array:
         array = np.asarray(content)
     except (TypeError, ValueError, RuntimeError) as error:  # ragged lists, quantised tensors
         raise UserError(
-            f"{source} holds a {type(content).__name__} that is no array of numbers; write one"
+            f"{source} holds a {type(content).__name__} that is not an array of numbers; write one"
         ) from error
     kind = array.dtype.newbyteorder("=")
     return array.astype(WIDER.get(kind.name, kind), copy=False)

@@ -15,10 +15,10 @@ of map-style data sets (mixture.py). A map-style data set may have methods that 
 
 A data set or a stream whose samples `default_collate` cannot stack, such as texts of different
 lengths, has a method `collate_fn(samples)`, as DataLoader takes it (collate.py). It gets the
-samples of one micro-batch. If it pads them, the loss should be a mean over what is no padding, and
-the task should count that in `items`. What it draws at random (as masking does) depends on how
-samples are divided into micro-batches; where every layout should draw the same, the samples
-themselves do it.
+samples of one micro-batch. If it pads them, the loss should be a mean over what is not padding, and
+the task should count that in `items`. What `collate_fn` draws at random (as masking does) depends
+on how samples are divided into micro-batches; if every layout must draw the same, draw where the
+samples are made.
 
 If its samples have different lengths, it may have `longest_sample`, the number of the one that
 takes the most memory, by which runs are planned. `reference` is described in tasks/base.py.
@@ -42,6 +42,7 @@ import queue
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -144,37 +145,25 @@ def train_batches(
     Yields:
         The step's micro-batches, on the device.
     """
-
-    def step_shares() -> Iterator[StepShare]:
-        begin = samples_seen
-        for _ in range(steps):
-            global_batch_size = batches.batch_at(begin)
-            share = global_batch_size // dp_size
-            yield StepShare(
-                begin=begin + dp_rank * share,
-                before=dp_rank * share,
-                global_batch_size=global_batch_size,
-                micro_batches=micro_batch_slices(share, micro_batch_size),
-            )
-            begin += global_batch_size
-
+    step_shares = partial(
+        _step_shares,
+        batches,
+        micro_batch_size=micro_batch_size,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        samples_seen=samples_seen,
+        steps=steps,
+    )
     if is_stream(dataset):
-
-        def make_from_stream() -> Iterator[tuple[str, list[Any]]]:
-            steps_read = stream_steps(
-                dataset,
-                seed=seed,
-                mark=mark,
-                steps=step_shares(),
-            )
-            for mark_after, micro_batches in steps_read:
-                yield mark_after, [counted(batch) for batch in micro_batches]
-
-        in_thread = device.type != "cpu" and not draws(dataset, seed)
-        ahead = _ahead(device, in_thread=in_thread)
-        for mark_after, micro_batches in prefetched(make_from_stream, device, ahead=ahead):
-            note(mark_after)
-            yield micro_batches
+        yield from _stream_batches(
+            dataset,
+            step_shares(),
+            seed=seed,
+            device=device,
+            mark=mark,
+            note=note,
+            counted=counted,
+        )
         return
     is_random = draws(dataset, seed)
     ahead = _ahead(device, in_thread=bool(data_workers) or not is_random)
@@ -200,6 +189,63 @@ def train_batches(
             yield [counted(batch) for batch in micro_batches]
 
     yield from prefetched(make_steps, device, ahead=ahead)
+
+
+def _step_shares(
+    batches: BatchSchedule,
+    *,
+    micro_batch_size: int | None,
+    dp_rank: int,
+    dp_size: int,
+    samples_seen: int,
+    steps: int,
+) -> Iterator[StepShare]:
+    """The samples of each step that a rank computes; arguments as of `train_batches`."""
+    begin = samples_seen
+    for _ in range(steps):
+        global_batch_size = batches.batch_at(begin)
+        share = global_batch_size // dp_size
+        yield StepShare(
+            begin=begin + dp_rank * share,
+            before=dp_rank * share,
+            global_batch_size=global_batch_size,
+            micro_batches=micro_batch_slices(share, micro_batch_size),
+        )
+        begin += global_batch_size
+
+
+def _stream_batches(
+    dataset: Dataset[Any],
+    step_shares: Iterator[StepShare],
+    *,
+    seed: int,
+    device: torch.device,
+    mark: str,
+    note: Callable[[str], object],
+    counted: Callable[[Batch], Any],
+) -> Generator[list[Any]]:
+    """A rank's micro-batches of each step, from a stream.
+
+    Args:
+        dataset: The stream.
+        step_shares: The rank's share of each step.
+        seed: The run's seed.
+        device: Where to move the batches.
+        mark: Where the stream continues.
+        note: Called with the stream's mark after each step.
+        counted: Makes the item that is yielded from a micro-batch.
+    """
+
+    def make_steps() -> Iterator[tuple[str, list[Any]]]:
+        steps_read = stream_steps(dataset, seed=seed, mark=mark, steps=step_shares)
+        for mark_after, micro_batches in steps_read:
+            yield mark_after, [counted(batch) for batch in micro_batches]
+
+    in_thread = device.type != "cpu" and not draws(dataset, seed)
+    ahead = _ahead(device, in_thread=in_thread)
+    for mark_after, micro_batches in prefetched(make_steps, device, ahead=ahead):
+        note(mark_after)
+        yield micro_batches
 
 
 def micro_batch_slices(share: int, micro_batch_size: int | None) -> list[slice]:

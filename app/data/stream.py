@@ -109,7 +109,7 @@ class Reader:
         except StopIteration:
             if self.samples_in_epoch == 0:
                 raise UserError(
-                    f"the training data, a {type(self.data).__name__}, gives no sample"
+                    f"the training data, a {type(self.data).__name__}, yields no samples"
                 ) from None
             self._begin(self.epoch + 1)
             return self.next()

@@ -466,8 +466,8 @@ def _strings(column: pa.ChunkedArray, path: Path, place: str) -> Array:
         form = "of a type without numbers or text"
     shown = str(kind).replace("\n", " ")[:ROW_SHOWN]
     raise UserError(
-        f"{place} is {form} ({shown}): make columns of numbers, dates or text of it, or, "
-        "with the task tabular, leave it out by task_args.ignore"
+        f"{place} is {form} ({shown}): convert it to columns of numbers, dates or text, or, with "
+        "the task tabular, leave it out by task_args.ignore"
     )
 
 

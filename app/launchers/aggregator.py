@@ -5,8 +5,8 @@ report to an aggregator there, which passes on what is new, once a second or at 
 than a heartbeat. An aggregator has at most `FAN_IN` others below it. So nothing that a process
 receives grows with the number of ranks, but for what has changed of them, and only in the driver.
 
-What the driver wants of the ranks, such as that they stop, goes down the same tree. Everything here
-is without Ray (driver_actors.py makes actors of it), and imports little.
+What the driver wants of the ranks, such as that they stop, goes down the same tree. Nothing here
+uses Ray (driver_actors.py makes actors of it), and little is imported.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Orders(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What is new since the report before.
+    """What is new since the previous report.
 
     Args:
-        urgent: Whether the driver is to get it at once.
+        urgent: Whether the driver is to receive it at once.
         events: Lists of events, pickled.
         beats: Heartbeats that say something new, with the ranks.
         silent: All ranks that do not answer; None if they are the same as before.
@@ -112,7 +112,7 @@ class Link(Protocol):
         """Sends a heartbeat and an answer."""
 
     def join(self, attempt: int, rank: int, node: str, store: StoreAddress | None) -> None:
-        """Tells that a rank has started."""
+        """Reports that a rank has started."""
 
     def meeting(self, attempt: int, rank: int, node: str) -> RankAssignment | None:
         """Asks where ranks meet."""
@@ -122,19 +122,19 @@ class Link(Protocol):
 
 
 class LastHeard(Generic[T]):
-    """Who has not been heard for a while; takes as long as there are such."""
+    """Which of several senders have been silent for a while."""
 
     def __init__(self) -> None:
         self._clocks: dict[T, float] = {}
         """Oldest first."""
 
     def heard(self, who: T, now: float) -> None:
-        """Notes that somebody was heard just now."""
+        """Notes that a message from this sender has just arrived."""
         self._clocks.pop(who, None)
         self._clocks[who] = now
 
     def silent(self, now: float, seconds: float) -> Iterator[T]:
-        """Those who were last heard longer ago than this."""
+        """The senders whose last message is older than this."""
         for who, clock in self._clocks.items():
             if now - clock <= seconds:
                 return
@@ -155,7 +155,7 @@ class _Child:
 
 
 class Aggregator:
-    """What the ranks below have said and the driver has not heard; thread-safe.
+    """What the ranks below have reported and the driver has not received yet; thread-safe.
 
     Calls that belong to an earlier attempt are ignored.
 
@@ -367,7 +367,7 @@ class Aggregator:
 
 
 class RootAggregator(Aggregator):
-    """The root of the tree: what workers say to the driver, and it to them."""
+    """The root of the tree: the messages between the workers and the driver."""
 
     def drain(self, stop: bool) -> Report:
         """Returns what is new since the last call.

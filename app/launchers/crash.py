@@ -21,14 +21,14 @@ FATAL = {
 }
 """The signals by the names that faulthandler gives them."""
 MEANING = {
-    "SIGSEGV": "it used memory that is not its own",
+    "SIGSEGV": "it accessed memory that does not belong to it",
     "SIGBUS": (
-        "memory that it used could not be had: is /dev/shm full, or a file that it has mapped cut "
-        "off?"
+        "memory that it accessed was not available: is /dev/shm full, or was a file that it has "
+        "mapped truncated?"
     ),
     "SIGFPE": "an operation on whole numbers that has no result, such as a division by zero",
-    "SIGILL": "its code has an instruction that this processor does not know",
-    "SIGABRT": "a library gave up",
+    "SIGILL": "its code has an instruction that this processor does not support",
+    "SIGABRT": "a library aborted the process",
 }
 FATAL_LINE = re.compile(
     r"^Fatal Python error: (" + "|".join(FATAL) + r")|^\*\*\* (SIG[A-Z]+) received at time",
@@ -43,9 +43,9 @@ LIBRARY = re.compile(r"/lib/python\d|/site-packages/|/dist-packages/|^<")
 READ_BYTES = 1 << 20
 """How much of the end of a log is read at most; what a dying process writes is short."""
 READ_BYTES_IN_ALL = 64 << 20
-"""Of all logs together, unless that were less than `LEAST_BYTES` of each."""
+"""How much of all logs together is read at most, unless `LEAST_BYTES` of each are more."""
 LEAST_BYTES = 16 << 10
-"""A report of faulthandler with its stack fits in."""
+"""How much of each log is read at least: enough for faulthandler's report with its stack."""
 
 
 def log_sizes(logs: Path) -> dict[str, int]:
@@ -112,7 +112,7 @@ def find_signal(text: str) -> tuple[str, str] | None:
 
 
 def sentence(name: str, where: str) -> str:
-    """A clause such as `by SIGSEGV (it used memory that is not its own) at model.py:12 in forward`.
+    """A clause such as `by SIGSEGV (…) at model.py:12 in forward`.
 
     Args:
         name: The signal's name.

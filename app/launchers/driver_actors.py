@@ -2,9 +2,9 @@
 
 A driver whose workers all run on its machine has no queue here (event_socket.py).
 
-Metrics do not go through `ray.train.report`, which is a barrier over all ranks. Little is imported
-at the top, and values pass through pickled already, so that these processes start sooner: without
-the strategies and the loop, which only workers need. The driver starts sooner without Ray Train.
+Metrics do not go through `ray.train.report`, which is a barrier over all ranks. So that these
+processes start quickly, little is imported at the top (not Ray Train, nor the strategies and the
+loop, which only workers need), and values pass through them in pickled form.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class QueueDied(Exception):
 
 
 class ActorQueue:
-    """What workers say to the driver, and it to them, in an `EventQueue` beside the driver."""
+    """The messages between the workers and the driver, in an `EventQueue` beside the driver."""
 
     def __init__(self) -> None:
         self.actor: Any = start_here(EventQueue)

@@ -4,8 +4,8 @@
 same (fewer workers accumulate more micro-batches), and the data order depends on the step alone, so
 the curve continues.
 
-When the batch grows by train.batch_schedule, more workers may pay: `pays.py` decides,
-and this asks the cluster for them, up to cluster.max_workers. They are used like places that come
+When the batch grows by train.batch_schedule, more workers may pay off: `pays.py` decides that, and
+this requests them from the cluster, up to cluster.max_workers. They are used like places that come
 back after a failure.
 """
 
@@ -52,7 +52,7 @@ class StepUp:
         measured_batch: The global batch of the steps that were measured.
         measured_seconds: Of such a step.
         steps_left: Of the run.
-        moving_seconds: What it takes to go on with other workers.
+        moving_seconds: How long it takes to continue with other workers.
     """
 
     batches: tuple[int, ...]
@@ -242,7 +242,7 @@ class Elastic:
         )
         prepared = self.prepare(config, workers, requirement)
         if prepared.prediction is None or prepared.prediction.candidate.key != key:
-            raise UserError("the plan does not have it any more")
+            raise UserError("the plan no longer has that layout")
         self._keep(workers, prepared)
         return prepared
 
@@ -378,13 +378,13 @@ class Elastic:
             self._withdraw = None
 
     def stop_waiting(self, workers: int) -> str:
-        """Goes on without workers that were asked for and did not come in time.
+        """Continues without workers that were requested and did not come in time.
 
         Args:
             workers: How many train.
 
         Returns:
-            That they did not come, for a person; "" if the run still waits, or for nothing.
+            A sentence that they did not come; "" if the run still waits, or has requested none.
         """
         wait_seconds = self.config.cluster.wait_seconds
         is_waiting = self._withdraw is not None
@@ -395,7 +395,7 @@ class Elastic:
         self.wanted = max(self.first_size, workers)
         return (
             f"the {asked} workers that were asked for did not come within {wait_seconds:g} s: "
-            f"going on with {workers}"
+            f"continuing with {workers}"
         )
 
     def _look_is_due(self) -> bool:

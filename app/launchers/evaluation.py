@@ -5,7 +5,7 @@
        └── a stop, if training ends early ───┴──▶ evaluations.json, and events for the driver
 
 Whatever is killed, nothing is lost: which checkpoints wait follows from what is in the storage, and
-a result is in the storage before it is told to anyone. One evaluation runs at a time, in the order
+a result is in the storage before it is reported. One evaluation runs at a time, in the order
 of steps, so that patience counts late results as it counts those of training.
 """
 
@@ -57,7 +57,7 @@ REMOTE_LOOK_SECONDS = 5.0
 LONGEST_PAUSE = 60.0
 """Seconds between two tries, at most; they begin at one and double."""
 MANY = 3
-"""So many checkpoints that wait are told once."""
+"""The user is told once when this many checkpoints wait."""
 EVALUATION_LOG = "evaluation.log"
 """In the run's folder of logs."""
 NAMED_STEPS = 4
@@ -91,7 +91,7 @@ class SeparateEvaluation:
         worker: Evaluates.
 
     Attributes:
-        failure: Why evaluation cannot go on, so that the run has to end; None while it can.
+        failure: Why evaluation cannot continue, so that the run has to end; None while it can.
         ended: Whether training is to end early, by the results.
     """
 
@@ -119,7 +119,7 @@ class SeparateEvaluation:
     # --- for the supervisor -----------------------------------------------------------------------
 
     def start(self, job: Job) -> None:
-        """Tells the results of earlier starts, and begins to evaluate.
+        """Reports the results of earlier starts, and begins to evaluate.
 
         Raises:
             UserError: The file with the results is damaged.
@@ -206,7 +206,7 @@ class SeparateEvaluation:
         prune(self._storage, commits(self._job.checkpoints), self._retention())
 
     def leave(self, driver: Driver) -> None:
-        """Says what is left to the next start of a run that was stopped.
+        """Reports which evaluations are left for the next start of a run that was stopped.
 
         Args:
             driver: Shows and tracks the results so far.
@@ -220,7 +220,7 @@ class SeparateEvaluation:
             raise self.failure
         left = self.left()
         if left:
-            driver.note(f"{left} is left to the next start")
+            driver.note(f"{left} is left for the next start")
 
     def close(self) -> None:
         """Ends the thread and the worker; what is not evaluated waits for the next start."""

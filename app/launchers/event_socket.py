@@ -35,7 +35,7 @@ RETRY_SECONDS = 0.1
 
 
 class LocalQueue:
-    """What workers say to the driver, and it to them, with threads of the driver that listen.
+    """The messages between the workers and the driver, with threads of the driver that listen.
 
     Args:
         folder: Where the socket is made; its path may have 107 bytes.
@@ -65,7 +65,7 @@ class LocalQueue:
         return self.root.answered()
 
     def close(self) -> None:
-        """Takes no more workers."""
+        """Accepts no more workers."""
         self._closed = True
         with contextlib.suppress(OSError):
             Client(self.path, family=FAMILY).close()  # a thread waits for the next one

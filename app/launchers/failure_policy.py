@@ -46,7 +46,7 @@ class Kind(Enum):
     PREEMPTED = "preempted"
     """A machine is gone as announced, after a checkpoint was saved."""
     NO_CAPACITY = "no capacity"
-    """Nothing new happened: the workers' places have not come back."""
+    """No new failure, but the places of the workers have not come back."""
 
 
 @dataclass(frozen=True, kw_only=True)

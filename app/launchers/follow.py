@@ -1,4 +1,4 @@
-"""A run beside its plan: what is said, kept for later plans, and with `plan.follow` done about it.
+"""Comparing a run with its plan: what is reported, kept and changed (`plan.follow`).
 
 plan.json in the run's folder remembers with which layouts the run has trained, so that a start that
 follows a killed one continues with the layout to which it was moving.
@@ -18,10 +18,10 @@ from app.planner.corrections import Comparison, keep_correction, planned_parts
 from app.planner.estimate import Estimate
 from app.planner.follow import (
     History,
-    cut_again,
     expected_layouts,
     layout_name,
     next_layout,
+    rebalanced_stages,
 )
 from app.planner.plan import Plan
 from app.run.driver import Driver
@@ -104,7 +104,7 @@ class PlanFollower:
             self._decided_clock = None
 
     def compare(self, job: Job, event: StepPartsMeasured, *, start_seconds: float) -> Move | None:
-        """Puts a measured step beside the plan.
+        """Compares a measured step with the plan.
 
         Args:
             job: What is trained.
@@ -135,7 +135,7 @@ class PlanFollower:
             return None
         rows = [] if comparison.is_inside else self._other_layouts(plan, present, comparison)
         if event.blocks is not None:
-            row = cut_again(plan, present, comparison, event.blocks)
+            row = rebalanced_stages(plan, present, comparison, event.blocks)
             rows += [] if row is None else [row]
         moving_seconds = self.move_seconds or self.preparing_seconds + start_seconds
         steps_left = job.steps - event.step
@@ -201,7 +201,7 @@ class PlanFollower:
         return move
 
     def continue_with(self, prepared: Prepared) -> None:
-        """Notes that the run goes on with a layout that was not chosen here."""
+        """Notes that the run continues with a layout that was not chosen here."""
         self.prepared = prepared
         self._decided_clock = None
         if self._planned is not None and self.history.path:

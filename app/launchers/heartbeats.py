@@ -61,7 +61,7 @@ class HeartbeatThread:
         send: Hands a beat and an answer, if there is one, to the driver, and returns its reply. It
             may raise.
         on_reply: Called with each reply.
-        training_thread: The id of the thread that trains; None means this one.
+        training_thread: The id of the thread that trains; None means the thread that calls this.
         rank: Of the worker.
     """
 
@@ -147,11 +147,11 @@ COMPILED = 10.0
 SILENT = 3.0
 """Before there is a history, a rank may be silent for this many times `least_seconds`."""
 SILENT_SECONDS = 20.0
-"""And for this many seconds at least."""
+"""That limit is at least this many seconds."""
 EVALUATION = 6.0
 """A batch of evaluation, or of data, may take this many times the window."""
 MINUTE = 60.0
-"""And this many seconds at least."""
+"""That limit is at least this many seconds."""
 UNBOUNDED_PHASES = ("starting", "saving", "ending")
 """Phases whose duration depends on the model and the storage; only steps have a history."""
 UNBOUNDED_SECONDS = 1800.0
@@ -209,10 +209,10 @@ class HangDetector:
     def update(
         self, statuses: Mapping[int, Status], now: float, silent: Set[int] = frozenset()
     ) -> Hang | None:
-        """Takes what is new; takes no longer with more ranks of which nothing is new.
+        """Takes in what has changed, and judges the run; unchanged ranks cost nothing.
 
         Args:
-            statuses: The status of each rank of which it is new.
+            statuses: The status of each rank whose status has changed.
             now: Seconds of the clock.
             silent: All ranks that do not answer.
 

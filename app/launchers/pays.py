@@ -16,7 +16,7 @@ def workers_that_pay(
         seconds: Of a step, by the number of workers.
         present: The number that trains now.
         steps_left: The steps that are left.
-        moving_seconds: What it takes to go on with another number.
+        moving_seconds: How long it takes to continue with another number.
 
     Returns:
         `present` if no more of them pay, the restart counted.

@@ -182,7 +182,7 @@ class RayLaunch:
                 last_sentence = diagnosis.sentence
                 self.console.say(f"waiting for resources: {last_sentence}")
             if now - start > config.cluster.wait_seconds or not diagnosis.ever:
-                self.workers = when_over(config, diagnosis, workers)
+                self.workers = workers_after_waiting(config, diagnosis, workers)
                 self.console.say(
                     f"continuing with {self.workers} of {workers} workers: {last_sentence}"
                 )
@@ -377,7 +377,7 @@ def ray_is_gone(driver: Driver, reason: str, *, private: bool) -> None:
         abort(1, f"trireme: {driver.failed}", say=driver.console.error)
 
 
-def when_over(config: Config, diagnosis: Diagnosis, workers: int) -> int:
+def workers_after_waiting(config: Config, diagnosis: Diagnosis, workers: int) -> int:
     """With how many workers to continue when the time to wait is over.
 
     Args:
@@ -490,7 +490,7 @@ def evaluation_resources(
         return asked
     if not written:
         return {}
-    if missing < workers:  # which is told of the workers
+    if missing < workers:  # the workers themselves have no room; `wait_for_room` reports that
         return asked
     resources = "; ".join(format_resources(node.total) for node in cluster.nodes)
     raise UserError(

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from cluster.preemption import PreemptionWatcher
 
 POLL_SECONDS = 0.2
-"""Between two polls; the end of a worker is heard of at once."""
+"""Between two polls; the end of a worker is noticed at once."""
 LOOK_SECONDS = 0.0002
 """Between two looks whether the workers have their places, for each worker."""
 ANSWER_SECONDS = 3.0
@@ -82,7 +82,7 @@ class RayWorkers(Workers):
     """Base of both launchers; a subclass starts and ends the processes.
 
     Args:
-        queue: What workers say to the driver, and it to them.
+        queue: The messages between the workers and the driver.
     """
 
     restartable = True
@@ -294,7 +294,7 @@ class RayChannel(SilentChannel):
             self._wait_for_newest = self.above.put(self.attempt, pickled_events, is_urgent)
 
     def join(self, info: WorkerInfo, store: StoreAddress | None) -> None:
-        """Tells that this rank has started, and on rank 0 where the ranks meet."""
+        """Reports that this rank has started, and on rank 0 where the ranks meet."""
         self.above.join(self.attempt, self.rank, info.node, store)
 
     def meeting(self, info: WorkerInfo) -> RankAssignment | None:
@@ -370,7 +370,7 @@ def surroundings(job: Job, place: Place, channel: RayChannel, node_rank: int) ->
 
 
 def _log_place(job: Job, place: Place) -> None:
-    """Writes into a worker's log where it is and what it trains, so that none is empty."""
+    """Writes into a worker's log where it runs and what it trains, so that no log is empty."""
     print(
         f"{time.strftime(LOG_TIME)} rank {place.rank} of {place.world_size}, process {os.getpid()} "
         f"on {socket.gethostname()}, {place.device}: trains {job.config.run.name} as {job.layout}",

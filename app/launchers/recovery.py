@@ -221,12 +221,12 @@ def _death(rank: int | None, error: WorkerLost, state: State) -> tuple[Kind, str
     if info is not None and (state.nodes.oom_kills(info.node) or 0) > info.oom_kills:
         return (
             Kind.OUT_OF_MEMORY,
-            f"{who} died {state.when}, by SIGKILL: killed by the kernel for memory",
+            f"{who} died {state.when}, by SIGKILL: killed by the kernel for lack of memory",
         )
     how = ""
     if info is not None and (state.logs / f"rank-{rank}.log").exists():
         # A process that dies by a signal of its own making says so in its log (crash.py).
-        how = " without a word, as by SIGKILL (`kill -9`, a scheduler, or the kernel for memory)"
+        how = " without a message, as after SIGKILL (`kill -9`, a scheduler, or lack of memory)"
     return Kind.DIED, f"{who} died {state.when}{how}{_see_log(rank, state)}"
 
 
@@ -248,7 +248,7 @@ def _has_ended_here(info: WorkerInfo) -> bool:
 def _lost_with_node(info: WorkerInfo, state: State) -> tuple[Kind, str]:
     notice = state.nodes.preempted.get(info.node)
     if notice:
-        sentence = f"{info} went {state.when} with its node, as announced ({notice})"
+        sentence = f"{info} was lost {state.when} with its node, as announced ({notice})"
         return Kind.PREEMPTED, sentence
     return Kind.NODE_LOST, f"{info} died {state.when} with its node"
 

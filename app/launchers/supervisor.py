@@ -72,7 +72,7 @@ class Supervisor:
         elastic: Continues with other numbers of workers; None keeps their number.
         nodes: What can be asked about nodes; None means this machine only.
         evaluation: Evaluates checkpoints beside training; None leaves that to training.
-        follower: Puts the run beside its plan; None if there is none.
+        follower: Compares the run with its plan; None if there is none.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Supervisor:
 
     @property
     def _pauses(self) -> bool:
-        """Whether training is to pause and to continue otherwise."""
+        """Whether training is to pause, and continue with other workers or another layout."""
         return self.larger_size is not None or self.move is not None
 
     def _with_mtbf(self, job: Job) -> Job:
@@ -197,7 +197,7 @@ class Supervisor:
                 self._handle_events(job, poll)
                 now = time.monotonic()
                 if poll.ended is not None:
-                    # What the killed ranks say is a consequence of the hang.
+                    # What the killed ranks report is a consequence of the hang.
                     return hang_failures if poll.ended and hang_failures else poll.ended
                 if now > deadline:
                     return hang_failures
@@ -247,12 +247,14 @@ class Supervisor:
             self.driver.workers_lost()
 
     def _compare_with_plan(self, job: Job, event: StepPartsMeasured) -> None:
-        """Puts a measured step beside the plan; training pauses if a move is worth it."""
+        """Compares a measured step with the plan; training pauses if a move is worth it."""
         if self.follower is None or self.driver.run.lease.successor is not None:
             return
         self.move = self.follower.compare(job, event, start_seconds=self._start_seconds)
         if self.move is not None:
-            self.driver.console.say(f"{self.move.sentence}; saving a checkpoint to continue so")
+            self.driver.console.say(
+                f"{self.move.sentence}; saving a checkpoint to continue with it"
+            )
 
     def _follow_batch(self, job: Job, event: StepsDone) -> None:
         """Asks for more workers if the batch is larger than at the last look, and they pay."""
@@ -509,7 +511,7 @@ def stacks_text(infos: Mapping[int, WorkerInfo], stacks: Mapping[int, str]) -> s
         infos_by_stack[stacks.get(rank, "does not answer")].append(info)
     sections = []
     characters = 0
-    # A stack that few have says more.
+    # A stack that few ranks have says more, so it comes first.
     for stack, sharers in sorted(infos_by_stack.items(), key=lambda item: len(item[1])):
         names = [f"--- {info}" for info in sharers[:NAMED_WORKERS]]
         if len(sharers) > NAMED_WORKERS:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from app.launchers.workers import Workers
     from app.tasks.base import Task
     from app.training.job import Job
+    from cluster.connect import Cluster
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,6 +396,12 @@ def _as_rank_0(ranks: Ranks, config: Config, console: Console, take_over: bool) 
 
 
 def _in_ray(restart: Callable[[], object] | None, start: Start) -> Outcome:
+    """Connects to Ray while the data is read, and trains there.
+
+    Args:
+        restart: See `train`.
+        start: The start of the run.
+    """
     from cluster.connect import address, connect, disconnect
     from cluster.files import read_cluster
 
@@ -402,7 +409,7 @@ def _in_ray(restart: Callable[[], object] | None, start: Start) -> Outcome:
     config = start.config
     console = start.console
     if config.cluster.file:
-        read_cluster(config.cluster.file)  # what is wrong with it is told before Ray starts
+        read_cluster(config.cluster.file)  # reports mistakes in the file before Ray starts
 
     def read() -> Task:
         from app.tasks import check_task
@@ -439,31 +446,47 @@ def _in_ray(restart: Callable[[], object] | None, start: Start) -> Outcome:
         console.waits_for("the data to be read")
         # Before more is imported: two threads in torch's circular imports can deadlock.
         task = reading.result()
-        console.waits_for("the run to be laid out and tried in small")
-        from app.launchers.followed import followed_layout
-        from app.launchers.ray_launch import RayLaunch
-
-        with contextlib.closing(RayLaunch(cluster, config, console)) as launch:
-            workers = launch.wait_for_room()
-            launch.start_ahead(workers)
-            from app.run.driver import Driver
-            from app.run.lifecycle import train_run
-
-            prepared = launch.prepare(
-                task, workers, requirement=followed_layout(config, run.storage)
-            )
-            meter = launch.meter(run.storage)
-            driver = Driver(
-                run,
-                prepared.config,
-                console,
-                start.settings,
-                meter=meter,
-                restart=restart,
-                prediction=prepared.prediction,
-                writer=start.writer,
-            )
-            supervisor = launch.supervisor(driver, prepared, task)
-            return train_run(driver, prepared, launch.description, supervisor.run)
+        return _train_on_cluster(cluster, task, restart, start=start)
     finally:
         disconnect()
+
+
+def _train_on_cluster(
+    cluster: Cluster, task: Task, restart: Callable[[], object] | None, *, start: Start
+) -> Outcome:
+    """Waits for room on a cluster, chooses the layout, and trains.
+
+    Args:
+        cluster: The cluster that this process is connected to.
+        task: The task, with its data.
+        restart: See `train`.
+        start: The start of the run.
+    """
+    run = start.run
+    console = start.console
+    console.waits_for("the layout to be chosen and tried on a small step")
+    from app.launchers.followed import followed_layout
+    from app.launchers.ray_launch import RayLaunch
+
+    with contextlib.closing(RayLaunch(cluster, start.config, console)) as launch:
+        workers = launch.wait_for_room()
+        launch.start_ahead(workers)
+        from app.run.driver import Driver
+        from app.run.lifecycle import train_run
+
+        prepared = launch.prepare(
+            task, workers, requirement=followed_layout(start.config, run.storage)
+        )
+        meter = launch.meter(run.storage)
+        driver = Driver(
+            run,
+            prepared.config,
+            console,
+            start.settings,
+            meter=meter,
+            restart=restart,
+            prediction=prepared.prediction,
+            writer=start.writer,
+        )
+        supervisor = launch.supervisor(driver, prepared, task)
+        return train_run(driver, prepared, launch.description, supervisor.run)

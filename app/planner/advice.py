@@ -48,7 +48,7 @@ PARTS = {
 }
 """The parts of a step (timing.py) in words."""
 MOST_GPUS_DOUBLED = 64
-"""With more GPUs nothing is said about twice as many, because planning those takes seconds."""
+"""With more GPUs there is no advice on twice as many, because planning those takes seconds."""
 NO_FASTER = 1.05
 """A gain below this is called no gain."""
 

@@ -9,7 +9,7 @@
 If the measured speed is outside of a plan's range, each part's measured seconds over its planned
 ones are kept as a correction, in the file of `trireme calibrate`. Plans of this machine use it for
 models of similar size in the same precision, as errors of small models say little about large ones.
-Waiting for data is of a data set, so that no correction of it is kept.
+Waiting for data depends on the data set, so no correction is kept for it.
 """
 
 import datetime
@@ -170,7 +170,7 @@ class Correction:
 
     @property
     def sentence(self) -> str:
-        """What it does to a plan, for a person."""
+        """How it changes a plan, in a sentence for a person."""
         factors = ", ".join(f"{part} × {factor:.2g}" for part, factor in self.factors.items())
         return (
             f"Corrected by what run {self.run} measured here on {self.date}: {factors} "

@@ -1,10 +1,10 @@
 """Which layout a run moves to once a step was measured beside its plan: pure functions.
 
-What the measured layout's parts took over what was planned is taken to hold for the other layouts
-too, but for those that were measured themselves. A run moves if the steps that are left would be
-at least a tenth faster, the restart counted. It makes at most `MOST_MOVES` moves and measures no
-layout twice. The last move is kept for the case that what it tried was slower: then the run takes
-the fastest layout that was measured again, and stays.
+The ratio of measured to planned seconds of each part of a step is assumed to hold for the other
+layouts too, except for those that were measured themselves. A run moves if the remaining steps
+would then be at least a tenth faster, the restart included. It makes at most `MOST_MOVES` moves and
+measures no layout twice. The last move is reserved for going back: if the layouts that were tried
+are slower, the run returns to the fastest one that was measured, and stays there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -82,7 +82,7 @@ def expected_layouts(
     return rows
 
 
-def cut_again(
+def rebalanced_stages(
     plan: Plan, present: Estimate, comparison: Comparison, measured: BlockSeconds
 ) -> Estimate | None:
     """The present pipeline with its stages cut by the measured times of its blocks.

@@ -132,7 +132,7 @@ def _complexity(layout: Layout, *, offload: bool) -> int:
 Fixed = dict[str, Any]
 """What the user has fixed: key of the configuration → value. A key that is missing is free."""
 MOVES_ACTIVATIONS = "train.activation_offloading"
-"""A key that no layout decides: it is fixed, or as the configuration says."""
+"""A key that plans do not vary: its value is fixed, or that of the configuration."""
 KEYS = (
     "strategy",
     *(f"parallel.{name}" for name in DEGREES),

@@ -368,7 +368,7 @@ def _reason_of_absence(plan: Plan, family: str) -> str:
             "(parallel.cp=2 asks for it)"
         )
     if "ep" in degrees and space.experts == 1:
-        return "the model is no mixture of experts"
+        return "the model is not a mixture of experts"
     if "pp" in degrees and space.blocks < 2:
         return "the model has no chain of blocks to cut into stages"
     return (

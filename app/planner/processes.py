@@ -26,7 +26,7 @@ def in_processes(
     """Call `function(rank, device, *arguments)` in new processes, each with a device of its own.
 
     Args:
-        function: Of a module, not of another function. Its result must be possible in JSON.
+        function: Of a module, not of another function. Its result must have a JSON form.
         workers: The number of processes.
         arguments: Further arguments.
         timeout: Seconds.

@@ -151,7 +151,7 @@ def _task_without_data(name: str, args: dict[str, Any], error: MissingData) -> T
     if name != "huggingface":
         raise UserError(
             f"{error}; planning needs it, too, since sizes of the model come from it: "
-            "a few samples of the same shape and classes do"
+            "a few samples of the same shape and classes are enough"
         ) from error
     return tasks.load_task(name, args | _huggingface_args(args, error))
 
@@ -166,7 +166,8 @@ def _huggingface_args(args: Mapping[str, Any], error: MissingData) -> dict[str, 
     kind = kind_class.name
     if kind_class.reads_files:
         raise UserError(
-            f"{error}; planning needs it, too, since its lines name files: a few of the longest do"
+            f"{error}; planning needs it, too, since its lines name files: "
+            "a few of the longest are enough"
         ) from error
     overrides = dict(args.get("config") or {})
     if kind == "causal_lm":

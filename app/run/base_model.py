@@ -30,10 +30,13 @@ from app.training.width_transfer import KEY, TensorWidth, compare, require_rule
 from strategies.state import build_on_meta
 
 ENOUGH_NUMBERS = 400
-"""Of a tensor, and of its like, for a standard deviation whose power is told from the next half."""
+"""How many elements of a tensor, and of those like it, are drawn if possible.
+
+Their standard deviation is then exact enough to distinguish powers of the width that differ by ½.
+"""
 MOST_BUILDS = 16
 MOST_PARAMETERS = 50_000_000
-"""Built in all, if one build of the two models is not more."""
+"""Parameters that are built in all, unless building the two models once takes more."""
 
 
 def widths_of(config: Config, task: Task) -> dict[str, TensorWidth]:
@@ -55,7 +58,8 @@ def widths_of(config: Config, task: Task) -> dict[str, TensorWidth]:
     require_rule(config.optimizer.name)
     if overrides(task, "optimizer"):
         raise UserError(
-            f"{KEY} is not for a task that makes its optimizer itself: leave out either of them"
+            f"{KEY} does not work with a task that makes its own optimizer: leave one of the two "
+            "out"
         )
     arguments = arguments_of(config, task)
     if is_part_of(values, arguments):

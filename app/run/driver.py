@@ -197,7 +197,7 @@ class Driver:
         self.metrics.set(hang_suspicions=count)
 
     def lay_out_again(self, config: Config, prediction: Estimate | None) -> None:
-        """Notes that the run goes on with another layout, as the first took too much memory.
+        """Notes that the run continues with another layout, because the first took too much memory.
 
         Args:
             config: The configuration, resolved again.
@@ -222,7 +222,7 @@ class Driver:
         self.tracker.metrics(step, {"plan/moves": float(len(moves))})
 
     def move(self, config: Config, prediction: Estimate | None) -> None:
-        """Notes that the run goes on with another layout of its plan.
+        """Notes that the run continues with another layout of its plan.
 
         Args:
             config: The configuration, resolved again.
@@ -232,7 +232,7 @@ class Driver:
         self._take_layout(config, prediction)
 
     def _take_layout(self, config: Config, prediction: Estimate | None) -> None:
-        """Keeps and logs the configuration with which the run goes on, and what it predicts."""
+        """Keeps and logs the configuration with which the run continues, and its prediction."""
         self.config = config
         self.prediction = prediction
         self.run.save_config(config)
@@ -308,7 +308,7 @@ class Driver:
             case PipelineTraced():
                 self._pipeline_traced(event)
             case StepPartsMeasured():
-                pass  # which the supervisor puts beside the plan
+                pass  # the supervisor compares it with the plan
             case WarningIssued(message=message):
                 self.note(message)
             case TrainingDone(summary=summary):

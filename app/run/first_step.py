@@ -1,9 +1,9 @@
-"""Takes the task's first step in this process, to see what a layout could not keep.
+"""Takes the task's first step in this process, to find what some layouts would train otherwise.
 
 Before any worker starts, the model runs forward and backward on a few samples: on the meta device,
-which costs a second for a model of any size, and, if a step is small, on real numbers. What is
-looked for is in strategies/rehearsal. What only an application knows is here: how samples are
-read, and whether the loss of a batch is the mean over its parts.
+which costs a second for a model of any size, and, if a step is small, on real data.
+strategies/rehearsal defines what is looked for. What only an application knows is here: how samples
+are read, and whether the loss of a batch is the mean over its parts.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ MAX_OPERATIONS = 2e9
 """Floating-point operations of a forward up to which real numbers are used.
 
 The step then takes ten times as many in all, about a second on one processor, and three times that
-if the code asks for numbers.
+if the code asks for values of tensors.
 """
 THOROUGH_OPERATIONS = 2e8
 """Floating-point operations of a forward up to which the step is examined thoroughly.
 
 Gradients of parts are then compared too, and more paths through the model: 23 times as many
-operations in all, and twelve times that if the code asks for numbers.
+operations in all, and twelve times that if the code asks for values of tensors.
 """
 MAX_PARAMETERS = 100_000_000
 """Parameters up to which real numbers are used: 400 MB, and as much for gradients."""
 OTHER_ANSWERS = 12
-"""Runs in which a number that the code asks of a batch is replaced by another."""
+"""Runs in which a value of the batch that the code asks for is replaced by another."""
 FEW_OTHER_ANSWERS = 3
 """The same if the step is not examined thoroughly."""
 BATCHES = 9
@@ -80,7 +80,7 @@ class FirstStep:
 
     Args:
         observations: What the model does that some layouts cannot keep.
-        with_numbers: Whether it ran on real numbers.
+        with_numbers: Whether it ran on real data.
         items_remark: A sentence if the loss is not a mean over the items that parts of a batch are
             weighted by; "" otherwise.
         coupling: A clause that shows that samples of a batch depend on one another; "" if they do
@@ -176,8 +176,8 @@ class FirstStep:
             )
         if self.is_stateful and micro_batches > 1:
             yield (
-                "the loss of the same samples is another one when it is taken again, so it depends "
-                f"on how often it is called, which here is {micro_batches} times in a step"
+                "the loss of the same samples changes when it is computed again, so it depends on "
+                f"how often it is called, which here is {micro_batches} times in a step"
             )
         for observation in self.observations:
             note = _note_on(observation, layout, parts=parts, micro_batches=micro_batches)
@@ -631,7 +631,7 @@ def _differs_from_parts(whole: _Evaluation, *evaluations: _Evaluation, parts: st
         parts: What they are, for the clause.
 
     Returns:
-        A clause that says what differs; "" if nothing does, or if that cannot be told.
+        A clause that says what differs; "" if nothing does, or if that is not known.
     """
     with_items = [part for part in evaluations if part.items]
     total = sum(part.items for part in with_items)

@@ -70,7 +70,7 @@ class Count:
 
 
 def items_remark(task: Task, batch: Batch, loss: Callable[[Batch], Tensor | float]) -> str | None:
-    """Says if the parts of a divided batch would be weighted by something the loss is no mean of.
+    """Tells if the parts of a divided batch would be weighted by what the loss is not a mean over.
 
     Layouts that divide no batch train the right loss in any case.
 
@@ -81,8 +81,8 @@ def items_remark(task: Task, batch: Batch, loss: Callable[[Batch], Tensor | floa
             dropout.
 
     Returns:
-        One sentence; None if the weights are right, and if nothing can be told: too few rows, as
-        many items in each of them, or a loss that is no mean over anything in the batch.
+        One sentence; None if the weights are right, and if nothing follows: too few rows, as
+        many items in each of them, or a loss that is not a mean over anything in the batch.
     """
     number = rows(batch)
     if number < 2 or any(tensor.dim() and len(tensor) != number for tensor in tensors(batch)):

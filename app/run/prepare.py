@@ -2,14 +2,14 @@
 
 The model is built on the meta device, without memory. Workers would find the same mistakes, each of
 them, seconds later and after joining a process group; here a mistake is one sentence at once. What
-shows only on real numbers is left to the workers.
+shows only on real data is left to the workers.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -205,7 +205,7 @@ def prepare(
             samples_per_worker=samples_per_worker,
             workers_per_machine=min(dims.dp, devices_per_node or os.cpu_count() or 1),
         )
-    # A loss that looks at numbers is not tried there, and shows nothing.
+    # A loss that reads values of tensors cannot be tried there, and shows nothing.
     gathers = bool(gathered or task.gathers)
     gather_notes = tuple(batch_gather.check(config, task, layout)) if gathers else ()
     model = build_on_meta(task, layout)
@@ -216,26 +216,15 @@ def prepare(
         micro_batch_slices(batch // dims.dp, train.micro_batch_size) for batch in batches
     ]
     micro_batches = max(len(slices) for slices in slices_of_steps)
-    blocks: int | None = None
-    if model is not None and dims.pp > 1:
-        blocks = len(find_blocks(model, task.blocks(model)))
-    sequence_length = _split_length(task, layout, model)
-    for batch, slices in zip(batches, slices_of_steps, strict=True):
-        try:
-            check(
-                layout,
-                strategy_options(config),
-                global_batch_size=batch,
-                heads=task.heads(),
-                blocks=blocks,
-                sequence_length=sequence_length,
-                micro_batches=len(slices),
-            )
-        except LayoutError as error:
-            if batch == batches[0]:
-                raise
-            place = f"with the batch of {batch} in train.batch_schedule"
-            raise LayoutError(f"{place}: {error}") from error
+    _check_batches(
+        config,
+        task,
+        layout,
+        model,
+        micro_batches_of={
+            batch: len(slices) for batch, slices in zip(batches, slices_of_steps, strict=True)
+        },
+    )
     first_step.require_kept(
         layout,
         hooks.options(config, task),
@@ -283,6 +272,50 @@ def _first_step(config: Config, task: Task, workers: int) -> FirstStep:
     return take_first_step(config, task)
 
 
+def _check_batches(
+    config: Config,
+    task: Task,
+    layout: Layout,
+    model: nn.Module | None,
+    *,
+    micro_batches_of: Mapping[int, int],
+) -> None:
+    """Checks the layout with each global batch that the run may have.
+
+    Args:
+        config: The resolved configuration.
+        task: Its task.
+        layout: The layout.
+        model: The whole model on the meta device, if it has been built there.
+        micro_batches_of: For each global batch, the first one first, the number of micro-batches
+            of a worker.
+
+    Raises:
+        LayoutError: The layout cannot train with one of them.
+    """
+    blocks: int | None = None
+    if model is not None and layout.dims.pp > 1:
+        blocks = len(find_blocks(model, task.blocks(model)))
+    sequence_length = _split_length(task, layout, model)
+    present_batch = next(iter(micro_batches_of))
+    for batch, micro_batches in micro_batches_of.items():
+        try:
+            check(
+                layout,
+                strategy_options(config),
+                global_batch_size=batch,
+                heads=task.heads(),
+                blocks=blocks,
+                sequence_length=sequence_length,
+                micro_batches=micro_batches,
+            )
+        except LayoutError as error:
+            if batch == present_batch:
+                raise
+            place = f"with the batch of {batch} in train.batch_schedule"
+            raise LayoutError(f"{place}: {error}") from error
+
+
 def _split_length(task: Task, layout: Layout, model: nn.Module | None) -> int | None:
     """The length that sequence parallelism splits; None if the task's plan splits no sequence."""
     if layout.dims.tp == 1 or model is None:
@@ -325,7 +358,7 @@ def _notes_on_optimizer(
 
     Args:
         config: The resolved configuration.
-        task: Its task, whose own optimizer is made here of parameters without numbers.
+        task: Its task, whose own optimizer is made here with parameters on meta.
         model: The whole model on the meta device, if it has been built there.
         samples: The number of training samples; None for a stream.
 
@@ -347,7 +380,7 @@ def _notes_on_optimizer(
                 model = build_model(task)
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         returned = task.optimizer(trained)
-    except Exception:  # the task's own code may need numbers; the workers run it with them
+    except Exception:  # the task's own code may need real data; the workers run it
         return
     if returned is None:
         return
@@ -361,7 +394,7 @@ def _notes_on_optimizer(
 
 
 def _growth_of(config: Config, samples: int | None) -> Growth:
-    """When a run that decides on its batch looks whether to double it."""
+    """When a run that decides on its batch tests whether to double it."""
     return Growth.of(
         batch=config.train.global_batch_size,
         steps=config.train.steps_for(samples),
@@ -370,7 +403,7 @@ def _growth_of(config: Config, samples: int | None) -> Growth:
 
 
 def _batches_of(config: Config, samples: int | None, requirement: Requirement) -> list[int]:
-    """The global batches that a run has from where it is, or may come to."""
+    """The global batches that a run has from now on, or may reach."""
     present = requirement.batches
     if config.train.grows_by_itself:
         possible = _growth_of(config, samples).possible_batches()
@@ -379,7 +412,7 @@ def _batches_of(config: Config, samples: int | None, requirement: Requirement) -
 
 
 def _notes_on_batches(config: Config, samples: int | None) -> Iterator[str]:
-    """A sentence on when the batch changes, and one on rows that the run does not come to."""
+    """A sentence on when the batch changes, and one on rows that the run does not reach."""
     train = config.train
     if not train.batch_schedule:
         return
@@ -396,8 +429,8 @@ def _notes_on_batches(config: Config, samples: int | None) -> Iterator[str]:
     last_begin, last_batch = batches.rows[-1]
     if last_begin >= seen:
         yield (
-            f"train.batch_schedule comes to a batch of {last_batch:,} after {last_begin:,} "
-            f"samples, but {steps:,} steps see {seen:,}: raise train.steps, or write train.epochs"
+            f"train.batch_schedule reaches a batch of {last_batch:,} after {last_begin:,} samples, "
+            f"but {steps:,} steps see {seen:,}: raise train.steps, or write train.epochs"
         )
 
 
@@ -412,7 +445,7 @@ def _note_on_growth(config: Config, samples: int | None) -> str:
         )
     return (
         f"the global batch is {first:,}, and may grow to {others[-1]:,}; twice the batch is tried "
-        f"first after {growth.first_samples:,} samples, and all that is dropped is at most "
+        f"first after {growth.first_samples:,} samples, and the dropped branches have at most "
         f"{MOST_MEASURING:.0%} of {growth.total:,} samples; a worker computes up to "
         f"{config.train.micro_batch_size:,} at once (train.micro_batch_size)"
     )
@@ -486,8 +519,7 @@ def _notes_on_data(config: Config, task: Task, dims: ParallelDims) -> Iterator[s
             )
         if config.train.data_workers:
             yield (
-                "train.data_workers read data that is asked by number; the training data is a "
-                "stream"
+                "train.data_workers read map-style data sets only; the training data is a stream"
             )
         if not continues_exactly(data):
             yield (
@@ -498,8 +530,8 @@ def _notes_on_data(config: Config, task: Task, dims: ParallelDims) -> Iterator[s
     if is_reproducible(data):
         return
     problem = (
-        "the training data draws from a random generator of its own: a sample is another whenever "
-        "it is made"
+        "the training data draws from a random generator of its own: a sample differs each time it "
+        "is made"
     )
     advice = (
         "draw from torch's, NumPy's or Python's global generator, which is seeded for each sample"
@@ -639,6 +671,6 @@ def _check_stages(config: Config, task: Task, stages: int, model: nn.Module) -> 
     except (LayoutError, UserError):
         raise
     except Exception:
-        # The model's own code may fail without numbers. Workers meet its mistakes too, and their
-        # logs say where.
+        # The model's own code may fail without real data. The workers find its mistakes too, and
+        # their logs say where.
         pass

@@ -1,7 +1,7 @@
 """Tries a task out before a worker starts: its methods, its data, its loss and its metrics.
 
-The model runs on the meta device, without numbers. Code that looks at numbers cannot be tried there
-and is left to the workers.
+The model runs on the meta device, without data. Code that reads values of tensors cannot be tried
+there and is left to the workers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from strategies.parallel import LossError, require_loss
 SAMPLES = 4
 """Samples in the batch that the task is tried with."""
 MAX_PARAMETERS = 20_000_000
-"""Parameters up to which a model is built with numbers, which takes less than a second."""
+"""Parameters up to which a model is built with real data, which takes less than a second."""
 PICK_BYTES = 200
 """Bytes that a sample's number and position take in a worker, besides its tensors."""
 
@@ -83,7 +83,7 @@ def require_data(config: Config, task: Task) -> None:
 def rehearse(
     config: Config, task: Task, *, samples_per_worker: int, workers_per_machine: int
 ) -> list[str]:
-    """Makes a batch, and takes the loss and the metrics of it as far as they need no numbers.
+    """Makes a batch, and computes its loss and metrics as far as they need no values of tensors.
 
     Args:
         config: The resolved configuration.
@@ -166,7 +166,7 @@ def _mistakes_on_meta(config: Config, task: Task, batch: Batch) -> Iterator[str]
     except UserError as error:  # what is wrong with what it logs or gives
         yield str(error)
         return
-    except Exception:  # the task's own code may need numbers
+    except Exception:  # the task's own code may need values
         return
     if not isinstance(loss, Tensor):
         try:
@@ -177,7 +177,7 @@ def _mistakes_on_meta(config: Config, task: Task, batch: Batch) -> Iterator[str]
         if isinstance(value, Tensor) and value.dim():
             yield (
                 f"the task's {name} has shape {tuple(value.shape)}, but it must be one number: "
-                "its mean, say"
+                "return, for instance, its mean"
             )
     mistake = _metric_mistake(config, task, metrics)
     if mistake:
@@ -188,7 +188,7 @@ def require_metric(config: Config, task: Task) -> None:
     """Checks that the evaluation gives the metric that checkpoint.metric names.
 
     Only a metric that somebody has written is looked for: the task's metrics are then taken of a
-    batch without numbers, which costs as long as building the model.
+    batch without data, which takes as long as building the model.
 
     Raises:
         UserError: It does not, or train.patience waits for evaluations that there are not, or
@@ -221,10 +221,11 @@ def require_metric(config: Config, task: Task) -> None:
 
 
 def _metrics_of_batch(task: Task) -> dict[str, Any]:
-    """The task's metrics of a batch: without numbers, or with them if its code needs them.
+    """The task's metrics of a batch: on meta, or on real data if its code needs values.
 
     Raises:
-        Exception: Whatever the task's code raises, or a model that is too large for numbers.
+        Exception: Whatever the task's code raises; or the model is too large to be built with real
+            data.
     """
     batch, _ = read_batch(task)
     with torch.device("meta"):
@@ -254,7 +255,7 @@ def _metric_mistake(config: Config, task: Task, metrics: Mapping[str, Any]) -> s
             derived = derived_metrics(task, dict.fromkeys(metrics, 1.0))
         except UserError:
             raise
-        except Exception:  # the task's own code may need an evaluation's numbers
+        except Exception:  # the task's own code may need the values of an evaluation
             return ""
     names = [name for name in (*metrics, *derived) if not name.startswith("_")]
     if config.train.ema_decay is not None:

@@ -40,7 +40,7 @@ class Server:
     def __init__(self, address: str | None = None, cluster: str | None = None) -> None:
         allow_token()  # before a cluster's file is read, which imports Ray
         if address and cluster:
-            raise UserError("--address and --cluster both say where to: write one of them")
+            raise UserError("--address and --cluster both name the cluster: write only one of them")
         self.cluster = cluster or ""
         self.address = "" if cluster else _url(address)
         self.client: Any = None

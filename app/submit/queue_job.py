@@ -1,8 +1,8 @@
 """What a queued run's job does on the cluster until it is let in.
 
-It waits in the line. The first in the line looks whether its whole group fits, stops runs of lower
-priority if that makes room (as `trireme submit stop` does: they save a checkpoint), and sends runs
-again whose job is gone.
+It waits in the line. The first in the line checks whether its whole group fits, stops runs of lower
+priority if that makes room (as `trireme submit stop` does: they save a checkpoint), and submits
+again the runs whose job is gone.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class _WaitingRun:
         return self._make_room(next_row, rows)
 
     def _make_room(self, own_row: Row, rows: list[Row]) -> str:
-        """Looks whether the whole group fits, and stops other runs if that makes room.
+        """Checks whether the whole group fits, and stops other runs if that makes room.
 
         Returns:
             See `look`.

@@ -94,7 +94,7 @@ def prepare(
         options: Further words, which are not changed.
         run: The run's name.
         folder: Is shipped.
-        env: Names of environment variables that go along.
+        env: Names of environment variables to send with the job.
 
     Raises:
         UserError: A file is not in the folder that is shipped, or a variable is not set.
@@ -160,7 +160,7 @@ def _path_in(folder: Path, file: str) -> str:
 
 
 def _variables(names: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
-    """Variables of this process that go along: those named, and MLflow's if they are set.
+    """Variables of this process that are sent with the job: those named, and MLflow's if set.
 
     Returns:
         Plain variables, and secret ones.

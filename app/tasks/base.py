@@ -194,7 +194,7 @@ class Task:
         if value.dim():
             raise UserError(
                 f"the task logs {name!r} with a tensor of shape {tuple(value.shape)}, but it must "
-                "be one number: its mean, say"
+                "be one number, such as its mean"
             )
         self.recorded.setdefault(name, []).append(value.detach())
 
@@ -256,9 +256,10 @@ class Task:
     def metrics(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """Evaluation metrics by name, each a scalar mean over the batch's items; also `loss`.
 
-        One whose name begins with _ is not shown: `derived` makes others of it. So a figure that is
-        no mean over items, such as F1, is the ratio of sums over all the held-out data: count
-        `_right`, `_found` and `_there` for each item, and derive 2·right / (found + there).
+        A metric whose name begins with _ is not shown, but `derived` can compute others from it.
+        This serves figures that are not means over items, such as F1, which is a ratio of sums over
+        all the held-out data: return the means of `_right`, `_found` and `_there` for each item,
+        and derive 2·right / (found + there).
         """
         return {"loss": self.loss(model, batch)}
 
@@ -315,10 +316,10 @@ class Task:
         return None
 
     def with_fused_attention(self) -> tuple[str, Task] | None:
-        """For the planner: what to write for attention that keeps no scores in memory.
+        """For the planner: the setting for attention that does not store its scores in memory.
 
-        Override it if there is such an attention, and the task does not use it by itself. None
-        means that there is none, or that it is used.
+        Override it if the model can have such an attention and the task does not use it by default.
+        None means that there is none, or that the task uses it already.
 
         Returns:
             (the key and its value, the task with that attention)
@@ -326,7 +327,7 @@ class Task:
         return None
 
     def preprocessor(self) -> Preprocessor | None:
-        """What makes the model's arguments of rows, images or texts, and reads its output.
+        """What converts rows, images or texts to the model's arguments, and reads its output.
 
         It is kept with the model in MLflow. None means that the model is given tensors.
         """

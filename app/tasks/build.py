@@ -19,7 +19,7 @@ def build_model(task: Task) -> nn.Module:
 
     If the model has lazy layers (such as torch.nn.LazyLinear), they get their sizes from the loss
     of one sample, computed in evaluation mode. Under `torch.device("meta")` that takes no
-    arithmetic. What else that leaves in the model is undone, so that it is as a new one.
+    arithmetic. Whatever else this changes in the model is undone, so that it is like a new one.
 
     Raises:
         UserError: The loss of one sample cannot be computed, or leaves layers without a size.
@@ -63,7 +63,7 @@ def _remember_attributes(model: nn.Module) -> Callable[[], None]:
     Lazy layers are left out, because they become other layers.
 
     Returns:
-        What gives all modules their attributes again.
+        A function that restores the attributes of all modules.
     """
     of_any_module = vars(nn.Module()).keys()
     remembered: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []

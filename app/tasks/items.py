@@ -4,8 +4,8 @@ A task that overrides `items` says that its loss is the mean over what it counts
 targets that are not masked), and each part of a global batch then has that weight. The loss of any
 other task is a mean over rows.
 
-To know how many items all workers have takes a small collective in each step. A task whose count is
-the same for every row (the tokens of sequences of one length) marks `items` with
+Adding up the items of all workers takes a small collective in each step. A task whose count is the
+same for every row (such as the tokens of sequences of one length) marks `items` with
 `@same_for_every_row`: the weights are then those of a mean over rows, without the collective.
 """
 

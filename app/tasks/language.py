@@ -169,9 +169,9 @@ class LanguageModelling(SplitDataTask):
         residual_in_fp32: false: with a 16-bit train.precision, the activations between blocks have
             16 bits too: fewer bytes to move and to keep, and rounded as they always are under
             strategies that shard parameters.
-        fused_projections: Compute attention's q, k and v as one operation, and gate and up, where a
-            worker has them whole and blocks are not compiled (app/models/linear.py). Checkpoints
-            are the same.
+        fused_projections: Compute attention's q, k and v in one operation, and the feed-forward
+            layer's gate and up in another, where a worker has them whole and blocks are not
+            compiled (app/models/linear.py). Checkpoints are the same.
         linear_loss: Compute the loss from the last layer's input, so that all logits never exist at
             once (app/models/cross_entropy.py), where this process has the last layer whole. null
             (the default): on a GPU with a vocabulary of 8,192 or more; true: on a CPU too.
@@ -275,8 +275,8 @@ class LanguageModelling(SplitDataTask):
         mixture_args = {**model_args, **mixture}
         if mixture_args.pop("d_hidden") is not None:
             raise UserError(
-                "task_args.d_hidden is not for a mixture of experts; "
-                "write task_args.mixture.d_expert"
+                "task_args.d_hidden does not apply to a mixture of experts; write "
+                "task_args.mixture.d_expert"
             )
         return checked_model(MixtureGPT, sizes, mixture_args)
 

@@ -1,6 +1,6 @@
 """What built-in tasks share: data in two parts, classification, and checks of arguments.
 
-Each check answers a wrong value with one sentence.
+Each check raises a UserError of one sentence if a value is wrong.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def require_number(value: Any, sentence: str) -> float:
 
     Args:
         value: A number of Python or NumPy, or a tensor of one number.
-        sentence: The beginning of the refusal, which what it is follows, such as
+        sentence: The beginning of the message, which a description of the value continues, such as
             "the task's items(batch) gives".
 
     Raises:

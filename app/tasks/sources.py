@@ -78,9 +78,9 @@ def change_note(before: Mapping[str, str] | None, now: Mapping[str, str], step: 
     if not differences:
         return ""
     return (
-        f"the task's code has changed since step {step:,}: {', '.join(differences)}; "
-        "the steps up to there were trained with the code as it was, "
-        "the following ones are with the code as it is now"
+        f"the task's code has changed since step {step:,}: {', '.join(differences)}; the steps up "
+        "to there were trained with the earlier code, the following ones use the code as it is "
+        "now"
     )
 
 

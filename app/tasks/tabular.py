@@ -80,7 +80,7 @@ class TableInput(Preprocessor):
         return (torch.from_numpy(np.concatenate(encoded, 1)),)
 
     def read(self, output: Any) -> DataFrame:
-        """Each row's most probable class, or its number in the target's own units."""
+        """Each row's most probable class, or its predicted value in the target's own units."""
         import pandas
 
         if self.classes:
@@ -274,7 +274,7 @@ def _first_value(column: Column) -> Array:
 
 
 def _targets(column: Column, rows: Indices, kind: str, *, file: str) -> tuple[list[str], Array]:
-    """What is to be predicted.
+    """The values or classes to predict.
 
     Args:
         column: The target.

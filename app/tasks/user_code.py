@@ -1,8 +1,8 @@
 """Imports a user's own modules, also from a package that has the name of one of Trireme's.
 
 They are looked for in the current folder first. app/names.py decides which of two modules with one
-name is imported. If both define the name that is used, that is refused here before the user's
-module runs: one of the two would silently be taken for the other.
+name is imported. If both define the name that is used, the import is refused here before the user's
+module runs, because otherwise one of the two would silently be taken for the other.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class ImageInput(Preprocessor):
         mean: The mean of each channel, (channels, 1, 1).
         std: The deviation of each channel, (channels, 1, 1).
         classes: The name of each class.
-        example: One image, in the shape that people have.
+        example: One image in the usual shape: (height, width), or with channels last.
     """
 
     mean: Tensor
@@ -203,7 +203,7 @@ def _split(images: ImageSet, eval_samples: int | None) -> tuple[ImageSet, ImageS
 
 
 def _example(images: Array) -> Array:
-    """One image as people have it: grey ones without channels, others with channels last."""
+    """One image in the usual form: a grey one without channels, others with channels last."""
     is_grey = images.shape[1] == 1
     example = images[:1, 0] if is_grey else images[:1].transpose(0, 2, 3, 1)
     return np.ascontiguousarray(example)

@@ -88,7 +88,7 @@ class Feed:
         self.folder = folder
         self.name = name
         self.is_off = False
-        """Whether the tracker is called no more; the next start gives it the rest."""
+        """Whether the tracker is no longer called; the next start gives it the rest."""
         self._saving = threading.Lock()
         self._saved_clock = 0.0
         self._file = state_file(folder, name)
@@ -198,7 +198,7 @@ class Feed:
             self._errors += 1
             self.is_off = self._tracker is None or self._errors >= MOST_ERRORS
             _log.warning("tracker %s raises in %s", self.name, method, exc_info=True)
-            consequence = ", and is called no more before the next start" if self.is_off else ""
+            consequence = ", and is not called again before the next start" if self.is_off else ""
             self._note(f"it raises {mask_text(described(error))}{consequence}")
 
     def _started(self) -> RunTracker:
@@ -218,7 +218,9 @@ class Feed:
 
     def _note(self, problem: str) -> None:
         log = self.folder / "writer.log"
-        self.state.problem = f"tracker {self.name} has not got everything: {problem}; see {log}"
+        self.state.problem = (
+            f"tracker {self.name} has not received everything: {problem}; see {log}"
+        )
 
 
 class TrackerThread:

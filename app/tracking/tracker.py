@@ -532,7 +532,7 @@ def sync(folder: Path, *, timeout: float = 30.0) -> Delivery:
     # With the lock's new text, the writer of an earlier start ends.
     driver_lock = take_lock(folder, "driver", seconds=1.0, text=attempt)
     if driver_lock is None:
-        problem = "the run is going on, and its own writer delivers it"
+        problem = "the run is still training, and its own writer delivers its metrics"
         return _delivery(folder, settings, problem)
     os.close(driver_lock)
     writer = WriterProcess(folder, uri, attempt)

@@ -26,14 +26,14 @@ METHODS = ("start", "log", "finish")
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """The run that a tracker is told about.
+    """The run that a tracker records.
 
     Args:
         name: The run's name.
         uid: Identifies the run; the same after every resume.
         folder: A local folder of the run, for files of the tracker.
         params: The configuration, flat, without secrets.
-        resumed: Whether the tracker has been told about this run before.
+        resumed: Whether the tracker has been started for this run before.
     """
 
     name: str

@@ -74,7 +74,7 @@ def mlflow_errors(uri: str) -> Iterator[None]:
     except Exception as error:  # artifact stores raise errors of their own libraries
         message = " ".join(mask_text(str(error)).split())
         server = f"MLflow at {mask_uri(uri)}"
-        answer = f"{server} said: {message[:300] or type(error).__name__}"
+        answer = f"{server} answered: {message[:300] or type(error).__name__}"
         code = error.error_code if isinstance(error, MlflowException) else ""
         # Errors of `requests` are OSErrors, and some of them are ValueErrors as well.
         is_invalid = isinstance(error, _INVALID) and not isinstance(error, OSError)

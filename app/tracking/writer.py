@@ -2,7 +2,8 @@
 
     python -m app.tracking.writer FOLDER ATTEMPT NICENESS [wait]
 
-With `wait` it imports MLflow, and goes on when its standard input says so; at its end it ends too.
+With `wait` it imports MLflow, and continues when its standard input tells it to; if that is closed,
+it ends.
 
 Every few seconds it reads the spool's new events and delivers them. It ends when everything is
 delivered and the driver appends no more: the driver releases driver.lock at the end of the run, and

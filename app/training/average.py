@@ -60,7 +60,7 @@ class Average:
 
 
 def drop_gathered(parallel: Parallel) -> None:
-    """Let FSDP gather weights again that it has gathered ahead, as they are now."""
+    """Make FSDP gather weights anew, because what it has gathered ahead is out of date."""
     for module in parallel.module.modules():
         if isinstance(module, FSDPModule):
             module.unshard()

@@ -1,8 +1,8 @@
 """`Task.gather` in a training: which losses call it, on which layouts, and how their steps run.
 
 Most losses do not call it, and their steps are the layout's own. If the code of the task never
-mentions the word, it does not gather. Otherwise one forward without gradients in the first step of
-a loss shows whether it does; nothing of that forward remains.
+mentions `gather`, its losses do not call it. Otherwise one forward without gradients, in the first
+step of a loss, shows whether it does. That forward has no other effect.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StepRunner(Protocol):
 
 @contextmanager
 def watched(task: Task) -> Iterator[list[Tensor]]:
-    """Collect what the task gathers while it is tried; it gets each tensor back as it is."""
+    """Collect what the task gathers; each call returns its tensor as it is."""
     gathered: list[Tensor] = []
 
     def collect(x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def check(config: Config, task: Task, layout: Layout) -> Iterator[str]:
     if train.noise_scale_every:
         raise UserError(
             "train.noise_scale_every compares the gradients of small and large batches, but the "
-            "task calls self.gather, so its loss is no mean over samples: leave it out"
+            "task calls self.gather, so its loss is not a mean over samples: leave it out"
         )
     is_evaluated = task.eval_data() is not None and train.eval_every
     if is_evaluated and train.eval_batch_size is None:
@@ -231,8 +231,8 @@ class Gathering:
                 f"the task calls self.gather, but {self.obstacle}: write strategy={LAYOUTS}"
             )
         raise UserError(
-            "the loss calls self.gather in some steps and not in its first one, or where its "
-            "module does not show it: call it in every step, in a function of the task's own module"
+            "the loss calls self.gather, but did not in its first step, or calls it in code that "
+            "is not in the task's module: call it in every step, in a function of that module"
         )
 
     @contextmanager

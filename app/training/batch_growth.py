@@ -1,19 +1,19 @@
-"""When a run tries twice its batch, and what decides: pure functions of samples and losses.
+"""When a run tries twice its batch size, and how it decides: pure functions of samples and losses.
 
-With train.batch_schedule=auto a run looks whether twice its batch is as good, first after
-`FIRST_STEPS` steps and then whenever the samples seen have doubled. From one state two branches
-train over the same next samples, one with the batch and one with twice the batch and its rate
-(optimizer.lr_scaling). Their losses are compared pair by pair: a step of the larger batch with the
-two steps over the same samples. If the larger batch is not worse beyond noise, the run goes on from
-the end of its branch, and otherwise from the end of the other.
+With train.batch_schedule=auto a run tests whether twice its batch trains as well, first after
+`FIRST_STEPS` steps and then whenever the samples seen have doubled. From one state, two branches
+train over the same next samples: one with the batch, and one with twice the batch and the rate that
+belongs to it (optimizer.lr_scaling). Their losses are compared pair by pair: a step of the larger
+batch with the two steps of the smaller one over the same samples. If the larger batch is not worse
+beyond noise, the run continues from the end of its branch, and otherwise from the end of the other.
 
-The test is one-sided, of the mean difference over the last `COMPARED` of the branches, with the
-variance of correlated pairs (app/training/paired.py). If both batches are as good, twice the batch
-is refused in `LEVEL` of the cases. If it is worse, it is taken the more seldom the larger the
-difference is beside its error: in 23 % of the cases at one error, 4 % at two.
+The test is one-sided, on the mean difference over the last `COMPARED` of the branches, with the
+variance of correlated pairs (app/training/paired.py). If both batches are equally good, twice the
+batch is refused in `LEVEL` of the cases. If twice the batch is worse by one standard error of the
+difference, it is still accepted in 23 % of the cases, and if it is worse by two, in 4 %.
 
-The samples of the branch that is dropped are a cost. All such branches together have at most
-`MOST_MEASURING` of the samples of the run.
+The samples of the branch that is dropped are the cost of this. All such branches together have at
+most `MOST_MEASURING` of the samples of the run.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from app.training.paired import Floats, MeanEstimate, mean_of
 from app.training.step_sync import Agreement
 
 FIRST_STEPS = 256
-"""Steps after which a run looks for the first time, or schedule.warmup_steps if these are more."""
+"""Steps after which a run tests for the first time; schedule.warmup_steps if that is more."""
 PIECES = 64
 """Steps of the larger batch in a branch, at least."""
 WINDOW_SHARE = 1 / 8
-"""A branch has at least this share of the samples seen before it: what a batch does shows late."""
+"""A branch has at least this share of the samples seen before it, since a batch acts slowly."""
 COMPARED = 0.75
-"""The share of a branch, at its end, that is compared: the branches begin alike."""
+"""The share of a branch, at its end, that is compared: at first the branches hardly differ."""
 LEVEL = 0.4
 """The probability that twice the batch is refused although it is as good.
 
-A branch is short beside what its batch does to the rest of the run, so a small difference in it is
-taken for one. What is refused wrongly costs steps until the next doubling of the samples.
+It is high, because a wrong batch would harm the rest of the run, which is much longer than a
+branch. A wrong refusal costs only additional steps, until the samples have doubled once more.
 """
 MOST_MEASURING = 0.2
-"""The largest share of the samples of the run that branches which are dropped may have."""
+"""The largest share of the run's samples that all dropped branches together may have."""
 LEAST_LEFT = 4
 """No branch begins unless this many times its samples are left."""
 
@@ -115,7 +115,7 @@ class Growth:
     Args:
         first_batch: The global batch that the run begins with.
         total: The samples of the whole run.
-        first_samples: The samples after which the run looks for the first time.
+        first_samples: The samples after which the run tests for the first time.
         decisions: What was decided until now.
     """
 
@@ -138,7 +138,7 @@ class Growth:
 
     @staticmethod
     def least_steps(warmup_steps: int) -> int:
-        """The fewest steps of the first batch in which a run looks at all."""
+        """The fewest steps of the first batch with which a run tests at all."""
         first_step = max(FIRST_STEPS, warmup_steps)
         window = 2 * max(PIECES, math.ceil(WINDOW_SHARE * first_step / 2))
         return max(math.ceil(window / MOST_MEASURING), first_step + LEAST_LEFT * window)
@@ -164,7 +164,7 @@ class Growth:
         return self.batches.steps_until(self.total, start=samples)
 
     def next_point(self, samples: int) -> int | None:
-        """The samples at which, or at the first step after which, branches begin next.
+        """The samples seen at which the next branches begin, at the first step that reaches them.
 
         Args:
             samples: The samples seen.
@@ -174,7 +174,7 @@ class Growth:
         """
         point = self.first_samples
         last = self.decisions[-1].samples if self.decisions else 0
-        # A run that begins with many samples, as a fork of another, looks once and not for each.
+        # A fork of another run begins with many samples: it tests once, not for every doubling.
         while point <= last or 2 * point <= samples:
             point *= 2
         return point if self._is_affordable(self._point_at(max(point, samples))) else None
@@ -198,7 +198,7 @@ class Growth:
         return is_within_share and LEAST_LEFT * point.window <= self.total - point.samples
 
     def summary(self) -> dict[str, Any]:
-        """What it came to, for the summary of the run."""
+        """The batches and the cost of deciding on them, for the summary of the run."""
         return {
             "first": self.first_batch,
             "last": self.batches.rows[-1][1],
@@ -210,10 +210,10 @@ class Growth:
         }
 
     def step_on_curve(self, samples: int, batch: int) -> float:
-        """Where the schedule of the rate is, in steps of the first batch.
+        """The position on the learning-rate curve, in steps of the first batch.
 
-        A step with a larger batch stands for several of the first one, and has the rate of the last
-        of them, so that the curve ends with the run.
+        A step with a larger batch counts as several steps of the first batch, and has the rate of
+        the last of them, so that the curve ends with the run.
 
         Args:
             samples: The samples seen before the step.
@@ -222,7 +222,7 @@ class Growth:
         return (samples + batch) / self.first_batch - 1
 
     def possible_batches(self) -> list[int]:
-        """The batches that the run may come to, the first one included."""
+        """The batches that the run may reach, the first one included."""
         growth = replace(self, decisions=())
         batches = [self.first_batch]
         point = growth.next_point(0)

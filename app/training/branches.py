@@ -1,7 +1,7 @@
 """Branches of a run that decides on its batch (train.batch_schedule=auto): trained, then compared.
 
 batch_growth.py says when two branches begin and which is taken over. Here the loop trains them, one
-after the other from the same state, and goes on from the end of the better one.
+after the other from the same state, and continues from the end of the better one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Branches:
         )
 
     def train(self, point: BranchPoint) -> bool:
-        """Train two branches from here, and go on from the end of the better one.
+        """Train two branches from here, and continue from the end of the better one.
 
         The checkpoint of this step is committed before anything of it is given up, and the one
         after the branches knows the decision. So a run that is killed between them trains the

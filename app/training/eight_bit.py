@@ -1,20 +1,20 @@
 """AdamW whose two moments are kept in 8 bits (Dettmers et al. 2021, https://arxiv.org/abs/2110.02861).
 
-256 numbers that follow one another in a row of a matrix share a scale, the largest of them (fewer
-where 256 does not divide the row). Each is kept as the nearest of 256 numbers between -1 and 1 (0
-and 1 for squares), which lie the closer together the smaller they are. So a parameter has 2.03
-bytes of state instead of 8. Every step computes in float32: only what waits for the next step is
-rounded.
+A row of a matrix is divided into blocks of 256 consecutive numbers (fewer where 256 does not divide
+the row). The numbers of a block share a scale, the largest magnitude among them. Divided by it,
+each is stored as the nearest of 256 levels between -1 and 1 (between 0 and 1 for squares), which
+are closer together near 0. So a parameter has 2.03 bytes of state instead of 8. Every step computes
+in float32; only what is kept until the next step is rounded.
 
-What `torchao.optim.AdamW8bit` computes on one device, this computes to the bit where blocks are the
-same (a test compares them). It is not used itself, because its blocks run on from row to row of
-what a *worker* holds, and small shards are not rounded: so another number of workers would train
-another model, and could not read the state. Here blocks are parts of rows of the whole matrix, and
-the state is made of ordinary tensors that are split as the parameter is. So every layout rounds
-alike, and reads every other's checkpoints.
+On one device, and where blocks are the same, this computes what `torchao.optim.AdamW8bit` computes,
+to the bit (a test compares them). torchao's class itself is not used, because its blocks continue
+from row to row of what a *worker* holds, and small shards are not rounded. So with another number
+of workers it would train another model, and could not load the state. Here blocks are parts of rows
+of the whole matrix, and the state consists of ordinary tensors that are split as the parameter is.
+So all layouts round in the same way, and can load each other's checkpoints.
 
-Left in float32 are parameters of one dimension, and those whose rows 32 does not divide. A
-convolution's row is what belongs to one output channel.
+The moments stay in float32 for parameters of one dimension, and for those whose rows 32 does not
+divide. A row of a convolution is what belongs to one output channel.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from strategies.costs import EIGHT_BIT_BLOCK, eight_bit_block, row_length
 from strategies.grad_sync import local
 
 EXPONENTS = 7
-"""Decades over which the numbers of 8 bits are spread."""
+"""Decades over which the 256 levels are spread."""
 
 
 class AdamW8bit(NarrowAdamW):
@@ -45,7 +45,7 @@ class AdamW8bit(NarrowAdamW):
         lr: The learning rate.
         betas: Decay rates of the moments.
         eps: Added to the root of the second moment.
-        weight_decay: Times the rate, what a step shrinks weights by.
+        weight_decay: A step shrinks weights by the rate times this.
         block_size: The most numbers of a row that share a scale.
         names: See NarrowAdamW.
         seed: See NarrowAdamW.
@@ -152,10 +152,10 @@ def _scale_shape(parameter: Tensor, block: int) -> tuple[int, ...]:
 
 @functools.cache
 def _numbers(name: str, device: torch.device) -> Tensor:
-    """The 256 numbers of a moment, in order.
+    """The 256 levels of a moment, in ascending order.
 
-    In each decade below 1 there are twice as many as in the one below it, evenly spaced; and there
-    are 0 and 1. The first moment has half of them on either side of 0.
+    They are 0, 1, and evenly spaced numbers in each decade below 1, twice as many as in the decade
+    below it. For the first moment, which has a sign, half of them are negative.
     """
     is_signed = name == "exp_avg"
     levels = [0.0, 1.0]

@@ -241,9 +241,10 @@ class StepParts:
     """Where the seconds of one optimizer step go; the parts add up to the step.
 
     Args:
-        computing: Kernels, the optimizer, and whatever else is none of the other parts.
-        communication: What no computing hides, with waiting for a rank that is late.
-        bubble: In which the slowest stage of a pipeline waits for it to fill and drain.
+        computing: Kernels, the optimizer, and whatever does not belong to the other parts.
+        communication: Communication that is not hidden behind computation, including the wait for
+            a rank that is late.
+        bubble: The time in which the slowest stage waits for the pipeline to fill and drain.
         data: Waiting for samples.
     """
 
@@ -260,7 +261,7 @@ class StepParts:
 
 @dataclass(frozen=True, kw_only=True)
 class StepPartsMeasured:
-    """Steps early in a start were measured, to be put beside the plan."""
+    """Steps early in a start were measured, to be compared with the plan."""
 
     step: int
     """The last of these steps."""

@@ -77,7 +77,8 @@ def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()
         raise UserError(f"the task has a training_step of its own, but {reason}: use ddp or fsdp")
     if train.ema_decay is not None and is_engine:
         raise UserError(
-            f"train.ema_decay is not for {layout.name}, which keeps the weights itself: use fsdp"
+            f"train.ema_decay does not work with {layout.name}, which keeps the weights itself: "
+            "use fsdp"
         )
     if train.grows_by_itself and train.eval_separate:
         raise UserError(
@@ -86,15 +87,15 @@ def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()
         )
     if train.batch_schedule and is_engine:
         raise UserError(
-            f"train.batch_schedule is not for {layout.name}, whose engine starts with one batch: "
-            "use fsdp"
+            f"train.batch_schedule does not work with {layout.name}, whose engine starts with one "
+            "batch: use fsdp"
         )
     is_narrow = train.weight_dtype != "fp32" or config.optimizer.state_dtype != "fp32"
     if is_engine and is_narrow:
         key = "optimizer.state_dtype" if train.weight_dtype == "fp32" else "train.weight_dtype"
         raise UserError(
-            f"{key}=bf16 is not for {layout.name}, which gives optimizers flat parts in float32: "
-            "use fsdp"
+            f"{key}=bf16 does not work with {layout.name}, which gives optimizers flat parts in "
+            "float32: use fsdp"
         )
     if is_narrow and overrides(task, "optimizer"):
         key = "optimizer.state_dtype" if train.weight_dtype == "fp32" else "train.weight_dtype"
@@ -136,8 +137,8 @@ def options(config: Config, task: Task) -> Options:
 def disable_prefetch(parallel: Parallel) -> None:
     """Let FSDP gather each module only when it is called.
 
-    A training_step may call parts of the model. A part that was gathered ahead and then not called
-    would be used in the next update with its weights of before this one.
+    A training_step may call parts of the model. If a part was gathered ahead and then not called,
+    the next update would use the weights that it had before this one.
     """
     for module in parallel.module.modules():
         if isinstance(module, FSDPModule):
@@ -345,7 +346,7 @@ def set_learning_rate(
 
 
 def schedule_factor(task: Task, step: int, steps: int) -> float | None:
-    """What the task's own schedule multiplies the learning rate of a step with; None: it has none.
+    """The factor of a step's learning rate by the task's own schedule; None: it has none.
 
     Args:
         task: The task.
@@ -431,7 +432,7 @@ def logged_losses(
         return {}
     if uneven:
         raise UserError(
-            f"the task logs {uneven[0]!r} not once in each micro-batch: "
+            f"the task does not log {uneven[0]!r} exactly once in each micro-batch: "
             "log it once whenever loss is called"
         )
     return {name: _weighted_sum(values, weights) for name, values in recorded.items()}

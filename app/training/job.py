@@ -46,7 +46,7 @@ class Job:
     failed_nodes: tuple[str, ...] = ()
     """Ids of nodes that have failed too often."""
     measures_parts: bool = False
-    """Whether early steps are measured by part, to be put beside the plan (step_parts.py)."""
+    """Whether early steps are measured by part, to be compared with the plan (step_parts.py)."""
 
     @property
     def checkpoints(self) -> str:

@@ -6,8 +6,8 @@ does not wait for the device.
 
 A boundary (`Training._handle_boundary`) comes about once a second. There the ranks agree on what
 has happened; then metrics are logged, the model is evaluated and a checkpoint is saved, as far as
-each is due. With train.eval_separate another process evaluates the checkpoints; when its results
-end training early, the driver asks for a stop, and the first rank finds in them what is meant.
+each is due. With train.eval_separate another process evaluates the checkpoints. If its results end
+training early, the driver asks the workers to stop, and the first rank reads the reason in them.
 
 The loop imports no launcher and no tracker: it reports to the `Channel` that it receives.
 """
@@ -59,7 +59,7 @@ from strategies.parallel import Loss, LossError
 from strategies.parallelize import Parallel, parallelize
 
 Summary = dict[str, Any]
-"""What a run has to say at its end; see `Training._summary`."""
+"""What a run reports at its end; see `Training._summary`."""
 
 
 def train(job: Job, place: Place, channel: Channel) -> Summary:
@@ -189,17 +189,20 @@ class Training:
         return self.progress.step
 
     def _require_shared_batch(self) -> None:
-        """Check the batch of the next step, which an older checkpoint may have made a smaller one.
+        """Check that the data-parallel workers can divide the batch of the next step.
+
+        A run whose batch has grown may have more workers than at its start. If it continues from an
+        older checkpoint, the batch is smaller again.
 
         Raises:
-            UserError: The workers, of which the run has more since its batch grew, cannot share it.
+            UserError: They cannot.
         """
         batch = self.global_batches.batch_at(self.progress.samples_seen)
         if batch % self.dims.dp:
             raise UserError(
-                f"the checkpoint of step {self.steps_done:,} goes on with a batch of {batch}, "
-                f"which {self.dims.dp} data-parallel workers cannot share: run the same command "
-                "again, which begins with fewer"
+                f"the checkpoint of step {self.steps_done:,} continues with a batch of {batch}, "
+                f"which {self.dims.dp} data-parallel workers cannot divide: run the same command "
+                "again, which starts fewer workers"
             )
 
     # --- the loop ---------------------------------------------------------------------------------
@@ -218,7 +221,7 @@ class Training:
                 else:
                     stopped = self._take_steps()
         self.heartbeat.phase = "ending"
-        # First, because it waits until a storage that is away or full can be written again.
+        # This comes first, because it retries while the storage is unreachable or full.
         self.persistence.finish(self.progress)
         if not stopped:
             with self.average.in_place() if self.average else contextlib.nullcontext():
@@ -324,7 +327,7 @@ class Training:
         return step in (1, self.steps) or step % self.config.train.log_every == 0
 
     def _curve_point(self, batch: int) -> hooks.CurvePoint:
-        """Where the schedule of the rate is in the next step, whose batch it is."""
+        """The position on the learning-rate curve of the next step, whose global batch is given."""
         if self.branches is not None:
             return self.branches.curve_point(batch)
         samples = self.progress.samples_seen
@@ -565,7 +568,7 @@ class Training:
         return parallel
 
     def _compute_reference(self) -> None:
-        """Let the data know what the loss needs to know of the model before its first step."""
+        """Compute what the loss needs of the model before its first step (reference.py)."""
         train = self.config.train
         share = max(1, self.global_batches.smallest // self.dims.dp)
         self.reference.compute(
@@ -637,7 +640,7 @@ class Training:
         }
 
     def close(self) -> None:
-        """Write what a profile that was cut off has, and wait for the checkpoint under way."""
+        """Write a profile that has not reached its last step, and finish the current checkpoint."""
         if self.profiler is not None:
             self.profiler.close()
         if self.step_meter is not None:

@@ -1,13 +1,14 @@
 """AdamW whose moments, or whose weights, are kept in fewer bits than 32.
 
-Every step computes in float32; only what waits for the next step is rounded. This file keeps
+Every step computes in float32; only what is kept until the next step is rounded. This file keeps
 moments in float32 or bfloat16, and eight_bit.py in 8 bits. Weights are float32, or bfloat16
-(train.weight_dtype). What is rounded to bfloat16 is rounded at random (stochastic.py): to the
-nearest one, most steps of weights and of second moments, which move by 1 - beta2 of themselves,
-would be lost.
+(train.weight_dtype). Rounding to bfloat16 is stochastic (stochastic.py). Rounding to the nearest
+number would lose most steps of the weights, and of the second moments, which change by only
+1 - beta2 of themselves per step.
 
-The arithmetic is that of `torchao.optim`'s AdamW with `bf16_stochastic_round`, which rounds moments
-to the nearest, and by a generator whose numbers depend on the number of workers.
+The arithmetic is that of `torchao.optim`'s AdamW with `bf16_stochastic_round`. That one, however,
+rounds moments to the nearest number, and weights by a generator whose numbers depend on the number
+of workers.
 
     bytes a weight          weights and gradients in float32    in bfloat16
     moments in float32      16                                  12
@@ -32,7 +33,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 WEIGHT = "weight"
 SMALLEST_SCALE = 1e-12
 PIECE = 2**24
-"""Numbers that are updated at once, which bounds the memory of what is computed in float32."""
+"""Elements that are updated at once, which bounds the memory of what is computed in float32."""
 
 
 class NarrowAdamW(ByParameter):
@@ -43,7 +44,7 @@ class NarrowAdamW(ByParameter):
         lr: The learning rate.
         betas: Decay rates of the moments.
         eps: Added to the root of the second moment.
-        weight_decay: Times the rate, what a step shrinks weights by.
+        weight_decay: A step shrinks weights by the rate times this.
         state_dtype: The type of the moments: float32 or bfloat16.
         names: The parameters' names in the whole model, on which the rounding depends.
         seed: Of the rounding.
@@ -104,7 +105,7 @@ class NarrowAdamW(ByParameter):
         return {name: torch.zeros_like(parameter, dtype=dtype) for name in MOMENTS}
 
     def _levels(self, device: torch.device) -> dict[str, Tensor]:
-        """The numbers that moments in 8 bits stand for."""
+        """The values that the codes of moments in 8 bits stand for."""
         return {}
 
     def _salts_of(
@@ -162,7 +163,7 @@ def update_piece(
         gradient: Theirs.
         moments: exp_avg and exp_avg_sq, and where these have 8 bits exp_avg_scale and
             exp_avg_sq_scale, (rows, …, blocks).
-        levels: The numbers that the 8 bits of each moment stand for.
+        levels: The values that the codes of each moment stand for.
         salts: For the weight and the moments that have bfloat16, what decides the random bits.
         places: Where the rows are in the whole parameter, if there are salts.
         step: The number of the step, 0-dimensional.
@@ -170,7 +171,7 @@ def update_piece(
         beta1: The decay rate of the first moment.
         beta2: That of the second.
         eps: Added to the root of the second moment.
-        weight_decay: Times the rate, what the weights shrink by.
+        weight_decay: The weights shrink by the rate times this.
     """
     gradient = gradient.float()
     value = parameter.float()
@@ -196,8 +197,8 @@ def update_piece(
 def _compiled_update() -> Callable[..., None]:
     """The step as few kernels, which read and write each number about once.
 
-    It is compiled once for a kind of shape. Where there are more kinds than torch compiles a
-    function for, it runs the others as they are.
+    torch compiles it once for each kind of shape. If there are more kinds than its limit for one
+    function, it runs the others uncompiled.
     """
     return torch.compile(update_piece, dynamic=True)
 
@@ -213,13 +214,13 @@ def _read(moments: dict[str, Tensor], name: str, levels: dict[str, Tensor]) -> T
 
 
 def write_codes(moments: dict[str, Tensor], name: str, value: Tensor, numbers: Tensor) -> None:
-    """Keep a moment in 8 bits: the nearest of the numbers that there are.
+    """Store a moment in 8 bits: the code of the nearest level for each number.
 
     Args:
         moments: The codes of the moment, and the scales of its blocks; both are written.
         name: The moment.
         value: The moment in float32.
-        numbers: The 256 numbers, in order.
+        numbers: The 256 levels, in ascending order.
     """
     scale = moments[f"{name}_scale"]
     blocks = value.reshape(*scale.shape, -1)

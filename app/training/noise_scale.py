@@ -12,8 +12,8 @@ small batches and of the whole batch B in the same step follow the unbiased esti
     |G|²  ≈ |g_B|² − tr(Σ) / B
 
 Their ratio, the noise scale tr(Σ) / |G|², would be biased in a single step. So both are averaged
-over the last measured steps before they are divided. Up to a batch of about the noise scale, twice
-the batch nearly halves the number of steps.
+over the last measured steps before they are divided. As long as the batch is smaller than about the
+noise scale, doubling it nearly halves the number of steps.
 
 The small batches are the micro-batches of the step, each over all workers. If there is only one,
 it is cut in two.
@@ -73,9 +73,8 @@ class Estimate:
             inverse_small: The mean of 1 / b_small.
             batch_size: B, in samples.
         """
-        if (
-            inverse_small <= 1 / batch_size
-        ):  # one micro-batch had all items: there is no smaller batch
+        # If one micro-batch had all items, there was no smaller batch.
+        if inverse_small <= 1 / batch_size:
             return
         covariance = (small - large) / (inverse_small - 1 / batch_size)
         if math.isfinite(covariance):

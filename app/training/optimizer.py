@@ -40,14 +40,14 @@ BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {
     "rprop": Rprop,
     "sgd": torch.optim.SGD,
 }
-"""AdamW in 8 bits, and those of torch that need neither sparse gradients nor the loss again."""
+"""AdamW in 8 bits, and torch's optimizers that need neither sparse gradients nor a closure."""
 TAKES_BETAS = ("adam", "adamw", "adamw8bit", "nadam", "radam", "adamax")
 OPTIONS_OF = {
     "betas": (*TAKES_BETAS, "muon"),
     "eps": (*TAKES_BETAS, "muon"),
     "momentum": ("sgd",),
 }
-"""By option of `optimizer`, those that get it from there; others may from `optimizer.args`."""
+"""Options of `optimizer`, and the optimizers that read them. Others may use `optimizer.args`."""
 FUSED = ("adam", "adamw", "sgd")
 Named = Mapping[Tensor, str]
 SMALLEST_SCALE = 2.0**-10  # of the loss
@@ -405,7 +405,7 @@ def _kernels(name: str, *, is_distributed: bool, is_complex: bool) -> dict[str, 
     ones.
     """
     if name in FUSED and is_complex:
-        return {"fused": False}  # also known to an AdamW of few bits, which has no such kernels
+        return {"fused": False}  # NarrowAdamW, which has no such kernels, ignores it
     if name == "sgd" and is_distributed:
         return {"fused": False, "foreach": True}
     return {}
@@ -466,9 +466,9 @@ def _curve(schedule: ScheduleConfig, step: float, steps: int) -> float:
 
 
 def _one_cycle(schedule: ScheduleConfig, step: float, steps: int) -> float:
-    """Up from a 25th of the peak and down again, each along half a cosine (Smith and Topin 2018).
+    """Up from a 25th of the peak and down again, each along half a cosine.
 
-    1708.07120, with the phases of torch.optim.lr_scheduler.OneCycleLR.
+    Smith and Topin 2018, arXiv 1708.07120, with the phases of torch.optim.lr_scheduler.OneCycleLR.
     """
     top = schedule.warmup_steps or max(1, round(ONE_CYCLE_RISE * steps))
     if step < top:

@@ -1,8 +1,8 @@
-"""The mean of differences that follow one another, and how sure it is.
+"""The mean of consecutive differences, and its uncertainty.
 
-Observations that follow one another are correlated, which an ordinary t-test mistakes for evidence.
-The variance of their mean is therefore estimated from the projections on a few slow cosines, and
-judged by Student's t with as many degrees of freedom (the equal-weighted cosine test: Müller 2007,
+Consecutive observations are correlated, which an ordinary t-test mistakes for evidence. The
+variance of their mean is therefore estimated from the projections on a few slow cosines, and judged
+by Student's t with as many degrees of freedom (the equal-weighted cosine test: Müller 2007,
 https://doi.org/10.1016/j.jeconom.2006.08.004; Lazarus, Lewis, Stock and Watson 2018,
 https://doi.org/10.1080/07350015.2018.1506926).
 """
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 LEAST_PIECES = 12
-"""Below this many observations nothing is said of noise."""
+"""With fewer observations than this, the noise is not estimated."""
 MOST_COSINES = 6
 """More would mistake slow changes for evidence."""
 PIECES_PER_COSINE = 12
@@ -36,7 +36,7 @@ class MeanEstimate:
     freedom: int
 
     def above(self, probability: float) -> float:
-        """How far above the true mean the estimate is at most, with a probability."""
+        """An upper bound, with this probability, on how far the estimate is above the true mean."""
         from scipy import stats  # a worker starts without it, which takes a second to import
 
         if math.isinf(self.error):

@@ -382,7 +382,7 @@ class Persistence:
             return progress.step
         if damaged:
             raise UserError(
-                f"{damaged[0]}; no other checkpoint is whole: "
+                f"{damaged[0]}; no other checkpoint is undamaged: "
                 f"remove {self.job.checkpoints} to start anew"
             )
         if self.job.fork:
@@ -436,8 +436,8 @@ class Persistence:
     def _continue_other_run(self, progress: Progress) -> None:
         """Take over the whole state of another run's checkpoint, as the beginning of this run.
 
-        What the other run has logged stays with it, and what it has decided on a batch that it
-        began with, if this run begins with another one.
+        What the other run has logged is not taken over, nor are its decisions on the batch if this
+        run begins with another one.
         """
         commit = self._find(self.job.fork)
         self._load(commit, progress)

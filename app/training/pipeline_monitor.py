@@ -26,9 +26,9 @@ class MeasuredPipeline:
     """What one step of a pipeline was measured to take.
 
     Args:
-        idle_seconds: In which the slowest stage computes nothing.
-        communication_seconds: Of these, what is not explained by stages that wait for one another.
-        blocks: What the pieces of the model compute.
+        idle_seconds: The time in which the slowest stage computes nothing.
+        communication_seconds: The part of it that the bubble does not explain.
+        blocks: How long the pieces of the model compute.
     """
 
     idle_seconds: float
@@ -56,7 +56,7 @@ class PipelineMonitor:
         self.profile_every = job.config.parallel.profile_every
         self.trace_step = job.config.parallel.trace_step
         self.measured_step: int | None = None
-        """A step that is profiled to be put beside the plan."""
+        """A step that is profiled to be compared with the plan."""
         self.measured: MeasuredPipeline | None = None
         """What that step took; None before it."""
 
@@ -107,9 +107,10 @@ class PipelineMonitor:
 
 
 def _measured(metrics: Mapping[str, float], blocks: BlockSeconds) -> MeasuredPipeline:
-    """What the metrics of a step say beside a plan, whose computing is that of the slowest stage.
+    """The parts of a step, as a plan has them: its computing is that of the slowest stage.
 
-    Stages of these times would be idle for the simulated bubble if nothing were sent.
+    Idle time beyond the bubble that is simulated from the measured times, with free transfers, is
+    counted as communication.
     """
     seconds = metrics["pipeline/seconds"]
     slowest_seconds = max(

@@ -1,4 +1,4 @@
-"""Settings of a training process: torch's, freed memory's, and when Python collects garbage."""
+"""Settings of a training process: of torch, of the memory allocator, and of garbage collection."""
 
 import contextlib
 import ctypes

@@ -10,7 +10,7 @@ profile/steps-20-25 of the run's folder:
     profile.json            the tables, which `trireme profile RUN` prints
 
 The times of computing, communication and idling are those of the device: of a GPU's kernels, or of
-a CPU's operators. Communication is exposed while nothing is computed; waiting for a peer that is
+a CPU's operators. Communication is exposed while nothing is computed. Waiting for a peer that is
 late counts as communication.
 """
 

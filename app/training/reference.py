@@ -1,13 +1,13 @@
 """What a loss needs to know of the model before the first step, computed once for each sample.
 
-Preference tuning compares a model with the one that it began as (`Task.reference`). Where that is a
-few numbers a sample, they cost one forward over the data, in evaluation mode and on the layout of
-the run, and no second model. The data sets carry them in their attribute `reference`, and put them
-into batches.
+Preference tuning compares a model with what it was before training (`Task.reference`). Where the
+loss needs only a few numbers per sample of that model, they are computed by one forward over the
+data, in evaluation mode and on the layout of the run, so that no second model is needed. The data
+sets keep them in their attribute `reference`, and put them into batches.
 
 They belong to the state of a run: every checkpoint has them, so that a resumed run, on any layout,
-and one that is forked, have the very same numbers. A run that begins from the weights of another
-(`checkpoint.load`) begins with a reference of its own.
+and a forked one have exactly the same numbers. A run that begins from the weights of another
+(`checkpoint.load`) computes a reference of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Reference:
     """The reference of a task's data sets; without any it does nothing.
 
     Args:
-        task: Computes the reference; one that does not is not asked for data again.
+        task: Computes the reference. If it has none, its data is not read here.
         train_data: The task's.
 
     Attributes:
@@ -84,8 +84,8 @@ class Reference:
         dp = parallel.layout.dims.dp
         for name, data in self._data.items():
             reference = self.values[name]
-            # Ranks that do not have a sample's value say -inf, so that the largest is the value,
-            # whether one rank has computed it or several have.
+            # A rank that has not computed a sample's value holds -inf, so that the maximum over
+            # ranks is the value, whether one rank or several have computed it.
             values = torch.full(reference.shape, -torch.inf, dtype=reference.dtype, device=device)
             begin = shares(len(reference), dp)[data_rank].start
             batches = eval_batches(

@@ -13,7 +13,7 @@ from app.training.step_sync import Agreement, LoggedStep
 from strategies.activation_offloading import Moved
 
 SAMPLES_SEEN = "train/samples_seen"
-"""The metric of a run whose batch changes that says where in the data a step is."""
+"""The metric that says where in the data a step is; only runs whose batch changes log it."""
 
 
 @dataclass
@@ -173,7 +173,7 @@ class Reporter:
         return values
 
     def _moved_bytes(self) -> dict[str, float]:
-        """The bytes that this rank has moved to its host in a step, since it last said so."""
+        """The mean bytes per step that this rank has moved to its host since the last report."""
         if self._moved is None:
             return {}
         moved_bytes = self._moved.bytes - self._moved_bytes_reported

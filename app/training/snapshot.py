@@ -17,9 +17,9 @@ from strategies.state import host_copy
 
 
 class Snapshot:
-    """The state of a training: what a checkpoint has of it, of each rank its own part.
+    """A copy of the state of a training, as a checkpoint has it: of each rank its own part.
 
-    It is made of the state at that moment, in the host's memory.
+    It is made at construction, in the host's memory.
 
     Args:
         parallel: The model under its layout.
@@ -81,7 +81,7 @@ def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def _with_values(tree: Any, saved: Any) -> Any:
-    """A state whose tensors were given the values of a copy; what is no tensor is the copy's."""
+    """A state with the values of a copy: tensors are written in place, the rest is copied."""
     if isinstance(tree, Mapping):
         return {key: _with_values(value, saved[key]) for key, value in tree.items()}
     if isinstance(tree, Tensor):

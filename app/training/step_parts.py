@@ -1,10 +1,10 @@
 """Where the time of a step goes, measured once, early in a training.
 
 The first `WARM_UP` steps of a start are not typical. In the steps after them, up to `LAST`, each
-step and its wait for data are timed. The communication that nothing hides is that of the last
-`PROFILED` of these steps: of torch's profiler, or in a pipeline of the stages' timelines, which say
-also how long stages wait for one another, and what each block takes. What is left is computing:
-kernels, the optimizer, and whatever else holds a step up.
+step and its wait for data are timed. Exposed communication is measured in the last `PROFILED` of
+these steps, by torch's profiler. In a pipeline the timelines of the stages show it instead, and
+also how long stages wait for one another and how long each block computes. The rest of the time is
+computing: kernels, the optimizer, and whatever else holds up a step.
 """
 
 import contextlib
@@ -165,7 +165,7 @@ class StepMeter:
         self._profile.start()
 
     def _exposed_seconds(self) -> float:
-        """A step's seconds of communication that nothing hides, on this rank."""
+        """A step's seconds of exposed communication on this rank."""
         ended = self._profile
         self.close()
         if ended is None:

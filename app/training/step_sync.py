@@ -28,8 +28,8 @@ NEVER = 2**62
 class LoggedStep:
     """The metrics of one logged step, the same on every rank.
 
-    Ranks agree on `loss`, `items` and `losses`; the others they have alike. All wait on the device
-    until it has computed them.
+    `loss`, `items` and `losses` are summed over ranks in an agreement; the others are the same on
+    every rank anyway.
     """
 
     step: int
@@ -96,8 +96,8 @@ class StepSync:
     """Collects what steps leave; every rank calls `agree` after the same steps.
 
     Args:
-        loss_copies: The number of ranks whose losses a rank's loss is a mean with: tensor-parallel
-            peers, and those that share a sequence.
+        loss_copies: The number of ranks whose losses are averaged to one share of the loss:
+            tensor-parallel peers, and those that share a sequence.
         first_step: The first step of this start. The ranks agree after it, which shows how long a
             step takes.
         data_copies: The number of ranks with the same share of the global batch: the above, and
@@ -136,7 +136,7 @@ class StepSync:
         grad_norm: torch.Tensor | None,
         losses: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """Have the step that was added last logged.
+        """Mark the step that was added last as logged.
 
         Args:
             step: The step.

@@ -1,22 +1,23 @@
-"""Rounding to 16 bits at random, right in the mean, and the same under every layout.
+"""Stochastic rounding to bfloat16: right on average, and the same under every layout.
 
-A bfloat16 number has 8 significant bits, so that a step smaller than 2⁻⁹ of a weight is lost when
-it is rounded to the nearest one. Here a number becomes the one above or the one below it in
-magnitude, each the likelier the nearer it is,
+A bfloat16 number has 8 significant bits, so a step smaller than 2⁻⁹ of a weight is lost if the
+result is rounded to the nearest number. Here it is rounded at random to the bfloat16 number above
+or below it in magnitude, to the nearer one with the higher probability,
 
     P(away from zero) = (|x| - below) / (above - below)        so E[rounded(x)] = x
 
-and what is too small in one step has its effect over many (Gupta et al. 2015, 1502.02551; for
-bfloat16 Zamirai et al. 2020, 2010.06192). A number that has 16 bits already stays as it is. As in
-torchao, a float32 whose lower 16 bits f are to go gets a random number of 16 bits added, and then
-loses them: it is carried into the upper bits with probability f / 2¹⁶.
+and steps that are too small by themselves have their effect over many (Gupta et al. 2015, arXiv
+1502.02551; for bfloat16 Zamirai et al. 2020, arXiv 2010.06192). A number that is exact in bfloat16
+stays as it is. The method is torchao's: add a random number of 16 bits to the bits of the float32,
+then clear the lower 16 bits. If these were f, the sum carries into the upper bits with probability
+f / 2¹⁶.
 
 The random bits of a number are a hash of
 
     (seed, name of the parameter, which of its tensors, step, place in the whole tensor)
 
-and not of a generator's state. So a shard is rounded as the whole is, on any number of workers, and
-a run that is resumed goes on to the bit. The hash is that of Wellons
+and do not depend on a generator's state. So a shard is rounded as the whole is, on any number of
+workers, and a run that is resumed continues to the bit. The hash is that of Wellons
 (https://github.com/skeeto/hash-prospector), once for each dimension of the tensor.
 """
 

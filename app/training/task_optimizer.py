@@ -1,7 +1,7 @@
 """What a task's own `optimizer()` returns, checked before anything is trained with it.
 
-Without these checks it is an error in the middle of a run, of the first step or checkpoint; an
-optimizer of other parameters than the model's trains nothing, and says nothing.
+Without these checks, a wrong value would be an error in the middle of a run, at its first step or
+checkpoint; and an optimizer over other parameters than the model's would silently train nothing.
 """
 
 import inspect
@@ -29,8 +29,8 @@ def needs_closure(optimizer: type[torch.optim.Optimizer]) -> bool:
 def closure_mistake(optimizer: type[torch.optim.Optimizer]) -> str:
     """Why an optimizer that needs a closure cannot be used."""
     return (
-        f"{optimizer.__name__} calls the loss itself in its step, and here the loss is computed "
-        "before it: write an optimizer whose step() needs no closure"
+        f"{optimizer.__name__} computes the loss itself in its step, but here the loss is computed "
+        "before the step: write an optimizer whose step() needs no closure"
     )
 
 

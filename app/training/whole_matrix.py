@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices, right where layouts split them.
+"""Optimizers that need whole matrices, under layouts that split them.
 
 Most optimizers update each number by itself, so a shard is updated like the whole. These do not:
 
@@ -7,10 +7,10 @@ Most optimizers update each number by itself, so a shard is updated like the who
     Adafactor   keeps means over rows and columns in place of second moments, and limits the
                 update of a whole tensor (Shazeer and Stern 2018, 1804.04235)
 
-torch has both. Here a matrix that is split over workers (zero*, fsdp, hsdp, tensor) is gathered,
-one at a time, every worker computes the update of the whole, and keeps its part. So numbers are
-those of one device. Muon keeps its momentum split and gathers once per matrix and step; Adafactor
-gathers the matrix and its gradient, and every worker has the means.
+torch has both. Here matrices that are split over workers (zero*, fsdp, hsdp, tensor) are gathered,
+one at a time. Every worker computes the update of the whole matrix and keeps its part, so the
+results are those of one device. Muon keeps its momentum split and gathers once per matrix and step;
+Adafactor gathers the matrix and its gradient, and every worker keeps all the means.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Adafactor(ByParameter, torch.optim.Adafactor):
 
 
 class Rprop(ByParameter, torch.optim.Rprop):
-    """torch's Rprop, on each worker's own parts: it indexes tensors as split ones cannot be."""
+    """torch's Rprop, on each worker's own parts, because its indexing does not work on DTensors."""
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]

@@ -154,15 +154,15 @@ def decays_with_rate(optimizer: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def require_rule(optimizer: str) -> None:
-    """Check that it is known how an optimizer's rate follows the width.
+    """Check that there is a rule for how an optimizer's rate follows the width.
 
     Raises:
-        UserError: It is not.
+        UserError: There is none.
     """
     if optimizer in (*ADAPTIVE, *GRADIENT_DESCENT, "muon"):
         return
-    reason = NOT_TRANSFERABLE.get(optimizer, "of which it is not known how its rate follows width")
-    raise UserError(f"{KEY} is not for {optimizer}, {reason}: use adamw, sgd or muon")
+    reason = NOT_TRANSFERABLE.get(optimizer, "for which no rule between rate and width is known")
+    raise UserError(f"{KEY} does not work with {optimizer}, {reason}: use adamw, sgd or muon")
 
 
 # --- initial weights ------------------------------------------------------------------------------
@@ -235,7 +235,8 @@ def _require_same_names(model: nn.Module, base: nn.Module) -> None:
 def _require_same_heads(model: nn.Module, base: nn.Module) -> None:
     """Check that attention heads have one size.
 
-    Scores are divided by its square root. Where it grows, they would have to be divided by itself.
+    Scores are divided by the square root of the size. If the size grew with the width, they would
+    have to be divided by the size itself.
     """
     base_modules = dict(base.named_modules())
     for name, module in model.named_modules():

@@ -24,7 +24,7 @@ def claim() -> None:
     """Make `app`, `strategies`, `cluster` and `experiments` Trireme's in this process."""
 
 class ClusterKeys(TypedDict, total=False):
-    """What is asked of the cluster, and what happens when its resources do not come."""
+    """What the run requests from the cluster, and what happens if the resources do not come."""
 
     file: str | Path | None
     """The file that the cluster was made from: its limits and prices. null: TRIREME_CLUSTER, else
@@ -41,8 +41,8 @@ class ClusterKeys(TypedDict, total=False):
     max_workers: int | None
     """With train.batch_schedule, in Ray: the most workers to train with. When the batch grows, the
     run asks for as many as pay by the plan (twice as many that do at least 1.5 times the work, a
-    restart counted), saves and continues with them when they are there, and goes on without them if
-    they do not come within cluster.wait_seconds. null: as many as at the beginning."""
+    restart counted), saves and continues with them when they are there, and continues without them
+    if they do not come within cluster.wait_seconds. null: as many as at the beginning."""
     exclude_nodes: Sequence[str]
     """Ids of nodes that get no worker, such as those that `trireme doctor --exclude-bad` prints."""
 
@@ -69,7 +69,7 @@ class ParallelKeys(TypedDict, total=False):
     cp: int | None
     """Workers that one sequence is split over (context parallelism)."""
     context: str
-    """With cp: how tokens of different workers attend: ring (keys go from worker to worker),
+    """With cp: how tokens attend to those of other workers: ring (keys go from worker to worker),
     allgather, ulysses (heads are exchanged for tokens), or auto: ulysses within a node if cp · tp
     divides the heads, else ring."""
     tp: int | None
@@ -139,19 +139,19 @@ class TrainKeys(TypedDict, total=False):
     have been seen (those of a run that is forked count), and then 64. optimizer.lr_scaling lets the
     rate follow, and schedule.name is then a curve over samples; whatever else counts steps counts
     steps. auto: begins with train.global_batch_size, tries twice the batch beside it whenever the
-    samples seen have doubled, and goes on with it if it is as good; train.steps counts steps of the
-    first batch. Empty: always train.global_batch_size."""
+    samples seen have doubled, and continues with it if it is as good; train.steps counts steps of
+    the first batch. Empty: always train.global_batch_size."""
     micro_batch_size: int | None
     """Samples that one worker computes at once; gradients are accumulated over its share of the
     global batch. null: its whole share."""
     precision: str
     """Type of the arithmetic: fp32, bf16, fp16 (with loss scaling), or fp8: bf16 with the blocks'
-    linear layers in float8 (GPUs since Ada and Hopper). Parameters, optimizer and loss stay
+    linear layers in float8 (Ada and Hopper GPUs, or newer). Parameters, optimizer and loss stay
     float32."""
     weight_dtype: str
     """Type that weights and gradients are kept in: fp32, or with precision bf16 or fp8 also bf16,
-    in half the memory. adamw and adamw8bit then round weights up or down at random, right in the
-    mean, so that steps too small for 16 bits are not lost."""
+    in half the memory. adamw and adamw8bit then round weights stochastically, up or down at random
+    and right on average, so that steps too small for 16 bits are not lost."""
     clip_norm: float | None
     """Scale the gradient down to this total norm when it is longer. null: never."""
     compile: bool
@@ -163,8 +163,8 @@ class TrainKeys(TypedDict, total=False):
     (every second block; any number), or selective (each block, but the results of matrix products
     are kept)."""
     activation_offloading: bool
-    """Keep what blocks save for backward in host memory instead of the GPU's, copied while other
-    blocks compute: it takes no arithmetic, but time where copying takes longer than computing."""
+    """Keep what blocks save for backward in host memory instead of the GPU's. It is copied while
+    other blocks compute, and costs time only where copying takes longer than computing."""
     seed: int
     """Decides initial weights, data order and dropout; the same whatever the number of workers."""
     matmul_precision: str
@@ -209,8 +209,8 @@ class OptimizerKeys(TypedDict, total=False):
     nadam, radam, rmsprop, rprop (torch.optim's), or the import path of a class
     (my_package.my_module:MyOptimizer)."""
     state_dtype: str
-    """Type of adamw's moments between steps: fp32, or bf16 (4 bytes a weight instead of 8), rounded
-    at random to the number above or below, right in the mean. The same under every layout."""
+    """Type of adamw's moments between steps: fp32, or bf16 (4 bytes a weight instead of 8) with
+    stochastic rounding, which is right on average and the same under every layout."""
     lr: float
     """Learning rate at the top of the schedule."""
     lr_scaling: str
@@ -314,14 +314,14 @@ class TrackingKeys(TypedDict, total=False):
     not received by then stay spooled on disk."""
 
 class PlanKeys(TypedDict, total=False):
-    """What a run does about its plan. 20 steps after a start with strategy=auto the step is put
-    beside the plan by part: computing, communication, bubble, data."""
+    """How a run follows its plan. 20 steps after a start with strategy=auto, the measured step is
+    compared with the planned one by part: computing, communication, bubble, data."""
 
     follow: bool
     """With strategy=auto, in Ray: when steps take longer than planned, save and continue with the
-    layout that is now expected to be at least 10 % faster, restarting counted; stages of a pipeline
-    are cut again by their measured times. It tries at most two other layouts, each once, and
-    returns to the fastest of all if they are slower."""
+    layout that is now expected to be at least 10 % faster, restart included; the stages of a
+    pipeline are divided again by their measured times. It tries at most two other layouts, each
+    once, and returns to the fastest of all if they are slower."""
 
 class ProfileKeys(TypedDict, total=False):
     """Where the time of some steps goes; `trireme profile RUN` prints a table, and traces are in
@@ -400,7 +400,8 @@ def train(
         budget: US dollars that this run may cost, over all its starts: it saves and stops before it
             spends more. null: no limit. Needs prices: those of cluster.file, else the list prices
             of its GPUs (cluster/hardware.yaml).
-        cluster: What is asked of the cluster, and what happens when its resources do not come.
+        cluster: What the run requests from the cluster, and what happens if the resources do not
+            come.
         run: Name and place of the run.
         parallel: Degrees of parallelism and how each kind behaves.
         train: The training loop.
@@ -408,8 +409,8 @@ def train(
         schedule: The learning rate over time.
         checkpoint: What is saved, when, and what is kept.
         tracking: How the run is shown in MLflow.
-        plan: What a run does about its plan. 20 steps after a start with strategy=auto the step is
-            put beside the plan by part: computing, communication, bubble, data.
+        plan: How a run follows its plan. 20 steps after a start with strategy=auto, the measured
+            step is compared with the planned one by part: computing, communication, bubble, data.
         profile: Where the time of some steps goes; `trireme profile RUN` prints a table, and traces
             are in the run's folder.
         fault: What happens when something breaks.
@@ -470,7 +471,8 @@ def fork(
         budget: US dollars that this run may cost, over all its starts: it saves and stops before it
             spends more. null: no limit. Needs prices: those of cluster.file, else the list prices
             of its GPUs (cluster/hardware.yaml).
-        cluster: What is asked of the cluster, and what happens when its resources do not come.
+        cluster: What the run requests from the cluster, and what happens if the resources do not
+            come.
         run: Name and place of the run.
         parallel: Degrees of parallelism and how each kind behaves.
         train: The training loop.
@@ -478,8 +480,8 @@ def fork(
         schedule: The learning rate over time.
         checkpoint: What is saved, when, and what is kept.
         tracking: How the run is shown in MLflow.
-        plan: What a run does about its plan. 20 steps after a start with strategy=auto the step is
-            put beside the plan by part: computing, communication, bubble, data.
+        plan: How a run follows its plan. 20 steps after a start with strategy=auto, the measured
+            step is compared with the planned one by part: computing, communication, bubble, data.
         profile: Where the time of some steps goes; `trireme profile RUN` prints a table, and traces
             are in the run's folder.
         fault: What happens when something breaks.
@@ -550,8 +552,8 @@ def plan(
         schedule: The learning rate over time.
         checkpoint: What is saved, when, and what is kept.
         tracking: How the run is shown in MLflow.
-        plan: What a run does about its plan. 20 steps after a start with strategy=auto the step is
-            put beside the plan by part: computing, communication, bubble, data.
+        plan: How a run follows its plan. 20 steps after a start with strategy=auto, the measured
+            step is compared with the planned one by part: computing, communication, bubble, data.
         profile: Where the time of some steps goes; `trireme profile RUN` prints a table, and traces
             are in the run's folder.
         fault: What happens when something breaks.
@@ -609,7 +611,8 @@ def scale(
         budget: US dollars that this run may cost, over all its starts: it saves and stops before it
             spends more. null: no limit. Needs prices: those of cluster.file, else the list prices
             of its GPUs (cluster/hardware.yaml).
-        cluster: What is asked of the cluster, and what happens when its resources do not come.
+        cluster: What the run requests from the cluster, and what happens if the resources do not
+            come.
         run: Name and place of the run.
         parallel: Degrees of parallelism and how each kind behaves.
         train: The training loop.
@@ -617,8 +620,8 @@ def scale(
         schedule: The learning rate over time.
         checkpoint: What is saved, when, and what is kept.
         tracking: How the run is shown in MLflow.
-        plan: What a run does about its plan. 20 steps after a start with strategy=auto the step is
-            put beside the plan by part: computing, communication, bubble, data.
+        plan: How a run follows its plan. 20 steps after a start with strategy=auto, the measured
+            step is compared with the planned one by part: computing, communication, bubble, data.
         profile: Where the time of some steps goes; `trireme profile RUN` prints a table, and traces
             are in the run's folder.
         fault: What happens when something breaks.
@@ -706,7 +709,8 @@ def sweep(
             any strategy), local (this process), or torchrun (the processes that torchrun or Slurm
             started). auto: torchrun in its environment; actors on the CPUs of a single machine,
             where fewer processes start sooner; else ray.
-        cluster: What is asked of the cluster, and what happens when its resources do not come.
+        cluster: What the run requests from the cluster, and what happens if the resources do not
+            come.
         run: Name and place of the run.
         parallel: Degrees of parallelism and how each kind behaves.
         train: The training loop.
@@ -714,8 +718,8 @@ def sweep(
         schedule: The learning rate over time.
         checkpoint: What is saved, when, and what is kept.
         tracking: How the run is shown in MLflow.
-        plan: What a run does about its plan. 20 steps after a start with strategy=auto the step is
-            put beside the plan by part: computing, communication, bubble, data.
+        plan: How a run follows its plan. 20 steps after a start with strategy=auto, the measured
+            step is compared with the planned one by part: computing, communication, bubble, data.
         profile: Where the time of some steps goes; `trireme profile RUN` prints a table, and traces
             are in the run's folder.
         fault: What happens when something breaks.

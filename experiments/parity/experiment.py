@@ -57,7 +57,7 @@ def make_trial(values: dict[str, Any], steps: int) -> Trial:
     data = task.train_data()
     if is_stream(data):
         problem = "parity takes the same samples again and again"
-        raise UserError(f"{problem}: give data that is asked by number, no stream")
+        raise UserError(f"{problem}: give a map-style data set, not a stream")
     order = order_of(data, seed)
     optimizer = replace(config.optimizer, eps=max(config.optimizer.eps, MIN_EPS))
 

@@ -290,7 +290,7 @@ def measure_point(
     actors: list[Any] = []
     try:
         if not group.wait(START_SECONDS):
-            problem = f"Ray gave no place for {workers} workers"
+            problem = f"Ray did not place {workers} workers"
             raise RunFailed(f"{problem} within {START_SECONDS:.0f} s")
         for rank in range(workers):
             actor_class = _actor_class(group, rank, per_worker)

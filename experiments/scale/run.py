@@ -104,7 +104,7 @@ class StudyPlan:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of `trireme scale`; `--json` prints it.
+    """The outcome of `trireme scale`; `--json` prints it.
 
     Attributes:
         status: "finished".

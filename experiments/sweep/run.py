@@ -33,7 +33,7 @@ from experiments.sweep.widening import plan_beyond
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of `trireme sweep`; `--json` prints it.
+    """The outcome of `trireme sweep`; `--json` prints it.
 
     Attributes:
         status: "finished", "incomplete" if trials failed, or "stopped" if the budget was spent
@@ -299,7 +299,7 @@ def _conclude(
         messages = [trial.message for trial in store.ended if trial.message]
         reason = messages[0] if messages else "no reason known"
         problem = f"no trial of {spec.name} gave a finite {spec.metric}"
-        raise RunFailed(f"{problem}; the first said: {reason}")
+        raise RunFailed(f"{problem}; the first failed with: {reason}")
     answer = work_out(spec, store)
     answer_file = store.folder / "answer.json"
     answer_file.write_text(json.dumps(asdict(answer), indent=1, default=str))

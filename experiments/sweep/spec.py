@@ -72,7 +72,8 @@ class Sweep(Search):
     """What all trials together may take, over all starts: {samples: 200_000, seconds: 3600,
     dollars: 5}, or a number of dollars, by the prices of the nodes. It is said before the first
     trial and never exceeded: more samples are refused, and at the end of the others trials save,
-    and the answer is that of the trials that have ended. A higher one goes on."""
+    and the answer is that of the trials that have ended. A higher budget continues the
+    sweep."""
     confirm: int | None = None
     """The best settings that are trained again with other seeds before one is recommended; 0: none.
     Default: 3; 0 with `fork`, or where the space has train.seed and so its own seeds."""
@@ -611,14 +612,14 @@ def _check(sweep: Sweep) -> None:
         rule = "use letters, digits, '.', '_' and '-' (at most 128)"
         raise UserError(f"name is {sweep.name!r}: {rule}")
     if sweep.fork and sweep.samples is None:
-        problem = "a sweep of forks says for how many samples each trial goes on"
+        problem = "a sweep of forks needs the number of samples that each trial sees"
         raise UserError(f"{problem}: write samples: 10000")
     if sweep.samples is not None and not sweep.fork:
         problem = "samples is for the trials of a fork, and fork is not given"
         raise UserError(f"{problem}: write fork: runs/NAME, or train.steps under set")
     if sweep.more_rates and not sweep.has_rates_with_edge:
         problem = "more_rates is for a fork and a grid of two or more learning rates"
-        raise UserError(f"{problem}, which this sweep has not: leave it out")
+        raise UserError(f"{problem}, which this sweep does not have: leave it out")
     if sweep.scheduler == PAIRED:
         reason = _problem_of_paired(space, sweep.searcher, sweep.metric)
         if reason is not None:

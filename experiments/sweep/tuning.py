@@ -188,7 +188,7 @@ def run_trials(
     observer = Observer(sweep, store, console, tuning=tuning)
     ledger = Ledger(sweep.budget, Storage(store.folder))
     if ledger.is_ending(max(tuning.dollars_per_hour.values(), default=0.0)):
-        raise BudgetSpent(f"the budget is spent, {ledger.sentence()}: raise it to go on")
+        raise BudgetSpent(f"the budget is spent, {ledger.sentence()}: raise it to continue")
     tuner = _make_tuner(sweep, store, observer, tuning=tuning, trainable=trainable or TrialActor)
     stop_file = store.folder / STOP_FILE
 
@@ -231,7 +231,7 @@ def run_trials(
         raise observer.problem
     if observer.is_over_budget and observer.has_trials_left:
         problem = f"the budget is spent, {ledger.sentence()}, with {observer.progress} trials ended"
-        raise BudgetSpent(f"{problem}: raise it to go on")
+        raise BudgetSpent(f"{problem}: raise it to continue")
     if observer.is_stopping and not observer.is_over_budget:
         raise Interrupted(f"stopped with {observer.progress} trials ended")
 

@@ -3,15 +3,16 @@
     k, v = all-gather(kᵣ, vᵣ) over the C workers       oᵣ = attention(qᵣ, k, v)
     dk, dv of all keys, by the queries of worker r     dkᵣ, dvᵣ = reduce-scatter(dk, dv)
 
-For the time of one attention, keys and values exist whole on every worker. They are not kept but
-gathered again in backward. If several heads of queries share one of keys that is little: in Llama
-3, 1/8 of the queries' width. Nothing hides the gathering. The only results to join are those of a
-causal query for its own piece and for the pieces before it. In zig-zag order (ring.py) the two
-pieces of queries of worker r, which are r and 2C-1-r, see r + 1 and 2C - r pieces, together 2C + 1
-on every worker. Grattafiori et al. 2024, arXiv 2407.21783, §3.3.2.
+During one attention, every worker has the whole keys and values. They are not kept for backward,
+which gathers them again. They take little memory if several query heads share one key head: in
+Llama 3, 1/8 of what the queries take. The gathering is not hidden behind computation. Only a causal
+query has results to join: that for its own piece and that for the pieces before it. In zig-zag
+order (ring.py) worker r has the pieces r and 2C-1-r of the queries, which see r + 1 and 2C - r
+pieces of the keys: together 2C + 1, on every worker. Grattafiori et al. 2024, arXiv 2407.21783,
+§3.3.2.
 
-Choose it if key heads are few and one exchange is cheaper than C small ones: with fast links and
-short parts.
+Choose it if key heads are few and one exchange is cheaper than C small ones, that is, with fast
+links and short parts.
 """
 
 import torch

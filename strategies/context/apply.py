@@ -100,8 +100,8 @@ class ContextPlan:
     """Where a model and its batches have their sequence.
 
     Args:
-        keywords: The places of this worker's tokens, int64 (1, T/C) → the keyword arguments with
-            which the model is told.
+        keywords: The places of this worker's tokens, int64 (1, T/C) → the keyword arguments that
+            pass them to the model.
         cut: (batch, a function that takes this worker's part of a tensor along a dimension) → this
             worker's batch. None: dimension 1 of every tensor that has one as long as the first.
         labels: Batch → how many labels its loss is the mean of, 0-dimensional. None: the number of
@@ -160,7 +160,7 @@ def check_length(length: int, cp: int, method: str) -> None:
 
 
 def require_positions(module: nn.Module, plan: ContextPlan | None) -> None:
-    """Check that the model can be told the places of its tokens.
+    """Check that the model can be given the places of its tokens.
 
     Raises:
         LayoutError: It has no `position_ids` and there is no plan.
@@ -331,7 +331,7 @@ class Context:
             LayoutError: It is not attention of a sequence to itself that can be split.
         """
         if getattr(query, "is_placeholder", False):
-            # A pipeline runs the model without numbers.
+            # A pipeline runs the model without data, to trace it.
             return ATTENTION(
                 query,
                 key,

@@ -17,10 +17,11 @@ Backward takes one set after another too. With l and o of *all* keys, p = exp(s 
 so that dq, dk and dv of one set need nothing of another. Milakov and Gimelshein 2018, arXiv
 1805.02867; Dao et al. 2022, arXiv 2205.14135.
 
-If torch has a kernel for the tensors that returns l, that computes: on GPUs in 16 bits cuDNN's or
-flash attention, and one on CPUs. Otherwise these are products of a few queries at a time, so that
-the scores never exist as a whole. `operator` turns a method's forward and backward into an
-operation of torch's own, which compiled code calls and whose results selective recomputation keeps.
+A kernel of torch that returns l is used where there is one for the tensors: on GPUs in 16 bits
+cuDNN's or flash attention, and on CPUs their own. Otherwise attention is computed by matrix
+products, a few queries at a time, so that the scores never exist as a whole. `operator` registers a
+method's forward and backward as an operator of torch, which compiled code can call and whose
+results selective recomputation keeps.
 
 Shapes: q is (B, H, T, K); k and v are (B, G, S, K), where H/G heads of queries share one of keys; o
 is like q; l is (B, H, T), float32.

@@ -18,12 +18,12 @@ pieces r and 2C-1-r, an early one and a late one. Of the keys of another worker 
     if s > r:   the second half of the queries sees both, and the first none       (1 piece × 2)
 
 so every step after the first is the same work on every worker, half of what it would be without the
-mask. In plain order worker 0 would be idle while worker C-1 computes in every step. Brandon et al.
-2023, arXiv 2311.09431.
+mask. With consecutive parts instead, worker 0 would be idle in every step after the first, while
+worker C-1 computes in all of them. Brandon et al. 2023, arXiv 2311.09431.
 
-Choose it if the activations of a sequence do not fit, with any number of workers and heads. Sending
-is hidden behind attending from some thousand tokens per worker on. It sends most if key heads are
-many.
+Choose it if the activations of a sequence do not fit; it works with any number of workers and
+heads. From some thousand tokens per worker on, sending is hidden behind attention. What is sent
+grows with the number of key heads.
 """
 
 import torch

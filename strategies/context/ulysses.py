@@ -1,14 +1,14 @@
 """Ulysses: exchange a part of the sequence with all heads for the whole sequence with some heads.
 
-Tokens meet in attention, and heads do not. So before it, an all-to-all sends each worker its own
-heads of all tokens. Every worker runs ordinary attention on H/C heads, and a second all-to-all
-brings the results back to where the tokens are:
+Attention combines tokens, but never heads. So before it, an all-to-all gives each worker all tokens
+of some heads. Every worker runs ordinary attention on H/C heads, and a second all-to-all sends the
+results back to the workers of the tokens:
 
     (B, H, T/C, K)  →  all-to-all  →  (B, H/C, T, K)  →  attention  →  all-to-all  →  (B, H, T/C, K)
 
-An all-to-all is a permutation, so its backward is the all-to-all back. Each worker sends (C-1)/C of
-its q, k, v and o, whatever C is. With as many heads of keys as of queries that is less per token
-than a ring sends from C = 3 on, but nothing hides it. Jacobs et al. 2023, arXiv 2309.14509.
+An all-to-all is a permutation, so its backward is the reverse all-to-all. Each worker sends (C-1)/C
+of its q, k, v and o. With as many key heads as query heads, this is less than a ring sends from
+C = 3 on, but no computation hides it. Jacobs et al. 2023, arXiv 2309.14509.
 
 Choose it within a node if C divides the heads: attention is one call of torch's own kernel for the
 whole sequence, so nothing has to be joined, and any order of tokens is even work. Key heads that C

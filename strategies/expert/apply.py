@@ -14,10 +14,11 @@ the same experts, by what averages or shards the rest of the model: replicas by 
 shards by `fully_shard` over a mesh of their own. If R = D nothing is left to average.
 
 Choose it for mixtures whose experts are most of the model. fsdp would gather every expert for every
-micro-batch, E/k times what a token uses; here only tokens travel, 4·N·k·D numbers per layer and
-micro-batch. Use it within a node while a node holds the experts. It composes with ddp, fsdp, hsdp,
-zero1 and zero2, with tensor parallelism, pipelines and context parallelism. Lepikhin et al. 2020,
-arXiv 2006.16668; Rajbhandari et al. 2022, arXiv 2201.05596; torchtitan's `ExpertParallel`.
+micro-batch, E/k times as many as a token uses; here only tokens travel. For N tokens, k choices
+each, these are 4·N·k times the width of a token in elements, per layer and micro-batch. Keep ep
+within a node as long as one node holds all experts. It composes with ddp, fsdp, hsdp, zero1 and
+zero2, with tensor parallelism, pipelines and context parallelism. Lepikhin et al. 2020, arXiv
+2006.16668; Rajbhandari et al. 2022, arXiv 2201.05596; torchtitan's `ExpertParallel`.
 
 Weights become DTensors, split over `ep` along their first dimension, so that optimizers, clipping
 and checkpoints know what they are parts of. What the experts' own code reads is plain, and this
@@ -189,8 +190,8 @@ STRATEGY = Strategy(
     summary="a mixture's experts split over data-parallel workers",
     degrees=("ep",),
     combines_with=("dp_replicate", "dp_shard", "cp", "tp", "pp"),
-    # A worker has only some of the experts, and tokens go to the others' while all run the same
-    # block.
+    # A worker has only some of the experts, and exchanges tokens with the other workers while all
+    # of them run the same block.
     cannot_keep=CHANGING_OR_HOOKED
     | {
         Trait.LOSS_READS_PARAMETERS,

@@ -1,17 +1,20 @@
 """Sending tokens to the workers that have their experts, and the results back.
 
-Worker j of R has the E/R experts from number j·E/R on. Each of a worker's N tokens chose k experts,
-so that the worker has N·k rows to compute:
+Worker j of R has the E/R experts from number j·E/R on. Each of a worker's N tokens, of D elements,
+chose k experts, so that the worker has N·k rows to compute:
 
-    sort the rows by expert                    what goes to one worker then lies together all-to-all
-    of counts      E numbers        how many rows each worker sends for each expert all-to-all of
-    rows        N·k·D numbers    of uneven sizes: as many as were chosen the model's own experts
-    as if each row were a token with one choice of weight 1 all-to-all of results     N·k·D numbers
-    back to the rows' own places; y = Σₖ weightₖ · resultₖ
+    step                     sends            what it does
+    sort the rows by expert                   rows for one worker are then next to each other
+    all-to-all of counts     E elements       tells each worker how many rows come for each expert
+    all-to-all of rows       N·k·D elements   sends the rows to their experts, in uneven sizes
+    the model's own experts                   compute each row like a token with one choice
+    all-to-all of results    N·k·D elements   sends the results back to where the rows came from
+    weighted sum                              y = Σₖ weightₖ · resultₖ, in the order of the tokens
 
-Experts have no capacity: no row is padded or dropped. Backward is the same two exchanges in the
-other direction. Weights stay at home, and with them the router's gradient. Lepikhin et al. 2020,
-arXiv 2006.16668; without capacities: Gale et al. 2022, arXiv 2211.15841.
+Experts have no capacity: no row is padded or dropped. Backward makes the same two exchanges of rows
+in the other direction. The router's weights are not sent, so its gradient is computed where the
+token is. Lepikhin et al. 2020, arXiv 2006.16668; without capacities: Gale et al. 2022, arXiv
+2211.15841.
 
 The host has to know the sizes, so it waits for the counts once in each layer and forward.
 """
@@ -100,11 +103,11 @@ class _AllToAll(torch.autograd.Function):
         ctx.sent = sent
         ctx.received = received
         ctx.group = group
-        return all_to_all(rows, group, gives=sent, takes=received)
+        return all_to_all(rows, group, send_counts=sent, receive_counts=received)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        of_rows = all_to_all(gradient, ctx.group, gives=ctx.received, takes=ctx.sent)
+        of_rows = all_to_all(gradient, ctx.group, send_counts=ctx.received, receive_counts=ctx.sent)
         return of_rows, None, None, None
 
 

@@ -1,15 +1,15 @@
-"""How evenly experts are used: counted where tokens choose, told to routers, and reported.
+"""How evenly experts are used: counted where they are called, given to routers, and reported.
 
-The experts of every mixture are called with the choices (…, k), so counting needs nothing of the
-model. Over a global batch,
+The experts of every mixture are called with the choices (…, k), so these can be counted without any
+change to the model. Over a global batch,
 
     load fₑ = choices of expert e / all choices
 
-is summed over micro-batches and data-parallel workers, once per step. A router that balances by it
-has a method `update(load)`, which is called after each step of the optimizer: with it the bias of
-DeepSeek-V3 and the weights of the balance loss change (app/models/mixture.py). All workers sum the
-same whole numbers, so they stay alike under any layout. A block that is recomputed counts all its
-tokens twice, which leaves their shares as they are.
+is summed over micro-batches and data-parallel workers, once per step. A router that balances its
+experts by their load has a method `update(load)`, which is called after each step of the optimizer.
+It adapts the bias of DeepSeek-V3, or the weights of the balance loss (app/models/mixture.py). All
+workers sum the same whole numbers, so their routers stay equal under any layout. A block that is
+recomputed counts all its tokens twice, which does not change the shares.
 """
 
 from collections.abc import Callable
@@ -111,7 +111,7 @@ class RouterLoad:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Tell routers the load of the step that has ended. Collective over the workers."""
+        """Give routers the load of the step that has ended. Collective over the workers."""
         counts = [each for each in self._counts if each is not None]
         if len(counts) < len(self._mixtures):
             return

@@ -19,11 +19,11 @@ from strategies.blocks import separable
 from strategies.context.apply import Context
 from strategies.dims import Layout, LayoutError, ParallelDims, group_of_this_rank, submesh
 from strategies.grad_sync import (
+    CombinedSync,
     GradientBuckets,
     GradSync,
     Named,
     ShardedGradients,
-    Together,
     shard_without_hooks,
     split_off_experts,
 )
@@ -106,7 +106,7 @@ class Division:
             tracer=self._plan.tracer,
             parts=frozenset(self._parts),
         )
-        # Compiled code has its backward in one piece.
+        # The backward of compiled code cannot be split into B and W.
         if options.schedule in schedules.SPLIT and not options.compile:
             for path in traced_modules(module, self._blocks):
                 self._deferred.wrap(module.get_submodule(path))
@@ -223,7 +223,7 @@ class Division:
         elif setup.group is not None and of_others:
             syncs.append(self._all_reduce(setup, of_others, setup.group))
         if len(syncs) > 1:
-            return Together(syncs)
+            return CombinedSync(syncs)
         return syncs[0] if syncs else None
 
     def _all_reduce(self, setup: Setup, named: Named, group: dist.ProcessGroup) -> GradientBuckets:
@@ -272,7 +272,7 @@ def plan_stages(
     """Trace a model and divide it; needs no process group.
 
     Args:
-        module: The model, on meta or with numbers; it is not changed.
+        module: The model, on meta or with data; it is not changed.
         blocks: The names of its blocks.
         options: The schedule, its chunks, and the sizes of stages if they are given.
         stages: Number of stages.
@@ -287,7 +287,7 @@ def plan_stages(
     parts = stages * chunks
     partition.require_blocks(len(blocks), stages, chunks)
     loss, batch = example
-    tracer = Tracer(without_numbers(module), blocks, device)
+    tracer = Tracer(without_data(module), blocks, device)
     trace = tracer.trace(loss, _on_device(batch, device))
     require_chain(trace, blocks)
     if options.stages is not None:
@@ -303,7 +303,7 @@ def _on_device(batch: Any, device: torch.device) -> Any:
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
-def without_numbers(module: nn.Module) -> nn.Module:
+def without_data(module: nn.Module) -> nn.Module:
     """A copy of a model with its parameters on meta; tied parameters stay tied.
 
     Tensors that modules have computed from parameters go to meta too, such as the weight of
@@ -365,7 +365,7 @@ def _shard(setup: Setup) -> _Shards:
         [*blocks, module],
         setup.mesh,
         placement=fsdp.placement(setup.mesh),
-        but=done,
+        excluded=done,
         compute=compute,
     )
     return _Shards(expert_units, units, frozenset(whole))
@@ -409,16 +409,16 @@ def _unsplit_backward_notes(options: Options) -> tuple[str, ...]:
     if options.schedule not in schedules.SPLIT:
         return ()
     if options.compile:
-        reason = "what is compiled"
+        cause = "of compiled blocks"
         remedy = "train.compile=false"
     elif options.precision == "fp8":
-        reason = "float8"
+        cause = "of float8 layers"
         remedy = "train.precision=bf16"
     else:
         return ()
     return (
-        f"{reason} has its backward in one piece, so {options.schedule} defers no weights' "
-        f"gradients and has 1f1b's bubble: {remedy} lets it split them",
+        f"backward {cause} cannot be split, so {options.schedule} does not defer the gradients of "
+        f"weights and has the bubble of 1f1b: {remedy} lets it split backward",
     )
 
 
@@ -431,9 +431,9 @@ STRATEGY = Strategy(
     summary="blocks split into stages",
     degrees=("pp",),
     combines_with=("dp_replicate", "dp_shard", "cp", "tp", "ep"),
-    # The loss is computed where the last block is, without the parameters of the other stages.
-    # Forward of a stage begins at tensors that were sent to it, and gradients come back for all of
-    # them in every micro-batch.
+    # The loss is computed where the last block is, without the parameters of the other stages. The
+    # forward of a stage begins with tensors that were sent to it, and in every micro-batch it sends
+    # gradients back for all of them.
     cannot_keep=CHANGING_OR_HOOKED
     | {
         Trait.ACTIVATION_HOOK,

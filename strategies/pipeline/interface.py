@@ -15,7 +15,7 @@ Signature = tuple[object, ...]
 """Names a kind of batch: for all batches with one signature, everything in the model has the same
 shapes."""
 Placeholders = Mapping[str, object]
-"""The output of every call of a module, by the call's name: tensors have shapes, but no numbers."""
+"""The output of every call of a module, by the call's name: tensors have shapes, but no data."""
 TimedBlock = Callable[[str], AbstractContextManager[None]]
 """The name of a block's call → the context in which its forward runs."""
 

@@ -68,8 +68,8 @@ class PipelineParallel(Parallel):
         self._grad_norm = GradNorm(
             [parameter for parameter in trained if id(parameter) in counted_ids],
             device,
-            extra=stage_group,
-            also=[parameter for parameter in trained if id(parameter) not in counted_ids],
+            stage_group=stage_group,
+            scaled_only=[parameter for parameter in trained if id(parameter) not in counted_ids],
         )
         last_part = runtime.placement.parts - 1
         self.has_loss = last_part in runtime.stage.parts

@@ -1,11 +1,11 @@
-"""Tensors without numbers that know what they were made from.
+"""Tensors without data that know what they were made from.
 
 A placeholder stands for a tensor that another stage computes. Its shape, type and device are right,
-but it has no numbers. An operation with a placeholder returns a placeholder and costs microseconds,
-so that a model's own code runs over whatever other stages compute.
+but it has no data. An operation with a placeholder returns a placeholder and costs microseconds, so
+that a model's own code runs over whatever other stages compute.
 
 Each placeholder knows its *sources*: the outputs of modules, and the parameters, that it was made
-from. So which tensors a stage needs of others is found by running the code.
+from. So running the code shows which tensors a stage needs from other stages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from strategies.dims import LayoutError
 from strategies.tree import tree_leaves, tree_map
 
 META = torch.device("meta")
-_READS_NUMBERS = {
+_READS_VALUES = {
     "item",
     "tolist",
     "numpy",
@@ -74,14 +74,14 @@ Source = CallOutput | ParameterValue | KeptTensor
 
 
 class PlaceholderTensor(Tensor):
-    """A tensor without numbers; create it with `like`."""
+    """A tensor without data; create it with `like`."""
 
     meta: Tensor
     """The same tensor on the meta device."""
     sources: frozenset[Source]
     """What it was made from."""
     claimed_device: torch.device
-    """The device that it says it is on."""
+    """What its attribute `device` returns."""
     is_placeholder = True
     """Whether it is one, for code that does not import this class."""
     _used_sources: ClassVar[set[Source] | None] = None
@@ -139,16 +139,17 @@ class PlaceholderTensor(Tensor):
             attribute = func.__self__  # type: ignore[attr-defined]
             if attribute in claims:
                 return claims[attribute]
-        elif name in _READS_NUMBERS:
+        elif name in _READS_VALUES:
             source = min((str(source) for source in first.sources), default="another stage")
             raise LayoutError(
-                f"the model's code looks at numbers that come from {source}, which another stage "
-                "of the pipeline computes: let it decide by the batch alone, or write strategy=fsdp"
+                f"the model's code reads values of a tensor that comes from {source}, which "
+                "another stage of the pipeline computes: let it depend on the batch alone, or "
+                "write strategy=fsdp"
             )
         elif name in _MOVES:
             return first
         elif name == "register_hook":
-            # The stage that has the tensor's numbers has the hook, too.
+            # The stage that computes the tensor registers the hook, too.
             return RemovableHandle(OrderedDict())
         elif name == "retain_grad":
             return None

@@ -1,23 +1,23 @@
-"""When a stage posts its receives, so that no stage ever waits for itself.
+"""When a stage posts its receives, so that stages never deadlock.
 
 To *post* a receive is to ask for a message before it is needed, so that it travels while the stage
-computes. On a GPU a posted receive occupies the device until the sender sends, and a send until the
-receiver has posted its receive. Meanwhile almost any call may wait for everything that the device
-has been given to do: the first launch of a kernel, because kernels are loaded when they are first
-used; an allocation that gives memory back; whatever a library does. NCCL's user guide warns of this
-under *Using multiple NCCL communicators concurrently*. So a stage that posts a receive too early
-may wait for a message that depends on what it has not done yet, and every stage for another. It is
-not enough that the message depends on nothing that the stage has still to do: its sender may itself
-wait for a receive that it has posted.
+computes. On a GPU a posted receive occupies the device until the sender sends, and a send occupies
+it until the receiver has posted its receive. Meanwhile almost any call may wait for everything that
+was launched on the device before: the first launch of a kernel, because kernels are loaded when
+they are first used; an allocation that gives memory back; whatever a library does. NCCL's user
+guide warns of this under *Using multiple NCCL communicators concurrently*. So a stage that posts a
+receive too early may wait for a message that depends on its own later instructions, and then the
+stages wait for one another in a circle. It does not help if the message depends on none of these:
+its sender may itself wait for a receive that it has posted.
 
-So the instructions of all stages are put into one order: that in which they end when the schedule
-is simulated with equal parts and short transfers. **A stage posts the receive of a message at the
-place in this order where the message is sent.** Doing all instructions in this order, one after
-another, is then a possible execution, in which nothing is under way when the next instruction
-begins: whatever a stage waits for at any call, it has sent or posted before, and both ends of that
-message come earlier in the order. Hence no stage waits for anything that comes later, in whichever
-of its calls the device is waited for, and whether or not a send waits for its receiver.
-tests/strategies/pipeline/test_postings.py plays this through.
+So the instructions of all stages are put into one order: the order in which they end when the
+schedule is simulated with equal parts and short transfers. **A stage posts the receive of a message
+at the place in this order where the message is sent.** It is then possible to do all instructions
+in this order, one after another, with no message under way when the next instruction begins. For
+whatever a stage waits at any call, it has sent or posted it before, and both ends of that message
+come earlier in the order. Hence no stage waits for anything that comes later, whichever of its
+calls waits for the device, and whether or not a send waits for its receiver.
+tests/strategies/pipeline/test_postings.py simulates this.
 
 If the parts take equally long this costs no time: in the device's queue a receive stands behind
 instructions that end before the sender's does. If instead every transfer could start at once, a

@@ -5,8 +5,9 @@
     W   compute the weights' gradients that B has left (schedules that split backward)
 
 A stage waits only where an instruction needs a message that has not arrived. Gradients add up in
-the parameters over micro-batches. `GradSync` is told before and after the last backward of each
-chunk, so that its gradients are reduced over data-parallel workers while others are still computed.
+the parameters over micro-batches. `GradSync` is called before and after the last backward of each
+chunk, so that the chunk's gradients are reduced over data-parallel workers while the stage still
+computes others.
 """
 
 import contextlib
@@ -163,7 +164,7 @@ class Runtime:
             if op.kind == "F":
                 batch = step.batches[op.micro_batch]
                 signature = step.signatures[op.micro_batch]
-                # This may run the model without numbers, so the generators are seeded after it.
+                # This may run the model without data, so the generators are seeded after it.
                 placeholders = self.stage.placeholders(signature, step.loss, batch)
                 seed_generators(_mixed_seed(seed, part, op.micro_batch), self.comm.device)
                 self._forward(step, op, part, placeholders=placeholders)
@@ -329,9 +330,9 @@ class Runtime:
             pairs = itertools.zip_longest(metas, known_metas, fillvalue="no tensor")
             meta, known_meta = next(pair for pair in pairs if pair[0] != pair[1])
             raise LayoutError(
-                f"block {self.stage.last_block(part)} puts out {meta} for one batch and "
-                f"{known_meta} for another of the same shape: a pipeline needs shapes that depend "
-                "on the batch's alone"
+                f"block {self.stage.last_block(part)} returns {meta} for one batch and "
+                f"{known_meta} for another of the same shape: in a pipeline the shapes must depend "
+                "on the batch's shapes alone"
             )
         self._send("F", part, op, tensors=outputs, metas=metas)
 

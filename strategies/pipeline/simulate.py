@@ -10,7 +10,7 @@ starts as soon as its inputs are there:
 
 A schedule in which no stage can go on deadlocks, which the simulation reports.
 
-`pipeline_metrics` puts what the stages of a real step were measured to do beside the simulation and
+`pipeline_metrics` compares what was measured in the stages of a real step with the simulation and
 the formulas.
 """
 
@@ -296,8 +296,8 @@ def backward_moments(
         stage: Number of the stage in question.
 
     Returns:
-        The distinct (chunk that goes backward, micro-batches of each chunk whose activations are
-        there, that one's too).
+        The distinct pairs of the chunk that goes backward, and for each chunk the number of
+        micro-batches whose activations are held, this one's included.
     """
     if name != "gpipe":  # which holds those of all micro-batches
         micro_batches = min(micro_batches, SCHEDULED_PER_STAGE * stages)
@@ -444,9 +444,10 @@ def seconds_by_block(
 ) -> BlockSeconds:
     """Seconds that the blocks of the model, and what is around them, have computed in one step.
 
-    Only a block's forward is timed by itself. Its backward is taken to have the same share of its
-    part's whole computing. What the first part does outside of its blocks is before the blocks,
-    and what the last one does so is after them; in between, it belongs to the part's blocks.
+    Only a block's forward is timed by itself. Its backward is assumed to take the same share of its
+    part's computation as its forward. What the first part computes outside of its blocks counts as
+    before the blocks, and what the last part computes so counts as after them. In the parts
+    between, it is counted with the part's blocks.
 
     Args:
         spans_by_rank: The spans of every rank of one measured step; there is at least one of each.

@@ -1,10 +1,10 @@
 """A stage: the model's own code on one worker, which computes only some of its blocks.
 
-A stage runs the loss function and the model as they are. Blocks and modules around them that other
-stages compute do nothing there: if its output was sent to this stage the module returns that, and
-else a placeholder (placeholder.py). After its last block a stage leaves the model's code by an
-exception. So whatever the code makes of the batch, such as masks and positions, is there on every
-stage, and no model is rewritten or annotated.
+A stage runs the loss function and the model as they are. The blocks of other stages, and the
+modules around them, do not compute there. Such a module returns its output if that was sent to this
+stage, and otherwise a placeholder (placeholder.py). After its last block a stage leaves the model's
+code by an exception. So every stage has whatever the code computes from the batch, such as masks
+and positions, and no model has to be rewritten or annotated.
 
 Modules and parameters keep their names. The parameters of other stages are not in memory. A
 parameter that several stages use, such as an embedding that is also the head's matrix, is on each
@@ -184,9 +184,9 @@ def require_chain(trace: Trace, blocks: list[str]) -> None:
             used_blocks = [name for name in called if name in ancestors[call.name]]
             fork = f"after {used_blocks[-1]}" if used_blocks else "at its input"
             raise LayoutError(
-                f"the model's blocks do not form a chain: {call.path} does not use what "
-                f"{previous_block} puts out, it branches {fork}: name blocks that follow each "
-                "other, or write strategy=fsdp"
+                f"the model's blocks do not form a chain: {call.path} does not use the output of "
+                f"{previous_block}, it branches {fork}: name blocks that follow each other, or "
+                "write strategy=fsdp"
             )
         previous_block = call.name
 
@@ -248,7 +248,7 @@ class _Forward:
     Args:
         part: The part.
         received: The outputs of other parts' calls that were sent to it.
-        placeholders: The outputs of all calls, without numbers.
+        placeholders: The outputs of all calls, without data.
         sends: The calls whose outputs the part sends on.
         outputs: Those of them that the part has done so far.
         calls: How often each module has been called, by its path.
@@ -412,15 +412,15 @@ class Stage(PipelineStage):
         return forward_in_part
 
     def _placeholder(self, current: _Forward, name: str) -> Any:
-        """What another part's call returns, without numbers.
+        """What another part's call returns, without data.
 
         Raises:
-            LayoutError: The call was not traced, because a call before it needed numbers.
+            LayoutError: The call was not traced, because code before it read values.
         """
         if name not in current.placeholders:
             raise LayoutError(
-                f"the model calls {name} after it has looked at numbers, which stages before the "
-                "last have none of: write strategy=fsdp"
+                f"the model calls {name} after code that reads values of tensors, which only the "
+                "last stage of a pipeline has: write strategy=fsdp"
             )
         return current.placeholders[name]
 
@@ -437,9 +437,9 @@ class Stage(PipelineStage):
         """Raises LayoutError unless a block returns what it was assumed to return."""
         if not isinstance(output, Tensor):
             raise LayoutError(
-                f"the block {name} looks at numbers ({self._assumed[name]}), so it was taken to "
-                f"return one tensor as it is given, but it returns a {type(output).__name__}: let "
-                "it return one tensor, or write strategy=fsdp"
+                f"the block {name} reads values of tensors ({self._assumed[name]}), so it was "
+                "assumed to return one tensor like its first input, but it returns a "
+                f"{type(output).__name__}: let it return one tensor, or write strategy=fsdp"
             )
 
 

@@ -1,9 +1,9 @@
 """What a stage does when, in one step.
 
-Times are the host's clock on a CPU, and events in the stage's stream on a GPU. Nothing is waited
-for inside the step. To wait for the device around each instruction would mean waiting for messages
-whose receives have been posted and that nobody has sent yet, and it would time a pipeline that
-never overlaps.
+Times are the host's clock on a CPU, and events in the stage's stream on a GPU. The host waits for
+nothing inside the step. If it waited for the device around each instruction, it would also wait for
+messages whose receives are posted and which have not been sent yet, and it would measure a pipeline
+that never overlaps anything.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""What a model does with a batch, found by running its own code once without numbers.
+"""What a model does with a batch, found by running its own code once without data.
 
 No model is rewritten or annotated for this. The modules of a model are of three kinds:
 
@@ -8,12 +8,13 @@ No model is rewritten or annotated for this. The modules of a model are of three
   stage runs.
 
 A trace lists the calls of blocks and of the modules around them, in order, with what each one's
-inputs were made from, how much it computes, and what it returns. So the partition knows what to
-balance, and each stage which tensors it must be sent, those that skip ahead of blocks included.
+inputs were made from, how much it computes, and what it returns. From this, the partition knows
+what to balance, and each stage knows which tensors it will be sent, including those that skip ahead
+of blocks.
 
-"Without numbers" holds for whatever other stages compute, and what the code makes of that: these
-are placeholders (placeholder.py). Everything that depends on the batch alone, such as masks,
-positions and rotary tables, is computed for real on every stage.
+Placeholders (placeholder.py) stand for whatever other stages compute, and for what the code
+computes from that. Everything that depends on the batch alone, such as masks, positions and rotary
+tables, is computed for real on every stage.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ FLOPS_PER_ELEMENT = 50.0
 """What reading or writing one number outside of matrix products costs, in floating-point
 operations. On two CPU cores, a float32 product does about 50 in the time of one such access."""
 _ERRORS_OF_THE_COPY = (LookupError, AttributeError, TypeError, NameError)
-"""What code raises that misses what a hook or a closure has put into the original model."""
+"""Errors of code that looks in the copy for what a hook or closure has put into the original."""
 
 
 @dataclass(kw_only=True)
@@ -59,9 +60,10 @@ class Call:
         is_block: Whether the module is a block.
         uses: What its inputs were made from.
         output: What it returned, with placeholders for tensors.
-        assumed_because: Why it could not run without numbers, in which case `output` is assumed to
-            be like its input; "" if it could.
-        cost: Floating-point operations, or what takes as long, of one forward and backward.
+        assumed_because: Why it could not run without data, in which case `output` is assumed to be
+            like its first input; "" if it could.
+        cost: The time of one forward and backward, in floating-point operations of a matrix
+            product that takes as long.
     """
 
     name: str
@@ -94,10 +96,10 @@ class Trace:
 
 
 class Tracer:
-    """A copy of a model without numbers, whose code can be run."""
+    """A copy of a model without data, whose code can be run."""
 
     def __init__(self, module: nn.Module, blocks: list[str], device: torch.device) -> None:
-        """Take the numbers out of a model.
+        """Replace the parameters of a model by placeholders.
 
         Args:
             module: The model, with parameters on meta; it is changed.
@@ -131,13 +133,13 @@ class Tracer:
 
         remember_in_evaluation(module)
         for owner in list(module.modules()):
-            self._take_numbers(owner, canonical)
+            self._replace_tensors(owner, canonical)
         for path in self.parameters_of:
             child = module.get_submodule(path)
             child.forward = self._traced(path, child.forward)
 
-    def _take_numbers(self, owner: nn.Module, canonical: dict[int, str]) -> None:
-        """Replace parameters by placeholders, and give buffers numbers, which code may read."""
+    def _replace_tensors(self, owner: nn.Module, canonical: dict[int, str]) -> None:
+        """Replace parameters by placeholders, and give buffers values, which code may read."""
         parameters = owner.named_parameters(recurse=False, remove_duplicate=False)
         for name, parameter in list(parameters):
             source = ParameterValue(canonical[id(parameter)])
@@ -159,7 +161,7 @@ class Tracer:
         batch: Any,
         training: bool = True,
     ) -> Trace:
-        """Run `function(model, batch)` without numbers.
+        """Run `function(model, batch)` without data.
 
         Args:
             function: The loss, or another function of the model and a batch.
@@ -182,9 +184,9 @@ class Tracer:
                 except Exception as error:
                     if not self._all_were_called():
                         raise
-                    # After the last call everything is on one stage, where code may look at
-                    # numbers. It goes on there; what it would have used after the error is not
-                    # known, and if a hook or closure is the reason, it may be anything.
+                    # After the last call everything is on one stage, where code may read values.
+                    # There it continues. What it would have used after the error is not known, and
+                    # if a hook or closure is the reason, it may be anything.
                     if isinstance(error, _ERRORS_OF_THE_COPY):
                         self._used_sources |= self._kept_tensors
                         self._used_sources |= {CallOutput(call.name) for call in trace.calls}
@@ -211,9 +213,9 @@ class Tracer:
             call = self._begin_call(self._trace, path, sources_of((args, kwargs)))
             module = self._module.get_submodule(path)
             kept_before = _kept_tensors(module)
-            output = _run_without_numbers(call, forward, args=args, kwargs=kwargs)
+            output = _run_without_data(call, forward, args=args, kwargs=kwargs)
             self._note_kept_tensors(call, module, kept_before)
-            # What the module itself has computed with is no use by the code around it.
+            # What the module itself has computed with was not used by the code around it.
             self._used_sources.clear()
             weights = sum(self.parameter_sizes[name] for name in self.parameters_of[path])
             call.cost += self._count.take() + 2 * FLOPS_PER_ELEMENT * weights
@@ -259,14 +261,14 @@ class Tracer:
                 self._kept_tensors.add(source)
 
 
-def _run_without_numbers(
+def _run_without_data(
     call: Call, forward: Callable[..., Any], *, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """The output of a module.
 
-    The code of a block may look at numbers, as a router of experts does, because a block is on one
-    stage. There are no numbers here. The block is then assumed to return one tensor like its first
-    input, which stage.py checks when the block runs.
+    The code of a block may read values, as a router of experts does, because a block is on one
+    stage. Here there are none. The block is then assumed to return one tensor like its first input,
+    which stage.py checks when the block runs.
     """
     try:
         return forward(*args, **kwargs)
@@ -385,8 +387,8 @@ class _OperationCount(OperationMode):  # type: ignore[misc]
         output = func(*args, **kwargs)
         formula = flop_registry.get(func.overloadpacket)
         if formula is not None:
-            # A formula that does not know this way to call its operation raises; such an operation
-            # counts as others do.
+            # A formula raises if it does not know this way to call its operation. Such an operation
+            # is counted as one without a formula.
             with contextlib.suppress(Exception):
                 self._total += 3 * formula(*args, **kwargs, out_val=output)
                 return output

@@ -2,14 +2,14 @@
 
 For y = x·Wᵀ + b, backward is two matrix products of the same size: dx = dy·W and dW = dyᵀ·x. The
 stage before waits for dx only. So linear layers whose weight is a parameter compute dx in backward
-(B) and note (x, dy); `finish` computes dW later (W) and adds it to the gradient. The gradients of
+(B) and keep (x, dy); `finish` computes dW later (W) and adds it to the gradient. The gradients of
 everything else, such as norms, biases and convolutions, are computed in B. So this is right for any
-model, and pays for those that consist of matrix products. The idea is of Qi et al. 2023, arXiv
-2401.10241.
+model, and helps those that consist mostly of matrix products. The idea is from Qi et al. 2023,
+arXiv 2401.10241.
 
 torch.distributed.pipelining splits backward by walking the autograd graph. That keeps all of the
-graph until W, and sets gradients past the hooks that data parallelism relies on. Here x and dy are
-all that is kept; if tensor parallelism has gathered x, only this worker's part of it.
+graph until W, and sets gradients without calling the hooks that data parallelism relies on. Here
+only x and dy are kept, and of an x that tensor parallelism has gathered only this worker's part.
 """
 
 import contextlib
@@ -66,9 +66,9 @@ class DeferredWeightGrad(TorchFunctionMode):
     def wrap(self, module: nn.Module) -> None:
         """Let a module's linear layers defer, in place.
 
-        To be called before anything that recomputes the module's forward in backward is put around
-        it. The mode looks at every call of torch inside it, so it is put around only those modules
-        that have matrices of their own.
+        To be called before activation checkpointing replaces the module's forward. The mode sees
+        every call of torch inside it, which takes time, so it is put around only those modules that
+        have matrices of their own.
         """
         for layer in module.modules():
             has_matrix = any(p.dim() > 1 for p in layer.parameters(recurse=False))

@@ -1,12 +1,14 @@
 """One step of a model in one process, watched: which traits (traits.py) it has.
 
-Before any worker starts, one small step is run, with real numbers where that is quick and on the
-meta device where it is not. On meta everything is seen except what depends on numbers: whether a
-change depends on the data, and whether two samples take different routes through the model.
+Before any worker starts, one small step is run, with real data where that is quick and on the meta
+device where it is not. On meta everything is seen except what depends on the values of tensors:
+whether a change depends on the data, and whether two samples take different routes through the
+model.
 
-Comparing samples does not find a branch that most samples take alike. So for each number of a batch
-that Python asks for (`if x.sum() > 0`), another run gives another answer, and its route is
-compared, too. And a model that counts its calls in Python is found by calling it again.
+Comparing samples does not find a branch that nearly all samples take the same way. So whenever
+Python asks for a value that depends on the batch (`if x.sum() > 0`), another run gives it another
+answer, and the route of that run is compared, too. And a model that counts its calls in Python is
+found by calling it again.
 """
 
 from __future__ import annotations

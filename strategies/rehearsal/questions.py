@@ -1,8 +1,7 @@
-"""The numbers of tensors that Python asks for (`bool(x)`, `x.item()`), and runs with other answers.
+"""The values of tensors that Python asks for (`bool(x)`, `x.item()`), and runs with other answers.
 
-Python decides by such a number which code it runs. Some of the numbers depend on the batch. A run
-in which one of them is answered differently shows what the model would do with a batch that most
-samples do not have.
+Such a value may decide which code Python runs next, and it may depend on the batch. A run in which
+one of these questions gets another answer shows what the model would do with a rare batch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 MAX_QUESTIONS_ON_META = 200
 """Questions that a forward may ask on the meta device.
 
-There a loop that waits for a number would not end.
+There a loop that ends only when a tensor has a certain value would not end.
 """
 FAR = 1000.0
 """A number beyond what floats are usually compared with, and small enough to be a size."""
@@ -42,8 +41,8 @@ class Answers:
     """The answers that one run gives to Python's questions.
 
     Args:
-        other_answer: The number of a question, among those about the batch, and what it is answered
-            instead of the truth.
+        other_answer: The number of a question, among those about the batch, and the answer that it
+            gets instead of the true one.
         drawn: What a single number that is drawn evenly from [0, 1) is replaced by, or the nearest
             number below 1. None: it stays as it is.
     """
@@ -56,7 +55,7 @@ class Answers:
     batch_answers: list[Any] = field(default_factory=list)
     """The answers that depend on the batch, in order."""
     is_made_up: bool = False
-    """Whether any answer was made up, because a tensor had no numbers."""
+    """Whether any answer was made up, because a tensor had no data."""
 
     def answer(
         self, func: Callable[..., Any], tensor: Tensor, name: str, args: Any, *, is_data: bool
@@ -76,7 +75,7 @@ class Answers:
         self.question_count += 1
         if tensor.is_meta:
             if self.question_count > MAX_QUESTIONS_ON_META:
-                raise RuntimeError("a loop waits for numbers, which the meta device has none of")
+                raise RuntimeError("a loop waits for a value, and tensors on meta have none")
             self.is_made_up = True
             value = _made_up_answer(name, tensor)
         else:
@@ -109,7 +108,7 @@ class Answers:
         """Runs in which one answer is another one.
 
         Args:
-            at_most: The number of runs; of more questions some are chosen, from first to last.
+            at_most: The number of runs. If there are more questions, evenly spaced ones are chosen.
         """
         other_answers = [
             (number, other)
@@ -121,7 +120,7 @@ class Answers:
 
 
 def _made_up_answer(name: str, tensor: Tensor) -> bool | int | float:
-    """The answer about a tensor without numbers: zero, so that checks pass and loops end."""
+    """The answer about a tensor without data: zero, so that checks pass and loops end."""
     if name in _TRUTH_QUESTIONS or (name == "item" and tensor.dtype == torch.bool):
         return False
     is_float = name == "__float__" or (name == "item" and tensor.is_floating_point())

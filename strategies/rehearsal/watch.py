@@ -72,7 +72,7 @@ class Watch(TorchFunctionMode):
         module: The model.
         blocks: Names of its repeating blocks.
         hooks: The hooks that were put on it while it was built; notes those of the step, too.
-        answers: What Python's questions about numbers are answered.
+        answers: The answers to Python's questions about the values of tensors.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Watch(TorchFunctionMode):
         self._run_in_backward: set[str] = set()
         """Blocks that have run in backward, as checkpoints do."""
 
-        # What is going on. Tensors are known by their ids, and kept so that no id comes twice.
+        # The state of the step. Tensors are known by their ids, and kept so that no id is reused.
         self._running: list[str] = []
         """The modules that are running, outermost first."""
         self._is_paused = False
@@ -530,14 +530,14 @@ def _sums(tensors: Iterable[Tensor]) -> tuple[float, ...]:
 
 
 def _differ(tensor: Tensor, before: Tensor) -> bool:
-    """Whether two tensors have different numbers; on meta they have none."""
+    """Whether two tensors have different values; on meta they have none."""
     if tensor.is_meta or tensor.shape != before.shape:
         return False
     return not torch.equal(tensor.detach().nan_to_num(), before.nan_to_num())
 
 
 def nearly_equal(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal except for rounding; on meta they have no numbers."""
+    """Whether two tensors are equal except for rounding; True on meta, where they have no data."""
     if tensor.is_meta:
         return True
     rtol = 1e-2 if tensor.element_size() < 4 else 1e-5

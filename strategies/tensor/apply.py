@@ -23,13 +23,13 @@ the collectives of ops.py, other modules read whole parameters, and any other co
 split layer's weight gets it gathered. So a model's own code runs unchanged. plan.py says which
 module does what.
 
-- Workers are seeded alike: dropout on what all of them have is the same on all. On what is split,
-  each draws numbers of its own (randomness.py).
+- All workers have the same seed, so that dropout is the same on all of them where activations are.
+  On split activations each worker draws numbers of its own (randomness.py).
 - The gradients of whole parameters that are used on a part of the sequence are summed over workers,
   with one all-reduce per step.
 - In the first step the gradients of the other whole parameters are compared between workers. So a
-  plan that splits activations where the model does not expect it ends with a sentence, not with a
-  worse model.
+  plan that splits activations where the model does not expect it is an error that says so, and does
+  not silently train a worse model.
 """
 
 import contextlib
@@ -63,9 +63,9 @@ _LINEAR_STYLES = (
 )
 """The styles of layers whose product fp8 may replace (precision.py)."""
 _READ_AS_PARTS = ("experts", "adapter_rowwise")
-"""The styles of modules that code around them reads this worker's part of parameters of.
+"""The styles of modules whose parameters the model's code reads as this worker's part.
 
-That of experts computes with it, and peft looks at the type of an adapter's weight.
+The experts' own code computes with that part, and peft looks at the type of an adapter's weight.
 """
 _SHAPE_ERRORS = ("shape", "size of tensor", "unflatten", "mat1 and mat2", "size mismatch")
 """Words of torch's errors about shapes that an operation cannot use."""

@@ -12,9 +12,9 @@ Their parameters tell which way:
 
       y = Σᵣ yᵣ,     yᵣ = Σ over chosen k in Cᵣ of weightₖ · expertₖ(x)
 
-Both send the same, one all-reduce of y and one of its gradient, and hold 1/R of the weights and the
-hidden activations. In the second the host waits for the number of own choices, and the step of the
-busiest worker is everyone's.
+Both ways send the same, one all-reduce of y and one of its gradient, and hold 1/R of the weights
+and the hidden activations. The second way makes the host wait for the number of the worker's own
+choices, and makes all workers wait for the one that most choices go to.
 """
 
 import functools

@@ -4,7 +4,7 @@ The input of a layer that is split by columns is gathered along the sequence, an
 its weight needs the gathered input again. If it were kept until backward, it would be the one thing
 in a block that is not divided by the number of workers. So only the worker's own part is kept, and
 the other parts are gathered again in backward, while the gradient of the input is computed
-(Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). Compiled code is told to recompute the
+(Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2). Compiled code is made to recompute the
 gathering.
 
 Layers that are called with one input (queries, keys and values; gate and up) share its gathering in
@@ -220,7 +220,7 @@ class SplitLayers:
         """The matrices of layers in the type of autocast, until the end of the step."""
         self._shared = _SharedInput()
         self._traced = _SharedInput()
-        """The same while a block is compiled; nothing is left of it behind a block."""
+        """The same while a block is compiled; it is cleared after each block."""
         self._regathering: tuple[object, Callable[[], Tensor]] | None = None
         """The gathering that backward started last: its key, and what waits for its result."""
 
@@ -251,7 +251,7 @@ class SplitLayers:
             return self._columns_of_gathered(x, weight, bias, product=product)
         if self.overlaps:
             return self._overlapped_columns(x, weight, bias, product=product)
-        # Behind the product rows change their order at less cost if it makes them shorter.
+        # If the product makes rows shorter, reordering them afterwards costs less.
         stacks = self._stacks(x) and weight.size(0) <= weight.size(1)
         shared = self._current_input()
         if shared.is_of(x):
@@ -268,8 +268,8 @@ class SplitLayers:
         return self.plan.splits_sequence and x.dim() > 2
 
     def _is_plain(self) -> bool:
-        """Whether autograd, or what defers gradients, is to see the product itself."""
-        # A compiler keeps what a function of its own in autograd has gathered until backward.
+        """Whether autograd, or the code that defers gradients, must see the product itself."""
+        # The compiler would keep until backward what an autograd.Function has gathered.
         is_traced = torch.compiler.is_compiling()
         return self._splits_backward or not torch.is_grad_enabled() or is_traced
 
@@ -314,7 +314,7 @@ class SplitLayers:
             functools.partial(self._start_sum, stacks),
             start_gather,
         )
-        ops.mark_alike(entered)
+        ops.mark_replicated(entered)
         if start_gather is not None:
             ops.set_gather_source(entered, own_part.detach(), start_gather)
         shared = self._current_input()
@@ -333,7 +333,7 @@ class SplitLayers:
 
     def _gather_in(self, own_part: Tensor, *, is_stacked: bool) -> Tensor:
         stacked = ops.gather_stacked(own_part, self.peers)
-        return stacked if is_stacked else ops.mark_alike(self.peers.unstack(stacked))
+        return stacked if is_stacked else ops.mark_replicated(self.peers.unstack(stacked))
 
     def _start_sum(self, is_stacked: bool, total: Tensor) -> Callable[[], Tensor]:
         """Start to sum the gradient of an input that has entered over workers."""
@@ -360,7 +360,7 @@ class SplitLayers:
             product=product,
             start_gather=start_gather,
         )
-        ops.mark_alike(gathered)
+        ops.mark_replicated(gathered)
         if start_gather is not None:
             ops.set_gather_source(gathered, own_part.detach(), start_gather)
         self._shared.begin(x)
@@ -389,7 +389,7 @@ class SplitLayers:
         if is_stacked not in entered:
             other = entered[not is_stacked]
             change = self.peers.stack if is_stacked else self.peers.unstack
-            changed = ops.mark_alike(change(other))
+            changed = ops.mark_replicated(change(other))
             source = getattr(other, "gather_source", None)
             if source is not None:
                 ops.set_gather_source(
@@ -409,7 +409,7 @@ class SplitLayers:
         if self._keeps_gathered or not torch.is_grad_enabled():
             return self._gather_in(x, is_stacked=is_stacked)
         if torch.compiler.is_compiling():
-            # A second gathering in backward the compiler would merge with that of forward.
+            # The compiler would merge a second gathering in backward with that of forward.
             gather = functools.partial(self._gather_in, is_stacked=is_stacked)
             return checkpoint(gather, x, use_reentrant=False)
         gathered = self._gather_in(x, is_stacked=is_stacked)
@@ -448,7 +448,7 @@ class SplitLayers:
             return self._overlapped_rows(x, weight, product=product)
         if not self._stacks(x) or weight.size(1) > weight.size(0):
             return self.leave(product.forward(x, weight, None))
-        # Before the product rows change their order at less cost if it makes them longer.
+        # If the product makes rows longer, reordering them before it costs less.
         y = product.forward(self.peers.stack(x), weight, None)
         return ops.scatter_stacked(y, self.peers)
 
@@ -475,7 +475,7 @@ class SplitLayers:
     # --- both -------------------------------------------------------------------------------------
 
     def share(self, x: Tensor) -> Tensor:
-        """A tensor that all workers have alike, of which each computes a part of the gradient."""
+        """A tensor that is the same on all workers; each computes a term of its gradient."""
         return ops.enter(x, self.peers)
 
     def narrow_weight(self, layer: nn.Module, weight: Tensor) -> Tensor:
@@ -499,7 +499,7 @@ class SplitLayers:
         self._regathering = None
 
     def forget_traced(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """A block's forward that is to be compiled, which leaves nothing behind."""
+        """The forward of a block that will be compiled; it clears what tracing has kept."""
 
         @functools.wraps(forward)
         def call(*args: Any, **kwargs: Any) -> Any:

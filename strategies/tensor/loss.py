@@ -6,9 +6,9 @@ logit of a token over all workers. Then
     s = Σᵣ Σ_{j of r} exp(lⱼ - m)       t = l_target - m, which one worker knows
     loss = log s - t                    ∂loss/∂lⱼ = exp(lⱼ - m)/s - [j = target]
 
-Each worker computes the gradients of its own logits, so that 3·N numbers are all-reduced instead of
-N·V gathered: with V = 128,000, that is the difference between kilobytes and gigabytes. Shoeybi et
-al. 2019, arXiv 1909.08053, §3.
+Each worker computes the gradients of its own logits. So 4·N numbers are all-reduced (m, s, t and,
+for label smoothing, the sum of the logits) instead of N·V gathered: with V = 128,000, that is the
+difference between kilobytes and gigabytes. Shoeybi et al. 2019, arXiv 1909.08053, §3.
 
 Logits may have 16 bits, and the loss is computed in float32, some rows at a time. Backward computes
 it again from the logits and each token's m and s. So only the logits are kept, and never four

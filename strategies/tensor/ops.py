@@ -23,12 +23,12 @@ there are several samples. Between the two orders of rows,
     stacked     (R · samples, sequence / R, features): the parts of the workers one after another
     in order    (samples, sequence, features)
 
-is a copy, and for one sample none. A product does not care for the order of its rows, so a layer
-that makes its rows shorter changes their order behind the product, and one that makes them longer
-before it (layers.py).
+is a copy, unless there is only one sample. A matrix product works on rows in any order. So a layer
+whose output rows are shorter than its input rows reorders them after the product, and one whose
+output rows are longer reorders them before it (layers.py).
 
-A tensor of which workers have different parts is *marked* as split, and one that all workers have
-alike is not; randomness.py reads the marks.
+A tensor of which workers have different parts is *marked* as split; one that is the same on all
+workers is marked as replicated. randomness.py reads the marks.
 """
 
 from collections import defaultdict
@@ -55,8 +55,8 @@ def mark_split(x: Tensor) -> Tensor:
     return x
 
 
-def mark_alike(x: Tensor) -> Tensor:
-    """The tensor, marked as one that all workers have alike."""
+def mark_replicated(x: Tensor) -> Tensor:
+    """The tensor, marked as one that is the same on all workers."""
     if not torch.compiler.is_compiling():
         setattr(x, MARK, False)
     return x
@@ -294,7 +294,7 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
         ctx.peers = peers
-        return mark_alike(x.view_as(x))
+        return mark_replicated(x.view_as(x))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -306,7 +306,7 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        return mark_alike(peers.all_reduce(x))
+        return mark_replicated(peers.all_reduce(x))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -327,7 +327,7 @@ class Gather(torch.autograd.Function):
         ctx.peers = peers
         ctx.dim = dim
         ctx.sums_gradients = sums_gradients
-        return mark_alike(peers.all_gather(x, dim, length))
+        return mark_replicated(peers.all_gather(x, dim, length))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -358,7 +358,7 @@ class Split(torch.autograd.Function):
 
 
 def enter(x: Tensor, peers: Peers) -> Tensor:
-    """A tensor that all workers have alike, of whose gradient each computes a term."""
+    """A tensor that is the same on all workers, each of which computes a term of its gradient."""
     return Enter.apply(x, peers)
 
 
@@ -369,7 +369,7 @@ def leave(x: Tensor, peers: Peers) -> Tensor:
 
 def gather_sequence(x: Tensor, peers: Peers) -> Tensor:
     """This worker's part of the sequence → (…, sequence, features), for a split layer."""
-    return mark_alike(peers.unstack(gather_stacked(x, peers)))
+    return mark_replicated(peers.unstack(gather_stacked(x, peers)))
 
 
 def gather_stacked(x: Tensor, peers: Peers) -> Tensor:
@@ -393,7 +393,7 @@ def gather_features(x: Tensor, peers: Peers, length: int) -> Tensor:
 
 
 def split_sequence(x: Tensor, peers: Peers) -> Tensor:
-    """(…, sequence, features), alike on all workers → this worker's part of the sequence."""
+    """(…, sequence, features), the same on all workers → this worker's part of the sequence."""
     peers.require_divides(x.size(-2))
     return mark_split(Split.apply(x, peers, -2, False))
 

@@ -1,28 +1,29 @@
 """Random numbers under tensor parallelism.
 
-The workers of a layer are seeded alike, so that dropout on activations that all of them have is the
-same on all; otherwise they would drift apart. On activations that are split, along the sequence or
-over heads and features, the same numbers would repeat the mask of one part on every other, whereas
-on one device the masks of different places are independent. Megatron has two random streams for
-this, and its layers switch between them (Shoeybi et al. 2019, arXiv 1909.08053, §B.2). Here the
-model's own code knows nothing of it.
+The workers of a layer have the same seed, so that dropout is the same on all of them where they
+have the same activations; otherwise these would drift apart. Where activations are split, along the
+sequence or over heads and features, the same numbers would repeat the mask of one part on every
+other, whereas on one device the masks of different places are independent. Megatron has two random
+streams for this, and its layers switch between them (Shoeybi et al. 2019, arXiv 1909.08053, §B.2).
+Here the model's own code does not know that it is split.
 
-So the tensors know. What a split layer returns, or what is cut along the sequence, is marked as
-split (ops.py); what is computed from marked tensors is marked too; and what a collective makes
-whole again is not. A function that draws random numbers for a marked tensor, such as dropout, draws
-them from a stream of the worker's own:
+So the tensors carry a mark. What a split layer returns, or what is cut along the sequence, is
+marked as split (ops.py); what is computed from marked tensors is marked too; and what a collective
+makes whole again is not. A function that draws random numbers for a marked tensor, such as dropout,
+draws them from a stream of the worker's own:
 
-    seed ← the common stream, which so goes on alike everywhere      own stream ← (seed, worker)
+    seed ← next number of the common stream (on every worker)      own stream ← (seed, worker)
 
-This holds for one call, so no state has to be kept. Recomputing a block brings the common stream
-back to where it was, and so repeats every worker's own numbers too.
+The worker's own stream lasts for one call, so no state has to be kept. Recomputing a block sets the
+common stream back to where it was, and so repeats every worker's own numbers too.
 
 A mask that is broadcast along what is split, as in stochastic depth with one number for each
-sample, has another size than the tensor that it was made like, and is drawn alike. Marks are
-followed by a TorchFunctionMode around the model and each of its blocks: in training only, and after
-the first micro-batch only if that drew anything. Compiled code is not followed. A compiled block
-draws from its worker's own stream if the plan splits the sequence, so that everything in it is
-split, and otherwise from the common stream, where masks repeat over heads and features.
+sample, has another size than the tensor that it was made like, and is drawn from the common stream.
+Marks are followed by a TorchFunctionMode around the model and each of its blocks: in training only,
+and after the first micro-batch only if that drew anything. Compiled code is not followed. A
+compiled block draws from its worker's own stream if the plan splits the sequence, because then
+everything in it is split. Otherwise it draws from the common stream, and masks repeat over heads
+and features.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ DRAWS_NUMBERS = frozenset(
     }
 )
 """Functions that draw numbers for the elements of their arguments. Dropout of whole channels is not
-among them: it drops channels alike along what may be split."""
+among them: it drops the same channels along a dimension that may be split."""
 _MAKES_LIKE = frozenset({Tensor.new_empty, Tensor.new_full, Tensor.new_ones, Tensor.new_zeros})
 """Functions that make a tensor of the type and device of another, but of any size."""
 _MULTIPLIER = 6364136223846793005
@@ -87,9 +88,9 @@ _INCREMENT = 1442695040888963407
 
 @contextmanager
 def own_stream(peers: Peers, device: torch.device) -> Iterator[None]:
-    """Let what is drawn inside be this worker's own.
+    """Draw random numbers from this worker's own stream while the context is active.
 
-    The common stream then goes on as on every other worker.
+    Afterwards the common stream is where it is on every other worker.
 
     Args:
         peers: The workers, of whose common stream this is called at the same place.

@@ -36,7 +36,7 @@ ROWS: list[tuple[str, ...]] = [
     ("task=tests.tasks:WithoutLoss", "WithoutLoss has no loss"),
     ("task=tests.tasks:Odd task_args.what=vector", "loss has shape ("),
     ("task=tests.tasks:Odd task_args.what=ragged", "do not make a batch"),
-    ("task=tests.tasks:Odd task_args.what=stream", "Stream", "gives no sample"),
+    ("task=tests.tasks:Odd task_args.what=stream", "Stream", "yields no samples"),
     ("optimizer.name=nowhere:Adam", "optimizer.name", "import"),
     ("optimizer.name=adm", "optimizer.name", "adamw"),
     ("parallel.deepspeed=nowhere", "parallel.deepspeed", "cannot be read"),

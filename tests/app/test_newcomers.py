@@ -377,7 +377,7 @@ TRAIN = [
     ),
     (
         "train.steps=10 train.epochs=2",
-        "train.steps and train.epochs are both … say two lengths: leave one out",
+        "train.steps and train.epochs are both … each sets the length: leave one out",
     ),
     (
         "cluster.when_pending=wait",
@@ -414,8 +414,8 @@ TRAIN = [
     ("parallel.tensor=2", "there is no key 'parallel.tensor' … did you mean 'parallel.tp'?"),
     ("schedule.warmup_ratio=0.1", "there is no key … did you mean 'schedule.warmup_steps'?"),
     # Words of other libraries.
-    ("strategy=ddp,fsdp", "strategy 'ddp,fsdp' is several: write one, or one combination such as"),
-    ("strategy=ddp+", "strategy 'ddp+' has a + beside no name: write for instance ddp+tensor"),
+    ("strategy=ddp,fsdp", "strategy 'ddp,fsdp' names several: write one, or a combination such as"),
+    ("strategy=ddp+", "strategy 'ddp+' has a + without a name beside it: write, say, ddp+tensor"),
     ("strategy=ddp+ddp", "strategy 'ddp+ddp' does not combine: write one of ddp, fsdp, hsdp"),
     ("strategy=tensor workers=2 parallel.tp=4", "… workers"),
     ("strategy=dataparallel", "strategy 'dataparallel' is called dp here: write strategy=dp"),
@@ -663,7 +663,10 @@ OTHERS = [
     ("compare folder", "folder is not a run's folder: write the one"),
     ("fork good.yaml --at 3", "good.yaml is not a run's folder: write the one"),
     ("fields nope", "there is no command 'nope': `trireme fields` lists them"),
-    ("calibrate good.yaml", "good.yaml is too much: `trireme calibrate --help` says what it takes"),
+    (
+        "calibrate good.yaml",
+        "good.yaml is unexpected: `trireme calibrate --help` lists the arguments",
+    ),
     ("plan good.yaml --gpu", "--gpu has no value: write --gpu VALUE"),
     (
         "train utf16.yaml",

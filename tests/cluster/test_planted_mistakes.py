@@ -114,12 +114,12 @@ MISTAKES = [
     Mistake(
         "gcp",
         {f"{CONFIG}.metadata.items": [{"key": "wandb_api_key", "value": "0a1b2c3d4e5f"}]},
-        "all who may look at the machines read a secret",
+        "everyone who may list the machines can read a secret",
     ),
     Mistake(
         "gcp",
         {f"{CONFIG}.metadata.items": [{"key": "x", "value": "export T=hf_abcdefghijklmnop"}]},
-        "all who may look at the machines read a secret",
+        "everyone who may list the machines can read a secret",
     ),
     # AWS
     Mistake(
@@ -128,10 +128,12 @@ MISTAKES = [
     Mistake(
         "aws",
         {f"{CONFIG}.SubnetIds": ["subnet-0123456789abcdef0"]},
-        "Ray ends before it starts a100: SubnetIds stands beside NetworkInterfaces",
+        "Ray exits before it starts a100: SubnetIds stands beside NetworkInterfaces",
     ),
     Mistake(
-        "aws", {"auth.ssh_private_key": "~/.ssh/id_rsa"}, "Ray ends before it starts head: auth has"
+        "aws",
+        {"auth.ssh_private_key": "~/.ssh/id_rsa"},
+        "Ray exits before it starts head: auth has",
     ),
     Mistake(
         "aws",
@@ -155,7 +157,7 @@ MISTAKES = [
     Mistake(
         "aws",
         {f"{SPOT_CONFIG}.InstanceMarketOptions.SpotOptions": {"SpotInstanceType": "persistent"}},
-        "a100-spot comes back after `ray down` and costs on",
+        "a100-spot comes back after `ray down` and keeps costing money",
     ),
     Mistake(
         "aws",
@@ -198,13 +200,13 @@ MISTAKES = [
     Mistake(
         "aws",
         {f"{CONFIG}.UserData": "#!/bin/sh\nexport AWS=AKIAABCDEFGHIJKLMNOP\n"},
-        "all who may look at the machines read a secret",
+        "everyone who may list the machines can read a secret",
     ),
     # Azure
     Mistake("azure", {f"{ARM}.evictionPolicy": "Delete"}, "Azure refuses a100: evictionPolicy"),
     Mistake("azure", {f"{ARM}.billingProfile": {"maxPrice": -1}}, "Azure refuses a100: billingPro"),
     Mistake(
-        "azure", {"auth.ssh_public_key": GONE}, "Ray ends before it starts a machine: auth has no"
+        "azure", {"auth.ssh_public_key": GONE}, "Ray exits before it starts a machine: auth has no"
     ),
     Mistake("azure", {f"{A100}.resources": {"CPU": 96}}, "no a100 is ever started for a run"),
     # Login, addresses and files
@@ -218,7 +220,7 @@ MISTAKES = [
     Mistake(
         "aws", {"file_mounts": {"/home/ubuntu": "."}}, "/home/ubuntu of every machine is written"
     ),
-    Mistake("aws", {"file_mounts": {"~/.ssh": "."}}, "the machines let nobody in any more"),
+    Mistake("aws", {"file_mounts": {"~/.ssh": "."}}, "nobody can log in to the machines any more"),
     Mistake("aws", {"file_mounts": {"~/code": "~"}}, "your whole home with its keys goes to every"),
     # ray start
     Mistake(
@@ -243,7 +245,7 @@ MISTAKES = [
     Mistake(
         "onprem",
         {WORKER_START: Text("--address", "--num-gpus=8 --address")},
-        "workers get GPUs that worker has not: --num-gpus is 8",
+        "workers get GPUs that worker does not have: --num-gpus is 8",
     ),
     Mistake(
         "aws",
@@ -387,7 +389,7 @@ MISTAKES = [
     Mistake(
         "kuberay-job",
         {"metadata.annotations": {"mlflow-password": "hunter2"}},
-        "all who may look at the machines read a secret: mlflow-password",
+        "everyone who may list the machines can read a secret: mlflow-password",
     ),
     # Clusters on Kubernetes
     Mistake(
@@ -452,7 +454,7 @@ MISTAKES = [
     Mistake(
         "kuberay-job",
         {f"{WORKERS}.rayStartParams": {"num-gpus": "16"}},
-        "workers get GPUs that their pod has not: num-gpus is 16",
+        "workers get GPUs that their pod does not have: num-gpus is 16",
     ),
     Mistake(
         "kuberay-job",

@@ -387,7 +387,7 @@ def test_a_run_outlives_a_worker_that_the_kernel_kills_for_memory(
         (group / "cgroup.procs").write_text(str(worker.pid))
         trigger.touch()
         assert run.wait() == 0, run.lines.text
-    assert "killed by the kernel for memory" in run.lines.text, run.lines.text
+    assert "killed by the kernel for lack of memory" in run.lines.text, run.lines.text
     undisturbed = site.start(truth, "task=tests.tasks:Plain", "task_args.step_seconds=0")
     assert undisturbed.wait() == 0, undisturbed.lines.text
     assert same_bits(weights(storage / "run"), weights(truth / "run"))

@@ -1,4 +1,4 @@
-"""Data of which only a part is learnt: the answers in conversations, and texts made from texts.
+"""Data of which only a part is a target: the answers in conversations, and texts made from texts.
 
 **Packing.** Conversations of different lengths fill sequences of one length: the longest first,
 each where it leaves the least room (best-fit decreasing). Positions begin at 0 with each
@@ -196,7 +196,7 @@ def _messages(row: Any, place: str) -> list[Message]:
         UserError: It is not a conversation with an answer, or something in it would be lost.
     """
     not_a_conversation = UserError(
-        f"{place} is no conversation with an answer; write lines such as "
+        f"{place} is not a conversation with an answer; write lines such as "
         '{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}'
     )
     if not isinstance(row, dict):
@@ -219,7 +219,8 @@ def refuse_tools(row: dict[str, Any], place: str) -> None:
     """Raise UserError if a line has tools besides its messages."""
     if row.get("tools") or row.get("functions"):
         raise UserError(
-            f"{place} has tools, which conversations here have not; write what they say as messages"
+            f"{place} has tools, which conversations cannot have here; "
+            "write their contents as messages"
         )
 
 
@@ -391,7 +392,7 @@ def answer_spans(
         if not (text.startswith(answered_text) and answered_text.startswith(question_text)):
             raise UserError(
                 f"{conversation.place}: the tokenizer's chat template changes earlier messages "
-                "when later ones come, so answers cannot be told from the rest: "
+                "when later ones come, so answers cannot be separated from the rest: "
                 "write one answer a conversation, or another chat template"
             )
         spans.append((len(question_text), len(answered_text)))

@@ -6,8 +6,8 @@ over the texts for each picture and over the pictures for each text, of which th
 own. So the samples of a batch meet in the loss, and the vectors of all workers and micro-batches
 are gathered (app/tasks/README.md): it is the loss of the global batch on every layout.
 
-An evaluation compares the samples of one batch of train.eval_batch_size, of which the accuracy says
-how often the own text (or picture) is the nearest.
+An evaluation compares the samples of one batch of train.eval_batch_size. The accuracies say for how
+many pictures (or texts) the nearest text (or picture) is their own.
 """
 
 from __future__ import annotations
@@ -109,8 +109,9 @@ class ImageText(Kind):
     def answer(self, output: Any) -> Vectors:
         """The vectors of pictures and texts, and the scale of their products.
 
-        The scale is a parameter, which only the model may read: it is what the logits are of the
-        products, as the least squares have it.
+        The scale is a parameter, which only the model may read, because a strategy may shard it. So
+        it is computed from the output: the logits are the products times the scale, and its
+        least-squares estimate is Σ logits·products / Σ products².
         """
         products = output.image_embeds.float() @ output.text_embeds.float().t()
         logits = output.logits_per_image.float()
@@ -124,7 +125,7 @@ class ImageText(Kind):
         return loss
 
     def metrics(self, model: nn.Module, batch: PictureBatch) -> dict[str, Tensor]:
-        """The loss of the batch, and how often the own text and the own picture is the nearest."""
+        """The loss of the batch, and the shares of samples whose own text or picture is nearest."""
         inputs, _ = batch
         loss, logits, partners = self._compared(model(inputs))
         return {

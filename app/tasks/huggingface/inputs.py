@@ -319,7 +319,7 @@ class SoundInput(RecordingsInput):
     """Recordings, of which the model reads the text, character by character.
 
     Args:
-        has_mask: Whether the model is told which samples are padding.
+        has_mask: Whether the model takes a mask of the samples that are not padding.
     """
 
     has_mask: bool
@@ -344,7 +344,7 @@ class SpectrogramInput(RecordingsInput):
     Args:
         extractor: The library's extractor of spectrograms.
         start: The decoder's first token.
-        longest: How many tokens of a text the model can.
+        longest: How many tokens of a text the model can take.
     """
 
     extractor: Any
@@ -385,7 +385,7 @@ def standardised_sound(
     Args:
         recordings: Arrays of float32 (samples,).
         padded: The length of a row; None: that of the longest recording.
-        has_mask: Whether the model is told which samples are padding.
+        has_mask: Whether the model takes a mask of the samples that are not padding.
 
     Returns:
         `input_values` (B, S), and if it is wanted `attention_mask` (B, S).
@@ -461,7 +461,7 @@ class PictureQuestionsInput(Preprocessor):
 
     Args:
         tokenizer: The library's tokenizer, with a chat template.
-        longest: How many tokens the model can.
+        longest: How many tokens the model can take.
         image_token: The token in whose places a picture is put.
         tokens_of_picture: How many of them a picture has.
         takes_parts: Whether the chat template takes the parts of a message.

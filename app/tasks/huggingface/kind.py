@@ -1,7 +1,7 @@
 """What a kind of model of `transformers` is trained on, what it answers, and how that is judged.
 
     batch     (inputs, targets): the model's arguments by the library's names, and what its answer
-              is held against
+              is compared with
     loss      a mean over the batch's items (`items`: rows, or the targets that are learnt)
     metrics   means over the same items. Means of counts, such as `_words` and `_wrong_words`, are
               not shown, but `derived` makes ratios of them
@@ -131,7 +131,7 @@ class Kind(SplitDataTask):
 
     @classmethod
     def made_up(cls, words: Sequence[str], args: Mapping[str, Any], *, classes: int) -> Any:
-        """A line of JSON data of the longest length, by which runs are planned without data.
+        """A line of JSON data of the longest length, with which runs are planned without data.
 
         Args:
             words: As many as a sample has tokens.
@@ -181,7 +181,7 @@ class Kind(SplitDataTask):
         return logits_of(output)
 
     def model_input(self, config: PreTrainedConfig) -> Preprocessor | None:
-        """What makes the model's arguments of what people have, and reads its output.
+        """What converts a user's inputs to the model's arguments, and reads its output.
 
         Args:
             config: The model's configuration.

@@ -5,8 +5,8 @@ beside it,
 
     y = W·x + (alpha / r)·B·(A·x)        A (r, in) begins random, B (out, r) at 0
 
-so gradients and optimizer state are those of r·(in + out) numbers instead of in·out. A classifier's
-new head is trained without an adapter.
+so gradients and optimizer state are needed for r·(in + out) parameters instead of in·out. A
+classifier's new head is trained without an adapter.
 
 `use_rslora` scales by alpha / √r, so that large ranks learn as fast as small ones (Kalajdzievski
 2023, 2312.03732). `use_dora` trains the length of each of W's rows beside its direction (Liu et al.
@@ -100,8 +100,8 @@ def adapter_config(options: Any, task_type: str | None, folder: Path | None) -> 
             raise UserError(f"task_args.lora.{name} is {options[name]!r}; it must be true or false")
     if options.get("use_dora") and quantize_method(options) is not None:
         raise UserError(
-            "task_args.lora.use_dora and quantize do not go together: DoRA starts from the lengths "
-            "of rows that are not rounded; leave one of the two out"
+            "task_args.lora.use_dora and quantize do not work together: DoRA starts from the "
+            "lengths of unrounded rows; leave one of the two out"
         )
     return library().LoraConfig(
         r=rank,

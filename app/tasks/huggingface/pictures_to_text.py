@@ -1,7 +1,7 @@
 """Answers to questions about pictures, by a model of both (LLaVA, Liu et al. 2023, 2304.08485).
 
-A tower of vision makes vectors of the patches of a picture, a projector brings them to the width of
-a language model, and they take the places of as many tokens of its text:
+A vision tower encodes the patches of a picture as vectors, a projector maps these to the width of a
+language model, and there they replace as many placeholder tokens of the text:
 
     <image> × patches, the question, the answer        the loss is over the answer's tokens alone
 
@@ -67,7 +67,7 @@ class Asked:
     """A conversation about a picture.
 
     Args:
-        conversation: It; one message has `<image>`.
+        conversation: The conversation; one message has `<image>`.
         path: The file of the picture.
     """
 
@@ -270,7 +270,7 @@ def _image_token(settings: Settings) -> str:
         settings.tokenizer.get_added_vocab()
     ):
         raise UserError(
-            f"the model's image_token_index is {number}, which is no special token of the "
+            f"the model's image_token_index is {number}, which is not a special token of the "
             "tokenizer; write the model's own tokenizer as task_args.tokenizer"
         )
     return str(token)
@@ -291,7 +291,9 @@ def _read(data: Any) -> Iterator[Asked]:
 
 
 def _asked(row: Any, place: str, folder: Path) -> Asked:
-    error = UserError(f"{place} is no conversation about a picture; write lines such as {EXAMPLE}")
+    error = UserError(
+        f"{place} is not a conversation about a picture; write lines such as {EXAMPLE}"
+    )
     if not isinstance(row, dict):
         raise error
     images = row.get("images", row.get("image", row.get("file_name")))

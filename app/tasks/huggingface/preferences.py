@@ -12,10 +12,10 @@ where the logarithm of an answer is the sum of its tokens', the losses of a pair
     ipo       (h' - 1 / 2β)²                           h' with means over tokens instead of sums
                                                        (Azar et al. 2023, 2310.12036)
 
-Only log ρ of each answer is needed, two numbers a pair. They are computed once, before the first
-step, by the model that is about to be trained, on whatever layout it has, and are part of every
-checkpoint (app/training/reference.py). So there is no second model in memory, with adapters or
-without, and a resumed run has the same reference to the last bit.
+Of the reference only log ρ of each answer is needed: two numbers for each pair. The model that is
+about to be trained computes them once, before the first step and on whatever layout it has, and
+they are part of every checkpoint (app/training/reference.py). So there is no second model in
+memory, with adapters or without, and a resumed run has the same reference to the last bit.
 
 A pair is one sample: two rows, the chosen one first, each the prompt and an answer. The rows of a
 batch are padded on the right to its longest, which no earlier token sees: no mask is needed.
@@ -253,7 +253,7 @@ def split_pairs(plan: ContextPlan) -> ContextPlan:
     """A plan for context parallelism in which a batch is one of pairs.
 
     Args:
-        plan: How the model is told the positions of its tokens.
+        plan: How the model is given the positions of its tokens.
     """
 
     def cut(batch: PairBatch, take: TakePart) -> PairBatch:
@@ -399,7 +399,7 @@ def _pair(row: Any, place: str) -> Pair:
         UserError: It is not a pair, or something in it would be lost.
     """
     not_a_pair = UserError(
-        f"{place} is no pair of answers; write lines such as "
+        f"{place} is not a pair of answers; write lines such as "
         '{"prompt": "…", "chosen": "…", "rejected": "…"}, with texts or with lists of messages'
     )
     if not isinstance(row, dict) or not {"chosen", "rejected"} <= row.keys():

@@ -160,7 +160,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight as it is multiplied, (out, in) float32."""
+        """The weight as products use it, (out, in) float32."""
         return self.unpack(self.packed)
 
     @property

@@ -482,7 +482,7 @@ def _question(row: Any, place: str) -> Question:
         UserError: It is not a question, or its answer is not where it says.
     """
     not_a_question = UserError(
-        f"{place} is no question with its answer; write lines such as "
+        f"{place} is not a question with its answer; write lines such as "
         '{"question": "…", "context": "…", "answers": {"text": ["…"], "answer_start": [0]}}'
     )
     if not isinstance(row, dict) or "answers" not in row:

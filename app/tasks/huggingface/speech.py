@@ -2,9 +2,9 @@
 
 CTC (Graves et al. 2006, https://www.cs.toronto.edu/~graves/icml_2006.pdf): the model gives logits
 of characters and of a blank for each frame of a recording, and the loss is minus the logarithm of
-the probability of all ways to write the text over the frames. It is divided by the text's length,
-and the mean is over recordings. What is read is the likeliest character of each frame, without
-repetitions and blanks.
+the summed probability of all alignments of the text with the frames. It is divided by the text's
+length, and the mean is taken over recordings. The predicted text is the likeliest character of each
+frame, with repetitions merged and then blanks removed.
 
     word error rate = wrong words / words      by the least number of words to change, add or remove
 

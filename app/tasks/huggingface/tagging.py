@@ -278,7 +278,7 @@ def _read(file: Path, text: str, label: str) -> Iterator[Sentence]:
         labels = row.get(label) if isinstance(row, dict) else None
         if not isinstance(words, list) or not isinstance(labels, list):
             raise UserError(
-                f"{place} is no sentence with labels; write lines such as "
+                f"{place} is not a sentence with labels; write lines such as "
                 f'{{"{text}": ["Ada", "sleeps"], "{label}": ["B-PER", "O"]}}, '
                 "or other keys as task_args.text and task_args.label"
             )
@@ -288,7 +288,7 @@ def _read(file: Path, text: str, label: str) -> Iterator[Sentence]:
                 "write one label for each word, and at least one"
             )
         if not all(isinstance(word, str) and word.strip() for word in words):
-            raise UserError(f"{place} has a word that is no text; write {text} as a list of texts")
+            raise UserError(f"{place} has a word that is not text; write {text} as a list of texts")
         if not all(_is_label(each) for each in labels):
             raise UserError(
                 f"{place} has a label that is neither a text nor a whole number; "

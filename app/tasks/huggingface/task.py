@@ -110,8 +110,8 @@ class HuggingFace(SplitDataTask):
             the texts. Evaluations show the accuracy of each token after the right ones.
         image_text (CLIP): data: files of JSON lines such as {"image": "pictures/1.jpg", "text":
             "what it shows"}; tokenizer, and sequence_length (default 77) of the texts. The loss is
-            that of the global batch on every layout. Evaluations show how often the own text, and
-            the own picture, is the nearest in a batch of train.eval_batch_size.
+            that of the global batch on every layout. Evaluations show how often a picture's own
+            text, and a text's own picture, is the nearest in a batch of train.eval_batch_size.
         image_text_to_text (LLaVA): data: files of JSON lines such as {"image": "pictures/1.jpg",
             "messages": [{"role": "user", "content": "<image> What is it?"}, {"role": "assistant",
             "content": "…"}]}, or with `conversations` as LLaVA's own data, or with `prompt` and
@@ -398,7 +398,7 @@ class HuggingFace(SplitDataTask):
         return None if library_plan is None else plan.with_adapters(library_plan, adapted)
 
     def context_plan(self, model: nn.Module) -> ContextPlan | None:
-        """How the model is told the positions of its tokens.
+        """How the model is given the positions of its tokens.
 
         Raises:
             UserError: The model is not a causal one that attends to all earlier tokens.

@@ -86,7 +86,7 @@ def run_announced(statement: str, folder: Path) -> subprocess.CompletedProcess[s
 def test_a_crash_of_the_driver_itself_is_one_sentence(tmp_path: Path) -> None:
     ended = run_announced("import ctypes; ctypes.string_at(0)", tmp_path)
     assert ended.returncode == -signal.SIGSEGV
-    beginning = "trireme: worker 0, process 7 on node-1, died by SIGSEGV (it used memory"
+    beginning = "trireme: worker 0, process 7 on node-1, died by SIGSEGV (it accessed memory"
     assert ended.stderr.startswith(beginning)
     place = f"at {tmp_path}/model.py:6 in <module> (see driver.log): run the same command again"
     assert place in ended.stderr
@@ -142,5 +142,7 @@ def test_a_killed_rank_of_torchrun_is_named_by_the_rank_that_lost_it(tmp_path: P
     state = State(workers=infos, step=4, progressed=True, logs=tmp_path, nodes=Nodes())
     failure = classify(failures, state, [])
     assert failure.kind is Kind.DIED
-    assert f"worker 1, process {pid} on" in failure.sentence and "as by SIGKILL" in failure.sentence
+    assert (
+        f"worker 1, process {pid} on" in failure.sentence and "as after SIGKILL" in failure.sentence
+    )
     assert str(error_to_raise(failures, failure.sentence, here=True)) == failure.sentence

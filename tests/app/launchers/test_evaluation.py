@@ -286,7 +286,7 @@ def test_the_end_of_a_run_says_what_it_waits_for_and_can_be_interrupted(tmp_path
     shown = [call.args[0] for call in scene.driver.console.waits_for.call_args_list]
     assert shown[0] == f"{sentence}, whose worker (CPU 1) has not started yet"
     separate.leave(scene.driver)
-    scene.driver.note.assert_called_once_with(f"{sentence} is left to the next start")
+    scene.driver.note.assert_called_once_with(f"{sentence} is left for the next start")
     scene.handled += separate.drain()
     assert scene.notes() == [
         "evaluation is slower than training: 3 checkpoints wait for it, and are kept meanwhile; "

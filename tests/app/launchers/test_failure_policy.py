@@ -191,8 +191,8 @@ ABORTED = (
     "NCCL communicator was aborted on rank 0. Original reason for failure was: "
     "NCCL error: ncclRemoteError"
 )
-SILENT = "without a word, as by SIGKILL (`kill -9`, a scheduler, or the kernel for memory)"
-KERNEL = "killed by the kernel for memory"
+SILENT = "without a message, as after SIGKILL (`kill -9`, a scheduler, or lack of memory)"
+KERNEL = "killed by the kernel for lack of memory"
 
 ASSERT = "CUDA error: device-side assert triggered"
 FAILED_GPU = {0: RuntimeError(NCCL), 3: RuntimeError(f"{ECC}\nmore")}
@@ -203,7 +203,7 @@ DIED_SILENTLY = f"{WHO} died after step 812 {SILENT} (see {{}}/rank-3.log)"
 DIED_FOR_MEMORY = f"{WHO} died after step 812, by SIGKILL: {KERNEL}"
 ENDED_BY_RAY = "ended by Ray because its node ran out of memory"
 DIED_WITH_NODE = f"{WHO} died after step 812 with its node"
-ANNOUNCED_LOSS = f"{WHO} went after step 812 with its node, as announced (spot)"
+ANNOUNCED_LOSS = f"{WHO} was lost after step 812 with its node, as announced (spot)"
 PEER_DIED = "a worker that worker 1 was connected to died after step 812"
 PEER_OF_0_DIED = "that worker 0 was connected to died after step 812"
 GPU_FAILED = f"the GPU of {WHO} failed after step 812: {ECC}"

@@ -38,7 +38,7 @@ WRONG = {
 There the optimizer's state should be split between the workers, and who else waits for links does
 not matter.
 """
-MOVES = "saving a checkpoint to continue so"
+MOVES = "saving a checkpoint to continue with it"
 
 
 def record_of(folder: Path) -> Any:

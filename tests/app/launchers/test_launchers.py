@@ -234,7 +234,7 @@ def test_a_run_goes_on_without_more_workers_whose_places_others_hold(
     lines = Lines(run)
     lines.when("asking for 6 more")
     wait_until(lambda: "PENDING" in states())
-    lines.when("the 6 workers that were asked for did not come within 8 s: going on with 2")
+    lines.when("the 6 workers that were asked for did not come within 8 s: continuing with 2")
     wait_until(lambda: "PENDING" not in states())
     assert run.poll() is None, "training goes on"
     is_slow.unlink()

@@ -322,7 +322,7 @@ def test_a_run_whose_batch_has_grown_goes_on_without_workers_that_do_not_come() 
     assert scene.go(they_do_not_come) == [2]
     assert asked == [6, 0]
     assert scene.elastic.wanted == 2
-    sentence = "the 6 workers that were asked for did not come within 0 s: going on with 2"
+    sentence = "the 6 workers that were asked for did not come within 0 s: continuing with 2"
     assert any(sentence in message for message in scene.messages), scene.messages
 
 

@@ -27,7 +27,7 @@ from app.launchers.ray_launch import (
     fits_on_one_machine_without_gpus,
     ray_is_gone,
     resources_to_ask_for,
-    when_over,
+    workers_after_waiting,
 )
 from app.launchers.store import open_store
 from app.launchers.torchrun import Environment, StoreHeartbeat
@@ -188,16 +188,18 @@ def test_a_run_shrinks_or_ends_when_it_has_waited_for_workers_too_long() -> None
     at_limit = Diagnosis("at its limit", 0, False)
     end = config("train.global_batch_size=12", "cluster.when_pending=end")
     shrink = config("train.global_batch_size=12", "cluster.when_pending=shrink")
-    assert when_over(shrink, busy, 8) == 4, "the largest divisor of the batch that has room"
+    assert workers_after_waiting(shrink, busy, 8) == 4, (
+        "the largest divisor of the batch that has room"
+    )
     message = r"there is room for 5 of 8 workers after 600 s: bundle 6 of 8"
     with pytest.raises(ClusterError, match=message):
-        when_over(end, busy, 8)
+        workers_after_waiting(end, busy, 8)
     at_least_5 = with_values(shrink, {"cluster.min_workers": 5})
     message = r"layout is 4, below cluster.min_workers=5\): bundle 6 of 8"
     with pytest.raises(ClusterError, match=message):
-        when_over(at_least_5, busy, 8)
+        workers_after_waiting(at_least_5, busy, 8)
     with pytest.raises(ClusterError, match="waiting would not help"):
-        when_over(end, at_limit, 8)
+        workers_after_waiting(end, at_limit, 8)
 
 
 def test_gpus_left_idle_are_named() -> None:

@@ -23,10 +23,10 @@ from app.planner.estimate import Estimate
 from app.planner.follow import (
     MOST_MOVES,
     History,
-    cut_again,
     expected_layouts,
     layout_name,
     next_layout,
+    rebalanced_stages,
 )
 from app.planner.machine import MachineOptions, cpus, find_machine
 from app.planner.plan import Plan, make_plan
@@ -338,7 +338,7 @@ def test_stages_are_cut_again_by_their_measured_times(small: Reader) -> None:
 
     def cut(blocks: Sequence[float], after: float) -> Estimate | None:
         measured = BlockSeconds(before=0.0, blocks=tuple(blocks), after=after)
-        return cut_again(full_plan, present, comparison, measured)
+        return rebalanced_stages(full_plan, present, comparison, measured)
 
     # The same two stages take equally long in each case, for another reason.
     slow_head = cut([second] * 4, 3 * second)
@@ -353,5 +353,5 @@ def test_stages_are_cut_again_by_their_measured_times(small: Reader) -> None:
     assert slow_first is not None and slow_first.stages == (1, 3)
     stages_as_planned = [second / size for size in present.stages for _ in range(size)]
     even = BlockSeconds(before=0.0, blocks=tuple(stages_as_planned), after=0.0)
-    assert cut_again(full_plan, present, comparison, even) is None
-    assert cut_again(full_plan, replace(present, stages=None), comparison, even) is None
+    assert rebalanced_stages(full_plan, present, comparison, even) is None
+    assert rebalanced_stages(full_plan, replace(present, stages=None), comparison, even) is None

@@ -466,7 +466,7 @@ def test_layouts_that_are_passed_over_as_too_large_do_not_fit(large: Reader) -> 
 def test_strategies_say_why_with_figures_and_what_they_wait_for(large: Reader) -> None:
     plan, words = _advised(large, gpus(gpu="a100-40gb"), *BF16)
     sentences = families(plan)
-    assert sentences["expert"] == "the model is no mixture of experts"
+    assert sentences["expert"] == "the model is not a mixture of experts"
     assert (
         "GiB per GPU, of 38.9 GiB available; the least sharded layout that fits" in sentences["ddp"]
     )

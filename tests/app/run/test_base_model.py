@@ -147,8 +147,8 @@ def test_what_grows_is_what_differs() -> None:
         ("{width: 16}", ["task_args.depth=2", "optimizer.width_transfer.base.depth=1"], "without"),
         ("{scale: 2.0}", [], "base changes the size of no parameter"),
         ("{wdth: 16}", [], "no model with wdth=16 can be made: .*wdth.*width"),
-        ("{width: 16}", ["optimizer.name=rprop"], "is not for rprop"),
-        ("{width: 16}", [f"task={__name__}:WithOptimizer"], "makes its optimizer itself"),
+        ("{width: 16}", ["optimizer.name=rprop"], "does not work with rprop"),
+        ("{width: 16}", [f"task={__name__}:WithOptimizer"], "makes its own optimizer"),
     ],
 )
 def test_a_base_that_cannot_be_used_is_one_sentence(

@@ -470,7 +470,7 @@ def test_a_branch_that_no_examined_sample_takes_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize(
     ("task", "sentence"),
-    [("Branches", "a number of the batch decides"), ("WithBatchNorm", "1 normalises over")],
+    [("Branches", "a value in the batch decides"), ("WithBatchNorm", "1 normalises over")],
 )
 def test_on_one_device_a_note_says_what_micro_batches_change(task: str, sentence: str) -> None:
     single = (f"task={HERE}:{task}", "strategy=single", "workers=1")

@@ -102,7 +102,7 @@ REFUSED = [
     (["--at", "3"], "there is no checkpoint of step 3"),
     (["train.steps=6"], "the fork is to train until step 6: write train.steps=12 or another"),
     (["train.steps=9", "run.name=base"], "checkpoint.fork is a checkpoint of the run base itself"),
-    (["other.yaml"], "other.yaml is no key=value"),
+    (["other.yaml"], "other.yaml is not of the form key=value"),
     (["train.stepz=9"], "did you mean 'train.steps'"),
 ]
 

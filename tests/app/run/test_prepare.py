@@ -188,7 +188,7 @@ def test_an_odd_batch_or_length_gets_a_note(overrides: list[str], message: str) 
             [WRONG, "task_args.what=fork", "strategy=tensor"],
             r"'blocks.\*.upp' matches no module of Net",
         ),
-        ([WRONG, "task_args.what=fork", *PIPELINE], "blocks.1 does not use what blocks.0 puts out"),
+        ([WRONG, "task_args.what=fork", *PIPELINE], "blocks.1 does not use the output of blocks.0"),
         ([WRONG, "task_args.what=misnamed", *PIPELINE, "parallel.schedule=zbv"], "names the block"),
         ([WRONG, "task_args.what=twice", *PIPELINE], "the task calls the model twice"),
         ([WRONG, "task_args.what=twice in metrics", *PIPELINE], "the task calls the model twice"),

@@ -222,7 +222,7 @@ def test_a_worker_that_crashes_at_the_same_step_again_is_given_up(tmp_path: Path
     process = begin("train", *overrides, f"run.storage={tmp_path}")
     lines = Lines(process)
     assert process.wait(200) == 1, lines.text
-    lines.when("by SIGSEGV (it used memory that is not its own)")
+    lines.when("by SIGSEGV (it accessed memory that does not belong to it)")
     lines.when("for the second time and no step further: trying again would not help")
     restarts = lines.text.count("starting again from the last checkpoint")
     assert restarts <= 2, "two, since the step that the driver knows lags by a report"

@@ -559,7 +559,11 @@ def test_squads_own_file_has_the_same_questions(data: Path) -> None:
 TAGS = '{"tokens": ["a"], "labels": ["O"]}\n'
 ASKED = {"question": "who?", "context": "Ada", "answers": {"text": ["Ada"], "answer_start": [0]}}
 WRONG = [
-    ("token_classification", TAGS + '{"words": ["a"]}', "wrong.jsonl:2 is no sentence with labels"),
+    (
+        "token_classification",
+        TAGS + '{"words": ["a"]}',
+        "wrong.jsonl:2 is not a sentence with labels",
+    ),
     (
         "token_classification",
         TAGS + '{"tokens": ["a"], "labels": ["O", "O"]}',
@@ -568,7 +572,7 @@ WRONG = [
     (
         "token_classification",
         '{"tokens": [1], "labels": ["O"]}',
-        "1 has a word that is no text",
+        "1 has a word that is not text",
     ),
     (
         "token_classification",
@@ -576,7 +580,11 @@ WRONG = [
         "1 has a label that is neither",
     ),
     ("token_classification", TAGS, "has 1 sentences; at least two are needed"),
-    ("question_answering", '{"question": "who?"}', "wrong.jsonl:1 is no question with its answer"),
+    (
+        "question_answering",
+        '{"question": "who?"}',
+        "wrong.jsonl:1 is not a question with its answer",
+    ),
     (
         "question_answering",
         json.dumps(ASKED | {"answers": {"text": ["da"], "answer_start": [0]}}),
@@ -630,7 +638,11 @@ WRONG_FILES = [
     ("ctc", SAID | {"text": "ab" * 20}, "frames of sound for 40 characters; leave the line"),
     ("speech_seq2seq", SAID | {"audio": "long.wav"}, "takes 1.5 s, of which the model hears 1;"),
     ("image_text", SHOWN | {"text": 3}, "jsonl:2 does not name a file and its text; write"),
-    ("image_text_to_text", SHOWN, "jsonl:2 is no conversation about a picture; write lines such"),
+    (
+        "image_text_to_text",
+        SHOWN,
+        "jsonl:2 is not a conversation about a picture; write lines such",
+    ),
     ("image_text_to_text", OF_PICTURE | {"images": []}, "jsonl:2 has 0 pictures; write one for"),
     (
         "image_text_to_text",

@@ -127,7 +127,7 @@ def test_tensors_that_are_no_arrays_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.pt"
     for pixels in ([TENSOR[0], TENSOR[0, :4]] * 20, TENSOR.float().to(torch.float8_e4m3fn)):
         message = refusal(partial(images, file, pixels, LABELS.tolist()), tmp_path)
-        assert "that is no array of numbers" in message
+        assert "that is not an array of numbers" in message
     message = refusal(lambda: images(file), tmp_path)
     assert "other things than tensors, such as NumPy's" in message
 

@@ -341,12 +341,15 @@ def ten_and(*messages: Any, **keys: Any) -> bytes:
 
 
 BAD_CONVERSATIONS: list[tuple[bytes, str]] = [
-    (ten_and(), "a.jsonl:11 is no conversation with an answer"),
-    (ten_and(ASKED), "a.jsonl:11 is no conversation with an answer"),
-    (ten_and(ASKED, ANSWERED | {"content": None}), "a.jsonl:11 is no conversation with an answer"),
-    (ten_and(ASKED | {"content": []}, ANSWERED), "a.jsonl:11 is no conversation with an answer"),
-    (ten_and({"content": "?"}, ANSWERED), "a.jsonl:11 is no conversation with an answer"),
-    (TEN + b"3\n", "a.jsonl:11 is no conversation with an answer"),
+    (ten_and(), "a.jsonl:11 is not a conversation with an answer"),
+    (ten_and(ASKED), "a.jsonl:11 is not a conversation with an answer"),
+    (
+        ten_and(ASKED, ANSWERED | {"content": None}),
+        "a.jsonl:11 is not a conversation with an answer",
+    ),
+    (ten_and(ASKED | {"content": []}, ANSWERED), "a.jsonl:11 is not a conversation with an answer"),
+    (ten_and({"content": "?"}, ANSWERED), "a.jsonl:11 is not a conversation with an answer"),
+    (TEN + b"3\n", "a.jsonl:11 is not a conversation with an answer"),
     (
         ten_and(ASKED, {"role": "assistant", "content": None, "tool_calls": [{}]}),
         "a message with tool_calls, which",

@@ -206,7 +206,7 @@ def test_rows_are_cut_and_pairs_without_room_for_an_answer_left_out(
     assert prompts_and_answers(task) == [("2 + 2?", " f"), ("2 + 2?", " 5")]
 
 
-NOT_A_PAIR = "rows.jsonl:2 is no pair of answers; write lines such as"
+NOT_A_PAIR = "rows.jsonl:2 is not a pair of answers; write lines such as"
 GOOD = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 

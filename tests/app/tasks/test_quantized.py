@@ -174,7 +174,7 @@ def test_mistakes_are_one_sentence(base: Path, monkeypatch: pytest.MonkeyPatch) 
     for options, message in (
         ({"quantize": "int4"}, "lora.quantize is 'int4'.*nf4"),
         ({"use_dora": 1}, "use_dora is 1; it must be true or false"),
-        ({"use_dora": True, "quantize": "nf4"}, "do not go together"),
+        ({"use_dora": True, "quantize": "nf4"}, "do not work together"),
         ({"quantize": "nf4", "quantize_layers": "most"}, "quantize_layers is 'most'.*adapted"),
         ({"quantize_layers": "all"}, "quantize_layers is all, but nothing is quantized"),
     ):

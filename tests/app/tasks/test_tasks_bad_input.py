@@ -260,9 +260,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
         LLAMA | {"model": "gpt2", "config": GPT2 | {"n_positions": 4}, "sequence_length": 8},
         "has 4 positions",
     ),
-    (MODEL, CHAT | {"data": "other.jsonl"}, "other.jsonl:2 is no conversation with an answer"),
-    (MODEL, CHAT | {"data": "asked.jsonl"}, "asked.jsonl:2 is no conversation with an answer"),
-    (MODEL, CHAT | {"data": "number.jsonl"}, "number.jsonl:2 is no conversation with an answer"),
+    (MODEL, CHAT | {"data": "other.jsonl"}, "other.jsonl:2 is not a conversation with an answer"),
+    (MODEL, CHAT | {"data": "asked.jsonl"}, "asked.jsonl:2 is not a conversation with an answer"),
+    (MODEL, CHAT | {"data": "number.jsonl"}, "number.jsonl:2 is not a conversation with an answer"),
     (MODEL, LLAMA | {"lora": 8}, "task_args.lora is 8; write a mapping"),
     (
         MODEL,

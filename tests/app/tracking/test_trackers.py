@@ -168,7 +168,7 @@ def test_a_tracker_gets_each_point_once_also_after_a_resume(tmp_path: Path) -> N
     ("name", "words"),
     [
         ("Broken", ["SystemExit: the disk of the tracker is full"]),
-        ("Unstartable", ["ValueError: no such server", "called no more"]),
+        ("Unstartable", ["ValueError: no such server", "not called again"]),
     ],
 )
 def test_what_a_tracker_raises_is_reported_and_left_out(

@@ -406,7 +406,8 @@ def test_kills_and_a_late_server_lose_nothing_and_store_nothing_twice(tmp_path: 
     old_writer = wait_until(lambda: State.load(folder).problem and State.load(folder).writer)
     assert "does not answer (refused)" in State.load(folder).problem
     assert not State.load(folder).run_id
-    assert sync(folder).problem == "the run is going on, and its own writer delivers it"
+    problem = "the run is still training, and its own writer delivers its metrics"
+    assert sync(folder).problem == problem
     # The writer is no child of the driver, which `ray job stop` would kill too.
     wait_until(lambda: not psutil.Process(first_driver.pid).children(recursive=True))
     first_driver.kill()

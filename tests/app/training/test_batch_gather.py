@@ -536,7 +536,7 @@ def test_a_loss_that_gathers_unexpectedly_ends_with_a_sentence(task: str) -> Non
         "train.micro_batch_size=8",
     )
     training, _ = training_of(run_config, "/nowhere")
-    message = "in some steps and not in its first one, or where its module does not show"
+    message = "but did not in its first step, or calls it in code that is not in the task"
     with pytest.raises(UserError, match=message):
         for batches in training.batches():
             training.step(batches)

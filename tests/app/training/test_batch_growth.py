@@ -124,7 +124,7 @@ def test_a_run_says_when_its_batch_grows_and_what_it_does_not_come_to() -> None:
     assert note == "the global batch is 8, 12 from step 4, 24 from step 7"
     short = config(*GROWING, "train.steps=5")
     *_, note = prepare(short, read_task(short), 1, devices_per_node=None).notes
-    assert note.startswith("train.batch_schedule comes to a batch of 24 after 50 samples, but 5 ")
+    assert note.startswith("train.batch_schedule reaches a batch of 24 after 50 samples, but 5 ")
 
 
 @pytest.mark.pure

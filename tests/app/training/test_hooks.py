@@ -223,9 +223,9 @@ def test_what_a_layout_cannot_do_is_refused_and_what_it_does_not_log_is_noted() 
     message = "training_step of its own, but the stages of a pipeline take the steps: use"
     with pytest.raises(UserError, match=message):
         list(check(config(), gan, pipeline))
-    with pytest.raises(UserError, match=r"train.ema_decay is not for deepspeed"):
+    with pytest.raises(UserError, match=r"train.ema_decay does not work with deepspeed"):
         list(check(config(), Points(), choose("deepspeed", 2)))
-    with pytest.raises(UserError, match=r"train.weight_dtype=bf16 is not for deepspeed"):
+    with pytest.raises(UserError, match=r"train.weight_dtype=bf16 does not work with deepspeed"):
         narrow = config("train.weight_dtype=bf16", "train.precision=bf16", "train.ema_decay=null")
         list(check(narrow, Points(), choose("deepspeed", 2)))
     with pytest.raises(UserError, match=r"optimizer.state_dtype=bf16 is for adamw, but the task"):

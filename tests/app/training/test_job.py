@@ -60,7 +60,9 @@ def test_every_option_but_those_of_a_task_is_a_key_of_the_configuration() -> Non
 
 def test_an_option_is_documented_where_it_has_its_default() -> None:
     docs = documentation()
-    assert docs["parallel.context"].startswith("With cp: how tokens of different workers attend")
+    assert docs["parallel.context"].startswith(
+        "With cp: how tokens attend to those of other workers"
+    )
     assert docs["train.compile"] == "Compile each block with torch.compile."
     assert docs["parallel.tp"].endswith("(tensor parallelism).")
     assert docs["parallel.deepspeed"].startswith(

@@ -1,4 +1,4 @@
-"""Moments and weights in bfloat16: right in the mean, and the same under every layout."""
+"""Moments and weights in bfloat16: right on average, and the same under every layout."""
 
 import itertools
 import math

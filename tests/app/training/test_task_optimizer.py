@@ -50,7 +50,7 @@ WRONG: dict[str, tuple[Callable[[Named], Any], str]] = {
     "no optimizer by name": (lambda parameters: {}, "returns an empty dict, but"),
     "one that needs a closure": (
         lambda parameters: LBFGS(values(parameters)),
-        "LBFGS calls the loss itself in its step",
+        "LBFGS computes the loss itself in its step",
     ),
     "of copies": (
         lambda parameters: AdamW(copies(parameters)),
@@ -125,5 +125,5 @@ def test_the_first_parameter_that_is_left_out_is_named() -> None:
 
 
 def test_a_configured_optimizer_that_needs_a_closure_is_refused() -> None:
-    with pytest.raises(UserError, match=r"optimizer.name is 'torch.optim:LBFGS': LBFGS calls the"):
+    with pytest.raises(UserError, match=r"optimizer.name is 'torch.optim:LBFGS': LBFGS computes"):
         optimizer_class("torch.optim:LBFGS")

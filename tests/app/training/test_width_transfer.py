@@ -192,9 +192,9 @@ def test_groups_have_the_transferred_rate_and_decay() -> None:
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("rprop", "is not for rprop, which finds the step of each weight itself"),
-        ("adafactor", "is not for adafactor, whose steps already follow the size of the weights"),
-        ("my.module:Lion", "is not for my.module:Lion, of which it is not known how"),
+        ("rprop", "does not work with rprop, which finds the step of each weight itself"),
+        ("adafactor", "does not work with adafactor, whose steps already follow the size of the"),
+        ("my.module:Lion", "does not work with my.module:Lion, for which no rule between rate"),
     ],
 )
 def test_optimizers_without_a_rule_are_refused(name: str, sentence: str) -> None:

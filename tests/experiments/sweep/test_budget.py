@@ -264,7 +264,7 @@ def test_a_sweep_that_is_killed_stays_within_its_seconds_and_answers(
     assert "budget: at most 45 seconds, over all starts together" in second.err + second.out
     assert before < taken() <= 45
     records = [json.loads(f.read_text()) for f in (tmp_path / "s").glob("*/trial.json")]
-    assert second.code == 130 and "raise it to go on" in second.json["error"]
+    assert second.code == 130 and "raise it to continue" in second.json["error"]
     if any(record["status"] == "finished" for record in records):  # unless the machine was too slow
         assert second.json["status"] == "stopped"
         assert (tmp_path / "s" / "answer.json").exists()

@@ -240,7 +240,7 @@ def test_a_block_that_returns_another_number_of_tensors_is_refused(
     stage_runtime = _runtime_of(recorder, schedule)
     outputs = [torch.zeros(2, 3), torch.zeros(5)]
     stage_runtime._send_outputs(outputs, Op("F", 0), 0, signature=("training",))
-    sentence = r"block 0 puts out no tensor for one batch and \(5,\) float32 for another"
+    sentence = r"block 0 returns no tensor for one batch and \(5,\) float32 for another"
     with pytest.raises(LayoutError, match=sentence):
         stage_runtime._send_outputs(outputs[:1], Op("F", 1), 0, signature=("training",))
 

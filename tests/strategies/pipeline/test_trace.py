@@ -242,7 +242,7 @@ def _block_that_returns_an_iterator() -> nn.Module:
     [
         (
             GPTWithOtherPath(lambda blocks, x: blocks[0](x) + blocks[1](x)),
-            "blocks.1 does not use what blocks.0 puts out, it branches at its input",
+            "blocks.1 does not use the output of blocks.0, it branches at its input",
         ),
         (
             GPTWithOtherPath(lambda blocks, x: blocks[1](blocks[0](blocks[0](x)))),
@@ -250,7 +250,7 @@ def _block_that_returns_an_iterator() -> nn.Module:
         ),
         (
             GPTWithOtherPath(lambda blocks, x: blocks[0](x) if x.norm() > 1 else x),
-            "looks at numbers that come from embed",
+            "reads values of a tensor that comes from embed",
         ),
         (GPTWithOtherPath(lambda blocks, x: blocks[0](x)), "never calls its block blocks.1"),
         (
@@ -275,7 +275,7 @@ def test_a_block_that_returns_something_else_than_in_the_trace_is_refused() -> N
     plan = plan_stages(model, blocks, Options(), stages=2, example=example, device=CPU)
     stage = Stage(model, blocks, assignment=plan.assignment, tracer=plan.tracer, parts=[0])
     placeholders = stage.placeholders(stage.signature(batch), language_loss, batch)
-    words = ["the block blocks.0 looks at numbers (", "but it returns a tuple: let it"]
+    words = ["the block blocks.0 reads values of tensors (", "but it returns a tuple: let it"]
     run = functools.partial(
         stage.run,
         placeholders=placeholders,
