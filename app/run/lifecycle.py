@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from app.console.terminal import duration, evaluation_line, quantity
@@ -156,12 +157,17 @@ def _end(driver: Driver, status: str, mlflow_status: str, message: str) -> Deliv
     Returns:
         What has reached MLflow.
     """
+    driver.begin_end()
     driver.console.status("sending the last metrics to MLflow")
     driver.console.waits_for("MLflow to have the last metrics and files")
     driver.settle_cost()
-    delivery = driver.tracker.finish(
-        mlflow_status, message=message, timeout=driver.config.tracking.flush_timeout
-    )
+    try:
+        delivery = driver.tracker.finish(
+            mlflow_status, message=message, timeout=driver.config.tracking.flush_timeout
+        )
+    except KeyboardInterrupt:  # a second signal ends the wait, and not what is written down here
+        delivery = driver.tracker.finish(mlflow_status)
+        delivery = replace(delivery, problem=delivery.problem or "the wait for it was stopped")
     driver.console.waits_for("")
     driver.progress.close()
     manifest = driver.run.manifest
