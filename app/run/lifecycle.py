@@ -49,7 +49,7 @@ def train_run(
     run.manifest.sources = prepared.sources
     run.open(prepared.config, prepared.steps, console.say)
     if origin is not None:
-        adopt(origin, run)
+        adopt(origin, run, driver.note)
     write_task_file(prepared.config.task, run.storage)
     _announce(driver, prepared, where)
     driver.begin_tracking()
