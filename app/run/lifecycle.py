@@ -94,6 +94,7 @@ def _job_of(driver: Driver, prepared: Prepared) -> Job:
         leased=True,
         spot_provider=provider_of(cluster_file(prepared.config.cluster.file)),
         sources=prepared.sources,
+        samples=prepared.samples,
         fork=driver.run.manifest.fork,
         widths=prepared.widths,
     )

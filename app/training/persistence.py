@@ -19,7 +19,7 @@ from app.checkpoint.ranks import Ranks
 from app.errors import NonFiniteError, RunFailed, UserError, of_file
 from app.storage.lease import is_current, read_lease
 from app.storage.storage import Storage
-from app.tasks.sources import change_note
+from app.tasks.sources import change_note, length_note
 from app.training.average import Average
 from app.training.batch_growth import Decision, Position
 from app.training.evaluation import evaluation_batch_size
@@ -250,6 +250,7 @@ class Persistence:
             "events": progress.events[-EVENTS:],
             FROZEN: self.frozen_saved,
             "sources": self.job.sources,
+            "samples": self.job.samples,
         }
         if self._is_evaluated_separately(progress):
             train = self.job.config.train
@@ -450,9 +451,12 @@ class Persistence:
         progress.ended = meta.get("ended", False)
         progress.latest = dict(meta["latest"])
         progress.events = meta["events"] if self.place.rank == 0 else []
-        changed = change_note(meta.get("sources"), self.job.sources, progress.step)
-        if changed and self.place.rank == 0:
-            self.channel.emit(WarningIssued(message=changed))
+        for changed in (
+            change_note(meta.get("sources"), self.job.sources, progress.step),
+            length_note(meta.get("samples"), self.job.samples, progress.step),
+        ):
+            if changed and self.place.rank == 0:
+                self.channel.emit(WarningIssued(message=changed))
 
     def _continue_other_run(self, progress: Progress) -> None:
         """Take over the whole state of another run's checkpoint, as the beginning of this run.
