@@ -10,10 +10,12 @@ code (`own_line`), which a traceback would hide among the frames of libraries.
 
 import ast
 import contextlib
+import errno
 import inspect
 import linecache
 import os
 import re
+import shutil
 import sys
 import sysconfig
 import textwrap
@@ -171,6 +173,40 @@ def described(error: BaseException) -> str:
     if text.endswith(":") and len(lines) > 1:
         text = f"{text} {lines[1]}"
     return f"{type(error).__name__}: {text.rstrip('.')}"
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def of_file(error: BaseException) -> str:
+    """The sentence about a file for which there is no room or no right; "" for another error."""
+    if not isinstance(error, OSError):
+        return ""
+    path = error.filename2 or error.filename
+    if error.errno in FULL:
+        if not isinstance(path, str):
+            return f"a disk is full ({error.strerror}): make room on it (--traceback shows where)"
+        return f"{path} cannot be written ({error.strerror}): make room there, {free_space(path)}"
+    if error.errno in FORBIDDEN and isinstance(path, str):
+        return (
+            f"{path} cannot be opened or written ({error.strerror}): give another folder, or the "
+            "right to write there"
+        )
+    return ""
+
+
+def says_full(text: str) -> bool:
+    """Whether an error's words, of whatever library, say that a disk has no room."""
+    return any(os.strerror(number) in text for number in FULL)
+
+
+def free_space(path: str) -> str:
+    """How much is free where a file is or was to be, such as "3.1 MB are free"."""
+    folder = Path(path).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return f"{shutil.disk_usage(folder).free / 1e6:,.1f} MB are free"
 
 
 @contextlib.contextmanager

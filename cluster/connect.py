@@ -346,8 +346,8 @@ def _sigterm_handler_kept() -> Iterator[None]:
             return signal.getsignal(number)
         return set_handler(number, handler)
 
-    signal.signal = set_other_handler  # type: ignore[assignment]
-    try:
+    try:  # around both, as a handler may raise between them
+        signal.signal = set_other_handler  # type: ignore[assignment]
         yield
     finally:
         signal.signal = set_handler

@@ -11,6 +11,7 @@ that are no longer needed.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import time
@@ -24,7 +25,7 @@ FORK_START_SECONDS = 3600.0
 """How long a mark is valid without its fork's run.json, which a start writes before it trains."""
 
 
-def hold(commit: Commit, fork: str, *, until_released: bool = False) -> None:
+def hold(commit: Commit, fork: str, *, until_released: bool = False) -> bool:
     """Keep a checkpoint until a fork has one of its own.
 
     Args:
@@ -32,6 +33,9 @@ def hold(commit: Commit, fork: str, *, until_released: bool = False) -> None:
         fork: The folder of the fork, as an absolute path or URL.
         until_released: Keep it until `release` is called or the folder is gone: for a study whose
             forks are yet to begin.
+
+    Returns:
+        Whether it is marked. It cannot be where nothing may be written, as in another person's run.
 
     Raises:
         UserError: The checkpoint was removed before it was marked.
@@ -43,13 +47,20 @@ def hold(commit: Commit, fork: str, *, until_released: bool = False) -> None:
         "time": time.time(),
         "until_released": until_released,
     }
-    Storage(folder).join(MARKS).make()
-    Storage(folder).write_bytes(f"{MARKS}/{_mark_name(fork)}", json.dumps(mark).encode())
+    is_marked = True
+    try:
+        Storage(folder).join(MARKS).make()
+        Storage(folder).write_bytes(f"{MARKS}/{_mark_name(fork)}", json.dumps(mark).encode())
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        is_marked = False
     if all(existing.path != commit.path for existing in survey(folder).commits):
         raise UserError(
             f"the checkpoint {commit.path} has just been removed by its run: fork again, from a "
             "newer one"
         )
+    return is_marked
 
 
 def release(checkpoint: str, fork: str) -> None:

@@ -4,7 +4,9 @@ Before a state is filled, the checkpoint is checked: it must be whole, and of th
 plain files it has the tensors of the model; only those of one file are in memory at a time.
 """
 
+import errno
 import json
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +30,8 @@ from app.checkpoint.dcp import flatten
 from app.checkpoint.ranks import RankFailed, Ranks, describe
 from app.checkpoint.restricted import Planner, Reader
 from app.checkpoint.table import Table, divide
-from app.errors import UserError
+from app.errors import UserError, says_full
+from app.storage.storage import Storage
 
 _ADVICE = "use another run.name (or checkpoint.load)"
 _MODEL_PREFIX = "model."
@@ -323,7 +326,8 @@ def export(
     out.mkdir(parents=True, exist_ok=True)
     if to == "torch":
         path = out / "model.pt"
-        torch.save({name: weights.read(name) for name in names}, path)
+        with Storage(out).writing(path.name) as file:
+            torch.save({name: weights.read(name) for name in names}, file)
         return [path]
     return _export_safetensors(weights, names, out=out, max_file_bytes=max_file_bytes)
 
@@ -345,7 +349,10 @@ def _export_safetensors(
         try:
             tensors = {name: weights.read(name) for name in shard}
             save_file(tensors, file, metadata={"format": "pt"})
-        except (SafetensorError, KeyError, ValueError) as error:  # of an unknown number type
+        except (SafetensorError, KeyError, ValueError) as error:
+            if says_full(str(error)):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file)) from error
+            # It is of an unknown number type.
             raise UserError(
                 f"safetensors cannot hold these weights ({error}): export to torch instead"
             ) from error

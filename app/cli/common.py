@@ -26,6 +26,7 @@ from app.errors import (
     UserError,
     described,
     nearest,
+    of_file,
     own_line,
     with_line,
 )
@@ -180,7 +181,8 @@ def _report_error(cli: Invocation, error: Exception) -> int:
     if not isinstance(error, (*USER_ERRORS, *MACHINE_ERRORS, RunFailed, Interrupted)):
         line = own_line(error)
         hint = "" if line else " (--traceback shows where)"
-        text = with_line(f"{described(error)}{hint}", line)
+        sentence = "" if line else of_file(error)
+        text = sentence or with_line(f"{described(error)}{hint}", line)
     cli.close(code, text)
     cli.console.error(f"trireme: {text}")
     return code

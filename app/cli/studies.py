@@ -159,7 +159,13 @@ def parity(
 
     rows = experiment.choose_rows(names, workers, has_experts=experiment.has_experts(config))
     cli.console.status(f"training {len(rows)} rows")
-    results = experiment.measure(config, steps=steps, rows=rows, checkpoints=checkpoints)
+    progress = experiment.Progress(begins=cli.console.waits_for, ends=cli.console.say)
+    try:
+        results = experiment.measure(
+            config, steps=steps, rows=rows, checkpoints=checkpoints, progress=progress
+        )
+    finally:
+        cli.console.waits_for("")
     cli.answer({"rows": experiment.as_dicts(results)}, experiment.table(results))
     for verdict, outcome in (("FAILED", "failed"), ("DIFFERS", "differ from one device")):
         bad_rows = [result.row for result in results if result.verdict == verdict]

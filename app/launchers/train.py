@@ -179,11 +179,11 @@ def _in_a_run(
     """
     run = Run(config)
     settings = resolve_tracking(config.tracking, run.folder.rpartition("/")[0])
-    run.storage.check_writable()
     log = run.local_folder / "logs" / "driver.log"
     writer = WriterProcess(run.spool, settings.uri)
     try:
         if take_over:
+            run.storage.check_writable()
             run.take_over(console.say)
         else:
             # A driver on this machine is seen at once, before anything starts.
@@ -193,6 +193,7 @@ def _in_a_run(
             outcome = run.outcome_if_finished(config.train.steps, console.say)
             if outcome is not None:
                 return outcome
+        run.storage.check_writable()
         if config.checkpoint.fork:
             from app.run.fork import find_origin  # imports torch, which starts without need of it
 

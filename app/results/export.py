@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.checkpoint import Commit, Weights, export
-from app.errors import UserError, nearest
+from app.errors import FULL, UserError, free_space, nearest
 from app.results.trained import checkpoint_of, require_same, task_of
 from app.run.look import open_run
 from app.storage.storage import Storage
@@ -164,6 +164,15 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
         yield temporary
         _set_usual_mode(temporary)
         os.replace(temporary, folder)
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        shutil.rmtree(temporary, ignore_errors=True)
+        room = f"make room there, {free_space(str(folder))}"
+        raise UserError(
+            f"{folder} cannot be written ({error.strerror}): {room}, or write another folder as "
+            "--out"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -107,6 +107,8 @@ class Driver:
         """Why the run cannot continue, as another thread has found; "" if it can."""
         self.stopping = False
         """Whether the run is to save and stop."""
+        self.ending = False
+        """Whether no worker trains any more."""
         self.system = SystemMetrics(config.tracking.system_metrics_every)
         """Chooses what MLflow gets of the nodes' metrics."""
         self.metrics = RunMetrics(run.manifest.name)
@@ -167,8 +169,13 @@ class Driver:
 
     def _ask_to_stop(self) -> None:
         self.stopping = True
-        state = "training has not begun" if self.starting else "saving a checkpoint first"
-        self.console.say(f"stopping: {state} (once more to stop at once)")
+        if self.ending or self.summary:
+            what_is_first = "delivering the last metrics and files first"
+        elif self.starting:
+            what_is_first = "training has not begun"
+        else:
+            what_is_first = "saving a checkpoint first"
+        self.console.say(f"stopping: {what_is_first} (once more to stop at once)")
 
     def fail(self, reason: str) -> None:
         """Ends the run at the next `check`; for threads other than the supervisor's."""
@@ -180,6 +187,10 @@ class Driver:
         """Notes that workers are about to be started, for the first time or again."""
         self.summary = {}
         self.progressed = False
+
+    def begin_end(self) -> None:
+        """Notes that no worker trains any more, and that only the end is to be written down."""
+        self.ending = True
 
     def workers_lost(self) -> None:
         """Notes that training is interrupted until the next step."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +67,22 @@ def config_file(run: Storage) -> Path:
     return file
 
 
-def adopt(commit: Commit, run: Run) -> None:
+def adopt(commit: Commit, run: Run, note: Callable[[str], None] = lambda text: None) -> None:
     """Write down where a fork begins, and keep that checkpoint until the fork has its own.
 
     Args:
         commit: From `find_origin`.
         run: The fork, opened.
+        note: Tells a person that the checkpoint cannot be kept.
 
     Raises:
         UserError: The checkpoint was removed meanwhile.
     """
-    hold(commit, run.folder)
+    if not hold(commit, run.folder):
+        note(
+            f"nothing can be written beside the checkpoint {commit.path}: its run may remove it "
+            "before this one has a checkpoint of its own"
+        )
     run.manifest.fork = commit.path
     run.save()
 

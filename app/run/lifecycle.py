@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from app.console.terminal import duration, evaluation_line, quantity
@@ -48,7 +49,7 @@ def train_run(
     run.manifest.sources = prepared.sources
     run.open(prepared.config, prepared.steps, console.say)
     if origin is not None:
-        adopt(origin, run)
+        adopt(origin, run, driver.note)
     write_task_file(prepared.config.task, run.storage)
     _announce(driver, prepared, where)
     driver.begin_tracking()
@@ -93,6 +94,7 @@ def _job_of(driver: Driver, prepared: Prepared) -> Job:
         leased=True,
         spot_provider=provider_of(cluster_file(prepared.config.cluster.file)),
         sources=prepared.sources,
+        samples=prepared.samples,
         fork=driver.run.manifest.fork,
         widths=prepared.widths,
     )
@@ -156,12 +158,17 @@ def _end(driver: Driver, status: str, mlflow_status: str, message: str) -> Deliv
     Returns:
         What has reached MLflow.
     """
+    driver.begin_end()
     driver.console.status("sending the last metrics to MLflow")
     driver.console.waits_for("MLflow to have the last metrics and files")
     driver.settle_cost()
-    delivery = driver.tracker.finish(
-        mlflow_status, message=message, timeout=driver.config.tracking.flush_timeout
-    )
+    try:
+        delivery = driver.tracker.finish(
+            mlflow_status, message=message, timeout=driver.config.tracking.flush_timeout
+        )
+    except KeyboardInterrupt:  # a second signal ends the wait, and not what is written down here
+        delivery = driver.tracker.finish(mlflow_status)
+        delivery = replace(delivery, problem=delivery.problem or "the wait for it was stopped")
     driver.console.waits_for("")
     driver.progress.close()
     manifest = driver.run.manifest

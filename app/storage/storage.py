@@ -12,6 +12,7 @@ put.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import shutil
 import uuid
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
-from app.errors import UserError
+from app.errors import UserError, free_space, says_full
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 """The optional dependency that each of these protocols needs."""
@@ -175,15 +176,18 @@ class Storage:
             return
         folder, name = os.path.split(target)
         temporary = os.path.join(folder, f".{name}.{uuid.uuid4().hex[:8]}.tmp")
+        raw = _LocalFile(temporary, "wb")
         try:
-            with open(temporary, "wb") as file:
+            with io.BufferedWriter(raw) as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, target)
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+            if raw.cause is not None and isinstance(error, Exception):
+                raise OSError(raw.cause.errno, raw.cause.strerror, target) from error
             raise
         self.sync(os.path.dirname(path))
 
@@ -213,6 +217,16 @@ class Storage:
         finally:
             os.close(descriptor)
 
+    def room(self, reason: str) -> str:
+        """What to do about a full disk, and how much is free there; "" if that is not the reason.
+
+        Args:
+            reason: Why something could not be written, on any rank.
+        """
+        if not self.is_local or not says_full(reason):
+            return ""
+        return f"make room there, {free_space(self.url)}"
+
     def check_writable(self) -> None:
         """Write and remove a small file.
 
@@ -225,10 +239,26 @@ class Storage:
             self.remove(probe)
         except Exception as error:  # each object store library has its own exceptions
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            remedy = self.room(reason) or "give another folder, or the right to write there"
             raise UserError(
-                f"the storage {self.url} cannot be written ({reason}): "
-                "give another folder, or the right to write there"
+                f"the storage {self.url} cannot be written ({reason}): {remedy}"
             ) from error
+
+
+class _LocalFile(io.FileIO):
+    """A file that remembers why it could not be written.
+
+    torch's zip writer raises something that says less when it is closed after that.
+    """
+
+    cause: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.cause = self.cause or error
+            raise
 
 
 def abandon(file: IO[bytes]) -> None:

@@ -84,6 +84,23 @@ def change_note(before: Mapping[str, str] | None, now: Mapping[str, str], step: 
     )
 
 
+def length_note(before: int | None, now: int | None, step: int) -> str:
+    """The sentence about a run that continues with another number of samples; "" if it is the same.
+
+    Args:
+        before: The samples that the run has been trained on; None for a stream, or if not known.
+        now: The samples now; None for a stream.
+        step: The last step that was trained.
+    """
+    if before is None or now is None or before == now:
+        return ""
+    return (
+        f"the training data has {now:,} samples, and had {before:,} until step {step:,}: the "
+        "following steps are in the order of the data as it is now, so in this epoch some samples "
+        "are seen twice and others not"
+    )
+
+
 # --- files ---
 
 

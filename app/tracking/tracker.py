@@ -267,6 +267,8 @@ class Tracker:
     def finish(self, status: str, *, message: str = "", timeout: float = 15.0) -> Delivery:
         """End the MLflow run and wait until everything is delivered.
 
+        A second call, after the wait was interrupted, says at once what is delivered.
+
         Args:
             status: FINISHED, FAILED or KILLED.
             message: A sentence about the end, for the tag `trireme.message`.
@@ -275,9 +277,10 @@ class Tracker:
         """
         if self._spool is None:
             return _delivery(self.folder, self.settings, "")
+        spool = self._spool
         self._append("finish", status=status, message=mask_text(message))
-        self._spool.close(timeout)
         self._spool = None
+        spool.close(timeout)
         if self._driver_lock is not None:
             os.close(self._driver_lock)  # the writer now knows that no more events come
         if self._parent is not None:

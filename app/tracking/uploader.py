@@ -53,6 +53,8 @@ _CAUSES = (
     r"|too many \d+ error"
 )
 """Causes of a failed connection, in the messages of MLflow's HTTP client."""
+_OF_SQL = r"^\(raised as a result of [^)]*\) |\s*\[SQL: .*"
+"""What SQLAlchemy says before and after the database's own words."""
 _log = logging.getLogger("writer")
 
 
@@ -72,7 +74,7 @@ def mlflow_errors(uri: str) -> Iterator[None]:
     except (TransientError, PermanentError):
         raise
     except Exception as error:  # artifact stores raise errors of their own libraries
-        message = " ".join(mask_text(str(error)).split())
+        message = re.sub(_OF_SQL, "", " ".join(mask_text(str(error)).split()))
         server = f"MLflow at {mask_uri(uri)}"
         answer = f"{server} answered: {message[:300] or type(error).__name__}"
         code = error.error_code if isinstance(error, MlflowException) else ""

@@ -120,7 +120,7 @@ class CheckpointEvaluation:
         hooks.require_metric(self.config, metrics)
         return Evaluated(
             metrics=metrics,
-            stops=bool(self.task.stop_early([*before, metrics])),
+            stops=hooks.task_stops_early(self.task, [*before, metrics]),
             folders=tuple(
                 event.folder for event in self.channel.events if isinstance(event, FilesWritten)
             ),

@@ -21,7 +21,7 @@ from app.errors import UserError, nearest
 from app.storage.storage import Storage
 from app.tasks.base import Task
 from app.tasks.build import build_model
-from app.tasks.returned import require_number
+from app.tasks.returned import as_number, described, require_number, require_truth
 from app.training.job import Heartbeat, strategy_options
 from app.training.optimizer import (
     Optimizers,
@@ -456,8 +456,24 @@ def stops_early(config: Config, task: Task, evaluations: Sequence[Mapping[str, f
         config: Has the patience, and which metric it watches.
         task: May have a stop_early of its own.
         evaluations: The metrics of every evaluation, the newest last.
+
+    Raises:
+        UserError: See `task_stops_early`.
     """
-    return _is_out_of_patience(config, evaluations) or task.stop_early(evaluations)
+    return _is_out_of_patience(config, evaluations) or task_stops_early(task, evaluations)
+
+
+def task_stops_early(task: Task, evaluations: Sequence[Mapping[str, float]]) -> bool:
+    """Whether the task says that training is to end.
+
+    Args:
+        task: May have a stop_early of its own.
+        evaluations: The metrics of every evaluation, the newest last.
+
+    Raises:
+        UserError: It says neither yes nor no.
+    """
+    return require_truth(task.stop_early(evaluations), "the task's stop_early() returns")
 
 
 def watches_metric(config: Config) -> bool:
@@ -567,9 +583,13 @@ class EvaluationLog:
             value: A number, a text, a figure of matplotlib or an image. An image is PIL's, or has
                 the shape (H, W), (H, W, 3 or 4) or (1 or 3, H, W), with bytes or with floats from
                 0 to 1.
+
+        Raises:
+            UserError: It is something else.
         """
-        if isinstance(value, (int, float)):
-            self.numbers[name] = float(value)
+        number = as_number(value)
+        if number is not None:
+            self.numbers[name] = number
             return
         if self._storage is None:
             return
@@ -582,30 +602,42 @@ class EvaluationLog:
 
 
 def _png(name: str, value: Any) -> bytes:
-    """The PNG of a figure or an image."""
+    """The PNG of a figure or an image.
+
+    Raises:
+        UserError: It is neither.
+    """
     file = io.BytesIO()
-    if hasattr(value, "savefig"):  # a figure of matplotlib
-        value.savefig(file, format="png")
-    elif hasattr(value, "getbands"):  # an image of PIL
-        value.save(file, format="png")
-    else:
-        _write_pixels(file, name, torch.as_tensor(value).detach().cpu())
+    if isinstance(value, Tensor):
+        value = value.detach().cpu()
+    try:
+        if hasattr(value, "savefig"):  # a figure of matplotlib
+            value.savefig(file, format="png")
+        elif hasattr(value, "getbands"):  # an image of PIL
+            value.save(file, format="png")
+        else:
+            _write_pixels(file, torch.as_tensor(value))
+    except (NotImplementedError, RuntimeError, TypeError, ValueError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"on_evaluation logs {name!r} with {described(value)} ({reason}), but it must be a "
+            "number, a text, a figure of matplotlib or an image of shape (H, W), (H, W, 3 or 4) "
+            "or (1 or 3, H, W)"
+        ) from error
     return file.getvalue()
 
 
-def _write_pixels(file: io.BytesIO, name: str, pixels: Tensor) -> None:
+def _write_pixels(file: io.BytesIO, pixels: Tensor) -> None:
     from matplotlib.image import imsave
 
     if pixels.dim() == 3 and pixels.shape[0] in (1, 3):
         pixels = pixels.permute(1, 2, 0).squeeze(-1)
     if pixels.dim() not in (2, 3):
-        raise UserError(
-            f"on_evaluation logs {name!r} of shape {tuple(pixels.shape)}: "
-            "an image has 2 or 3 dimensions"
-        )
-    white = 255
+        raise ValueError("an image has 2 or 3 dimensions")
     if pixels.is_floating_point():
         white = 1
-        pixels = pixels.float()
-    array = pixels.clamp(0, white).numpy()
-    imsave(file, array, cmap="gray", vmin=0, vmax=white, format="png")
+        pixels = pixels.float().clamp(0, 1)
+    else:
+        white = 255
+        pixels = pixels.int().clamp(0, 255).byte()
+    imsave(file, pixels.numpy(), cmap="gray", vmin=0, vmax=white, format="png")

@@ -39,6 +39,8 @@ class Job:
     """The cloud whose preemption notices are watched; "" if the cluster has no spot machines."""
     sources: dict[str, str] = field(default_factory=dict)
     """Digests of the task's own code; see app/tasks/sources.py."""
+    samples: int | None = None
+    """Of the training data; None for a stream, or if it is not known."""
     fork: str = ""
     """The checkpoint of another run from which this one continues; "" if it begins anew."""
     widths: Widths = field(default_factory=dict)

@@ -16,10 +16,10 @@ from app.checkpoint import FROZEN, Checkpointer, CheckpointError, Commit, evalua
 from app.checkpoint.commit import Mode, find_together
 from app.checkpoint.evaluations import PLAN, Plan
 from app.checkpoint.ranks import Ranks
-from app.errors import NonFiniteError, UserError
+from app.errors import NonFiniteError, RunFailed, UserError, of_file
 from app.storage.lease import is_current, read_lease
 from app.storage.storage import Storage
-from app.tasks.sources import change_note
+from app.tasks.sources import change_note, length_note
 from app.training.average import Average
 from app.training.batch_growth import Decision, Position
 from app.training.evaluation import evaluation_batch_size
@@ -250,6 +250,7 @@ class Persistence:
             "events": progress.events[-EVENTS:],
             FROZEN: self.frozen_saved,
             "sources": self.job.sources,
+            "samples": self.job.samples,
         }
         if self._is_evaluated_separately(progress):
             train = self.job.config.train
@@ -322,15 +323,28 @@ class Persistence:
             time.sleep(seconds)
             self.saved_step = -1
             self.save(progress)
-        self.checkpointer.wait()
+        try:
+            self.checkpointer.wait()
+        except CheckpointError as error:
+            if error.superseded:
+                raise
+            room = self._room(error)
+            again = "; run the same command again when this is mended"
+            raise CheckpointError(f"{error}{room}{again}") from error
 
     def _warn(self, error: CheckpointError) -> None:
         if error.superseded:
             raise error
-        message = f"{error}; training continues, and the next one is tried when it is due"
+        message = str(error)
         if self.place.rank == 0 and message != self.last_warning:
-            self.channel.emit(WarningIssued(message=message))
+            consequence = "training continues, and the next one is tried when it is due"
+            self.channel.emit(WarningIssued(message=f"{error}{self._room(error)}; {consequence}"))
         self.last_warning = message
+
+    def _room(self, error: CheckpointError) -> str:
+        """The words about a full disk, which are not in the error: all ranks raise the same one."""
+        words = Storage(self.job.checkpoints).room(str(error))
+        return f"; {words}" if words else ""
 
     def keep_weights(self) -> None:
         """Write all trained weights, under plain names, into one file for MLflow's model.
@@ -343,8 +357,16 @@ class Persistence:
         self.checkpointer.close()
         state = self.parallel.full_model_state()
         if self.place.rank == 0:
-            with Storage(self.job.folder).writing("model/weights.pt") as file:
-                torch.save(state, file)
+            try:
+                with Storage(self.job.folder).writing("model/weights.pt") as file:
+                    torch.save(state, file)
+            except OSError as error:
+                sentence = of_file(error)
+                if not sentence:
+                    raise  # another try may succeed
+                raise RunFailed(
+                    f"{sentence}; the checkpoint is whole, and the same command writes the weights"
+                ) from error
 
     def close(self) -> None:
         """Wait for the save under way, and free its memory."""
@@ -429,9 +451,12 @@ class Persistence:
         progress.ended = meta.get("ended", False)
         progress.latest = dict(meta["latest"])
         progress.events = meta["events"] if self.place.rank == 0 else []
-        changed = change_note(meta.get("sources"), self.job.sources, progress.step)
-        if changed and self.place.rank == 0:
-            self.channel.emit(WarningIssued(message=changed))
+        for changed in (
+            change_note(meta.get("sources"), self.job.sources, progress.step),
+            length_note(meta.get("samples"), self.job.samples, progress.step),
+        ):
+            if changed and self.place.rank == 0:
+                self.channel.emit(WarningIssued(message=changed))
 
     def _continue_other_run(self, progress: Progress) -> None:
         """Take over the whole state of another run's checkpoint, as the beginning of this run.

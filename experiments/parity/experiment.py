@@ -20,7 +20,7 @@ from app.tasks.build import build_model
 from app.training.job import strategy_options
 from app.training.optimizer import build_optimizer
 from experiments.parity.curves import Trial
-from experiments.parity.matrix import Result, run_matrix
+from experiments.parity.matrix import Progress, Result, run_matrix
 from experiments.parity.rows import (
     DEEPSPEED,
     MIXTURES,
@@ -94,6 +94,7 @@ def measure(
     steps: int,
     rows: Iterable[Row],
     checkpoints: bool,
+    progress: Progress | None = None,
 ) -> list[Result]:
     """Compares rows with one device.
 
@@ -106,6 +107,7 @@ def measure(
         steps: The steps of each training.
         rows: The rows.
         checkpoints: Whether every row also continues the checkpoint of every row.
+        progress: Hears how far it is; None: nobody does.
 
     Raises:
         UserError: There are too few steps.
@@ -122,7 +124,7 @@ def measure(
         float_output=task.float_output,
     )
     trial = functools.partial(make_trial, to_dict(config), steps)
-    return run_matrix(trial, rows, options=options, checkpoints=checkpoints)
+    return run_matrix(trial, rows, options=options, checkpoints=checkpoints, progress=progress)
 
 
 def has_experts(config: Config) -> bool:

@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -142,6 +142,19 @@ class Result:
         return "ok" if self.passed else "DIFFERS"
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Hears how far the matrix is.
+
+    Attributes:
+        begins: Called with what is trained next, such as "fsdp (dp_shard 2), row 3 of 34".
+        ends: Called with that, and what became of it.
+    """
+
+    begins: Callable[[str], object] = lambda text: None
+    ends: Callable[[str], object] = lambda text: None
+
+
 def run_matrix(
     make_trial: MakeTrial,
     rows: Iterable[Row] = ROWS,
@@ -149,6 +162,7 @@ def run_matrix(
     options: Options | None = None,
     variants: Iterable[str] | None = None,
     checkpoints: bool = False,
+    progress: Progress | None = None,
 ) -> list[Result]:
     """Trains every row in every variant, and compares it with one device.
 
@@ -161,6 +175,7 @@ def run_matrix(
             16 bits already.
         checkpoints: Whether every row also continues the checkpoint of every row, and of one
             device.
+        progress: Hears how far it is; None: nobody does.
 
     Raises:
         LayoutError: One device cannot train this, so that there is nothing to compare with.
@@ -174,34 +189,52 @@ def run_matrix(
     variants = list(variants)
     most_workers = max((row.workers for row in rows), default=1)
     has_gpus = torch.cuda.device_count() >= most_workers
+    progress = progress or Progress()
     runner = Runner(make_trial, options, device_type="cuda" if has_gpus else "cpu")
     needed_variants = [*variants, EVERYTHING] if checkpoints else variants
-    reference = Reference(runner, dict.fromkeys(needed_variants))
+    reference = Reference(runner, dict.fromkeys(needed_variants), progress)
     runs = [RowRun(row, variant) for row in rows for variant in variants]
-    if not checkpoints:
-        return [reference.compare(run, result) for run, result in runner.run(runs)]
+    results = []
+    unsaved = []
+    saved_by = {}
+    second_halves = []
     with tempfile.TemporaryDirectory(prefix="trireme-parity-") as folder:
-        # The first halves run beside the other trainings of their row, in the same processes.
-        for number, row in enumerate([SINGLE, *rows]):
-            runs.append(RowRun(row, EVERYTHING, save=f"{folder}/{number}"))
-        ended = runner.run(runs)
-        results = []
-        saved_by = {}
-        for run, result in ended:
-            if not run.save:
-                results.append(reference.compare(run, result))
-            elif result.curve is not None:
-                saved_by[run.save] = run.row
-        for run, result in ended:
-            if run.save and result.curve is None:
-                results.append(replace(result, after=run.row))
-        second_halves = []
+        if checkpoints:
+            # The first halves run beside the other trainings of their row, in the same processes.
+            for number, row in enumerate([SINGLE, *rows]):
+                runs.append(RowRun(row, EVERYTHING, save=f"{folder}/{number}"))
+        for heading, ended in runner.run(runs, progress):
+            of_row = []
+            for run, result in ended:
+                if not run.save:
+                    of_row.append(reference.compare(run, result))
+                elif result.curve is None:
+                    unsaved.append(replace(result, after=run.row))
+                else:
+                    saved_by[run.save] = run.row
+            progress.ends(f"{heading}: {_outcome(of_row)}")
+            results += of_row
         for row in saved_by.values():
             second_halves += [RowRun(row, EVERYTHING, load=path) for path in saved_by]
-        for run, result in runner.run(second_halves):
-            compared = reference.compare(run, result)
-            results.append(replace(compared, after=saved_by[run.load]))
+        results += unsaved
+        for heading, ended in runner.run(second_halves, progress):
+            of_row = []
+            for run, result in ended:
+                compared = reference.compare(run, result)
+                of_row.append(replace(compared, after=saved_by[run.load]))
+            progress.ends(f"{heading} after {len(of_row)} others: {_outcome(of_row)}")
+            results += of_row
     return results
+
+
+def _outcome(results: Sequence[Result]) -> str:
+    """What became of a row's trainings, in a word, and how long they took."""
+    verdicts = [result.verdict for result in results]
+    seconds = sum(result.seconds for result in results)
+    for verdict in ("FAILED", "DIFFERS", "REFUSED", "ok"):
+        if verdict in verdicts:
+            return f"{verdict} ({seconds:.0f} s)"
+    return "trained"  # up to a checkpoint only
 
 
 class Reference:
@@ -212,18 +245,20 @@ class Reference:
     Args:
         runner: Trains one device.
         variants: Names of `VARIANTS`.
+        progress: Hears when one device is trained.
 
     Raises:
         LayoutError: One device cannot train this.
         RuntimeError: Likewise, for another reason.
     """
 
-    def __init__(self, runner: Runner, variants: Iterable[str]) -> None:
+    def __init__(self, runner: Runner, variants: Iterable[str], progress: Progress) -> None:
         self.precision = {name: runner.variant(name)[1].precision for name in variants}
         self.curves: list[tuple[RowRun, Curve]] = []
         # Why one device does not train a variant in 16 bits.
         self.failures: dict[str, str] = {}
-        for run, result in runner.run(self._runs()):
+        (_, ended), *_ = runner.run(self._runs(), progress)  # of one row
+        for run, result in ended:
             if result.refused:
                 raise LayoutError(result.refused)
             if result.curve is not None:
@@ -320,19 +355,29 @@ class Runner:
             trial = replace(trial, steps=min(trial.steps, LOW_PRECISION_STEPS))
         return trial, options
 
-    def run(self, runs: Sequence[RowRun]) -> list[tuple[RowRun, Result]]:
+    def run(
+        self, runs: Sequence[RowRun], progress: Progress
+    ) -> Iterator[tuple[str, list[tuple[RowRun, Result]]]]:
         """Trains; the runs of each row share processes.
 
         Once a run of a row raises an error, the later ones of that row fail too.
+
+        Args:
+            runs: What is trained.
+            progress: Hears when a row begins.
+
+        Yields:
+            (the row and its number in words, what became of its runs) when a row has ended
         """
         multiprocessing.set_forkserver_preload(["experiments.parity.matrix"])
         runs_of_rows: dict[str, list[RowRun]] = {}
         for run in runs:
             runs_of_rows.setdefault(str(run.row), []).append(run)
-        ended: list[tuple[RowRun, Result]] = []
-        for runs_of_row in runs_of_rows.values():
-            ended += zip(runs_of_row, self._run_row(runs_of_row))
-        return ended
+        for number, (row, runs_of_row) in enumerate(runs_of_rows.items(), start=1):
+            place = f", row {number} of {len(runs_of_rows)}" if len(runs_of_rows) > 1 else ""
+            heading = f"{row}{place}"
+            progress.begins(heading)
+            yield heading, list(zip(runs_of_row, self._run_row(runs_of_row)))
 
     def _run_row(self, runs: Sequence[RowRun]) -> list[Result]:
         """The results of the runs of one row."""

@@ -52,7 +52,7 @@ def report(folders: list[str], out: str | None) -> tuple[Path, str]:
         The path of the page, and what was not possible, or "".
 
     Raises:
-        UserError: A folder holds nothing to report on.
+        UserError: A folder holds nothing to report on, or the page cannot be written.
     """
     paths = [Path(folder).expanduser() for folder in folders]
     for path in paths:
@@ -68,8 +68,12 @@ def report(folders: list[str], out: str | None) -> tuple[Path, str]:
     if _is_study(paths[0]):
         page = _page_of_study(paths[0])
     else:
-        page, note = _write_page_of_runs(paths)
-    if not out:
+        try:
+            page, note = _write_page_of_runs(paths, out)
+        except OSError as error:
+            problem = f"the page cannot be written into {paths[0]} ({error.strerror})"
+            raise UserError(f"{problem}: write --out FILE.html in another folder") from error
+    if not out or page == Path(out).expanduser():
         return page, note
     target = Path(out).expanduser()
     try:
@@ -94,8 +98,16 @@ def _page_of_study(folder: Path) -> Path:
     return page
 
 
-def _write_page_of_runs(folders: Sequence[Path]) -> tuple[Path, str]:
+def _write_page_of_runs(folders: Sequence[Path], out: str | None) -> tuple[Path, str]:
     """Writes the page of runs into the folder of the first one, and stores it in MLflow.
+
+    Args:
+        folders: Of the runs.
+        out: Where the page is written instead if that folder cannot be written, as that of somebody
+            else; None for nowhere.
+
+    Raises:
+        OSError: It cannot be written.
 
     Returns:
         The path of the page, and what was not possible, or "".
@@ -105,7 +117,15 @@ def _write_page_of_runs(folders: Sequence[Path]) -> tuple[Path, str]:
         names = distinct_names(folders)
         records = [replace(record, name=name) for record, name in zip(records, names, strict=True)]
     page = folders[0] / (PAGE if len(folders) == 1 else COMPARISON_PAGE)
-    page.write_text(render(content(records)))
+    text = render(content(records))
+    try:
+        page.write_text(text)
+    except OSError:
+        if not out:
+            raise
+        page = Path(out).expanduser()
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(text)
     return page, _store(folders[0], page)
 
 

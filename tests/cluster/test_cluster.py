@@ -314,10 +314,12 @@ def test_sigterm_ends_a_start_of_ray_as_this_command_wants(
 
     handler_before = signal.signal(signal.SIGTERM, handler)
     usr1_before = signal.getsignal(signal.SIGUSR1)
+    function_before = signal.signal
     monkeypatch.setattr("ray.init", start)
     try:
         with pytest.raises(Asked):
             connect()
+        assert signal.signal is function_before
         assert signal.getsignal(signal.SIGTERM) is handler
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN, "others may be set"
     finally:

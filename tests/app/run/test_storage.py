@@ -202,7 +202,7 @@ def test_a_save_waits_for_room_on_a_full_disk_and_else_fails(
     assert train(tmp_path, "run.name=waits", "checkpoint.every_steps=null")["step"] == 20
     assert committed(tmp_path / "waits") == [20]
     assert next(disk_is_full, None) is None, "the disk was full once, then had room"
-    message = r"step 20 in .* could not be saved \(No space left on device\)"
+    message = r"step 20 in .* could not be saved \(No space left on device\).*; make room there, "
     with pytest.raises(CheckpointError, match=message):
         train(tmp_path, "run.name=stays")
     assert committed(tmp_path / "stays") == [5], "the earlier checkpoint is untouched"

@@ -12,7 +12,8 @@ from app.config.io import load_config
 from app.errors import UserError
 from app.run.prepare import Prepared, prepare, read_task
 from app.tasks.items import count_items
-from app.tasks.returned import derived_metrics, require_number
+from app.tasks.returned import derived_metrics, require_number, require_truth
+from app.training.hooks import stops_early
 from tests.tasks import Points
 
 pytestmark = pytest.mark.pure
@@ -25,11 +26,20 @@ REFUSED: dict[str, Any] = {
     "a tuple": (1.0,),
     r"a tensor of shape \(64,\)": torch.ones(64),
     r"a tensor of shape \(1,\)": torch.ones(1),
-    "a ndarray": np.ones(3),
+    r"an array of shape \(3,\)": np.ones(3),
     "the class float": float,
     "-1": -1,
     "nan": float("nan"),
     "inf": torch.tensor(float("inf")),
+}
+
+WHAT_IS_NEITHER: dict[str, Any] = {
+    "a str": "no",
+    "a list": [],
+    r"a tensor of shape \(2,\)": torch.ones(2),
+    "0.5": 0.5,
+    "nan": float("nan"),
+    "a method": Points().stop_early,
 }
 
 
@@ -60,6 +70,23 @@ def test_what_is_no_number_is_refused_before_a_worker_starts(shown: str, value: 
         patch.setattr(Points, "items", lambda self, batch: value)
         with pytest.raises(UserError, match=rf"items\(batch\) gives {shown}, but it must be a nu"):
             count_items(Points(), (torch.ones(4, 2), torch.ones(4)))
+
+
+@pytest.mark.parametrize("library", [bool, int, np.bool_, np.float32, torch.tensor])
+def test_yes_and_no_of_any_library_are_taken(library: Callable[[bool], Any]) -> None:
+    assert require_truth(library(True), "it is") is True
+    assert require_truth(library(False), "it is") is False
+    assert require_truth(None, "it is") is False, "a method that ends without return"
+
+
+@pytest.mark.parametrize(("shown", "value"), WHAT_IS_NEITHER.items(), ids=WHAT_IS_NEITHER)
+def test_what_is_neither_yes_nor_no_is_refused(shown: str, value: Any) -> None:
+    task = Points()
+    message = rf"^the task's stop_early\(\) returns {shown}, but it must be True or False$"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(task, "stop_early", lambda evaluations: value)
+        with pytest.raises(UserError, match=message):
+            stops_early(load_config([], ["task=tests.tasks:Points"]), task, [{"loss": 1.0}])
 
 
 def test_a_schedule_that_is_wrong_at_its_end_is_refused_at_the_start() -> None:

@@ -14,7 +14,7 @@ import cloudpickle
 import pytest
 
 from app.tasks import load_task
-from app.tasks.sources import change_note, changes, task_sources
+from app.tasks.sources import change_note, changes, length_note, task_sources
 from tests.running import invoke
 
 TASK = """
@@ -196,6 +196,13 @@ def test_the_note_names_files_and_step_and_is_silent_where_nothing_is_known() ->
     assert "b.py" not in note
     assert change_note({"a.py": "1"}, {"a.py": "1"}, 5) == ""
     assert change_note(None, {"a.py": "1"}, 5) == ""
+
+
+def test_data_of_another_length_is_noted_in_a_sentence() -> None:
+    note = length_note(1200, 1300, 15)
+    assert note.startswith("the training data has 1,300 samples, and had 1,200 until step 15: the")
+    for before, now in ((1200, 1200), (None, 1200), (1200, None)):
+        assert length_note(before, now, 15) == ""
 
 
 def train(folder: Path, *overrides: str) -> str:

@@ -6,9 +6,11 @@ same under every layout, and to the last bit where workers are killed.
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -263,5 +265,42 @@ def test_images_of_every_kind(tmp_path: Path) -> None:
     for name in arrays:
         image = torch.from_numpy(images[name])
         assert torch.allclose(image[..., 0], grey, atol=0.01), name
-    with pytest.raises(UserError, match=r"of shape \(2, 2, 2, 2\)"):
-        log("wrong", torch.zeros(2, 2, 2, 2))
+
+
+@pytest.mark.parametrize("library", [int, float, np.float32, np.int64, np.bool_, torch.tensor])
+def test_a_number_of_any_library_is_logged_as_a_number(
+    tmp_path: Path, library: Callable[[int], Any]
+) -> None:
+    for is_first_rank in (True, False):
+        log = EvaluationLog(str(tmp_path), 1, is_first_rank)
+        log("it", library(1))
+        assert log.numbers == {"it": 1.0} and type(log.numbers["it"]) is float
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.int64, torch.bfloat16])
+def test_pixels_of_any_type_are_an_image(tmp_path: Path, dtype: torch.dtype) -> None:
+    log = EvaluationLog(str(tmp_path), 1, True)
+    for name, shape in {"grey": (4, 5), "hwc": (4, 5, 3), "chw": (3, 4, 5)}.items():
+        log(name, torch.ones(shape, dtype=dtype))
+        assert Image.open(tmp_path / log.folder / f"{name}.png").size == (5, 4)
+
+
+LOGGED: dict[str, Any] = {
+    r"a tensor of shape \(2, 2, 2, 2\)": torch.zeros(2, 2, 2, 2),
+    r"a tensor of shape \(5, 4, 7\)": torch.zeros(5, 4, 7),
+    r"a tensor of shape \(0, 4\)": torch.zeros(0, 4),
+    r"an array of shape \(3,\)": np.zeros(3),
+    "a list": [0.5, 0.25],
+    "a dict": {"a": 1},
+    "a bytes": b"png",
+    "an Image": Image.new("CMYK", (2, 2)),
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize(("shown", "value"), LOGGED.items(), ids=LOGGED)
+def test_what_cannot_be_logged_is_refused(tmp_path: Path, shown: str, value: Any) -> None:
+    message = rf"^on_evaluation logs 'it' with {shown} \(.+\), but it must be a number, a text, a "
+    with pytest.raises(UserError, match=message):
+        EvaluationLog(str(tmp_path), 1, True)("it", value)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -74,6 +75,41 @@ def test_a_row_that_raises_has_failed_and_the_next_ones_run() -> None:
     results = run_matrix(crashing, [DDP, Row("dp", 1)], variants=["plain"])
     assert [result.verdict for result in results] == ["FAILED", "ok"]
     assert "planted" in results[0].error and "FAILED: ValueError: planted" in table(results)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_each_row_is_told_when_it_begins_and_when_it_has_ended(
+    monkeypatch: pytest.MonkeyPatch, checkpoints: bool
+) -> None:
+    """And not only in the table at the end, for which a large model takes an hour."""
+    lines: list[str] = []
+    curve = Curve([1.0], [1.0], {"w": torch.ones(1)})
+
+    def run_row(self: matrix.Runner, runs: Sequence[matrix.RowRun]) -> list[Result]:
+        if runs[0].row == TENSOR:
+            return [Result(TENSOR, run.variant, refused="it cannot") for run in runs]
+        return [Result(run.row, run.variant, seconds=2.0, curve=curve) for run in runs]
+
+    monkeypatch.setattr(matrix.Runner, "_run_row", run_row)
+    results = run_matrix(
+        partial(gpt_trial, steps=2),
+        [DDP, TENSOR],
+        variants=["plain"],
+        checkpoints=checkpoints,
+        progress=matrix.Progress(begins=lines.append, ends=lines.append),
+    )
+    assert [result.verdict for result in results if not result.after] == ["ok", "REFUSED"]
+    # One device too saves a checkpoint, and continues those of others.
+    count = 3 if checkpoints else 2
+    expected = ["single (1 worker)"]
+    for number, (row, outcome) in enumerate(((DDP, "ok (2 s)"), (TENSOR, "REFUSED (0 s)")), 1):
+        expected += [f"{row}, row {number} of {count}"]
+        expected += [f"{row}, row {number} of {count}: {outcome}"]
+    assert lines[: len(expected)] == expected
+    if checkpoints:
+        assert lines[-1] == f"{SINGLE}, row 2 of 2 after 2 others: ok (4 s)"
+    else:
+        assert lines == expected
 
 
 def test_a_trial_that_a_layout_cannot_train_is_one_sentence() -> None:
