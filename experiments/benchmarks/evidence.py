@@ -251,11 +251,11 @@ def publishers(runs: Iterable[Run]) -> tuple[list[dict[str, str]], dict[str, flo
                 "apart": f"{100 * (speeds[-1] / speeds[0] - 1):.0f} %",
             }
         )
-    found: dict[str, float] = {"pairs": len(ratios)}
+    figures_of_pairs: dict[str, float] = {"pairs": len(ratios)}
     if ratios:
-        found["median"] = float(np.median(ratios))
-        found["90th"] = float(np.quantile(ratios, 0.9))
-    return rows, found
+        figures_of_pairs["median"] = float(np.median(ratios))
+        figures_of_pairs["90th"] = float(np.quantile(ratios, 0.9))
+    return rows, figures_of_pairs
 
 
 def apart_text(apart: dict[str, float]) -> str:
