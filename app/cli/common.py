@@ -129,7 +129,7 @@ def verb(
             *, as_json: bool, traceback: bool, verbose: bool = False, **parameters: Any
         ) -> None:
             cli = Invocation(Console(result_only=as_json), as_json, verbose)
-            before_abort(cli.close_aborted)
+            before_abort(cli.close_aborted, say=cli.console.error)
             try:
                 function(cli, **parameters)
             except (click.ClickException, click.Abort):

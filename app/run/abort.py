@@ -20,11 +20,18 @@ _first_to_abort = threading.Lock()
 
 
 _before: list[Callable[[int, str], object]] = []
+_say: list[Callable[[str], object]] = []
 
 
-def before_abort(report: Callable[[int, str], object]) -> None:
-    """Let `abort` call this with the exit code and its sentence, instead of an earlier one."""
+def before_abort(report: Callable[[int, str], object], *, say: Callable[[str], object]) -> None:
+    """Tells `abort` of the command that this process runs, instead of an earlier one.
+
+    Args:
+        report: Is called with the exit code and the sentence.
+        say: Prints the sentence where a person sees it: standard error may be a log by then.
+    """
     _before[:] = [report]
+    _say[:] = [say]
 
 
 def write_line(sentence: str, *, descriptor: int = 2) -> None:
@@ -41,7 +48,7 @@ def abort(
     exit_code: int,
     sentence: str = "",
     *,
-    say: Callable[[str], object] = write_line,
+    say: Callable[[str], object] | None = None,
 ) -> NoReturn:
     """Says why, flushes what has been printed, and ends this process; any thread may call it.
 
@@ -50,21 +57,22 @@ def abort(
     Args:
         exit_code: Of the process.
         sentence: Why, for a person; "" if that has been said.
-        say: Prints the sentence, by default on standard error.
+        say: Prints the sentence, by default as `before_abort` was told, or on standard error.
     """
     if _first_to_abort.acquire(timeout=SAY_SECONDS):
-        _say_and_flush(exit_code, sentence, say)
+        _say_and_flush(exit_code, sentence, [say] if say else [*_say, write_line])
     os._exit(exit_code)
 
 
-def _say_and_flush(exit_code: int, sentence: str, say: Callable[[str], object]) -> None:
+def _say_and_flush(exit_code: int, sentence: str, ways: list[Callable[[str], object]]) -> None:
     """Uses a thread of its own, because another thread may hold a stream's lock for ever."""
     done = threading.Event()
 
     def speak() -> None:
-        if sentence:
+        for say in ways if sentence else []:
             with contextlib.suppress(Exception):
                 say(sentence)
+                break
         for report in _before:
             with contextlib.suppress(Exception):
                 report(exit_code, sentence)

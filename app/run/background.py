@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from types import FrameType
 from typing import Generic, TypeVar
 
-from app.run.stopping import is_importing
+from app.run.stopping import Raised, is_importing
 
 SIGNAL = signal.SIGURG
 """Wakes the main thread. By default it is ignored, so that one that comes too late does no harm."""
@@ -69,12 +69,13 @@ class BackgroundWork(Generic[Result]):
             return
         main_thread = threading.get_ident()
         is_over = threading.Event()
+        raised = Raised()
 
         def interrupt(number: int, frame: FrameType | None) -> None:
             # During an import, the import machinery would keep a lock for ever.
-            if self._has_failed and not is_over.is_set() and not is_importing(frame):
-                is_over.set()
-                raise _WorkFailed
+            is_due = raised.is_gone and not is_over.is_set()
+            if self._has_failed and is_due and not is_importing(frame):
+                raised.throw(_WorkFailed())
 
         def wake_main_thread(future: Future[Result]) -> None:
             while self._has_failed and not is_over.is_set():

@@ -14,8 +14,10 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import NoReturn
 
 from app.errors import EXIT_STOPPED
 from app.run.abort import abort
@@ -52,14 +54,16 @@ def name_of(number: int) -> str:
 def end_on_signals() -> None:
     """From now on the first of these signals raises `Stopped`; call it in the main thread.
 
-    An exception that a signal's handler raises may be lost: Python ignores it in a finalizer, and
-    the import machinery would keep a lock for ever. So nothing is raised during an import, but
-    right after it, and a process that is still there `END_SECONDS` later is ended.
+    An exception that a signal's handler raises may be lost: Python ignores it in a finalizer, C and
+    C++ code may clear it, and the import machinery would keep a lock for ever. So nothing is raised
+    during an import, but right after it; what was lost is raised again; and a process that is still
+    there `END_SECONDS` later is ended.
     """
-    request = _StopRequest()
+    global _request
+    _request = _StopRequest()
     for number in SIGNALS:
         if not _is_ignored(number):
-            signal.signal(number, request.on_signal)
+            signal.signal(number, _request.on_signal)
 
 
 def _is_ignored(number: int) -> bool:
@@ -67,13 +71,39 @@ def _is_ignored(number: int) -> bool:
     return signal.getsignal(number) is signal.SIG_IGN
 
 
+class Raised:
+    """An exception that a signal's handler has raised, and whether it is still on its way.
+
+    Whoever unwinds for an exception, or handles it, refers to it. One that nothing refers to any
+    more was handled, or was lost.
+    """
+
+    def __init__(self) -> None:
+        self._reference: weakref.ref[BaseException] | None = None
+
+    def throw(self, error: BaseException) -> NoReturn:
+        """Raises an exception, and refers to it weakly."""
+        self._reference = weakref.ref(error)
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame, so it would keep itself alive
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing refers to the exception any more, or none has been raised."""
+        return self._reference is None or self._reference() is None
+
+
 class _StopRequest:
-    """The first signal that asked this process to stop, and whether it has been raised yet."""
+    """The first signal that asked this process to stop, and what has become of it."""
 
     def __init__(self) -> None:
         self.number = 0
         self.request_clock = 0.0
         self.raise_clock = 0.0
+        self.is_taken_over = False
+        self._raised = Raised()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -86,19 +116,41 @@ class _StopRequest:
             return
         if not is_importing(frame):
             self.raise_clock = now
-            raise Stopped(self.number)
+            self._raised.throw(Stopped(self.number))
+
+    def take_over(self) -> bool:
+        """Leaves a request that has not ended this process to who asks; whether there is one."""
+        self.is_taken_over = bool(self.number)
+        return self.is_taken_over
 
     def _enforce(self) -> None:
-        """Sends the signal again until it was raised, and ends a process that does not end."""
+        """Sends the signal until it ends this process, and ends one that does not end."""
+        was_due = False
         while time.monotonic() - self.request_clock < END_SECONDS:
             time.sleep(RESEND_SECONDS)
-            if not self.raise_clock:
+            if self.is_taken_over:
+                return
+            # Twice, because a command that has handled the exception is about to set the handlers
+            # of `end_at_once`.
+            is_due = self._is_due()
+            if is_due and was_due:
                 signal.pthread_kill(threading.main_thread().ident or 0, self.number)
+            was_due = is_due
         abort(
             EXIT_STOPPED,
             f"trireme: stopped by {name_of(self.number)}; what had been started did not end within "
             f"{END_SECONDS:.0f} s",
         )
+
+    def _is_due(self) -> bool:
+        """Whether the signal has raised nothing yet, or what it raised has been lost."""
+        is_recent = self.raise_clock and time.monotonic() - self.raise_clock < REPEAT_SECONDS
+        is_ours = signal.getsignal(self.number) == self.on_signal
+        return is_ours and self._raised.is_gone and not is_recent
+
+
+_request: _StopRequest | None = None
+"""Of the command that this process runs."""
 
 
 def end_at_once(exit_code: int) -> None:
@@ -129,6 +181,8 @@ def is_importing(frame: FrameType | None) -> bool:
 def stop_signals(ask: Callable[[], object]) -> Iterator[None]:
     """The first Ctrl-C, SIGTERM or SIGHUP calls `ask`; a later one raises KeyboardInterrupt.
 
+    One that came before calls it at once: its exception has been lost, or was not raised yet.
+
     Python handles signals in the main thread only. In another thread this does nothing, and signals
     are the program's own.
 
@@ -155,6 +209,9 @@ def stop_signals(ask: Callable[[], object]) -> Iterator[None]:
             continue  # under nohup the run is to outlive its terminal
         handlers[number] = signal.signal(number, on_signal)
     try:
+        if _request is not None and _request.take_over():
+            request_clock = time.monotonic()
+            ask()
         yield
     finally:
         for handled, handler in handlers.items():

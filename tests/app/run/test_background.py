@@ -33,6 +33,18 @@ def test_a_failure_ends_what_the_main_thread_waits_for() -> None:
     assert signal.getsignal(SIGNAL) == handler
 
 
+def test_a_failure_that_is_lost_is_raised_again() -> None:
+    work = BackgroundWork(fail)
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="the data is wrong"):
+        with work.failure_interrupts():
+            work.start()
+            with contextlib.suppress(BaseException):
+                time.sleep(LONG)
+            time.sleep(LONG)
+    assert time.monotonic() - began < LONG / 2
+
+
 def test_a_failure_that_came_before_is_raised_at_once() -> None:
     work = BackgroundWork(fail)
     work.start()

@@ -97,7 +97,9 @@ def test_a_command_that_starts_is_ended_at_any_moment(
     time.sleep(seconds)
     process.send_signal(signal_number)
     assert process.wait(60) == 130, lines.text
-    lines.when(signal.Signals(signal_number).name if "training run" not in lines.text else "stop")
+    name = signal.Signals(signal_number).name
+    wait_until(lambda: name in lines.text or "stopping: " in lines.text)  # a run is stopped
+    assert "did not end" not in lines.text
     assert "Traceback" not in lines.text
     assert "Exception ignored" not in lines.text
 
@@ -148,6 +150,105 @@ def test_a_process_that_does_not_end_in_time_is_killed() -> None:
     process.send_signal(TERM)
     assert process.wait(30) == 130
     lines.when("stopped by SIGTERM; what had been started did not end within 1 s")
+
+
+LOSES = """
+import contextlib, sys, threading, time
+from app.run import stopping
+class Finalizer:
+    def __del__(self):
+        wait()
+def wait():
+    print("waits", flush=True)
+    time.sleep(60)
+def catch():
+    with contextlib.suppress(BaseException):
+        wait()
+def finalize():
+    Finalizer()
+stopping.end_on_signals()
+"""
+
+
+@pytest.mark.parametrize("lose", ["catch", "finalize"])
+def test_a_stop_that_is_lost_is_raised_again(lose: str) -> None:
+    process = begin(program=[sys.executable, "-c", f"{LOSES}{lose}()\ntime.sleep(60)"])
+    lines = Lines(process)
+    lines.when("waits")
+    process.send_signal(TERM)
+    assert process.wait(60) == 1, lines.text
+    lines.when("app.run.stopping.Stopped: stopped by SIGTERM")
+    assert "did not end" not in lines.text
+
+
+@pytest.mark.parametrize("lose", ["catch", "finalize"])
+def test_a_stop_that_is_lost_before_a_run_begins_asks_the_run_to_stop(lose: str) -> None:
+    """Once, and the run may take longer to save than a command to tidy up."""
+    run = f"""
+stopping.END_SECONDS = 2.0
+{lose}()
+with stopping.stop_signals(lambda: print("asked")):
+    time.sleep(3)
+    print("saved")
+"""
+    process = begin(program=[sys.executable, "-c", LOSES + run])
+    lines = Lines(process)
+    lines.when("waits")
+    process.send_signal(TERM)
+    assert process.wait(60) == 0, lines.text
+    lines.when("saved")
+    assert lines.text.count("asked") == 1
+
+
+def test_a_stop_that_a_command_has_handled_is_not_raised_again() -> None:
+    command = """
+try:
+    wait()
+except stopping.Stopped:
+    stopping.end_at_once(130)
+time.sleep(2)
+print("ended by itself")
+sys.exit(130)
+"""
+    process = begin(program=[sys.executable, "-c", LOSES + command])
+    lines = Lines(process)
+    lines.when("waits")
+    process.send_signal(TERM)
+    assert process.wait(60) == 130, lines.text
+    lines.when("ended by itself")
+
+
+IN_A_RUN = """
+import contextlib, sys, time
+from pathlib import Path
+from app.cli.common import verb
+from app.console.terminal import Console
+from app.run import stopping
+stopping.END_SECONDS = 1.0
+log = Path(sys.argv.pop())
+@verb("hangs")
+def hangs(cli):
+    with cli.console.capture(log):
+        cli.console.say("waits")
+        while True:
+            with contextlib.suppress(BaseException):
+                time.sleep(60)
+stopping.end_on_signals()
+hangs()
+"""
+
+
+def test_a_person_is_told_why_a_command_is_killed_while_its_output_goes_to_a_log(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "driver.log"
+    process = begin(str(log), program=[sys.executable, "-c", IN_A_RUN])
+    lines = Lines(process)
+    lines.when("waits")
+    process.send_signal(TERM)
+    assert process.wait(60) == 130
+    lines.when("stopped by SIGTERM; what had been started did not end within 1 s")
+    assert "stopped by SIGTERM" in log.read_text()
 
 
 def test_under_nohup_a_run_outlives_its_terminal_and_stops_at_a_signal(tmp_path: Path) -> None:
