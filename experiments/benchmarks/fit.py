@@ -58,8 +58,8 @@ CONSTANTS: dict[str, Constant] = {
     "ampere.attention": Constant(0.69, 0.55, 0.75),
     # Measured on one H100: 0.54 to 0.60.
     "hopper.attention": Constant(0.58, 0.54, 0.62),
-    # The share of the memory's bandwidth that element-wise kernels reach; that of an H100 is
-    # measured (constants.yaml).
+    # The share of the memory's bandwidth that element-wise kernels reach; that of an H100 is of its
+    # own trainings (constants.yaml).
     "ampere.stream": Constant(0.78, 0.65, 0.92),
     # The start and the end of a tile, in steps of its inner dimension; an H100's is measured.
     "ampere.k_half": Constant(100, 40, 400),

@@ -152,8 +152,11 @@ def test_what_mlflow_says_of_a_full_database_is_the_databases_own_words() -> Non
         "block) (sqlite3.OperationalError) database or disk is full\n[SQL: INSERT INTO runs (a)]\n"
         "(Background on this error at: https://sqlalche.me/e/21/e3q8)"
     )
-    message = r"^MLflow at sqlite:///a said: \(sqlite3.OperationalError\) database or disk is full$"
-    with pytest.raises(TransientError, match=message), mlflow_errors("sqlite:///a"):
+    answer = r"\(sqlite3.OperationalError\) database or disk is full$"
+    with (
+        pytest.raises(TransientError, match=f"^MLflow at sqlite:///a answered: {answer}"),
+        mlflow_errors("sqlite:///a"),
+    ):
         raise OSError(words)
 
 
