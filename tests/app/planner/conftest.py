@@ -92,14 +92,19 @@ def plan_of(
 def allocated_peak(work: Callable[[], None], folder: Path) -> float:
     """The most bytes that torch's allocator on the CPU has handed out during `work`.
 
+    With several threads, a processor with AMX copies a matrix before it multiplies by it.
+
     Args:
         work: What is done.
         folder: Where the profiler writes.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         marker = torch.ones(1)
         work()
         del marker
+    torch.set_num_threads(threads)
     profiler.export_chrome_trace(str(folder / "trace.json"))
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     sizes = [
