@@ -122,11 +122,14 @@ class RayWorkers(Workers):
     def poll(self, stop: bool) -> Poll:
         """See `Workers`."""
         self.wait()
+        # A rank sends its exception, with the line of a person's own code, and waits until that has
+        # arrived, before its call ends. So what has ended is looked up first.
+        lost = self.lost()
         try:
             report = self.queue.drain(stop)
         except QueueDied as error:
-            lost = WorkerLost("the process between the driver and its workers", str(error))
-            return Poll(ended={None: lost})
+            lost_queue = WorkerLost("the process between the driver and its workers", str(error))
+            return Poll(ended={None: lost_queue})
         statuses: dict[int, Status] = {}
         for beat, ranks in report.beats.items():
             statuses |= dict.fromkeys(ranks, Status.of(beat))
@@ -145,7 +148,7 @@ class RayWorkers(Workers):
             events=events,
             statuses=statuses,
             silent=self.silent,
-            ended=self._ended(),
+            ended=self._ended(lost),
             placed=self._look_for_places(),
         )
 
@@ -198,7 +201,10 @@ class RayWorkers(Workers):
 
     @abstractmethod
     def lost(self) -> Failures:
-        """Ranks whose processes have ended without an exception of their own, as far as known."""
+        """Ranks whose processes or calls have ended with an error, as far as known.
+
+        The rank None has an error of the whole attempt, which the errors of ranks explain better.
+        """
 
     def _take(self, event: Event) -> bool:
         """Notes what concerns this object; returns whether the event is then done with."""
@@ -214,10 +220,11 @@ class RayWorkers(Workers):
                 return True
         return False
 
-    def _ended(self) -> Failures | None:
+    def _ended(self, lost: Failures) -> Failures | None:
         """What ended the attempt; None while it runs, or other ranks may still say why."""
-        for rank, error in self.lost().items():
-            self.failures.setdefault(rank, error)
+        for rank, error in lost.items():
+            if rank is not None or not self.failures:
+                self.failures.setdefault(rank, error)
         if not self.failures:
             return {} if self.finished else None
         now = time.monotonic()

@@ -10,9 +10,11 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import cloudpickle
 import psutil
 import pytest
 import ray
@@ -20,7 +22,7 @@ import torch
 from torch.distributed import HashStore, TCPStore
 
 from app.config.io import with_values
-from app.errors import UserError
+from app.errors import SourceLine, UserError, own_line
 from app.launchers import actors, ray_workers, threads, train
 from app.launchers.actors import ActorWorkers, Placement, placement, resources_of_stages
 from app.launchers.ray_launch import (
@@ -29,11 +31,12 @@ from app.launchers.ray_launch import (
     resources_to_ask_for,
     workers_after_waiting,
 )
+from app.launchers.ray_workers import RayWorkers
 from app.launchers.store import open_store
 from app.launchers.torchrun import Environment, StoreHeartbeat
-from app.launchers.workers import kill_process
+from app.launchers.workers import Failures, kill_process
 from app.run.prepare import Prepared, with_idle_gpus
-from app.training.events import WorkerInfo
+from app.training.events import WorkerFailed, WorkerInfo
 from app.training.job import Heartbeat
 from cluster import ClusterError
 from cluster.connect import Cluster
@@ -327,6 +330,42 @@ def test_a_worker_that_is_gone_already_is_not_killed_again(
     monkeypatch.setattr(os, "kill", kill)
     kill_process(12345)
     kill.assert_called_once_with(12345, signal.SIGKILL)
+
+
+class EndsWhileTheQueueIsRead(RayWorkers):
+    """One rank, which sends its exception and ends after the queue was read, before all else."""
+
+    def __init__(self) -> None:
+        super().__init__(Mock())
+        self.queue.drain = self.drain  # type: ignore[method-assign]
+        self.sent: list[bytes] = []
+        job = Mock()
+        job.layout.dims.world_size = 1
+        self.begin_attempt(job)
+
+    def drain(self, stop: bool) -> Any:
+        """What was sent until now; then the rank fails."""
+        report = SimpleNamespace(beats={}, silent=None, events=self.sent)
+        line = SourceLine(file="mine.py", line=7, function="loss", text="return labels[0]")
+        self.sent = [cloudpickle.dumps([WorkerFailed(rank=0, error=IndexError("0"), line=line)])]
+        return report
+
+    def wait(self) -> None:
+        """The test does not wait."""
+
+    def lost(self) -> Failures:
+        """Ray has an exception of its own for the call, which has no traceback."""
+        return {0: IndexError("0")} if self.sent else {}
+
+    def _look_for_places(self) -> bool:
+        return True
+
+
+def test_a_rank_that_ends_while_the_queue_is_read_is_told_with_the_line_that_it_sent() -> None:
+    workers = EndsWhileTheQueueIsRead()
+    while (ended := workers.poll(stop=False).ended) is None:
+        pass
+    assert str(own_line(ended[0])).endswith("return labels[0]")
 
 
 @pytest.mark.gpu
