@@ -46,6 +46,9 @@ PROGRAMS = ("ip", "sshd", "rsync", "ssh")
 
 def unavailable() -> str:
     """Why there can be no lab here; "" if there can."""
+    for folder in ("/tmp", "/root", "/dev/shm"):
+        if ROOT.is_relative_to(folder):
+            return f"the hosts of a lab have a {folder} of their own, and do not see {ROOT}"
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     missing = [program for program in PROGRAMS if not shutil.which(program, path=path)]
     if missing:
