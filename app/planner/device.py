@@ -213,12 +213,12 @@ def device_named(name: str, measured: dict[str, Any] | None = None) -> Device:
     values["ranges"] = fitted["ranges"]
     if family:
         values = _overridden(values, known["families"][family])
+        if not _has_bridge(datasheet, measured or {}):
+            values |= values.get("without_bridge", {})
     family_fit = fitted["families"].get(family)
     if family_fit:
         values = _overridden(values, family_fit) | {"fitted": True}
     values = _overridden(values, known["gpus"].get(datasheet.base, {})) | (measured or {})
-    if family == "geforce" and _has_bridge(datasheet, values) and "within" not in (measured or {}):
-        values["within"] = known["default"]["within"]
     if datasheet.name == "cpu":
         values["ranges"] = {}
     of_datasheet = {
@@ -234,9 +234,9 @@ def device_named(name: str, measured: dict[str, Any] | None = None) -> Device:
     )
 
 
-def _has_bridge(gpu: Gpu, values: Mapping[str, Any]) -> bool:
+def _has_bridge(gpu: Gpu, measured: Mapping[str, Any]) -> bool:
     """Whether a GPU was given a faster link than its datasheet's PCIe: an NVLink bridge."""
-    link_within = values.get("link_within", gpu.link_within)
+    link_within = measured.get("link_within", gpu.link_within)
     return bool(link_within > find_gpu(gpu.base).link_within)
 
 

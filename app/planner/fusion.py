@@ -86,6 +86,7 @@ class Fusion:
         self._storages: dict[int, _Storage] = {}
         self._kernels: set[tuple[Place, int]] = set()
         self._last_levels: dict[Place, int] = {}
+        """The highest level so far of each place, that of the kernel that a program is at."""
 
     def elementwise(
         self,

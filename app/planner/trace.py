@@ -57,7 +57,8 @@ FREE = {
 CALL_OPERATIONS = 4
 """What a call of a compiled function takes the host, in operations.
 
-There are its guards, its kernel, and what is done with its results.
+Its guards and its kernel count as two. Two more copy and add up its results, which the compiled
+kernels of a part would otherwise count once for all calls. An assumption, not a measurement.
 """
 PROMOTING = {"add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_"}
 """Operations of which a CPU's kernel first copies an operand of another type into the result's."""

@@ -146,7 +146,9 @@ def test_cards_that_cannot_reach_each_other_send_through_the_host_without_a_brid
     assert card.gpu.link_within == workstation.gpu.link_within
     assert card.within < workstation.within / 3
     assert card.latency_within > workstation.latency_within
-    assert device_named("rtx-3090:link=56GB/s").within == workstation.within
+    bridged = device_named("rtx-3090:link=56GB/s")
+    assert bridged.within == workstation.within
+    assert bridged.latency_within == workstation.latency_within
     assert device_named("rtx-3090", {"link_within": 5e10}).within == workstation.within
     assert device_named("rtx-3090", {"link_within": 5e9, "within": 1.0}).within == 1.0  # measured
 
