@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from app.errors import nearest
+from app.errors import EXIT_REFUSED, UserError, nearest
 
 BENCHMARKS = {
     "figures": "the tables of RESULTS.md: how old each is, and --measure measures them anew",
@@ -56,7 +56,11 @@ def main() -> None:
         sys.exit(f"{name!r} is not a benchmark{hint}")
     module_name = MODULES.get(name, name.replace("-", "_"))
     module = importlib.import_module(f"experiments.benchmarks.{module_name}")
-    module.main(sys.argv[1 + words :], prog_name=f"benchmarks {name}")
+    try:
+        module.main(sys.argv[1 + words :], prog_name=f"benchmarks {name}")
+    except UserError as error:
+        print(f"benchmarks {name}: {error}", file=sys.stderr)
+        sys.exit(EXIT_REFUSED)
 
 
 if __name__ == "__main__":

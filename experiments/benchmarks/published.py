@@ -511,13 +511,16 @@ def main(
             "--memory reads few runs: leave out --fit, --leave-out, --calibration, --regret and "
             "--sweep"
         )
-    all_runs = sweep_runs() if sweep else runs(*tables)
+    studies_plans = any((of_memory, fits, leave_out, calibration, regret, sweep))
+    if compares_publishers and (studies_plans or parts or described or shows_runs):
+        raise UserError("--publishers plans nothing: leave out all other options but --json")
     if compares_publishers:
-        rows, apart = evidence.publishers(all_runs)
+        rows, apart = evidence.publishers(runs(*tables))
         show("published", apart | {"table": rows}, rows, as_json=as_json)
         if rows and not as_json:
             click.echo(evidence.apart_text(apart))
         return
+    all_runs = sweep_runs() if sweep else runs(*tables)
     if of_memory:
         all_runs = [run for run in all_runs if run.memory_gib]
     prepared = [prepare(run) for run in all_runs]

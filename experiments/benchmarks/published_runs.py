@@ -34,6 +34,8 @@ from typing import Any
 
 import yaml
 
+from app.errors import UserError, described
+
 FOLDER = Path(__file__).parent
 TABLES = tuple(FOLDER / name for name in ("published.csv", "llm_foundry.csv.gz", "beyond.csv.gz"))
 LATER_TABLES = tuple(
@@ -577,7 +579,14 @@ def sweep_runs() -> list[Run]:
 
 
 def _read_table(path: Path) -> list[Run]:
-    return _runs_of(_entries(path))
+    try:
+        return _runs_of(_entries(path))
+    except (ValueError, KeyError, csv.Error, gzip.BadGzipFile) as error:
+        is_missing = isinstance(error, KeyError)
+        reason = f"it has no column {error}" if is_missing else described(error)
+        raise UserError(
+            f"{path} is not a table of published runs ({reason}): give one such as {TABLES[0]}"
+        ) from error
 
 
 def _entries(path: Path) -> list[dict[str, str]]:

@@ -22,6 +22,7 @@ from click.testing import CliRunner
 
 from app.config.io import load_config
 from app.data.order import Order
+from app.errors import EXIT_REFUSED, UserError
 from app.models.gpt import GPT
 from app.planner.machine import MachineOptions, find_machine
 from app.planner.plan import GIB
@@ -30,6 +31,7 @@ from app.planner.read import Reader
 from app.planner.stand_in import plan_experiment
 from app.tasks.huggingface.model import find_model, library, resolve_config
 from cluster.hardware import find_gpu
+from experiments.benchmarks import __main__ as benchmarks
 from experiments.benchmarks import (
     compared,
     evidence,
@@ -201,6 +203,29 @@ def test_the_planners_choice_is_compared_with_published_runs() -> None:
         assert figures["ran_out"] == ran_out and figures["models"] == 1
         assert (figures["median_loss"] is None) == bool(ran_out)
     assert not evidence.choices(members), "two layouts are too few"
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["loss,rate\n1,2\n", "model,gpu,ran_out\ngpt,h100-80gb,0\n", "d_model,n_heads\nwide,8\n"],
+)
+def test_what_is_no_table_of_published_runs_is_refused(content: str, tmp_path: Path) -> None:
+    table = tmp_path / "other.csv"
+    table.write_text(content)
+    with pytest.raises(UserError, match=r"other.csv is not a table of published runs \(.*\): give"):
+        published_runs.runs(table)
+
+
+@pytest.mark.parametrize("options", [["--publishers", "--fit"], ["--memory", "--sweep"]])
+def test_options_that_exclude_each_other_are_refused_in_one_line(
+    options: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "published", *options])
+    with pytest.raises(SystemExit) as ended:
+        benchmarks.main()
+    assert ended.value.code == EXIT_REFUSED
+    message = capsys.readouterr().err
+    assert message.startswith(f"benchmarks published: {options[0]} ") and message.count("\n") == 1
 
 
 def test_publishers_of_the_same_run_are_compared_and_pages_of_one_repository_are_not() -> None:
