@@ -11,13 +11,12 @@ that are no longer needed.
 """
 
 import contextlib
-import errno
 import hashlib
 import json
 import time
 
 from app.checkpoint.commit import Commit, survey
-from app.errors import UserError
+from app.errors import FORBIDDEN, UserError
 from app.storage.storage import Storage
 
 MARKS = "forks"
@@ -52,7 +51,7 @@ def hold(commit: Commit, fork: str, *, until_released: bool = False) -> bool:
         Storage(folder).join(MARKS).make()
         Storage(folder).write_bytes(f"{MARKS}/{_mark_name(fork)}", json.dumps(mark).encode())
     except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno not in FORBIDDEN:
             raise
         is_marked = False
     if all(existing.path != commit.path for existing in survey(folder).commits):

@@ -617,7 +617,7 @@ def _png(name: str, value: Any) -> bytes:
             value.save(file, format="png")
         else:
             _write_pixels(file, torch.as_tensor(value))
-    except (NotImplementedError, RuntimeError, TypeError, ValueError, OSError) as error:
+    except (RuntimeError, TypeError, ValueError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"on_evaluation logs {name!r} with {described(value)} ({reason}), but it must be a "

@@ -126,6 +126,16 @@ def test_an_import_that_is_interrupted_is_finished_first(tmp_path: Path) -> None
     assert "imported" in lines.text and "Stopped: stopped by SIGTERM" in lines.text, lines.text
 
 
+def stopped_while_it_waits(program: str, *, code: int) -> Lines:
+    """What a program prints, ended with an exit code, that gets SIGTERM when it prints "waits"."""
+    process = begin(program=[sys.executable, "-c", program])
+    lines = Lines(process)
+    lines.when("waits")
+    process.send_signal(TERM)
+    assert process.wait(60) == code, lines.text
+    return lines
+
+
 LOST = """
 import time
 from app.run import stopping
@@ -144,11 +154,7 @@ Finalizer()
 
 
 def test_a_process_that_does_not_end_in_time_is_killed() -> None:
-    process = begin(program=[sys.executable, "-c", LOST])
-    lines = Lines(process)
-    lines.when("waits")
-    process.send_signal(TERM)
-    assert process.wait(30) == 130
+    lines = stopped_while_it_waits(LOST, code=130)
     lines.when("stopped by SIGTERM; what had been started did not end within 1 s")
 
 
@@ -172,11 +178,7 @@ stopping.end_on_signals()
 
 @pytest.mark.parametrize("lose", ["catch", "finalize"])
 def test_a_stop_that_is_lost_is_raised_again(lose: str) -> None:
-    process = begin(program=[sys.executable, "-c", f"{LOSES}{lose}()\ntime.sleep(60)"])
-    lines = Lines(process)
-    lines.when("waits")
-    process.send_signal(TERM)
-    assert process.wait(60) == 1, lines.text
+    lines = stopped_while_it_waits(f"{LOSES}{lose}()\ntime.sleep(60)", code=1)
     lines.when("app.run.stopping.Stopped: stopped by SIGTERM")
     assert "did not end" not in lines.text
 
@@ -191,11 +193,7 @@ with stopping.stop_signals(lambda: print("asked")):
     time.sleep(3)
     print("saved")
 """
-    process = begin(program=[sys.executable, "-c", LOSES + run])
-    lines = Lines(process)
-    lines.when("waits")
-    process.send_signal(TERM)
-    assert process.wait(60) == 0, lines.text
+    lines = stopped_while_it_waits(LOSES + run, code=0)
     lines.when("saved")
     assert lines.text.count("asked") == 1
 
@@ -210,11 +208,7 @@ time.sleep(2)
 print("ended by itself")
 sys.exit(130)
 """
-    process = begin(program=[sys.executable, "-c", LOSES + command])
-    lines = Lines(process)
-    lines.when("waits")
-    process.send_signal(TERM)
-    assert process.wait(60) == 130, lines.text
+    lines = stopped_while_it_waits(LOSES + command, code=130)
     lines.when("ended by itself")
 
 
