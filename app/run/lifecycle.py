@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from app.console.terminal import duration, evaluation_line, quantity
+from app.console.terminal import duration, evaluation_line, quantity, size
 from app.errors import Interrupted, RunFailed
 from app.run.driver import Driver
 from app.run.fork import adopt, find_origin
@@ -244,6 +244,29 @@ def _batches_in_words(batch: Mapping[str, Any]) -> str:
     )
 
 
+def _plan_in_words(metrics: Mapping[str, float]) -> str:
+    """The time of a step and the memory of a run beside what was planned.
+
+    Args:
+        metrics: Those of `Estimate.compare`.
+    """
+    seconds = metrics["plan/step_seconds_measured"]
+    planned_seconds = metrics["plan/step_seconds"]
+    words = (
+        f"a step took {quantity(seconds)} s; {quantity(planned_seconds)} s were planned "
+        f"({seconds / planned_seconds - 1:+.0%})"
+    )
+    if "plan/memory_error" in metrics:
+        memory = metrics["plan/memory_bytes_measured"]
+        # The plan's margin for fragmentation is not among the bytes that are measured.
+        planned_memory = memory * (1 + metrics["plan/memory_error"])
+        words += (
+            f"; tensors took {size(memory)}; {size(planned_memory)} were planned "
+            f"({memory / planned_memory - 1:+.0%})"
+        )
+    return words
+
+
 def _print_summary(driver: Driver, outcome: Outcome) -> None:
     console = driver.console
     summary = outcome.summary
@@ -275,6 +298,8 @@ def _print_summary(driver: Driver, outcome: Outcome) -> None:
     if "batch" in summary:
         console.say(f"  batch     {_batches_in_words(summary['batch'])}")
     console.say(f"  speed     {speed}")
+    if "plan" in summary:
+        console.say(f"  plan      {_plan_in_words(summary['plan'])}")
     if driver.meter is not None and driver.meter.rate:
         console.say(f"  cost      {driver.meter.total()}")
     console.say(f"  stored    {outcome.folder}")

@@ -79,3 +79,17 @@ def test_a_signal_is_told_what_is_done_first(
         signal.raise_signal(signal.SIGTERM)
     assert driver.stopping
     assert capsys.readouterr().out.startswith(shown)
+
+
+def test_a_run_whose_layout_was_planned_says_how_far_the_plan_was_off() -> None:
+    on_cpu = {"plan/step_seconds": 0.8, "plan/step_seconds_measured": 0.72}
+    assert lifecycle._plan_in_words(on_cpu) == ("a step took 0.72 s; 0.8 s were planned (-10%)")
+    on_gpu = {
+        **on_cpu,
+        "plan/memory_bytes_measured": 60e9,
+        "plan/memory_error": -0.5,
+    }
+    assert lifecycle._plan_in_words(on_gpu) == (
+        "a step took 0.72 s; 0.8 s were planned (-10%); "
+        "tensors took 60.0 GB; 30.0 GB were planned (+100%)"
+    )
