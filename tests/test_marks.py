@@ -10,7 +10,16 @@ from tests.conftest import COLLECTED
 
 pytestmark = pytest.mark.pure
 
-STARTS = {"CliRunner", "invoke", "start", "subprocess", "torchrun", "trireme"}
+STARTS = {
+    "CliRunner",
+    "in_processes",
+    "invoke",
+    "run_to_the_end",
+    "start",
+    "subprocess",
+    "torchrun",
+    "trireme",
+}
 """Names with which a test file begins processes or whole commands: none of its tests is pure."""
 MAY_START = {"ROWS", "Reader", "load_task", "mlflow"}
 """Names with which a test file builds whole models, reads runs or waits: its author decides."""

@@ -1,9 +1,14 @@
 """Runs a function in new processes of this machine, which form a process group of their own."""
 
+import contextlib
 import json
+import math
+import signal
 import tempfile
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -39,29 +44,100 @@ def in_processes(
         RunFailed: A process failed, or they took too long.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.start_processes(
+        run_to_the_end(
             _run,
-            (workers, folder, function, arguments),
+            workers,
+            workers,
+            folder,
+            function,
+            arguments,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        return json.loads(Path(folder, RESULT_FILE).read_text())
+
+
+def run_to_the_end(
+    main: Callable[..., None],
+    workers: int,
+    *arguments: Any,
+    timeout: float | None = None,
+    start_method: str = "spawn",
+) -> None:
+    """Call `main(rank, *arguments)` in new processes, and wait until all have ended.
+
+    Args:
+        main: Of a module, not of another function.
+        workers: The number of processes.
+        arguments: Further arguments.
+        timeout: Seconds; None for no limit.
+        start_method: As `torch.multiprocessing.start_processes` takes it.
+
+    Raises:
+        RunFailed: A process failed, or they took too long. If several have failed, it says what the
+            first one raised, since the others have only lost their connection to it.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        first_error = Path(folder, "first_error")
+        context = multiprocessing.start_processes(
+            _keep_first_error,
+            (str(first_error), main, arguments),
             nprocs=workers,
             join=False,
             daemon=True,
             start_method=start_method,
         )
-        deadline = time.monotonic() + timeout
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         try:
-            while not context.join(timeout=max(0.1, deadline - time.monotonic())):
+            while not context.join(timeout=_seconds_until(deadline)):
                 if time.monotonic() > deadline:
                     raise RunFailed(f"{workers} processes took more than {timeout:.0f} s")
-        except multiprocessing.ProcessRaisedException as error:
-            last_line = str(error).strip().splitlines()[-1]
-            raise RunFailed(last_line[:300]) from None
-        except multiprocessing.ProcessExitedException as error:  # killed, perhaps out of memory
-            raise RunFailed(str(error)) from None
+        except (
+            multiprocessing.ProcessRaisedException,
+            multiprocessing.ProcessExitedException,  # killed, perhaps out of memory
+        ) as error:
+            reason = _killed_process(context.processes)
+            if not reason and first_error.exists():
+                reason = first_error.read_text()
+            reason = reason or str(error).strip().splitlines()[-1]
+            raise RunFailed(reason[:300]) from None
         finally:
             for process in context.processes:
                 process.kill()
                 process.join()
-        return json.loads(Path(folder, RESULT_FILE).read_text())
+
+
+def _seconds_until(deadline: float) -> float | None:
+    """At least a tenth of a second; None if there is no deadline."""
+    return None if deadline == math.inf else max(0.1, deadline - time.monotonic())
+
+
+def _keep_first_error(
+    rank: int, first_error: str, main: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    """The main function of a process: writes what it raises, unless another one has done so.
+
+    What a process raises because a peer is gone comes after what that peer has raised.
+    """
+    try:
+        main(rank, *arguments)
+    except Exception as error:
+        line = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        with contextlib.suppress(FileExistsError), open(first_error, "x") as file:
+            file.write(line)
+        raise
+
+
+def _killed_process(processes: Sequence[BaseProcess]) -> str:
+    """Which process a signal from outside has ended; "" if none.
+
+    torch ends the other processes by SIGTERM when one has failed.
+    """
+    for rank, process in enumerate(processes):
+        code = process.exitcode
+        if code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS):
+            return f"process {rank} was ended by {signal.Signals(-code).name}"
+    return ""
 
 
 def _run(

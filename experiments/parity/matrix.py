@@ -31,11 +31,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as processes
 from torch import nn
 from torch.func import functional_call
 
 from app.data import loader
+from app.errors import RunFailed
+from app.planner.processes import run_to_the_end
 from app.run.abort import abort
 from experiments.parity.curves import (
     Batch,
@@ -384,18 +385,16 @@ class Runner:
         error = "its processes ended"
         with tempfile.TemporaryDirectory(prefix="trireme-parity-") as folder:
             try:
-                processes.start_processes(
+                run_to_the_end(
                     _worker,
-                    (self, runs, folder),
-                    nprocs=runs[0].row.workers,
-                    daemon=True,
+                    runs[0].row.workers,
+                    self,
+                    runs,
+                    folder,
                     start_method="forkserver",
                 )
-            except (
-                processes.ProcessRaisedException,
-                processes.ProcessExitedException,
-            ) as process_error:
-                error = str(process_error).strip().splitlines()[-1]
+            except RunFailed as failure:
+                error = str(failure)
             results = []
             for number, run in enumerate(runs):
                 file = Path(folder, str(number))
