@@ -51,7 +51,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_convert
 
 from app.config.batch_schedule import BatchSchedule
 from app.data.collate import collate_of
-from app.data.mixture import order_of
+from app.data.mixture import ORDER_VERSION, order_of
 from app.data.order import HELD_OUT_SEED, StepShare, shares
 from app.data.randomness import host_state, seed_sample
 from app.data.stream import examples, is_stream, stream_steps
@@ -117,6 +117,7 @@ def train_batches(
     steps: int,
     device: torch.device,
     data_workers: int = 0,
+    order_version: int = ORDER_VERSION,
     mark: str = "",
     note: Callable[[str], object] = lambda mark: None,
     counted: Callable[[Batch], Any] = lambda batch: batch,
@@ -137,6 +138,7 @@ def train_batches(
         steps: The number of steps.
         device: Where to move the batches.
         data_workers: Processes that fetch samples of a map-style data set; 0 means this process.
+        order_version: How the sets of a Mixture are shuffled.
         mark: Where a stream continues.
         note: Called with the stream's mark after each step.
         counted: Makes the item that is yielded from a micro-batch. It receives the batch as it was
@@ -169,7 +171,7 @@ def train_batches(
     ahead = _ahead(device, in_thread=bool(data_workers) or not is_random)
 
     def picks() -> Iterator[Picks]:
-        order = order_of(dataset, seed)
+        order = order_of(dataset, seed, order_version)
         for share in step_shares():
             indices = order.indices(share.begin, share.size).tolist()
             for part in share.micro_batches:

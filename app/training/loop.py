@@ -420,6 +420,7 @@ class Training:
             steps=self.steps - self.steps_done if steps is None else steps,
             device=self.place.device,
             data_workers=config.data_workers,
+            order_version=self.progress.order_version,
             mark=self.progress.stream,
             note=remember_position,
             counted=lambda batch: CountedBatch(batch, count_items(self.task, batch)),

@@ -556,8 +556,8 @@ def _checked(key: str, value: Any) -> Any:
             is_valid = value in ("", BEST, SOONEST)
             expected = f"{BEST} or {SOONEST}"
         case "seed":
-            is_valid = is_integer
-            expected = "a whole number"
+            is_valid = is_integer and value >= 0
+            expected = "a whole number, 0 or greater"
         case "mode":
             is_valid = value in ("min", "max")
             expected = "min or max"
