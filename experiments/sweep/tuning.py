@@ -12,8 +12,10 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import ray
 from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.schedulers import TrialScheduler
@@ -27,10 +29,10 @@ from app.run.cost import check_budget, rate_here
 from app.run.stopping import stop_signals
 from app.storage.storage import Storage
 from app.tracking.settings import resolve_tracking
-from cluster.connect import Cluster
+from cluster.connect import Cluster, disconnect
 from cluster.pending import check_feasible
 from cluster.shape import NodeState
-from experiments.sweep.budget import BudgetSpent, Ledger, end_at_once, watched
+from experiments.sweep.budget import BudgetSpent, Ledger, watched
 from experiments.sweep.prior import nearest_point
 from experiments.sweep.search import make_scheduler, make_searcher
 from experiments.sweep.spec import Sweep
@@ -195,10 +197,10 @@ def run_trials(
     def save_trials(seconds: float | None = None) -> None:
         if observer.ending is None:
             observer.ending = set(observer.running)
-            # Written under another name, so that a trial sees all of it or nothing.
-            written = stop_file.with_suffix(".new")
-            written.write_text("" if seconds is None else f"{seconds:.3f}")
-            written.replace(stop_file)
+        # Written under another name, so that a trial sees all of it or nothing.
+        written = stop_file.with_suffix(".new")
+        written.write_text("" if seconds is None else f"{seconds:.3f}")
+        written.replace(stop_file)
 
     def stop_trials() -> None:
         if observer.is_over_budget:
@@ -213,10 +215,11 @@ def run_trials(
         save_trials(ledger.seconds_to_save(observer.rate()))
 
     stop_file.unlink(missing_ok=True)
-    counting = watched(ledger, observer.rate, ask=end_within_budget, end=end_at_once)
-    with stop_signals(stop_trials):
+    with stop_signals(stop_trials) as signals:
+        # If the block does not end, its connection to Ray does, and trials with it.
+        end = partial(signals.end, last_resort=disconnect)
         try:
-            with counting:
+            with watched(ledger, observer.rate, ask=end_within_budget, end=end):
                 tuner.fit()
         except tune.TuneError as error:
             if observer.problem is None and not observer.is_stopping:
@@ -224,6 +227,10 @@ def run_trials(
                 raise RunFailed(f"Ray Tune gave up: {reason}") from error
         except KeyboardInterrupt:
             if not observer.is_over_budget:
+                raise
+        except Exception:
+            is_disconnected = not ray.is_initialized()
+            if not (observer.is_over_budget and is_disconnected):
                 raise
     # trial.json and the folders of the runs are what is kept.
     shutil.rmtree(store.folder / TUNE_FOLDER, ignore_errors=True)
