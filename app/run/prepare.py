@@ -23,10 +23,10 @@ from app.data.loader import (
     fetch,
     is_reproducible,
     length,
-    micro_batch_slices,
     pipeline_example,
     tensors,
 )
+from app.data.order import micro_batch_slices
 from app.data.randomness import seed_everything
 from app.data.stream import continues_exactly, is_stream
 from app.errors import UserError, nearest, own_code
