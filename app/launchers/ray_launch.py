@@ -234,7 +234,8 @@ class RayLaunch:
                 return diagnosis
             if is_over:
                 raise ClusterError(
-                    f"the workers have no places after {wait_seconds:g} s: {sentence}"
+                    f"the workers have no places after {wait_seconds:g} s "
+                    f"(cluster.wait_seconds): {sentence}"
                 )
         return None
 

@@ -347,7 +347,10 @@ class Supervisor:
         wait_seconds = job.config.cluster.wait_seconds
         is_first_attempt = not self.history and driver.first_step_clock is None
         if is_first_attempt and now - self.attempt_clock > wait_seconds:
-            raise ClusterError(f"the workers have no places after {wait_seconds:g} s: {sentence}")
+            raise ClusterError(
+                f"the workers have no places after {wait_seconds:g} s (cluster.wait_seconds): "
+                f"{sentence}"
+            )
         if sentence != self.pending_sentence:
             self.pending_sentence = sentence
             driver.console.say(f"waiting for resources: {sentence}")

@@ -289,7 +289,8 @@ def test_workers_without_places_say_why_and_a_start_does_not_wait_for_ever(
     expected = "waiting for resources: bundle 2 is held"
     assert remarks == [f"{expected} by job 1", expected]
     if ends:
-        assert str(caught.value) == "the workers have no places after 0.05 s: bundle 2 is held"
+        waited = "the workers have no places after 0.05 s (cluster.wait_seconds)"
+        assert str(caught.value) == f"{waited}: bundle 2 is held"
 
 
 def growing(*keys: str) -> tuple[Scene, list[int]]:
