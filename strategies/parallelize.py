@@ -112,6 +112,7 @@ def parallelize(
     has_mesh = dims.world_size > 1 or strategy.is_sharded
     mesh = dims.build_mesh(device.type) if has_mesh else None
 
+    # Step 1 of this file's docstring: layers are split, and blocks of other stages taken out.
     split = None
     if mesh is not None and dims.tp > 1:
         split = tensor_parallel.apply(
@@ -133,6 +134,7 @@ def parallelize(
         precision.require_float8(device)
         float8_notes = precision.use_float8(module, names)
 
+    # The end of step 1 and steps 2 and 3 replace the forwards of blocks.
     context = _wrap_forwards(
         module,
         names,
@@ -143,6 +145,7 @@ def parallelize(
         split=split,
         is_pipeline=division is not None,
     )
+    # Step 4 goes around these forwards.
     moved = None
     if options.activation_offloading:
         moved = activation_offloading.apply(module, names, device, is_pipeline=division is not None)
@@ -151,6 +154,7 @@ def parallelize(
     if options.weight_dtype != "fp32" and not applies_casts:
         precision.cast_calls(module, options.precision, options.float_output)
 
+    # Step 5 is the data-parallel strategy's, which calls `load` once, when it needs the weights.
     def load() -> None:
         if not on_meta:
             module.to(device)

@@ -156,18 +156,19 @@ class Console:
         if not self.quiet and self._messages.isatty():
             self._rewrite(text)
 
-    def waits_for(self, what: str) -> None:
+    def waits_for(self, what: str, *, since: float | None = None) -> None:
         """From now on print "waiting for …" whenever nothing has been printed for a while.
 
         Args:
             what: For example "Ray to start"; "" stops the notices.
+            since: When the wait began, in seconds of the monotonic clock; None means now.
         """
         if self._waiting is not None:
             self._waiting.stop.set()
             self._waiting = None
         if what and not self.quiet:
             self._waiting = WaitingNotice(
-                what, lambda text: self._print(text, stream=self._messages)
+                what, lambda text: self._print(text, stream=self._messages), since=since
             )
 
     @contextlib.contextmanager
@@ -238,13 +239,17 @@ class WaitingNotice:
     Args:
         what: What comes after "waiting for".
         say: Prints a line.
+        since: When the wait began, in seconds of the monotonic clock; None means now.
     """
 
-    def __init__(self, what: str, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, what: str, say: Callable[[str], None], *, since: float | None = None
+    ) -> None:
+        now = time.monotonic()
         self.what = what
         self.say = say
-        self.started = time.monotonic()
-        self.last_output = self.started
+        self.started = now if since is None else since
+        self.last_output = now
         self.stop = threading.Event()
         threading.Thread(target=self._run, daemon=True, name="waiting-notice").start()
 

@@ -42,7 +42,6 @@ import queue
 import threading
 import traceback
 from collections.abc import Callable, Generator, Iterator
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -51,8 +50,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_convert
 
 from app.config.batch_schedule import BatchSchedule
 from app.data.collate import collate_of
-from app.data.mixture import order_of
-from app.data.order import HELD_OUT_SEED, StepShare, shares
+from app.data.mixture import ORDER_VERSION, MixtureOrder, order_of
+from app.data.order import HELD_OUT_SEED, Order, StepShares, shares
 from app.data.randomness import host_state, seed_sample
 from app.data.stream import examples, is_stream, stream_steps
 from app.errors import UserError
@@ -117,6 +116,7 @@ def train_batches(
     steps: int,
     device: torch.device,
     data_workers: int = 0,
+    order_version: int = ORDER_VERSION,
     mark: str = "",
     note: Callable[[str], object] = lambda mark: None,
     counted: Callable[[Batch], Any] = lambda batch: batch,
@@ -137,6 +137,7 @@ def train_batches(
         steps: The number of steps.
         device: Where to move the batches.
         data_workers: Processes that fetch samples of a map-style data set; 0 means this process.
+        order_version: How the sets of a Mixture are shuffled.
         mark: Where a stream continues.
         note: Called with the stream's mark after each step.
         counted: Makes the item that is yielded from a micro-batch. It receives the batch as it was
@@ -145,9 +146,8 @@ def train_batches(
     Yields:
         The step's micro-batches, on the device.
     """
-    step_shares = partial(
-        _step_shares,
-        batches,
+    step_shares = StepShares(
+        batches=batches,
         micro_batch_size=micro_batch_size,
         dp_rank=dp_rank,
         dp_size=dp_size,
@@ -155,22 +155,52 @@ def train_batches(
         steps=steps,
     )
     if is_stream(dataset):
-        yield from _stream_batches(
+        return _stream_batches(
             dataset,
-            step_shares(),
+            step_shares,
             seed=seed,
             device=device,
             mark=mark,
             note=note,
             counted=counted,
         )
-        return
+    return _map_style_batches(
+        dataset,
+        step_shares,
+        order=order_of(dataset, seed, order_version),
+        seed=seed,
+        device=device,
+        data_workers=data_workers,
+        counted=counted,
+    )
+
+
+def _map_style_batches(
+    dataset: Dataset[Any],
+    step_shares: StepShares,
+    *,
+    order: Order | MixtureOrder,
+    seed: int,
+    device: torch.device,
+    data_workers: int,
+    counted: Callable[[Batch], Any],
+) -> Generator[list[Any]]:
+    """A rank's micro-batches of each step, from a map-style data set.
+
+    Args:
+        dataset: Map-style.
+        step_shares: The rank's share of each step.
+        order: Of the samples.
+        seed: The run's seed.
+        device: Where to move the batches.
+        data_workers: Processes that fetch samples; 0 means this process.
+        counted: Makes the item that is yielded from a micro-batch.
+    """
     is_random = draws(dataset, seed)
     ahead = _ahead(device, in_thread=bool(data_workers) or not is_random)
 
     def picks() -> Iterator[Picks]:
-        order = order_of(dataset, seed)
-        for share in step_shares():
+        for share in step_shares:
             indices = order.indices(share.begin, share.size).tolist()
             for part in share.micro_batches:
                 positions = range(share.begin + part.start, share.begin + part.stop)
@@ -184,39 +214,16 @@ def train_batches(
             is_random=is_random,
             data_workers=data_workers,
         )
-        for share in step_shares():
+        for share in step_shares:
             micro_batches = [next(fetched) for _ in share.micro_batches]
             yield [counted(batch) for batch in micro_batches]
 
     yield from prefetched(make_steps, device, ahead=ahead)
 
 
-def _step_shares(
-    batches: BatchSchedule,
-    *,
-    micro_batch_size: int | None,
-    dp_rank: int,
-    dp_size: int,
-    samples_seen: int,
-    steps: int,
-) -> Iterator[StepShare]:
-    """The samples of each step that a rank computes; arguments as of `train_batches`."""
-    begin = samples_seen
-    for _ in range(steps):
-        global_batch_size = batches.batch_at(begin)
-        share = global_batch_size // dp_size
-        yield StepShare(
-            begin=begin + dp_rank * share,
-            before=dp_rank * share,
-            global_batch_size=global_batch_size,
-            micro_batches=micro_batch_slices(share, micro_batch_size),
-        )
-        begin += global_batch_size
-
-
 def _stream_batches(
     dataset: Dataset[Any],
-    step_shares: Iterator[StepShare],
+    step_shares: StepShares,
     *,
     seed: int,
     device: torch.device,
@@ -246,12 +253,6 @@ def _stream_batches(
     for mark_after, micro_batches in prefetched(make_steps, device, ahead=ahead):
         note(mark_after)
         yield micro_batches
-
-
-def micro_batch_slices(share: int, micro_batch_size: int | None) -> list[slice]:
-    """Slices of a rank's share of a global batch; the last micro-batch may be smaller."""
-    micro = micro_batch_size or share
-    return [slice(begin, min(begin + micro, share)) for begin in range(0, share, micro)]
 
 
 def eval_batches(

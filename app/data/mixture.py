@@ -2,7 +2,8 @@
 
 Which sample comes at a position is a function of (seed, position) alone. Each set gets exactly its
 share of every `BLOCK` positions, at places shuffled by (seed, block). The samples of a set come in
-the order of that set: each once per pass over the set, whatever the sizes of the other sets.
+the order of that set: each once per pass over the set, whatever the sizes of the other sets. Each
+set is shuffled with a seed of its own, derived from (seed, number of the set).
 """
 
 from __future__ import annotations
@@ -14,9 +15,19 @@ import numpy as np
 from torch.utils.data import ConcatDataset, Dataset
 
 from app.data.order import Indices, Order, permuted
+from app.data.randomness import mix
 from app.errors import UserError
 
 BLOCK = 1000
+SEED_PLUS_NUMBER = 1
+"""The version of the order in which set i was shuffled with seed + i.
+
+Set 1 of a run with seed 0 was then in the order of set 0 of a run with seed 1.
+"""
+DERIVED_SEEDS = 2
+"""The version in which each set is shuffled with a seed derived from (seed, number of the set)."""
+ORDER_VERSION = DERIVED_SEEDS
+"""Of runs that begin now. Checkpoints have it, so that a run that continues keeps its order."""
 
 
 class Mixture(ConcatDataset[Any]):
@@ -45,10 +56,15 @@ class Mixture(ConcatDataset[Any]):
         by_remainder = np.argsort(self.counts - exact, kind="stable")
         self.counts[by_remainder[: BLOCK - self.counts.sum()]] += 1
 
-    def order(self, seed: int) -> MixtureOrder:
-        """The order of samples, which the loader uses instead of a shuffled `Order`."""
+    def order(self, seed: int, version: int = ORDER_VERSION) -> MixtureOrder:
+        """The order of samples, which the loader uses instead of a shuffled `Order`.
+
+        Args:
+            seed: The run's seed.
+            version: How the sets are shuffled.
+        """
         sizes = [len(dataset) for dataset in self.datasets]  # type: ignore[arg-type]
-        return MixtureOrder(sizes, self.counts.tolist(), seed)
+        return MixtureOrder(sizes, self.counts.tolist(), seed, version)
 
 
 class MixtureOrder:
@@ -60,12 +76,17 @@ class MixtureOrder:
         sizes: The number of samples in each data set.
         counts: The number of each data set's positions in a block.
         seed: The run's seed.
+        version: How the sets are shuffled.
     """
 
-    def __init__(self, sizes: Sequence[int], counts: Sequence[int], seed: int) -> None:
+    def __init__(
+        self, sizes: Sequence[int], counts: Sequence[int], seed: int, version: int = ORDER_VERSION
+    ) -> None:
         self.counts = counts
         self.seed = seed
-        self.parts = [Order(size, seed + number) for number, size in enumerate(sizes)]
+        self.parts = [
+            Order(size, _seed_of_set(seed, number, version)) for number, size in enumerate(sizes)
+        ]
         self.offsets = np.cumsum([0, *sizes[:-1]])
 
     def indices(self, start: int, count: int) -> Indices:
@@ -86,8 +107,23 @@ class MixtureOrder:
         return sample_numbers
 
 
-def order_of(dataset: Dataset[Any], seed: int) -> Order | MixtureOrder:
-    """A data set's order of samples: a mixture's own, else each once per epoch, shuffled."""
+def _seed_of_set(seed: int, number: int, version: int) -> int:
+    """The seed with which a set of a mixture is shuffled."""
+    if version == SEED_PLUS_NUMBER:
+        return seed + number
+    return mix(seed, number)
+
+
+def order_of(
+    dataset: Dataset[Any], seed: int, version: int = ORDER_VERSION
+) -> Order | MixtureOrder:
+    """A data set's order of samples: a mixture's own, else each once per epoch, shuffled.
+
+    Args:
+        dataset: Map-style.
+        seed: The run's seed.
+        version: How the sets of a mixture are shuffled.
+    """
     if isinstance(dataset, Mixture):
-        return dataset.order(seed)
+        return dataset.order(seed, version)
     return Order(len(dataset), seed)  # type: ignore[arg-type]

@@ -16,11 +16,13 @@ The size decides how the permutation is made:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from app.config.batch_schedule import BatchSchedule
 from app.errors import UserError
 
 Indices = npt.NDArray[np.int64]
@@ -133,6 +135,47 @@ class StepShare:
     def size(self) -> int:
         """How many samples the share has."""
         return int(self.micro_batches[-1].stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepShares:
+    """The samples of each step that a worker computes; they can be gone through again.
+
+    Args:
+        batches: Samples of a step on all workers; multiples of `dp_size`.
+        micro_batch_size: Samples of a micro-batch; None means all of the worker's share.
+        dp_rank: The worker's number among those that have different data.
+        dp_size: The number of workers that have different data.
+        samples_seen: The position in the run's stream at which the first step begins.
+        steps: The number of steps.
+    """
+
+    batches: BatchSchedule
+    micro_batch_size: int | None
+    dp_rank: int
+    dp_size: int
+    samples_seen: int
+    steps: int
+
+    def __iter__(self) -> Iterator[StepShare]:
+        begin = self.samples_seen
+        for _ in range(self.steps):
+            global_batch_size = self.batches.batch_at(begin)
+            size = global_batch_size // self.dp_size
+            before = self.dp_rank * size
+            yield StepShare(
+                begin=begin + before,
+                before=before,
+                global_batch_size=global_batch_size,
+                micro_batches=micro_batch_slices(size, self.micro_batch_size),
+            )
+            begin += global_batch_size
+
+
+def micro_batch_slices(share: int, micro_batch_size: int | None) -> list[slice]:
+    """Slices of a worker's share of a global batch; the last micro-batch may be smaller."""
+    micro = micro_batch_size or share
+    return [slice(begin, min(begin + micro, share)) for begin in range(0, share, micro)]
 
 
 def shares(count: int, parts: int) -> list[slice]:

@@ -19,7 +19,13 @@ from app.errors import UserError
 from app.launchers.elastic import Elastic
 from app.launchers.evaluation import SeparateEvaluation
 from app.launchers.ray_workers import RayWorkers
-from app.launchers.room import free_by_node, ray_nodes, reserve, why_pending
+from app.launchers.room import (
+    free_by_node,
+    not_placed_yet,
+    ray_nodes,
+    reserve,
+    why_pending,
+)
 from app.launchers.supervisor import Supervisor
 from app.run.abort import abort
 from app.run.cost import Meter, meter_for
@@ -39,12 +45,15 @@ from cluster.pending import (
     format_resources,
     place,
 )
+from cluster.shape import ClusterShape
 from cluster.watch import GONE_SECONDS, OWN_SECONDS, RayWatch, addresses
 from strategies import registry
 from strategies.dims import MESH_DIMS
 
 LOOK_SECONDS = 1.0
 """Seconds between two looks at the cluster."""
+PLACING_SECONDS = 5.0
+"""How long Ray may take to place workers for which there is room, without a word about it."""
 FREE_SECONDS = 5.0
 """How long Ray's tables may take to show that places are free again."""
 END_SECONDS = 10.0
@@ -166,29 +175,69 @@ class RayLaunch:
         if not autoscaling and why_pending(demand, known_shape, excluded) is None:
             return workers
         self.group = reserve(demand, excluded)
+        diagnosis = self._wait_for_group(self.group, demand, known_shape)
+        if diagnosis is not None:
+            self.workers = workers_after_waiting(config, diagnosis, workers)
+            self.console.say(
+                f"continuing with {self.workers} of {workers} workers: {diagnosis.sentence}"
+            )
+            self.give_back()
+        return self.workers
+
+    def _wait_for_group(
+        self, group: PlacementGroup, demand: list[dict[str, float]], shape: ClusterShape | None
+    ) -> Diagnosis | None:
+        """Waits until a placement group has its places, and says what it waits for.
+
+        Args:
+            group: The placement group.
+            demand: Its bundles.
+            shape: The cluster's file; None if it is not known.
+
+        Returns:
+            Why it has none when there is no more to wait for; None if it has them.
+
+        Raises:
+            ClusterError: Ray has not placed it in time, though there seems to be room.
+        """
+        excluded = self.config.cluster.exclude_nodes
+        wait_seconds = self.config.cluster.wait_seconds
+        autoscaling = bool(self.cluster.max_resources)
         start = time.monotonic()
+        room_clock: float | None = None
+        """Since when there seems to be room."""
         last_sentence = ""
         report: AutoscalerReport | None = None
         report_clock = 0.0
-        while not self.group.wait(LOOK_SECONDS):
+        while not group.wait(LOOK_SECONDS):
             now = time.monotonic()
             if autoscaling and now - report_clock > ASK_AUTOSCALER_SECONDS:
                 report = autoscaler_now()
                 report_clock = now
-            diagnosis = why_pending(demand, known_shape, excluded, autoscaler=report)
-            if diagnosis is None:
-                continue
-            if diagnosis.sentence != last_sentence:
-                last_sentence = diagnosis.sentence
-                self.console.say(f"waiting for resources: {last_sentence}")
-            if now - start > config.cluster.wait_seconds or not diagnosis.ever:
-                self.workers = workers_after_waiting(config, diagnosis, workers)
-                self.console.say(
-                    f"continuing with {self.workers} of {workers} workers: {last_sentence}"
+            diagnosis = why_pending(demand, shape, excluded, autoscaler=report)
+            if diagnosis is not None:
+                room_clock = None
+                sentence = diagnosis.sentence
+            else:
+                room_clock = room_clock or now
+                if now - room_clock < PLACING_SECONDS:
+                    continue
+                sentence = not_placed_yet(demand, excluded)
+            if sentence != last_sentence:
+                last_sentence = sentence
+                self.console.say(f"waiting for resources: {sentence}")
+                # Said again every now and then, as long as it is so.
+                limit = f"at most {wait_seconds:g} s, cluster.wait_seconds"
+                self.console.waits_for(f"resources ({limit}): {sentence}", since=start)
+            is_over = now - start > wait_seconds
+            if diagnosis is not None and (is_over or not diagnosis.ever):
+                return diagnosis
+            if is_over:
+                raise ClusterError(
+                    f"the workers have no places after {wait_seconds:g} s "
+                    f"(cluster.wait_seconds): {sentence}"
                 )
-                self.give_back()
-                break
-        return self.workers
+        return None
 
     def start_ahead(self, workers: int) -> None:
         """Starts workers for which there is room now, so that they import meanwhile.

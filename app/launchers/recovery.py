@@ -8,7 +8,7 @@ looked for; a worker that only lost its peer is a consequence. What to do about 
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -59,6 +59,10 @@ def _is_reachable() -> bool:
     return True
 
 
+def _none_pending(excluded: Sequence[str]) -> str:
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
     """What can be asked about nodes. By default there is only this machine, which lives.
@@ -69,12 +73,14 @@ class Nodes:
             node does not answer.
         preempted: The reasons of preemption notices so far, by the node's id.
         reachable: Whether nodes can be asked from this process at all.
+        pending: Why workers have no places while nodes of these ids are excluded; "" if they have.
     """
 
     lost: Callable[[Collection[str]], set[str]] = _none_lost
     oom_kills: Callable[[str], int | None] = lambda node: oom_kills()
     preempted: dict[str, str] = field(default_factory=dict)
     reachable: Callable[[], bool] = _is_reachable
+    pending: Callable[[Sequence[str]], str] = _none_pending
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,14 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from app.launchers.recovery import Nodes, oom_kills
-from cluster.pending import AutoscalerReport, Diagnosis, Usage, diagnose, place
+from cluster.pending import (
+    AutoscalerReport,
+    Diagnosis,
+    Usage,
+    diagnose,
+    format_resources,
+    place,
+)
 from cluster.shape import ClusterShape, living_nodes
 
 ANSWER_SECONDS = 3.0
@@ -67,6 +74,48 @@ def why_pending(
         shape=shape,
         autoscaler=autoscaler or AutoscalerReport(),
     )
+
+
+def not_placed_yet(demand: Sequence[Resources], excluded: Sequence[str]) -> str:
+    """What to say of a placement group that Ray has not placed, though there seems to be room.
+
+    Args:
+        demand: Its bundles.
+        excluded: Ids of nodes that it must not use.
+
+    Returns:
+        What is asked for, and what is free.
+    """
+    counts = Counter(format_resources(bundle) for bundle in demand)
+    asked = " and ".join(f"{count} × ({bundle})" for bundle, count in counts.items())
+    names = dict.fromkeys(name for bundle in demand for name in bundle)
+    nodes = living_nodes(excluded)
+    free = {name: sum(node.available.get(name, 0.0) for node in nodes) for name in names}
+    return (
+        f"{asked} are asked for, and {format_resources(free)} are free, but Ray has not placed "
+        "them yet (`ray status` shows what it waits for)"
+    )
+
+
+def pending_places(excluded: Sequence[str]) -> str:
+    """Why workers of this job have no places; "" if none wait for theirs.
+
+    Args:
+        excluded: Ids of nodes that they must not use.
+    """
+    living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    for entry in _groups_of_this_job():
+        if entry["state"] not in ("PENDING", "RESCHEDULING"):
+            continue
+        node_of_bundle = entry["bundles_to_node_id"]
+        missing = [
+            bundle
+            for number, bundle in entry["bundles"].items()
+            if node_of_bundle.get(number) not in living
+        ]
+        diagnosis = why_pending(missing, None, excluded)
+        return diagnosis.sentence if diagnosis else not_placed_yet(missing, excluded)
+    return ""
 
 
 def _other_jobs() -> Usage:
@@ -154,6 +203,7 @@ def ray_nodes() -> Nodes:
     return Nodes(
         lost=lambda nodes: set(nodes) - {node["NodeID"] for node in ray.nodes() if node["Alive"]},
         oom_kills=lambda node: on_node(node, oom_kills, seconds=ANSWER_SECONDS),
+        pending=pending_places,
     )
 
 

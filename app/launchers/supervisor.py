@@ -49,12 +49,15 @@ from app.training.events import (
     WorkerStarted,
 )
 from app.training.job import Job
+from cluster import ClusterError
 
 if TYPE_CHECKING:
     from app.launchers.follow import Move, PlanFollower
 
 END_SECONDS = 10.0
 """How long an attempt may take to end after the rank that hung was killed."""
+PENDING_SECONDS = 5.0
+"""Seconds between two looks at why workers have no places."""
 NAMED_WORKERS = 8
 """How many workers a sentence names."""
 KEPT_RECORDS = 8
@@ -107,6 +110,10 @@ class Supervisor:
         """Sizes of the workers' logs before the present attempt."""
         self.placed_clock: float | None = None
         """Since when all workers have their places, in seconds of the monotonic clock."""
+        self.pending_clock = 0.0
+        """When it was last looked why workers have no places, in the same seconds."""
+        self.pending_sentence = ""
+        """Why workers of the present attempt had no places at that look."""
         self.history: list[Failure] = []
         self.hangs = 0
 
@@ -181,6 +188,8 @@ class Supervisor:
         self.placed_clock = None
         self.start_seconds = None
         self.attempt_clock = time.monotonic()
+        self.pending_clock = self.attempt_clock
+        self.pending_sentence = ""
         driver.begin_attempt()
         hang_seconds = job.config.fault.hang_seconds
         if job.config.train.compile:
@@ -308,6 +317,7 @@ class Supervisor:
         """
         if not poll.placed:
             self.placed_clock = None
+            self._look_what_is_pending(job, now)
             if self.elastic is not None and self.elastic.need_not_wait(job):
                 return {None: NoCapacity("the workers' places have not come back")}
             return {}
@@ -320,6 +330,31 @@ class Supervisor:
         missing = sorted(set(range(world_size)) - begun)
         ranks = ", ".join(map(str, missing[:NAMED_WORKERS]))
         return {None: NotStarted(f"worker {ranks} did not start within {start_seconds:g} s")}
+
+    def _look_what_is_pending(self, job: Job, now: float) -> None:
+        """Says what workers without places wait for.
+
+        Raises:
+            ClusterError: Nothing has been trained yet, and `cluster.wait_seconds` are over.
+        """
+        if now - self.pending_clock < PENDING_SECONDS:
+            return
+        self.pending_clock = now
+        sentence = self.nodes.pending(job.excluded_nodes)
+        if not sentence:
+            return
+        driver = self.driver
+        wait_seconds = job.config.cluster.wait_seconds
+        is_first_attempt = not self.history and driver.first_step_clock is None
+        if is_first_attempt and now - self.attempt_clock > wait_seconds:
+            raise ClusterError(
+                f"the workers have no places after {wait_seconds:g} s (cluster.wait_seconds): "
+                f"{sentence}"
+            )
+        if sentence != self.pending_sentence:
+            self.pending_sentence = sentence
+            driver.console.say(f"waiting for resources: {sentence}")
+            driver.console.waits_for(f"resources: {sentence}", since=self.attempt_clock)
 
     def _end_hang(self, hang: Hang) -> dict[int | None, BaseException]:
         """Ends the rank that holds up the others, and those that do not answer.

@@ -465,13 +465,14 @@ def _train_on_cluster(
     """
     run = start.run
     console = start.console
-    console.waits_for("the layout to be chosen and tried on a small step")
+    console.waits_for("room on the cluster")
     from app.launchers.followed import followed_layout
     from app.launchers.ray_launch import RayLaunch
 
     with contextlib.closing(RayLaunch(cluster, start.config, console)) as launch:
         workers = launch.wait_for_room()
         launch.start_ahead(workers)
+        console.waits_for("the layout to be chosen and tried on a small step")
         from app.run.driver import Driver
         from app.run.lifecycle import train_run
 

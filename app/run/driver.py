@@ -163,7 +163,7 @@ class Driver:
             again = "" if self.first_step_clock is None else " again"
             raise Interrupted(f"stopped before training began{again}")
 
-    def signals(self) -> AbstractContextManager[None]:
+    def signals(self) -> AbstractContextManager[object]:
         """In this context, Ctrl-C, SIGTERM and SIGHUP ask the run to save and stop."""
         return stop_signals(self._ask_to_stop)
 

@@ -23,10 +23,10 @@ from app.data.loader import (
     fetch,
     is_reproducible,
     length,
-    micro_batch_slices,
     pipeline_example,
     tensors,
 )
+from app.data.order import micro_batch_slices
 from app.data.randomness import seed_everything
 from app.data.stream import continues_exactly, is_stream
 from app.errors import UserError, nearest, own_code
@@ -196,39 +196,30 @@ def prepare(
     layout = resolved.layout
     dims = layout.dims
     train = config.train
-    largest_batch = max(requirement.batches, default=train.global_batch_size)
-    samples_per_worker = largest_batch // dims.dp
-    with batch_gather.watched(task) as gathered:
-        logged_names = rehearse(
-            config,
-            task,
-            samples_per_worker=samples_per_worker,
-            workers_per_machine=min(dims.dp, devices_per_node or os.cpu_count() or 1),
-        )
-    # A loss that reads values of tensors cannot be tried there, and shows nothing.
-    gathers = bool(gathered or task.gathers)
+    logged_names, gathers = _rehearse(
+        config,
+        task,
+        samples_per_worker=max(requirement.batches, default=train.global_batch_size) // dims.dp,
+        workers_per_machine=min(dims.dp, devices_per_node or os.cpu_count() or 1),
+    )
     gather_notes = tuple(batch_gather.check(config, task, layout)) if gathers else ()
     model = build_on_meta(task, layout)
     if dims.cp > 1:
         _check_sequences(config, task, layout, model)
-    batches = _batches_of(config, samples, requirement)
-    slices_of_steps = [
-        micro_batch_slices(batch // dims.dp, train.micro_batch_size) for batch in batches
+    slices_of_batch = {
+        batch: micro_batch_slices(batch // dims.dp, train.micro_batch_size)
+        for batch in _batches_of(config, samples, requirement)
+    }
+    micro_batches_of = {batch: len(slices) for batch, slices in slices_of_batch.items()}
+    _check_batches(config, task, layout, model, micro_batches_of=micro_batches_of)
+    micro_batches = max(micro_batches_of.values())
+    micro_batch_sizes = [
+        part.stop - part.start for slices in slices_of_batch.values() for part in slices
     ]
-    micro_batches = max(len(slices) for slices in slices_of_steps)
-    _check_batches(
-        config,
-        task,
-        layout,
-        model,
-        micro_batches_of={
-            batch: len(slices) for batch, slices in zip(batches, slices_of_steps, strict=True)
-        },
-    )
     first_step.require_kept(
         layout,
         hooks.options(config, task),
-        smallest=min(part.stop - part.start for slices in slices_of_steps for part in slices),
+        smallest=min(micro_batch_sizes),
         micro_batches=micro_batches,
     )
     check_model(config, task, layout, model)
@@ -270,6 +261,31 @@ def _first_step(config: Config, task: Task, workers: int) -> FirstStep:
     if workers == 1 and not (has_micro_batches or changes_blocks or strategy_is_limited):
         return FirstStep()
     return take_first_step(config, task)
+
+
+def _rehearse(
+    config: Config, task: Task, *, samples_per_worker: int, workers_per_machine: int
+) -> tuple[list[str], bool]:
+    """Takes a small step with the task.
+
+    Args:
+        config: The resolved configuration.
+        task: Its task.
+        samples_per_worker: See `rehearse`.
+        workers_per_machine: See `rehearse`.
+
+    Returns:
+        The names that the loss logs, and whether it gathers tensors of the whole batch.
+    """
+    with batch_gather.watched(task) as gathered:
+        logged_names = rehearse(
+            config,
+            task,
+            samples_per_worker=samples_per_worker,
+            workers_per_machine=workers_per_machine,
+        )
+    # A loss that reads values of tensors cannot be tried there, and shows nothing.
+    return logged_names, bool(gathered or task.gathers)
 
 
 def _check_batches(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from app.config import Config
 from app.config.io import with_values
 from app.config.layout_requirement import ANY_LAYOUT, Requirement
-from app.data.loader import micro_batch_slices
+from app.data.order import micro_batch_slices
 from app.errors import UserError
 from app.tasks.base import Task
 from strategies import registry

@@ -32,6 +32,8 @@ and torchrun passes on what its ranks have got themselves.
 END_SECONDS = 30.0
 """How long a command that was asked to stop may take to tidy up."""
 RESEND_SECONDS = 0.1
+BLOCK_SECONDS = 5.0
+"""How long a block of `stop_signals` may take to end once it is ended by the program itself."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -177,8 +179,89 @@ def is_importing(frame: FrameType | None) -> bool:
     return False
 
 
+class BlockEnded(KeyboardInterrupt):
+    """The program itself ends a block of `stop_signals`."""
+
+
+class StopSignals:
+    """What signals do in a block of `stop_signals`.
+
+    Args:
+        ask: Asks what runs to save and stop.
+    """
+
+    def __init__(self, ask: Callable[[], object]) -> None:
+        self.ask = ask
+        self.request_clock: float | None = None
+        """When it was asked to stop, in seconds of the monotonic clock."""
+        self._handlers: dict[int, signal.Handlers | int | Callable[..., object] | None] = {}
+        """Of each signal, the one that was there before."""
+        self._lock = threading.Lock()
+        """Held while a signal is sent, so that none comes when the handlers are gone."""
+        self._is_sent = False
+        """Whether a signal of `end` is on its way."""
+        self._raised = Raised()
+
+    def install(self) -> None:
+        """Takes the signals; call it in the main thread."""
+        for number in SIGNALS:
+            if number is signal.SIGHUP and _is_ignored(number):
+                continue  # under nohup the run is to outlive its terminal
+            self._handlers[number] = signal.signal(number, self._on_signal)
+
+    def remove(self) -> None:
+        """Gives the signals back."""
+        with self._lock:
+            handlers = self._handlers
+            self._handlers = {}
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    def request(self) -> None:
+        """Asks to save and stop."""
+        self.request_clock = time.monotonic()
+        self.ask()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._is_sent:
+            self._is_sent = False
+            if self._handlers and not is_importing(frame):
+                self._raised.throw(BlockEnded())
+        elif self.request_clock is None:
+            self.request()
+        elif time.monotonic() - self.request_clock >= REPEAT_SECONDS:
+            raise KeyboardInterrupt
+
+    def end(self, is_over: threading.Event, *, last_resort: Callable[[], object]) -> None:
+        """Ends the block at once by `BlockEnded`, from another thread; returns when it is over.
+
+        The exception is raised again as long as it gets lost, as in a finalizer (see
+        `end_on_signals`).
+
+        Args:
+            is_over: Set when the block has ended.
+            last_resort: Called at once where signals are the program's own, and otherwise if the
+                block has not ended `BLOCK_SECONDS` later.
+        """
+        deadline = time.monotonic() + BLOCK_SECONDS
+        while self._send() and time.monotonic() < deadline:
+            if is_over.wait(RESEND_SECONDS):
+                return
+        last_resort()
+        while not is_over.wait(RESEND_SECONDS) and self._send():
+            pass
+
+    def _send(self) -> bool:
+        """Has `BlockEnded` raised, unless it is on its way; whether signals are handled here."""
+        with self._lock:
+            if self._handlers and self._raised.is_gone:
+                self._is_sent = True
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            return bool(self._handlers)
+
+
 @contextlib.contextmanager
-def stop_signals(ask: Callable[[], object]) -> Iterator[None]:
+def stop_signals(ask: Callable[[], object]) -> Iterator[StopSignals]:
     """The first Ctrl-C, SIGTERM or SIGHUP calls `ask`; a later one raises KeyboardInterrupt.
 
     One that came before calls it at once: its exception has been lost, or was not raised yet.
@@ -188,34 +271,21 @@ def stop_signals(ask: Callable[[], object]) -> Iterator[None]:
 
     Args:
         ask: Asks what runs to save and stop.
+
+    Yields:
+        What another thread can end the block with.
     """
+    signals = StopSignals(ask)
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield signals
         return
-    request_clock: float | None = None
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal request_clock
-        now = time.monotonic()
-        if request_clock is None:
-            request_clock = now
-            ask()
-        elif now - request_clock >= REPEAT_SECONDS:
-            raise KeyboardInterrupt
-
-    handlers: dict[int, signal.Handlers | int | Callable[..., object] | None] = {}
-    for number in SIGNALS:
-        if number is signal.SIGHUP and _is_ignored(number):
-            continue  # under nohup the run is to outlive its terminal
-        handlers[number] = signal.signal(number, on_signal)
+    signals.install()
     try:
         if _request is not None and _request.take_over():
-            request_clock = time.monotonic()
-            ask()
-        yield
+            signals.request()
+        yield signals
     finally:
-        for handled, handler in handlers.items():
-            signal.signal(handled, handler)
+        signals.remove()
 
 
 # --- streams that are missing ---------------------------------------------------------------------

@@ -124,6 +124,7 @@ class Training:
         self.data = self.task.train_data()
         self.memory_before = memory_bytes(place.device)  # without the model
 
+        # The optimizer is built over what the layout has left of the parameters.
         self.parallel = self._parallelize_model()
         self.gathering = Gathering(self.task, self.parallel, place.device)
         optimizer = hooks.build_optimizers(self.config, self.task, self.parallel, widths=job.widths)
@@ -134,44 +135,20 @@ class Training:
             self.average = Average(self.parallel, train.ema_decay)
         self.parameter_count, self.trained_count = self._count_parameters()
 
+        # All of this is in a checkpoint, from which the run continues if it has one.
         self.progress = Progress()
         self.reference = Reference(self.task, self.data)
-        self.persistence = persistence_class(
-            job=job,
-            place=place,
-            channel=channel,
-            parallel=self.parallel,
-            optimizer=self.optimizer,
-            loss_scale=self.loss_scale,
-            average=self.average,
-            reference=self.reference.values,
-        )
+        self.persistence = self._make_persistence(persistence_class)
         self.resumed_from = self.persistence.resume(self.progress)
 
+        # What looks at training begins at the step that it continues from.
         self.restart_sync()
-        self.reporter = Reporter(
-            channel=channel,
-            place=place,
-            progress=self.progress,
-            steps=self.steps,
-            batches=self.global_batches,
-            unit=self.task.unit,
-            utilization=Utilization.of(self.task, job.layout, place, precision=train.precision),
-            moved=self.parallel.moved,
-        )
+        self.reporter = self._make_reporter()
         self.branches: Branches | None = None
         if train.grows_by_itself:
             self.branches = Branches(self)
         self._require_shared_batch()
-        self.evaluator = Evaluator(
-            config=self.config,
-            task=self.task,
-            parallel=self.parallel,
-            average=self.average,
-            place=place,
-            channel=channel,
-            folder=job.folder,
-        )
+        self.evaluator = self._make_evaluator()
         self.noise_scale = self._make_noise_scale()
         self.pipeline_monitor = PipelineMonitor.of(job, self.parallel, channel)
         self.profiler = Profiler.of(job, place, channel, steps_done=self.steps_done)
@@ -420,6 +397,7 @@ class Training:
             steps=self.steps - self.steps_done if steps is None else steps,
             device=self.place.device,
             data_workers=config.data_workers,
+            order_version=self.progress.order_version,
             mark=self.progress.stream,
             note=remember_position,
             counted=lambda batch: CountedBatch(batch, count_items(self.task, batch)),
@@ -566,6 +544,44 @@ class Training:
         if hooks.overrides(self.task, "training_step"):
             hooks.disable_prefetch(parallel)
         return parallel
+
+    def _make_persistence(self, persistence_class: type[Persistence]) -> Persistence:
+        return persistence_class(
+            job=self.job,
+            place=self.place,
+            channel=self.channel,
+            parallel=self.parallel,
+            optimizer=self.optimizer,
+            loss_scale=self.loss_scale,
+            average=self.average,
+            reference=self.reference.values,
+        )
+
+    def _make_reporter(self) -> Reporter:
+        utilization = Utilization.of(
+            self.task, self.job.layout, self.place, precision=self.config.train.precision
+        )
+        return Reporter(
+            channel=self.channel,
+            place=self.place,
+            progress=self.progress,
+            steps=self.steps,
+            batches=self.global_batches,
+            unit=self.task.unit,
+            utilization=utilization,
+            moved=self.parallel.moved,
+        )
+
+    def _make_evaluator(self) -> Evaluator:
+        return Evaluator(
+            config=self.config,
+            task=self.task,
+            parallel=self.parallel,
+            average=self.average,
+            place=self.place,
+            channel=self.channel,
+            folder=self.job.folder,
+        )
 
     def _compute_reference(self) -> None:
         """Compute what the loss needs of the model before its first step (reference.py)."""

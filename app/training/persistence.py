@@ -16,6 +16,7 @@ from app.checkpoint import FROZEN, Checkpointer, CheckpointError, Commit, evalua
 from app.checkpoint.commit import Mode, find_together
 from app.checkpoint.evaluations import PLAN, Plan
 from app.checkpoint.ranks import Ranks
+from app.data.mixture import ORDER_VERSION, SEED_PLUS_NUMBER
 from app.errors import NonFiniteError, RunFailed, UserError, of_file
 from app.storage.lease import is_current, read_lease
 from app.storage.storage import Storage
@@ -44,6 +45,8 @@ class Progress:
     """Optimizer steps taken."""
     samples_seen: int = 0
     """Position in the run's stream of samples."""
+    order_version: int = ORDER_VERSION
+    """How the sets of a mixture are shuffled, which stays as it was when the run began."""
     stream: str = ""
     """Where data that is a stream continues; see app/data/stream.py."""
     beginning: Beginning | None = None
@@ -237,6 +240,7 @@ class Persistence:
         meta: dict[str, Any] = {
             "step": progress.step,
             "samples_seen": progress.samples_seen,
+            "order_version": progress.order_version,
             "stream": progress.stream,
             "rate": base_rate(self.optimizer, self.job.config),
             "beginning": progress.beginning,
@@ -443,6 +447,7 @@ class Persistence:
         self.saved_step = meta["step"]
         progress.step = meta["step"]
         progress.samples_seen = meta["samples_seen"]
+        progress.order_version = meta.get("order_version", SEED_PLUS_NUMBER)
         progress.stream = meta.get("stream", "")
         beginning = meta.get("beginning")
         progress.beginning = Beginning(*beginning) if beginning else None

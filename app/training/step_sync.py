@@ -6,6 +6,8 @@ flags "asked to stop", "save now" and "a value was not finite". When the next on
 from the agreed seconds per step, so that every rank computes the same.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
 import time
@@ -90,6 +92,55 @@ class _NonFinite:
     """NEVER if all values are finite."""
     is_gradient: bool
     """Whether the loss of that step is finite, and only its gradient is not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sums:
+    """What a rank has to add up in an agreement; afterwards, the sums over all ranks.
+
+    Truth values are 0 or 1, so that their sums say on how many ranks they hold.
+    """
+
+    stop: float
+    save: float
+    non_finite: float
+    has_task_losses: float
+    """Whether the task's loss has logged something."""
+    seconds: float
+    items: float
+    logged_losses: list[float]
+    """Of each logged step."""
+    logged_items: list[float]
+    """Of each logged step."""
+
+    def to_numbers(self) -> list[float]:
+        """All of them in one list."""
+        return [
+            self.stop,
+            self.save,
+            self.non_finite,
+            self.has_task_losses,
+            self.seconds,
+            self.items,
+            *self.logged_losses,
+            *self.logged_items,
+        ]
+
+    @classmethod
+    def from_numbers(cls, numbers: list[float]) -> _Sums:
+        """What `to_numbers` has made a list of."""
+        stop, save, non_finite, has_task_losses, seconds, items, *per_step = numbers
+        logged_steps = len(per_step) // 2
+        return cls(
+            stop=stop,
+            save=save,
+            non_finite=non_finite,
+            has_task_losses=has_task_losses,
+            seconds=seconds,
+            items=items,
+            logged_losses=per_step[:logged_steps],
+            logged_items=per_step[logged_steps:],
+        )
 
 
 class StepSync:
@@ -194,53 +245,52 @@ class StepSync:
                 f"NCCL communicator was aborted: a collective of group {failed[0]} has failed"
             )
         non_finite = self._first_non_finite(losses, grad_norms)
-        values = {
-            "stop": float(stop),
-            "save": float(save),
-            "non_finite": float(non_finite.step < NEVER and not may_be_infinite),
-            "has_task_losses": float(any(pending.losses for pending in self._logged)),
-            "seconds": time.perf_counter() - self._started,
-            "items": sum(self._items),
-        }
-        logged_losses = [losses[pending.position].item() for pending in self._logged]
-        logged_items = [self._items[pending.position] for pending in self._logged]
-        sums = self._sum_over_ranks([*values.values(), *logged_losses, *logged_items])
-        totals = dict(zip(values, sums))
-        per_step = sums[len(values) :]
-        loss_sums = per_step[: len(self._logged)]
-        item_sums = per_step[len(self._logged) :]
-
-        if totals["non_finite"] > 0:
-            self._raise_non_finite(non_finite)
-        task_losses: list[dict[str, float]] = [{} for _ in self._logged]
-        if totals["has_task_losses"] > 0:
-            task_losses = self._task_losses()
-        logged = [
-            LoggedStep(
-                step=pending.step,
-                time=pending.time,
-                learning_rates=pending.learning_rates,
-                loss=loss_sums[number] / self.loss_copies,
-                grad_norm=grad_norms[number],
-                items=item_sums[number] / self.data_copies,
-                losses=task_losses[number],
+        sums = self._sum_over_ranks(
+            _Sums(
+                stop=float(stop),
+                save=float(save),
+                non_finite=float(non_finite.step < NEVER and not may_be_infinite),
+                has_task_losses=float(any(pending.losses for pending in self._logged)),
+                seconds=time.perf_counter() - self._started,
+                items=sum(self._items),
+                logged_losses=[losses[pending.position].item() for pending in self._logged],
+                logged_items=[self._items[pending.position] for pending in self._logged],
             )
-            for number, pending in enumerate(self._logged)
-        ]
-        seconds = totals["seconds"] / self._ranks.size
+        )
+        if sums.non_finite > 0:
+            self._raise_non_finite(non_finite)
+        seconds = sums.seconds / self._ranks.size
         steps = step - self._last_step
         agreement = Agreement(
             step=step,
             steps=steps,
-            stop=totals["stop"] > 0,
-            save=totals["save"] > 0,
+            stop=sums.stop > 0,
+            save=sums.save > 0,
             seconds=seconds,
             seconds_per_step=seconds / steps,
-            items=totals["items"] / self.data_copies,
-            logged=logged,
+            items=sums.items / self.data_copies,
+            logged=self._logged_steps(sums, grad_norms),
         )
         self._start_window(step, agreement.seconds_per_step)
         return agreement
+
+    def _logged_steps(self, sums: _Sums, grad_norms: list[float | None]) -> list[LoggedStep]:
+        """The logged steps over all ranks; collective if a rank's loss has logged something."""
+        task_losses: list[dict[str, float]] = [{} for _ in self._logged]
+        if sums.has_task_losses > 0:
+            task_losses = self._task_losses()
+        return [
+            LoggedStep(
+                step=pending.step,
+                time=pending.time,
+                learning_rates=pending.learning_rates,
+                loss=sums.logged_losses[number] / self.loss_copies,
+                grad_norm=grad_norms[number],
+                items=sums.logged_items[number] / self.data_copies,
+                losses=task_losses[number],
+            )
+            for number, pending in enumerate(self._logged)
+        ]
 
     def _start_window(self, step: int, seconds_per_step: float) -> None:
         steps = 1
@@ -253,11 +303,12 @@ class StepSync:
         self._items = []
         self._logged = []
 
-    def _sum_over_ranks(self, values: list[float]) -> list[float]:
-        sums = torch.tensor(values, dtype=torch.float64)
+    def _sum_over_ranks(self, local: _Sums) -> _Sums:
+        """The sums over all ranks of what each has, in one collective."""
+        numbers = torch.tensor(local.to_numbers(), dtype=torch.float64)
         if self._ranks.distributed:
-            dist.all_reduce(sums)
-        return sums.tolist()
+            dist.all_reduce(numbers)
+        return _Sums.from_numbers(numbers.tolist())
 
     def _task_losses(self) -> list[dict[str, float]]:
         """What the task's loss has logged, over all ranks, by logged step; a rank may have none."""

@@ -515,10 +515,7 @@ def main(
     if compares_publishers and (studies_plans or parts or described or shows_runs):
         raise UserError("--publishers plans nothing: leave out all other options but --json")
     if compares_publishers:
-        rows, apart = evidence.publishers(runs(*tables))
-        show("published", apart | {"table": rows}, rows, as_json=as_json)
-        if rows and not as_json:
-            click.echo(evidence.apart_text(apart))
+        _show_publishers(runs(*tables), as_json=as_json)
         return
     all_runs = sweep_runs() if sweep else runs(*tables)
     if of_memory:
@@ -555,10 +552,23 @@ def main(
     elif shows_runs:
         lines = [_run_row(one) for one in judged]
     elif of_memory:
-        lines = memory_summary(judged, {one.run: _billions(one) for one in prepared})
+        lines = memory_summary(judged, _billions_by_run(prepared))
     else:
-        lines = summary(compared, {one.run: _billions(one) for one in prepared}, compared_described)
+        lines = summary(compared, _billions_by_run(prepared), compared_described)
     show("published", results | {"table": lines}, lines, as_json=as_json)
+
+
+def _show_publishers(published: Sequence[Run], *, as_json: bool) -> None:
+    """Shows how far publishers of the same run are apart.
+
+    Args:
+        published: All runs.
+        as_json: Whether a program reads it.
+    """
+    rows, apart = evidence.publishers(published)
+    show("published", apart | {"table": rows}, rows, as_json=as_json)
+    if rows and not as_json:
+        click.echo(evidence.apart_text(apart))
 
 
 def _prepared_later() -> list[Prepared]:
@@ -609,6 +619,11 @@ def _left_out(
         for each in (unseen, unseen_described)
     )
     return compared, compared_described if described else []
+
+
+def _billions_by_run(prepared: Sequence[Prepared]) -> dict[Run, float]:
+    """The billions of parameters of each run's model."""
+    return {one.run: _billions(one) for one in prepared}
 
 
 def _billions(one: Prepared) -> float:

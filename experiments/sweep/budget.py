@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,9 +22,7 @@ from typing import Any
 
 from app.errors import Interrupted, UserError, nearest
 from app.run.cost import RESERVE_SECONDS
-from app.run.stopping import REPEAT_SECONDS
 from app.storage.storage import Storage
-from cluster.connect import disconnect
 from experiments.sweep.search import number
 
 FILE = "budget.json"
@@ -251,23 +248,6 @@ def watched(
         thread.join()
         ledger.count(dollars_per_hour())
         ledger.close()
-
-
-def end_at_once(is_over: threading.Event) -> None:
-    """Ends the block of `stop_signals`, in the main thread, as a person's second Ctrl-C does.
-
-    Elsewhere signals are not ours: then the connection to Ray ends, and trials with it.
-
-    Args:
-        is_over: Set when the block has ended by itself.
-    """
-    main = threading.main_thread().ident
-    if not callable(signal.getsignal(signal.SIGINT)) or main is None:
-        disconnect()
-        return
-    signal.pthread_kill(main, signal.SIGINT)
-    if not is_over.wait(REPEAT_SECONDS + 0.05):
-        signal.pthread_kill(main, signal.SIGINT)
 
 
 def _read(storage: Storage) -> Taken:

@@ -151,9 +151,12 @@ def make_searcher(search: Search, first_points: Sequence[Values]) -> Searcher | 
     """
     from ray.tune.search import BasicVariantGenerator, ConcurrencyLimiter
 
+    from app.data.randomness import mix
+
     points = [dict(values) for values in first_points]
-    # A second start, which has points of the first one, must not draw the same points again.
-    seed = search.seed + len(points)
+    # A second start, which has points of the first one, must not draw the same points again, nor
+    # those of a sweep with another seed. NumPy and Optuna take seeds of 32 bits.
+    seed = mix(search.seed, len(points)) % 2**32 if points else search.seed
     try:
         if search.searcher != "optuna":
             return BasicVariantGenerator(

@@ -363,33 +363,19 @@ def read_sweep(file: str, overrides: list[str]) -> Sweep:
     """
     path = Path(file)
     keys = _read_keys(path)
-    experiment_overrides = []
-    for override in overrides:
-        key, _, value = override.partition("=")
-        section, dot, name_in_section = key.partition(".")
-        if dot and section in ("space", "budget"):
-            keys[section] = {**(keys.get(section) or {}), name_in_section: yaml.safe_load(value)}
-        elif key in FILE_KEYS - {"experiment", "space"}:
-            keys[key] = yaml.safe_load(value)
-        else:
-            is_key = key in EXPERIMENT_KEYS or "." in key
-            hint = "" if is_key else nearest(key, FILE_KEYS)
-            if hint:
-                raise UserError(f"there is no key {key!r} (on the command line){hint}")
-            experiment_overrides.append(override)
+    experiment_overrides = _override_keys(keys, overrides)
     for key in keys.keys() - FILE_KEYS - {"set"}:
         hint = f"{nearest(key, FILE_KEYS)}: its keys are {', '.join(sorted(FILE_KEYS))}"
         raise UserError(f"{file} has the unknown key {key!r}{hint}")
     searcher, searcher_args = _name_and_arguments("searcher", keys.pop("searcher", "grid"))
-    # A grid's table wants all its cells; of points that are drawn most are not worth their end.
     space = read_space(keys.pop("space", None))
     forked_run = str(keys.pop("fork", None) or "")
-    default_scheduler = "none" if searcher == "grid" else "asha"
-    if (
-        forked_run
-        and _problem_of_paired(space, searcher, str(keys.get("metric") or Search.metric)) is None
-    ):
-        default_scheduler = PAIRED
+    default_scheduler = _default_scheduler(
+        space,
+        searcher,
+        metric=str(keys.get("metric") or Search.metric),
+        is_fork=bool(forked_run),
+    )
     scheduler_key = keys.pop("scheduler", default_scheduler)
     scheduler, scheduler_args = _name_and_arguments("scheduler", scheduler_key)
     experiment_or_file = keys.pop("experiment", None)
@@ -424,6 +410,53 @@ def read_sweep(file: str, overrides: list[str]) -> Sweep:
     )
     _check(sweep)
     return sweep
+
+
+def _override_keys(keys: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Sets those keys of a sweep file that the command line has.
+
+    Args:
+        keys: Of the file; changed in place.
+        overrides: key=value of the command line.
+
+    Returns:
+        The overrides of the experiment's keys.
+
+    Raises:
+        UserError: One is of no key, and similar to one of the sweep's.
+    """
+    experiment_overrides = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        section, dot, name_in_section = key.partition(".")
+        if dot and section in ("space", "budget"):
+            keys[section] = {**(keys.get(section) or {}), name_in_section: yaml.safe_load(value)}
+        elif key in FILE_KEYS - {"experiment", "space"}:
+            keys[key] = yaml.safe_load(value)
+        else:
+            is_key = key in EXPERIMENT_KEYS or "." in key
+            hint = "" if is_key else nearest(key, FILE_KEYS)
+            if hint:
+                raise UserError(f"there is no key {key!r} (on the command line){hint}")
+            experiment_overrides.append(override)
+    return experiment_overrides
+
+
+def _default_scheduler(
+    space: Mapping[str, Domain], searcher: str, *, metric: str, is_fork: bool
+) -> str:
+    """The scheduler of a sweep whose file names none.
+
+    Args:
+        space: The search space.
+        searcher: Suggests its points.
+        metric: What the sweep compares.
+        is_fork: Whether its trials continue from a checkpoint, and so see the same samples.
+    """
+    if is_fork and _problem_of_paired(space, searcher, metric) is None:
+        return PAIRED
+    # A grid's table wants all its cells; of points that are drawn most are not worth their end.
+    return "none" if searcher == "grid" else "asha"
 
 
 def _run_and_step(fork: str) -> tuple[Storage, int | None]:
@@ -556,8 +589,8 @@ def _checked(key: str, value: Any) -> Any:
             is_valid = value in ("", BEST, SOONEST)
             expected = f"{BEST} or {SOONEST}"
         case "seed":
-            is_valid = is_integer
-            expected = "a whole number"
+            is_valid = is_integer and value >= 0
+            expected = "a whole number, 0 or greater"
         case "mode":
             is_valid = value in ("min", "max")
             expected = "min or max"

@@ -12,8 +12,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+import ray
 from ray import tune
 from ray.tune.experiment import Trial as TuneTrial
 from ray.tune.schedulers import TrialScheduler
@@ -27,10 +30,10 @@ from app.run.cost import check_budget, rate_here
 from app.run.stopping import stop_signals
 from app.storage.storage import Storage
 from app.tracking.settings import resolve_tracking
-from cluster.connect import Cluster
+from cluster.connect import Cluster, disconnect
 from cluster.pending import check_feasible
 from cluster.shape import NodeState
-from experiments.sweep.budget import BudgetSpent, Ledger, end_at_once, watched
+from experiments.sweep.budget import BudgetSpent, Ledger, watched
 from experiments.sweep.prior import nearest_point
 from experiments.sweep.search import make_scheduler, make_searcher
 from experiments.sweep.spec import Sweep
@@ -190,33 +193,13 @@ def run_trials(
     if ledger.is_ending(max(tuning.dollars_per_hour.values(), default=0.0)):
         raise BudgetSpent(f"the budget is spent, {ledger.sentence()}: raise it to continue")
     tuner = _make_tuner(sweep, store, observer, tuning=tuning, trainable=trainable or TrialActor)
-    stop_file = store.folder / STOP_FILE
-
-    def save_trials(seconds: float | None = None) -> None:
-        if observer.ending is None:
-            observer.ending = set(observer.running)
-            # Written under another name, so that a trial sees all of it or nothing.
-            written = stop_file.with_suffix(".new")
-            written.write_text("" if seconds is None else f"{seconds:.3f}")
-            written.replace(stop_file)
-
-    def stop_trials() -> None:
-        if observer.is_over_budget:
-            return
-        advice = "running trials save a checkpoint first (once more to stop at once)"
-        console.say(f"stopping: {advice}")
-        save_trials()
-
-    def end_within_budget() -> None:
-        observer.is_over_budget = True
-        console.say(f"the budget is nearly spent, {ledger.sentence()}: running trials save")
-        save_trials(ledger.seconds_to_save(observer.rate()))
-
-    stop_file.unlink(missing_ok=True)
-    counting = watched(ledger, observer.rate, ask=end_within_budget, end=end_at_once)
-    with stop_signals(stop_trials):
+    stop = StopFile(store.folder / STOP_FILE, observer, ledger, console)
+    stop.remove()
+    with stop_signals(stop.for_person) as signals:
+        # If the block does not end, its connection to Ray does, and trials with it.
+        end = partial(signals.end, last_resort=disconnect)
         try:
-            with counting:
+            with watched(ledger, observer.rate, ask=stop.within_budget, end=end):
                 tuner.fit()
         except tune.TuneError as error:
             if observer.problem is None and not observer.is_stopping:
@@ -224,6 +207,10 @@ def run_trials(
                 raise RunFailed(f"Ray Tune gave up: {reason}") from error
         except KeyboardInterrupt:
             if not observer.is_over_budget:
+                raise
+        except Exception:
+            is_disconnected = not ray.is_initialized()
+            if not (observer.is_over_budget and is_disconnected):
                 raise
     # trial.json and the folders of the runs are what is kept.
     shutil.rmtree(store.folder / TUNE_FOLDER, ignore_errors=True)
@@ -234,6 +221,51 @@ def run_trials(
         raise BudgetSpent(f"{problem}: raise it to continue")
     if observer.is_stopping and not observer.is_over_budget:
         raise Interrupted(f"stopped with {observer.progress} trials ended")
+
+
+@dataclass(frozen=True)
+class StopFile:
+    """The file in the sweep's folder that asks running trials to save and stop.
+
+    Args:
+        path: The file.
+        observer: Knows which trials run, and is told that they are to end.
+        ledger: Counts what they take.
+        console: Where a person sees that they are asked.
+    """
+
+    path: Path
+    observer: Observer
+    ledger: Ledger
+    console: Console
+
+    def remove(self) -> None:
+        """Removes what an earlier start has left."""
+        self.path.unlink(missing_ok=True)
+
+    def for_person(self) -> None:
+        """Asks the trials because a person stops the sweep; they may take any time to save."""
+        if self.observer.is_over_budget:
+            return
+        advice = "running trials save a checkpoint first (once more to stop at once)"
+        self.console.say(f"stopping: {advice}")
+        self._write("")
+
+    def within_budget(self) -> None:
+        """Asks the trials because the budget is nearly spent, of which the file has the rest."""
+        self.observer.is_over_budget = True
+        sentence = self.ledger.sentence()
+        self.console.say(f"the budget is nearly spent, {sentence}: running trials save")
+        seconds = self.ledger.seconds_to_save(self.observer.rate())
+        self._write(f"{seconds:.3f}")
+
+    def _write(self, text: str) -> None:
+        if self.observer.ending is None:
+            self.observer.ending = set(self.observer.running)
+        # Written under another name, so that a trial sees all of it or nothing.
+        new_path = self.path.with_suffix(".new")
+        new_path.write_text(text)
+        new_path.replace(self.path)
 
 
 def _make_tuner(

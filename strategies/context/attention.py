@@ -297,6 +297,15 @@ Backward = Callable[[Attended, Tensor, Tensor, AttentionOptions], tuple[Tensor, 
 """(this worker's queries, its k, its v, options) → (dq, dk, dv)."""
 
 
+_INPUTS = "Tensor q, Tensor k, Tensor v"
+_SETTINGS = "bool causal, float scale, int group"
+"""Of both operations, after their tensors; `AttentionOptions`, in types that a schema has."""
+_FORWARD_SCHEMA = f"({_INPUTS}, {_SETTINGS}) -> (Tensor, Tensor)"
+_BACKWARD_SCHEMA = (
+    f"(Tensor grad, {_INPUTS}, Tensor out, Tensor lse, {_SETTINGS}) -> (Tensor, Tensor, Tensor)"
+)
+
+
 def operator(name: str, forward: Forward, backward: Backward) -> Attention:
     """Make an operation of torch's own from a method's forward and backward.
 
@@ -305,15 +314,14 @@ def operator(name: str, forward: Forward, backward: Backward) -> Attention:
         forward: Computes o and l.
         backward: Computes the gradients.
     """
-    inputs = "Tensor q, Tensor k, Tensor v"
-    settings = "bool causal, float scale, int group"
 
+    # The results have the layout that the operations' shapes promise.
     def run(
         q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, group: int
     ) -> tuple[Tensor, Tensor]:
         options = AttentionOptions(causal, scale, registered_group(group))
         out, lse = forward(q, k, v, options)
-        return out.contiguous(), lse.contiguous()  # the layout that register_fake promises
+        return out.contiguous(), lse.contiguous()
 
     def run_backward(
         grad: Tensor,
@@ -331,6 +339,15 @@ def operator(name: str, forward: Forward, backward: Backward) -> Attention:
         dq, dk, dv = backward(attended, k, v, options)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
+    forward_op: Any = torch.library.custom_op(
+        f"trireme::{name}", mutates_args=(), schema=_FORWARD_SCHEMA
+    )(run)
+    forward_op.register_fake(_forward_shapes)
+    backward_op: Any = torch.library.custom_op(
+        f"trireme::{name}_backward", mutates_args=(), schema=_BACKWARD_SCHEMA
+    )(run_backward)
+    backward_op.register_fake(_backward_shapes)
+
     def save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         q, k, v, *settings = inputs
         ctx.save_for_backward(q, k, v, *output)
@@ -339,30 +356,6 @@ def operator(name: str, forward: Forward, backward: Backward) -> Attention:
     def gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         dq, dk, dv = backward_op(grad.contiguous(), *ctx.saved_tensors, *ctx.settings)
         return dq, dk, dv, None, None, None
-
-    forward_op: Any = torch.library.custom_op(
-        f"trireme::{name}",
-        mutates_args=(),
-        schema=f"({inputs}, {settings}) -> (Tensor, Tensor)",
-    )(run)
-    backward_op: Any = torch.library.custom_op(
-        f"trireme::{name}_backward",
-        mutates_args=(),
-        schema=(
-            f"(Tensor grad, {inputs}, Tensor out, Tensor lse, {settings})"
-            " -> (Tensor, Tensor, Tensor)"
-        ),
-    )(run_backward)
-
-    @forward_op.register_fake
-    def shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        return q.new_empty((*q.shape[:-1], v.size(-1))), _empty_lse(q)
-
-    @backward_op.register_fake
-    def backward_shapes(
-        grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
     forward_op.register_autograd(gradients, setup_context=save_for_backward)
 
@@ -373,3 +366,15 @@ def operator(name: str, forward: Forward, backward: Backward) -> Attention:
         return out
 
     return attention
+
+
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """The results of the operation, without values."""
+    return q.new_empty((*q.shape[:-1], v.size(-1))), _empty_lse(q)
+
+
+def _backward_shapes(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of the operation's backward, without values."""
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

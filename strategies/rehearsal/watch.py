@@ -65,6 +65,66 @@ class PartCall:
     outputs: tuple[float, ...]
 
 
+@dataclass
+class _Evidence:
+    """What a step shows, by the names of parameters or modules, for `Watch.observations`."""
+
+    read_outside_forward: list[str] = field(default_factory=list)
+    read_outside_block: list[str] = field(default_factory=list)
+    read_from_list: list[str] = field(default_factory=list)
+    requires_grad_changed: list[str] = field(default_factory=list)
+    without_gradient: list[str] = field(default_factory=list)
+    """Trained parameters that have no gradient."""
+    nonlinear_hooks: list[str] = field(default_factory=list)
+    gradients_taken: list[str] = field(default_factory=list)
+    functional_calls: list[str] = field(default_factory=list)
+    changed_inputs: list[str] = field(default_factory=list)
+    """Parts that change an input in place that has a gradient."""
+    changed_data: list[str] = field(default_factory=list)
+    """Parts that change an input in place that has none."""
+    changed_outputs: list[str] = field(default_factory=list)
+    cut_off: list[str] = field(default_factory=list)
+    """Blocks whose output is used, and to which no gradient comes back."""
+    gradient_past_output: list[str] = field(default_factory=list)
+    """Blocks whose parameters get a gradient, though none of their outputs does."""
+    calls_without_graph: list[str] = field(default_factory=list)
+    """Blocks that have run without gradients, once for each time."""
+    read_without_graph: dict[str, set[int]] = field(default_factory=dict)
+    """By parameter, in which of these calls it was used."""
+    read_with_graph: set[str] = field(default_factory=set)
+    """Parameters that were used with gradients."""
+    run_in_backward: set[str] = field(default_factory=set)
+    """Blocks that have run in backward, as checkpoints do."""
+
+
+@dataclass
+class _StepState:
+    """Where a step is, and the tensors in it.
+
+    Tensors are known by their ids, and kept so that no id is reused.
+    """
+
+    running: list[str] = field(default_factory=list)
+    """The modules that are running, outermost first."""
+    is_paused: bool = False
+    """Whether calls of torch are those of `Watch`, and not the model's."""
+    block_outputs: list[tuple[str, Tensor]] = field(default_factory=list)
+    """What blocks have returned and a gradient can come back to."""
+    used_outputs: set[int] = field(default_factory=set)
+    outputs_with_gradient: set[int] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
+    """Parameters that a call of torch wrote into, or into whose `data`."""
+    listed_parameters: set[int] = field(default_factory=set)
+    """Parameters that code has gone through as a list."""
+    views: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
+    """Other tensors in a parameter's memory: the parameter's name, and the tensor."""
+    part_inputs: list[tuple[nn.Module, list[tuple[Tensor, Tensor]]]] = field(default_factory=list)
+    """Of the running parts that would be recomputed, each input and a copy of it."""
+    written_inputs: set[int] = field(default_factory=set)
+    from_batch: dict[int, Tensor] = field(default_factory=dict)
+    """The batch's tensors and what was computed from them."""
+
+
 class Watch(TorchFunctionMode):
     """Sees every call of torch during one step, and which of the model's modules are running.
 
@@ -96,7 +156,6 @@ class Watch(TorchFunctionMode):
             self._owners.setdefault(id(parameter), set()).add(name.rpartition(".")[0])
         self._separable_blocks = frozenset(separable(module, list(blocks)))
 
-        # What the step shows, each by the names of parameters, buffers or modules.
         self.route = Route()
         self.part_calls: list[PartCall] = []
         self.changed_parameters: dict[str, Tensor] = {}
@@ -104,53 +163,8 @@ class Watch(TorchFunctionMode):
         self.changed_beyond_rounding: list[str] = []
         """Those of them that differ from before by more than rounding."""
         self.changed_buffers: dict[str, Tensor] = {}
-        self._read_outside_forward: list[str] = []
-        self._read_outside_block: list[str] = []
-        self._read_from_list: list[str] = []
-        self._requires_grad_changed: list[str] = []
-        self._without_gradient: list[str] = []
-        """Trained parameters that have no gradient."""
-        self._nonlinear_hooks: list[str] = []
-        self._gradients_taken: list[str] = []
-        self._functional_calls: list[str] = []
-        self._changed_inputs: list[str] = []
-        """Parts that change an input in place that has a gradient."""
-        self._changed_data: list[str] = []
-        """Parts that change an input in place that has none."""
-        self._changed_outputs: list[str] = []
-        self._cut_off: list[str] = []
-        """Blocks whose output is used, and to which no gradient comes back."""
-        self._gradient_past_output: list[str] = []
-        """Blocks whose parameters get a gradient, though none of their outputs does."""
-        self._calls_without_graph: list[str] = []
-        """Blocks that have run without gradients, once for each time."""
-        self._read_without_graph: dict[str, set[int]] = {}
-        """By parameter, in which of these calls it was used."""
-        self._read_with_graph: set[str] = set()
-        """Parameters that were used with gradients."""
-        self._run_in_backward: set[str] = set()
-        """Blocks that have run in backward, as checkpoints do."""
-
-        # The state of the step. Tensors are known by their ids, and kept so that no id is reused.
-        self._running: list[str] = []
-        """The modules that are running, outermost first."""
-        self._is_paused = False
-        """Whether calls of torch are this class's own, and not the model's."""
-        self._block_outputs: list[tuple[str, Tensor]] = []
-        """What blocks have returned and a gradient can come back to."""
-        self._used_outputs: set[int] = set()
-        self._outputs_with_gradient: set[int] = set()
-        self._written: set[str] = set()
-        """Parameters that a call of torch wrote into, or into whose `data`."""
-        self._listed_parameters: set[int] = set()
-        """Parameters that code has gone through as a list."""
-        self._views: dict[int, tuple[str, Tensor]] = {}
-        """Other tensors in a parameter's memory: the parameter's name, and the tensor."""
-        self._part_inputs: list[tuple[nn.Module, list[tuple[Tensor, Tensor]]]] = []
-        """Of the running parts that would be recomputed, each input and a copy of it."""
-        self._written_inputs: set[int] = set()
-        self._from_batch: dict[int, Tensor] = {}
-        """The batch's tensors and what was computed from them."""
+        self._evidence = _Evidence()
+        self._state = _StepState()
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -160,7 +174,7 @@ class Watch(TorchFunctionMode):
         The batch is copied, so that it stays the same whatever the model does to it.
         """
         batch = clone_tensors(batch)
-        self._from_batch = {id(leaf): leaf for leaf in _tensors(batch)}
+        self._state.from_batch = {id(leaf): leaf for leaf in _tensors(batch)}
         parameters_before = {name: p.detach().clone() for name, p in self.parameters.items()}
         buffers_before = {name: buffer.detach().clone() for name, buffer in self.buffers.items()}
         handles = []
@@ -171,8 +185,8 @@ class Watch(TorchFunctionMode):
         self._note_changes(parameters_before, buffers_before)
         if backward and isinstance(value, Tensor) and value.requires_grad:
             self._backward(value)
-        self._block_outputs.clear()
-        self._from_batch.clear()
+        self._state.block_outputs.clear()
+        self._state.from_batch.clear()
         for handle in handles:
             handle.remove()
 
@@ -181,7 +195,7 @@ class Watch(TorchFunctionMode):
     ) -> None:
         for name, parameter in self.parameters.items():
             before = parameters_before[name]
-            if name in self._written or _differ(parameter, before):
+            if name in self._state.written or _differ(parameter, before):
                 self.changed_parameters[name] = parameter.detach().clone()
                 if not nearly_equal(parameter.detach(), before):
                     self.changed_beyond_rounding.append(name)
@@ -190,31 +204,33 @@ class Watch(TorchFunctionMode):
                 self.changed_buffers[name] = buffer.detach().clone()
 
     def _backward(self, value: Tensor) -> None:
-        for _, output in self._block_outputs:
+        for _, output in self._state.block_outputs:
             output.register_hook(functools.partial(self._note_gradient, id(output)))
         handle = register_module_forward_pre_hook(self._note_run_in_backward)
         try:
             value.sum().backward()
         finally:
             handle.remove()
-        cut_off = self._used_outputs - self._outputs_with_gradient
-        self._cut_off = [name for name, output in self._block_outputs if id(output) in cut_off]
+        cut_off = self._state.used_outputs - self._state.outputs_with_gradient
+        self._evidence.cut_off = [
+            name for name, output in self._state.block_outputs if id(output) in cut_off
+        ]
         with_gradient = {
             name
-            for name, output in self._block_outputs
-            if id(output) in self._outputs_with_gradient
+            for name, output in self._state.block_outputs
+            if id(output) in self._state.outputs_with_gradient
         }
-        self._gradient_past_output = [
+        self._evidence.gradient_past_output = [
             name
-            for name in unique(name for name, _ in self._block_outputs)
+            for name in unique(name for name, _ in self._state.block_outputs)
             if name not in with_gradient and self._has_parameter_gradient(name)
         ]
-        self._without_gradient = [
+        self._evidence.without_gradient = [
             name for name, p in self.parameters.items() if p.requires_grad and p.grad is None
         ]
 
     def _note_gradient(self, output: int, gradient: Tensor) -> None:
-        self._outputs_with_gradient.add(output)
+        self._state.outputs_with_gradient.add(output)
 
     def _has_parameter_gradient(self, block: str) -> bool:
         parameters = self.module.get_submodule(block).parameters()
@@ -237,33 +253,36 @@ class Watch(TorchFunctionMode):
                     index=index,
                 )
                 if not is_linear(hook_of_one, gradient):
-                    self._nonlinear_hooks.append(self._module_names[id(module)] or "the model")
+                    self._evidence.nonlinear_hooks.append(
+                        self._module_names[id(module)] or "the model"
+                    )
                     return
 
     # --- what it has shown ------------------------------------------------------------------------
 
     def observations(self) -> list[Observation]:
         """The traits that this step alone shows."""
+        evidence = self._evidence
         by_trait: list[tuple[Trait, Sequence[str]]] = [
-            (Trait.LOSS_READS_PARAMETERS, self._read_outside_forward),
-            (Trait.LISTS_PARAMETERS, self._read_from_list),
-            (Trait.BLOCK_READ_FROM_OUTSIDE, self._read_outside_block),
+            (Trait.LOSS_READS_PARAMETERS, evidence.read_outside_forward),
+            (Trait.LISTS_PARAMETERS, evidence.read_from_list),
+            (Trait.BLOCK_READ_FROM_OUTSIDE, evidence.read_outside_block),
             (Trait.REPLACES_PARAMETERS, self._replaced_parameters()),
-            (Trait.CHANGES_REQUIRES_GRAD, self._requires_grad_changed),
-            (Trait.UNUSED_PARAMETERS, self._without_gradient),
-            (Trait.ACTIVATION_HOOK, self._nonlinear_hooks),
+            (Trait.CHANGES_REQUIRES_GRAD, evidence.requires_grad_changed),
+            (Trait.UNUSED_PARAMETERS, evidence.without_gradient),
+            (Trait.ACTIVATION_HOOK, evidence.nonlinear_hooks),
             (Trait.BACKWARD_HOOK, self._modules_with_backward_hooks()),
-            (Trait.CUTS_GRAPH, self._cut_off),
-            (Trait.GRADIENT_PAST_OUTPUT, self._gradient_past_output),
+            (Trait.CUTS_GRAPH, evidence.cut_off),
+            (Trait.GRADIENT_PAST_OUTPUT, evidence.gradient_past_output),
             (Trait.NORMALISES_OVER_BATCH, self._batch_norms()),
-            (Trait.CHANGES_INPUT, self._changed_inputs),
-            (Trait.CHANGES_DATA, self._changed_data),
-            (Trait.CHANGES_OUTPUT, self._changed_outputs),
+            (Trait.CHANGES_INPUT, evidence.changed_inputs),
+            (Trait.CHANGES_DATA, evidence.changed_data),
+            (Trait.CHANGES_OUTPUT, evidence.changed_outputs),
             (Trait.RUNS_WITHOUT_GRADIENT, self._reentrant_checkpoints()),
             (Trait.USED_BY_REENTRANT_CHECKPOINTS, self._used_by_reentrant_checkpoints()),
             (Trait.RECURRENT, self._recurrent_layers()),
-            (Trait.GRADIENT_IN_LOSS, self._gradients_taken),
-            (Trait.FUNCTIONAL_CALL, self._functional_calls),
+            (Trait.GRADIENT_IN_LOSS, evidence.gradients_taken),
+            (Trait.FUNCTIONAL_CALL, evidence.functional_calls),
             (Trait.CALLED_TWICE, self._blocks_called_twice()),
             *self._hooked_parameters().items(),
         ]
@@ -318,21 +337,24 @@ class Watch(TorchFunctionMode):
 
     def _reentrant_checkpoints(self) -> list[str]:
         """Blocks that have run without gradients, and again in backward."""
-        return [name for name in self._calls_without_graph if name in self._run_in_backward]
+        evidence = self._evidence
+        return [name for name in evidence.calls_without_graph if name in evidence.run_in_backward]
 
     def _used_by_reentrant_checkpoints(self) -> list[str]:
         """Parameters that a reentrant checkpoint uses, and another one or other code too."""
-        checkpoint_calls = [
+        evidence = self._evidence
+        checkpoint_calls = {
             number
-            for number, name in enumerate(self._calls_without_graph)
-            if name in self._run_in_backward
-        ]
-        return [
-            name
-            for name, calls in self._read_without_graph.items()
-            if len(calls.intersection(checkpoint_calls)) + (name in self._read_with_graph) > 1
-            and calls.intersection(checkpoint_calls)
-        ]
+            for number, name in enumerate(evidence.calls_without_graph)
+            if name in evidence.run_in_backward
+        }
+        names = []
+        for name, calls in evidence.read_without_graph.items():
+            checkpoint_uses = len(calls & checkpoint_calls)
+            other_uses = int(name in evidence.read_with_graph)
+            if checkpoint_uses and checkpoint_uses + other_uses > 1:
+                names.append(name)
+        return names
 
     # --- calls of modules -------------------------------------------------------------------------
 
@@ -358,54 +380,55 @@ class Watch(TorchFunctionMode):
         if module is self.module:
             callers = (frame.f_code.co_name for frame, _ in traceback.walk_stack(None))
             if "functional_call" in callers:
-                self._functional_calls.append("the model")
-        self._running.append(name)
+                self._evidence.functional_calls.append("the model")
+        self._state.running.append(name)
         if name in self.blocks:
             self.route.calls.append(name)
             if not torch.is_grad_enabled():
-                self._calls_without_graph.append(name)
+                self._evidence.calls_without_graph.append(name)
 
     def _module_ends(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self._module_names.get(id(module))
-        if name is None or not self._running or self._running[-1] != name:
+        if name is None or not self._state.running or self._state.running[-1] != name:
             return
-        self._running.pop()
+        self._state.running.pop()
         # The module may have called functions that are not torch's.
-        if any(id(leaf) in self._from_batch for leaf in tree_leaves(args)):
-            self._from_batch.update({id(leaf): leaf for leaf in _tensors(output)})
+        if any(id(leaf) in self._state.from_batch for leaf in tree_leaves(args)):
+            self._state.from_batch.update({id(leaf): leaf for leaf in _tensors(output)})
         if name in self.recomputed_parts:
             self._note_part_call(module, name, output)
         if name in self.blocks:
             for leaf in _tensors(output):
                 if leaf.requires_grad:
-                    self._block_outputs.append((name, leaf))
+                    self._state.block_outputs.append((name, leaf))
 
     def _note_run_in_backward(self, module: nn.Module, args: Any) -> None:
         name = self._module_names.get(id(module))
         if name is not None and name in self.blocks:
-            self._run_in_backward.add(name)
+            self._evidence.run_in_backward.add(name)
 
     def _copy_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._is_paused = True
+        self._state.is_paused = True
         inputs = [(tensor, tensor.detach().clone()) for tensor in _tensors((args, kwargs))]
-        self._part_inputs.append((module, inputs))
-        self._is_paused = False
+        self._state.part_inputs.append((module, inputs))
+        self._state.is_paused = False
 
     def _note_part_call(self, module: nn.Module, name: str, output: Any) -> None:
         """Notes which inputs the part has changed, and what it was given and has returned."""
-        if not self._part_inputs or self._part_inputs[-1][0] is not module:
+        if not self._state.part_inputs or self._state.part_inputs[-1][0] is not module:
             # Another hook has raised before `_copy_inputs` was called.
             return
-        self._is_paused = True
-        _, inputs = self._part_inputs.pop()
+        self._state.is_paused = True
+        _, inputs = self._state.part_inputs.pop()
         for tensor, copy in inputs:
-            if id(tensor) in self._written_inputs or _differ(tensor, copy):
-                has_gradient = tensor.requires_grad and name
-                changed = self._changed_inputs if has_gradient else self._changed_data
-                changed.append(name or "the model")
+            if id(tensor) in self._state.written_inputs or _differ(tensor, copy):
+                if tensor.requires_grad and name:
+                    self._evidence.changed_inputs.append(name)
+                else:
+                    self._evidence.changed_data.append(name or "the model")
         input_sums = _sums(copy for _, copy in inputs)
         self.part_calls.append(PartCall(name, input_sums, _sums(_tensors(output))))
-        self._is_paused = False
+        self._state.is_paused = False
 
     # --- calls of torch ---------------------------------------------------------------------------
 
@@ -417,7 +440,7 @@ class Watch(TorchFunctionMode):
         def named_parameters_seen(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             for name, parameter in named_parameters(module, *args, **kwargs):
                 if id(module) in self._module_names:
-                    self._listed_parameters.add(id(parameter))
+                    self._state.listed_parameters.add(id(parameter))
                 yield name, parameter
 
         nn.Module.named_parameters = named_parameters_seen  # type: ignore[assignment, method-assign]
@@ -428,11 +451,11 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_paused:
+        if self._state.is_paused:
             return func(*args, **kwargs)
         name = call_name(func)
         tensors = _tensors((args, kwargs))
-        is_data = any(id(tensor) in self._from_batch for tensor in tensors)
+        is_data = any(id(tensor) in self._state.from_batch for tensor in tensors)
         if name in QUESTIONS and not kwargs and tensors:
             answer = self.answers.answer(func, tensors[0], name, args, is_data=is_data)
         else:
@@ -440,34 +463,35 @@ class Watch(TorchFunctionMode):
         if name == "rand" and answer.numel() == 1:
             self.answers.note_draw(answer)
         if is_data:
-            self._from_batch.update({id(leaf): leaf for leaf in _tensors(answer)})
+            self._state.from_batch.update({id(leaf): leaf for leaf in _tensors(answer)})
         if name in ("requires_grad_", "__set__ requires_grad"):
-            changed = self._parameter_names.get(id(args[0]))
-            self._requires_grad_changed += [changed] if changed is not None else []
+            parameter_name = self._parameter_names.get(id(args[0]))
+            if parameter_name is not None:
+                self._evidence.requires_grad_changed.append(parameter_name)
         for tensor in written_tensors(name, args, kwargs):
             self._note_write(tensor)
         if name in SHARES_MEMORY:
             parameter_name = self._parameter_of(args[0])
             if parameter_name is not None:
-                self._views[id(answer)] = (parameter_name, answer)
+                self._state.views[id(answer)] = (parameter_name, answer)
 
         if func in TAKES_GRADIENT or name == "_make_dual":
-            self._gradients_taken.append(self._current_place())
+            self._evidence.gradients_taken.append(self._current_place())
         elif name == "register_hook" and self._is_nonlinear_activation_hook(*args[:2]):
-            self._nonlinear_hooks.append(self._current_place())
+            self._evidence.nonlinear_hooks.append(self._current_place())
         elif computes(name, answer):
             for tensor in tensors:
                 if id(tensor) in self._parameter_names:
                     self._note_parameter_read(tensor)
-                elif any(tensor is output for _, output in self._block_outputs):
-                    self._used_outputs.add(id(tensor))
+                elif any(tensor is output for _, output in self._state.block_outputs):
+                    self._state.used_outputs.add(id(tensor))
         return answer
 
     def _current_place(self) -> str:
         """What is running, in words."""
-        if not self._running:
+        if not self._state.running:
             return "the loss"
-        return self._running[-1] or "the model"
+        return self._state.running[-1] or "the model"
 
     def _is_nonlinear_activation_hook(self, tensor: Tensor, hook: Callable[..., Any]) -> bool:
         return id(tensor) not in self._parameter_names and not is_linear(hook, tensor)
@@ -475,36 +499,41 @@ class Watch(TorchFunctionMode):
     def _parameter_of(self, tensor: Any) -> str | None:
         """The parameter that a tensor is, or whose memory it is in."""
         name = self._parameter_names.get(id(tensor))
-        if name is None and id(tensor) in self._views:
-            name, _ = self._views[id(tensor)]
+        if name is None and id(tensor) in self._state.views:
+            name, _ = self._state.views[id(tensor)]
         return name
 
     def _note_write(self, tensor: Tensor) -> None:
         parameter_name = self._parameter_of(tensor)
         if parameter_name is not None:
-            self._written.add(parameter_name)
-        for _, inputs in self._part_inputs:
+            self._state.written.add(parameter_name)
+        for _, inputs in self._state.part_inputs:
             if any(tensor is given for given, _ in inputs):
-                self._written_inputs.add(id(tensor))
+                self._state.written_inputs.add(id(tensor))
                 return
-        self._changed_outputs += [name for name, output in self._block_outputs if output is tensor]
+        self._evidence.changed_outputs += [
+            name for name, output in self._state.block_outputs if output is tensor
+        ]
 
     def _note_parameter_read(self, parameter: Tensor) -> None:
         name = self._parameter_names[id(parameter)]
         self.route.parameters.add(name)
-        reader = self._running[-1] if self._running else None
+        reader = self._state.running[-1] if self._state.running else None
         if torch.is_grad_enabled():
-            self._read_with_graph.add(name)
-        calls = self._calls_without_graph
-        if calls and calls[-1] in self._running and not torch.is_grad_enabled():
-            self._read_without_graph.setdefault(name, set()).add(len(calls) - 1)
-        if id(parameter) in self._listed_parameters and reader not in self._owners[id(parameter)]:
-            self._read_from_list.append(name)
+            self._evidence.read_with_graph.add(name)
+        calls = self._evidence.calls_without_graph
+        if calls and calls[-1] in self._state.running and not torch.is_grad_enabled():
+            self._evidence.read_without_graph.setdefault(name, set()).add(len(calls) - 1)
+        if (
+            id(parameter) in self._state.listed_parameters
+            and reader not in self._owners[id(parameter)]
+        ):
+            self._evidence.read_from_list.append(name)
         if reader is None:
-            self._read_outside_forward.append(name)
+            self._evidence.read_outside_forward.append(name)
         for block in self._separable_blocks:
-            if name.startswith(f"{block}.") and block not in self._running:
-                self._read_outside_block.append(name)
+            if name.startswith(f"{block}.") and block not in self._state.running:
+                self._evidence.read_outside_block.append(name)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

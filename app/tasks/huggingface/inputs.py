@@ -5,7 +5,7 @@ MLflow keeps them with a model. The names of their fields are part of what is st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,72 +31,53 @@ if TYPE_CHECKING:
 SMALLEST_VARIANCE = 1e-7  # added to that of a recording, as the library's Wav2Vec2 does
 
 
-@dataclass(kw_only=True)
-class FittedImages(ImageInput):
-    """Images, resized to what the model was made for.
+# --- calls of the library -------------------------------------------------------------------------
+
+
+def encoded_texts(tokenizer: Any, texts: Any, longest: int) -> dict[str, Tensor]:
+    """A model's arguments for texts, padded to the longest of them.
 
     Args:
-        channels: The model's number of channels.
-        sides: The model's height and width; None if it takes any size.
+        tokenizer: The library's tokenizer.
+        texts: As `texts_of` takes them.
+        longest: How many tokens of a text are used.
     """
-
-    channels: int
-    sides: tuple[int, int] | None
-
-    def __call__(self, images: Any) -> dict[str, Any]:
-        """The model's arguments for images as `ImageInput.standardised` takes them."""
-        return {"pixel_values": fitted(self.standardised(images), self.channels, self.sides)}
-
-    def for_transformers(self) -> dict[str, Any]:
-        """The configuration of the library's image processor for the same preprocessing."""
-        height, width = self.sides or self.example.shape[1:3]
-        # The library's processor brings pixels to 0 … 1 first. Ours does not.
-        is_integer = self.example.dtype.kind in "ui"
-        scale = 255.0 if is_integer else 1.0
-        return {
-            "image_processor_type": "ViTImageProcessor",
-            "do_resize": True,
-            "size": {"height": height, "width": width},
-            "resample": 2,
-            "do_rescale": True,
-            "rescale_factor": 1 / 255,
-            "do_normalize": True,
-            "image_mean": self._per_channel(self.mean / scale),
-            "image_std": self._per_channel(self.std / scale),
-        }
-
-    def _per_channel(self, values: Tensor) -> list[float]:
-        return values.flatten().expand(self.channels).tolist()
+    encoded = tokenizer(
+        texts_of(texts),
+        padding=True,
+        truncation=True,
+        max_length=longest,
+        return_tensors="pt",
+    )
+    return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
 
 
-def fitted(images: Tensor, channels: int, sides: tuple[int, int] | None) -> Tensor:
-    """Images in the size and with the channels of a model.
+def generate(
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    *,
+    max_new_tokens: int = PREDICTED_TOKENS,
+    **options: Any,
+) -> Tensor:
+    """The most probable tokens that a model of the library generates, (B, tokens).
 
     Args:
-        images: (n, channels, height, width).
-        channels: The model's number of channels; grey images are repeated.
-        sides: The model's height and width; None if it takes any size.
+        model: The model.
+        arguments: Of the model; tensors are moved to its device.
+        max_new_tokens: How many tokens it generates at most.
+        options: Further ones of the library's `generate`.
     """
-    if sides and tuple(images.shape[2:]) != sides:
-        images = F.interpolate(images, sides, mode="bilinear", antialias=True)
-    if images.shape[1] == 1 and channels > 1:
-        images = images.expand(-1, channels, -1, -1)
-    return images
+    device = next(model.parameters()).device
+    on_device = {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
+    return model.generate(  # type: ignore[operator]
+        **on_device, max_new_tokens=max_new_tokens, do_sample=False, **options
+    )
 
 
-def sides_of(config: Any) -> tuple[int, int] | None:
-    """Height and width of the images that a model is made for; None if it takes any.
-
-    Args:
-        config: The model's configuration.
-    """
-    size = getattr(config, "image_size", None)
-    if isinstance(size, int):
-        return size, size
-    if isinstance(size, (list, tuple)) and len(size) == 2:
-        height, width = size
-        return int(height), int(width)
-    return None
+# --- texts ----------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -124,18 +105,7 @@ class TextsInput(Preprocessor):
 
     def __call__(self, texts: Any) -> dict[str, Any]:
         """The model's arguments for texts."""
-        encoded = self.tokenizer(
-            texts_of(texts),
-            padding=True,
-            truncation=True,
-            max_length=self.longest,
-            return_tensors="pt",
-        )
-        return {
-            "input_ids": encoded["input_ids"],
-            "attention_mask": encoded["attention_mask"],
-            **self.keywords,
-        }
+        return {**encoded_texts(self.tokenizer, texts, self.longest), **self.keywords}
 
     def read(self, output: Any) -> DataFrame:
         """Each text's most probable class."""
@@ -217,6 +187,9 @@ def first_tokens(spans: Sequence[Sequence[int]], words: Sequence[str]) -> list[i
     return first
 
 
+# --- questions about contexts ---------------------------------------------------------------------
+
+
 @dataclass(kw_only=True)
 class QuestionsInput(Preprocessor):
     """Tables of questions and contexts, in which the model finds the answers.
@@ -265,8 +238,10 @@ class QuestionsInput(Preprocessor):
         best = best_spans(logits_WT2[None], is_context_WT[None])
         if self.may_lack_answer and best.margin.item() < 0:
             return ""
-        spans = spans_WT[int(best.window)]
-        return context[spans[int(best.first)][0] : spans[int(best.last)][1]]
+        spans_T = spans_WT[int(best.window)]
+        begin, _ = spans_T[int(best.first)]
+        _, end = spans_T[int(best.last)]
+        return context[begin:end]
 
     def _windows(
         self, question: str, context: str
@@ -288,6 +263,94 @@ class QuestionsInput(Preprocessor):
         arguments = {name: inputs[name] for name in self.names}
         spans = [window.spans + [(-1, -1)] * (length - len(window.ids)) for window in windows]
         return {**arguments, **self.keywords}, spans
+
+
+# --- texts for texts ------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class ChatInput(TextInput):
+    """Questions, which the model answers. Its tokenizer is the library's, with a chat template."""
+
+    @property
+    def example(self) -> DataFrame:
+        """A table of questions with one row."""
+        import pandas
+
+        return pandas.DataFrame({"text": ["What is a list?"]})
+
+    def encode(self, text: str) -> Tensor:
+        """The tokens of a user's message and of what comes before the answer, (1, tokens)."""
+        encoded = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+        return encoded["input_ids"]
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of tokens."""
+        return self.tokenizer.decode(ids)
+
+    def predict(self, model: nn.Module, texts: Any) -> DataFrame:
+        """The answer to each question."""
+        import pandas
+
+        answers = []
+        for question in texts_of(texts):
+            answer, _, _ = self._continuation(model, question).partition(self.end)
+            answers.append(answer)
+        return pandas.DataFrame({"text": answers})
+
+
+@dataclass(kw_only=True)
+class PromptInput(ChatInput):
+    """Prompts as they are written, which the model answers."""
+
+    def encode(self, text: str) -> Tensor:
+        """The tokens of a prompt, (1, tokens)."""
+        ids = self.tokenizer(text)["input_ids"]
+        return torch.tensor([ids or [0]])
+
+
+@dataclass(kw_only=True)
+class PairsInput(TextsInput):
+    """Texts, from which a model with an encoder and a decoder makes other texts.
+
+    Args:
+        start: The decoder's first token.
+    """
+
+    start: int = 0
+    end: ClassVar[str] = ""
+    """What comes after the text that is asked for: nothing, since special tokens have no text."""
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of tokens, without special ones."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def __call__(self, texts: Any) -> dict[str, Any]:
+        """The model's arguments for texts, with the decoder at its first token."""
+        arguments = super().__call__(texts)
+        count = len(arguments["input_ids"])
+        return {**arguments, "decoder_input_ids": torch.full((count, 1), self.start)}
+
+    def predict(self, model: nn.Module, texts: Any) -> DataFrame:
+        """The most probable text for each text."""
+        import pandas
+
+        tokens = generate(
+            model,
+            {**super().__call__(texts), "use_cache": True},
+            decoder_start_token_id=self.start,
+            eos_token_id=self.tokenizer.eos_token_id,
+        )
+        answers = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        return pandas.DataFrame({"text": answers})
+
+
+# --- recordings -----------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -365,11 +428,10 @@ class SpectrogramInput(RecordingsInput):
         """The most probable text of each recording."""
         import pandas
 
-        device = next(model.parameters()).device
-        tokens = model.generate(  # type: ignore[operator]
-            input_features=self(recordings)["input_features"].to(device),
+        tokens = generate(
+            model,
+            {"input_features": self(recordings)["input_features"]},
             max_new_tokens=min(PREDICTED_TOKENS, self.longest // 2),
-            do_sample=False,
             decoder_start_token_id=self.start,
             eos_token_id=self.tokenizer.eos_token_id,
         )
@@ -401,6 +463,113 @@ def standardised_sound(
     return {**inputs, "attention_mask": torch.from_numpy(mask)} if has_mask else inputs
 
 
+# --- images ---------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class FittedImages(ImageInput):
+    """Images, resized to what the model was made for.
+
+    Args:
+        channels: The model's number of channels.
+        sides: The model's height and width; None if it takes any size.
+    """
+
+    channels: int
+    sides: tuple[int, int] | None
+
+    def __call__(self, images: Any) -> dict[str, Any]:
+        """The model's arguments for images as `ImageInput.standardised` takes them."""
+        return {"pixel_values": fitted(self.standardised(images), self.channels, self.sides)}
+
+    def for_transformers(self) -> dict[str, Any]:
+        """The configuration of the library's image processor for the same preprocessing."""
+        height, width = self.sides or self.example.shape[1:3]
+        # The library's processor brings pixels to 0 … 1 first. Ours does not.
+        is_integer = self.example.dtype.kind in "ui"
+        scale = 255.0 if is_integer else 1.0
+        return {
+            "image_processor_type": "ViTImageProcessor",
+            "do_resize": True,
+            "size": {"height": height, "width": width},
+            "resample": 2,
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            "image_mean": self._per_channel(self.mean / scale),
+            "image_std": self._per_channel(self.std / scale),
+        }
+
+    def _per_channel(self, values: Tensor) -> list[float]:
+        return values.flatten().expand(self.channels).tolist()
+
+
+def fitted(images: Tensor, channels: int, sides: tuple[int, int] | None) -> Tensor:
+    """Images in the size and with the channels of a model.
+
+    Args:
+        images: (n, channels, height, width).
+        channels: The model's number of channels; grey images are repeated.
+        sides: The model's height and width; None if it takes any size.
+    """
+    if sides and tuple(images.shape[2:]) != sides:
+        images = F.interpolate(images, sides, mode="bilinear", antialias=True)
+    if images.shape[1] == 1 and channels > 1:
+        images = images.expand(-1, channels, -1, -1)
+    return images
+
+
+def sides_of(config: Any) -> tuple[int, int] | None:
+    """Height and width of the images that a model is made for; None if it takes any.
+
+    Args:
+        config: The model's configuration.
+    """
+    size = getattr(config, "image_size", None)
+    if isinstance(size, int):
+        return size, size
+    if isinstance(size, (list, tuple)) and len(size) == 2:
+        height, width = size
+        return int(height), int(width)
+    return None
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class PicturesInput(Preprocessor):
+    """Pictures, each of whose pixels gets a class.
+
+    Args:
+        side: Pixels of a side of the pictures that the model takes.
+        mean: The mean of each channel, (3, 1, 1), of numbers from 0 to 1.
+        std: Their deviation.
+    """
+
+    side: int
+    mean: Tensor
+    std: Tensor
+
+    @property
+    def example(self) -> Any:
+        """One picture, (1, height, width, 3) from 0 to 255."""
+        return np.zeros((1, self.side, self.side, 3), np.uint8)
+
+    def __call__(self, pictures: Any) -> dict[str, Any]:
+        """The model's arguments for pictures (n, height, width, 3) from 0 to 255."""
+        from PIL import Image
+
+        opened = [Image.fromarray(np.asarray(picture, np.uint8)) for picture in pictures]
+        return {"pixel_values": stretched(opened, self.side, self.mean, self.std)}
+
+    def read(self, output: Any) -> Any:
+        """The class of each pixel, (n, side, side)."""
+        size = (self.side, self.side)
+        logits = F.interpolate(logits_of(output).float(), size=size, mode="bilinear")
+        return logits.argmax(1).cpu().numpy()
+
+
 @dataclass(kw_only=True)
 class ImagesAndTextsInput(Preprocessor):
     """Tables of pictures and texts, of which the model says how well they fit.
@@ -430,17 +599,9 @@ class ImagesAndTextsInput(Preprocessor):
 
     def __call__(self, table: Any) -> dict[str, Any]:
         """The model's arguments for a table of paths and texts; no path is a black picture."""
-        encoded = self.tokenizer(
-            texts_of(table[["text"]]),
-            padding=True,
-            truncation=True,
-            max_length=self.longest,
-            return_tensors="pt",
-        )
         pictures = [picture_or_black(path) for path in table["image"]]
         return {
-            "input_ids": encoded["input_ids"],
-            "attention_mask": encoded["attention_mask"],
+            **encoded_texts(self.tokenizer, table[["text"]], self.longest),
             "pixel_values": squares(pictures, self.side, self.mean, self.std),
             **self.keywords,
         }
@@ -502,15 +663,9 @@ class PictureQuestionsInput(Preprocessor):
         for path, question in zip(table["image"], table["text"], strict=True):
             arguments = self._arguments(path, str(question))
             length = arguments["input_ids"].size(1)
-            device = next(model.parameters()).device
-            on_device = {
-                name: value.to(device) if isinstance(value, Tensor) else value
-                for name, value in arguments.items()
-            }
-            tokens = model.generate(  # type: ignore[operator]
-                **(on_device | {"use_cache": True}),
-                max_new_tokens=PREDICTED_TOKENS,
-                do_sample=False,
+            tokens = generate(
+                model,
+                {**arguments, "use_cache": True},
                 suppress_tokens=[self.tokenizer.convert_tokens_to_ids(self.image_token)],
                 eos_token_id=self.tokenizer.eos_token_id,
                 pad_token_id=self.tokenizer.pad_token_id,
@@ -558,7 +713,7 @@ def squares(pictures: Sequence[Any], side: int, mean: Tensor, std: Tensor) -> Te
     """
     from PIL import Image
 
-    rows = []
+    square_pictures = []
     for picture in pictures:
         width, height = picture.size
         scale = side / min(width, height)
@@ -566,42 +721,8 @@ def squares(pictures: Sequence[Any], side: int, mean: Tensor, std: Tensor) -> Te
         resized = picture.convert("RGB").resize(size, Image.Resampling.BICUBIC)
         left = (size[0] - side) // 2
         top = (size[1] - side) // 2
-        square = resized.crop((left, top, left + side, top + side))
-        rows.append(torch.from_numpy(np.array(square)).permute(2, 0, 1))
-    return (torch.stack(rows).float() / 255 - mean) / std
-
-
-@dataclass(kw_only=True)
-class PicturesInput(Preprocessor):
-    """Pictures, each of whose pixels gets a class.
-
-    Args:
-        side: Pixels of a side of the pictures that the model takes.
-        mean: The mean of each channel, (3, 1, 1), of numbers from 0 to 1.
-        std: Their deviation.
-    """
-
-    side: int
-    mean: Tensor
-    std: Tensor
-
-    @property
-    def example(self) -> Any:
-        """One picture, (1, height, width, 3) from 0 to 255."""
-        return np.zeros((1, self.side, self.side, 3), np.uint8)
-
-    def __call__(self, pictures: Any) -> dict[str, Any]:
-        """The model's arguments for pictures (n, height, width, 3) from 0 to 255."""
-        from PIL import Image
-
-        opened = [Image.fromarray(np.asarray(picture, np.uint8)) for picture in pictures]
-        return {"pixel_values": stretched(opened, self.side, self.mean, self.std)}
-
-    def read(self, output: Any) -> Any:
-        """The class of each pixel, (n, side, side)."""
-        size = (self.side, self.side)
-        logits = F.interpolate(logits_of(output).float(), size=size, mode="bilinear")
-        return logits.argmax(1).cpu().numpy()
+        square_pictures.append(resized.crop((left, top, left + side, top + side)))
+    return (pixels(square_pictures) - mean) / std
 
 
 def stretched(pictures: Sequence[Any], side: int, mean: Tensor, std: Tensor) -> Tensor:
@@ -615,98 +736,18 @@ def stretched(pictures: Sequence[Any], side: int, mean: Tensor, std: Tensor) -> 
     """
     from PIL import Image
 
-    rows = []
-    for picture in pictures:
-        resized = picture.convert("RGB").resize((side, side), Image.Resampling.BILINEAR)
-        rows.append(torch.from_numpy(np.array(resized)).permute(2, 0, 1))
-    return (torch.stack(rows).float() / 255 - mean) / std
+    square_pictures = [
+        picture.convert("RGB").resize((side, side), Image.Resampling.BILINEAR)
+        for picture in pictures
+    ]
+    return (pixels(square_pictures) - mean) / std
 
 
-@dataclass(kw_only=True)
-class ChatInput(TextInput):
-    """Questions, which the model answers. Its tokenizer is the library's, with a chat template."""
-
-    @property
-    def example(self) -> DataFrame:
-        """A table of questions with one row."""
-        import pandas
-
-        return pandas.DataFrame({"text": ["What is a list?"]})
-
-    def encode(self, text: str) -> Tensor:
-        """The tokens of a user's message and of what comes before the answer, (1, tokens)."""
-        encoded = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}],
-            add_generation_prompt=True,
-            return_dict=True,
-            return_tensors="pt",
-        )
-        return encoded["input_ids"]
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of tokens."""
-        return self.tokenizer.decode(ids)
-
-    def predict(self, model: nn.Module, texts: Any) -> DataFrame:
-        """The answer to each question."""
-        import pandas
-
-        answers = []
-        for question in texts_of(texts):
-            answer, _, _ = self._continuation(model, question).partition(self.end)
-            answers.append(answer)
-        return pandas.DataFrame({"text": answers})
-
-
-@dataclass(kw_only=True)
-class PromptInput(ChatInput):
-    """Prompts as they are written, which the model answers."""
-
-    def encode(self, text: str) -> Tensor:
-        """The tokens of a prompt, (1, tokens)."""
-        ids = self.tokenizer(text)["input_ids"]
-        return torch.tensor([ids or [0]])
-
-
-@dataclass(kw_only=True)
-class PairsInput(TextsInput):
-    """Texts, from which a model with an encoder and a decoder makes other texts.
+def pixels(pictures: Sequence[Any]) -> Tensor:
+    """The numbers of pictures of one size, from 0 to 1: (n, 3, height, width).
 
     Args:
-        start: The decoder's first token.
+        pictures: RGB pictures of pillow.
     """
-
-    start: int = 0
-    end: ClassVar[str] = ""
-    """What comes after the text that is asked for: nothing, since special tokens have no text."""
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of tokens, without special ones."""
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-    def __call__(self, texts: Any) -> dict[str, Any]:
-        """The model's arguments for texts, with the decoder at its first token."""
-        arguments = super().__call__(texts)
-        count = len(arguments["input_ids"])
-        return {**arguments, "decoder_input_ids": torch.full((count, 1), self.start)}
-
-    def predict(self, model: nn.Module, texts: Any) -> DataFrame:
-        """The most probable text for each text."""
-        import pandas
-
-        device = next(model.parameters()).device
-        arguments = {
-            **super().__call__(texts),
-            "max_new_tokens": PREDICTED_TOKENS,
-            "do_sample": False,
-            "use_cache": True,
-            "decoder_start_token_id": self.start,
-            "eos_token_id": self.tokenizer.eos_token_id,
-        }
-        on_device = {
-            name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in arguments.items()
-        }
-        tokens = model.generate(**on_device)  # type: ignore[operator]
-        texts = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        return pandas.DataFrame({"text": texts})
+    rows = [torch.from_numpy(np.array(picture)).permute(2, 0, 1) for picture in pictures]
+    return torch.stack(rows).float() / 255

@@ -174,21 +174,13 @@ class HuggingFace(SplitDataTask):
                 "dpo": dpo,
             }
         )
-        weights_folder = self.source.folder if pretrained else None
-        adapters: Any = None
-        if lora is not None:
-            adapters = lora_options.adapter_config(lora, kind_class.adapter_type, weights_folder)
-        recipe = Recipe(
-            model_class=kind_class.model_class,
-            # Mistakes in the configuration are reported before the data is read.
-            config=resolve_config(self.source, derived={}, written=written),
-            folder=weights_folder,
-            may_have_new_head=kind_class.may_have_new_head,
+        recipe = self._recipe_of(
+            kind_class,
+            written=written,
+            pretrained=pretrained,
+            lora=lora,
+            freeze=freeze,
             attention=attention,
-            adapters=adapters,
-            quantize=lora_options.quantize_method(lora),
-            quantize_layers=lora_options.quantized_layers(lora),
-            untrained=_names_of_parts(freeze),
         )
         settings = Settings(
             source=self.source, base=recipe.config, data=data, eval_samples=eval_samples
@@ -202,20 +194,65 @@ class HuggingFace(SplitDataTask):
                 sequence_length=options.pop("sequence_length", None),
                 vocab_size_is_written="vocab_size" in kind_class.of_texts(written),
             )
-        self._data: Kind = kind_class(settings, **options)  # type: ignore[call-arg]
-        self.tokenizer = self._data.tokenizer
-        if self._data.sequence_length is not None:
-            self.sequence_length = self._data.sequence_length
-        self.tokens_per_sample = self._data.tokens_per_sample
-        self._train = self._data.train_data()
-        self._eval = self._data.eval_data()
-        self.unit = self._data.unit
-        self.float_output = self._data.float_output
-        self.compiles_loss = self._data.compiles_loss
-        self.gathers = self._data.gathers
+        self._take(kind_class(settings, **options))  # type: ignore[call-arg]
         self.config = resolve_config(self.source, derived=self._data.config_keys, written=written)
         self.recipe = replace(recipe, config=self.config)
         self._prepare_model()
+
+    def _recipe_of(
+        self,
+        kind: type[Kind],
+        *,
+        written: Mapping[str, Any],
+        pretrained: bool,
+        lora: dict[str, Any] | None,
+        freeze: list[str] | None,
+        attention: str | None,
+    ) -> Recipe:
+        """How the model is built, as far as that is known without the data.
+
+        Mistakes in its arguments are therefore reported before the data is read.
+
+        Args:
+            kind: The kind of model.
+            written: `task_args.config`.
+            pretrained: `task_args.pretrained`.
+            lora: `task_args.lora`.
+            freeze: `task_args.freeze`.
+            attention: `task_args.attention`.
+
+        Raises:
+            UserError: One of them cannot be used.
+        """
+        folder = self.source.folder if pretrained else None
+        adapters: Any = None
+        if lora is not None:
+            adapters = lora_options.adapter_config(lora, kind.adapter_type, folder)
+        return Recipe(
+            model_class=kind.model_class,
+            config=resolve_config(self.source, derived={}, written=written),
+            folder=folder,
+            may_have_new_head=kind.may_have_new_head,
+            attention=attention,
+            adapters=adapters,
+            quantize=lora_options.quantize_method(lora),
+            quantize_layers=lora_options.quantized_layers(lora),
+            untrained=_names_of_parts(freeze),
+        )
+
+    def _take(self, data: Kind) -> None:
+        """Take the data of the model's kind, and what the loop asks of a task from it."""
+        self._data = data
+        self._train = data.train_data()
+        self._eval = data.eval_data()
+        self.tokenizer = data.tokenizer
+        if data.sequence_length is not None:
+            self.sequence_length = data.sequence_length
+        self.tokens_per_sample = data.tokens_per_sample
+        self.unit = data.unit
+        self.float_output = data.float_output
+        self.compiles_loss = data.compiles_loss
+        self.gathers = data.gathers
 
     def _options_of_kind(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Those of some arguments that are written.

@@ -15,7 +15,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from app.config.batch_schedule import BatchSchedule
 from app.data.loader import fetch, train_batches
-from app.data.mixture import BLOCK, Mixture, order_of
+from app.data.mixture import BLOCK, DERIVED_SEEDS, SEED_PLUS_NUMBER, Mixture, order_of
+from app.data.order import Order
 from app.data.sets import column, files_key, is_dataset, open_dataset
 from app.data.stream import TokenStream, continues_exactly
 from app.data.text import encoder
@@ -179,6 +180,20 @@ def test_a_mixture_is_a_function_of_seed_and_position() -> None:
     assert train_in_steps(mixed, 4, workers=2)[0] == train_in_steps(mixed, 4)[0]
     with pytest.raises(UserError, match="thousandth"):
         Mixture(parts, [1, 1, 0.0001])
+
+
+def test_no_set_of_a_mixture_has_the_order_of_another_one_under_any_seed() -> None:
+    """Nor that of a block's places, of which there are as many as samples in a set of its size."""
+    parts = [TensorDataset(torch.arange(BLOCK)) for _ in range(3)]
+    mixed = Mixture(parts, [1, 1, 1])
+
+    def orders(version: int) -> list[tuple[int, ...]]:
+        mixtures = [mixed.order(seed, version) for seed in range(3)]
+        sets = [tuple(part.indices(0, BLOCK)) for order in mixtures for part in order.parts]
+        return sets + [tuple(Order(BLOCK, seed).indices(0, BLOCK)) for seed in range(3)]
+
+    assert len({*orders(DERIVED_SEEDS)}) == 12
+    assert len({*orders(SEED_PLUS_NUMBER)}) == 5, "runs that were begun so go on so"
 
 
 def test_data_sets_are_read_from_files_folders_and_buckets(

@@ -187,6 +187,19 @@ def test_a_waiting_run_names_who_holds_its_room_and_leaves_excluded_nodes_out(
     )
     assert ended.code == 2
     assert "no node has it, the most is CPU 0" in ended.err, ended.out + ended.err
+    stages = ["strategy=pipeline", "parallel.stage_resources=[{CPU: 1}, {CPU: 1}]"]
+    ended = trireme(
+        "train",
+        *GPT,
+        *stages,
+        f"run.storage={tmp_path}",
+        "run.name=stages",
+        "workers=2",
+        "cluster.wait_seconds=4",
+        env=ray_environment,
+    ).expect(2)
+    assert "the workers have no places after 4 s (cluster.wait_seconds): bundle 1 of 1" in ended.err
+    assert "3 of 4 CPU are held by job " in ended.err
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from app.training.events import (
     WorkerStarted,
 )
 from app.training.job import Job
+from cluster import ClusterError
 from tests.chain import config
 
 pytestmark = [pytest.mark.pure, pytest.mark.usefixtures("models_read_once")]
@@ -252,6 +254,43 @@ def test_a_run_shrinks_when_nodes_go_and_grows_when_they_return() -> None:
     assert scene.tags["trireme.restarts"] == "2", "growing is no failure"
     assert scene.driver.metrics._values["restarts"] == 2
     assert scene.now.layout == scene.job.layout
+
+
+@pytest.mark.parametrize(
+    ("plays", "ends"),
+    [([finds_no_place], True), ([dies(10, on="d"), finds_no_place], False)],
+    ids=["at the start", "after a failure"],
+)
+def test_workers_without_places_say_why_and_a_start_does_not_wait_for_ever(
+    monkeypatch: pytest.MonkeyPatch, plays: list[Attempt], ends: bool
+) -> None:
+    """As the stages of a pipeline do that ask for resources of their own."""
+    monkeypatch.setattr("app.launchers.supervisor.PENDING_SECONDS", 0.0)
+    scene = Scene(keys=["cluster.wait_seconds=0.05"])
+    sentences = iter(["", "bundle 2 is held by job 1"])
+    supervisor = scene.supervisor
+    supervisor.elastic = None
+    supervisor.nodes = Nodes(
+        oom_kills=lambda node: 0, pending=lambda excluded: next(sentences, "bundle 2 is held")
+    )
+    asked: list[int] = []
+
+    def stops() -> bool:
+        asked.append(1)
+        time.sleep(0.001)
+        if len(asked) > 300:
+            raise TimeoutError
+        return False
+
+    monkeypatch.setattr(scene.driver, "stop_requested", stops)
+    with pytest.raises(ClusterError if ends else TimeoutError) as caught:
+        scene.go(*plays)
+    remarks = [message for message in scene.messages if message.startswith("waiting for resources")]
+    expected = "waiting for resources: bundle 2 is held"
+    assert remarks == [f"{expected} by job 1", expected]
+    if ends:
+        waited = "the workers have no places after 0.05 s (cluster.wait_seconds)"
+        assert str(caught.value) == f"{waited}: bundle 2 is held"
 
 
 def growing(*keys: str) -> tuple[Scene, list[int]]:

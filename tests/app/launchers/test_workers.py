@@ -3,10 +3,13 @@
 No GPU is needed.
 """
 
+import math
 import os
+import re
 import signal
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,9 +26,10 @@ from torch.distributed import HashStore, TCPStore
 
 from app.config.io import with_values
 from app.errors import SourceLine, UserError, own_line
-from app.launchers import actors, ray_workers, threads, train
+from app.launchers import actors, ray_launch, ray_workers, room, threads, train
 from app.launchers.actors import ActorWorkers, Placement, placement, resources_of_stages
 from app.launchers.ray_launch import (
+    RayLaunch,
     fits_on_one_machine_without_gpus,
     ray_is_gone,
     resources_to_ask_for,
@@ -41,12 +45,12 @@ from app.training.job import Heartbeat
 from cluster import ClusterError
 from cluster.connect import Cluster
 from cluster.environment import set_defaults, shared_variables
-from cluster.pending import Diagnosis
+from cluster.pending import AutoscalerReport, Diagnosis
 from cluster.shape import NodeState, shape_of_nodes
 from strategies.layout import ParallelDims
 from strategies.parallelize import choose
 from tests.chain import config
-from tests.cluster.test_pending import node
+from tests.cluster.test_pending import SHAPE, node
 from tests.running import ROOT, environment
 
 pytestmark = pytest.mark.pure
@@ -203,6 +207,75 @@ def test_a_run_shrinks_or_ends_when_it_has_waited_for_workers_too_long() -> None
         workers_after_waiting(at_least_5, busy, 8)
     with pytest.raises(ClusterError, match="waiting would not help"):
         workers_after_waiting(end, at_limit, 8)
+
+
+class SlowGroup:
+    """A placement group in an autoscaling cluster, and the clock of who waits for it.
+
+    Args:
+        monkeypatch: Puts both in place.
+        placed_at: When it has its places.
+        holder: Why it cannot be placed, at a time; None if there seems to be room.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        placed_at: float = math.inf,
+        holder: Callable[[float], Diagnosis | None] = lambda now: None,
+    ) -> None:
+        self.now = 1000.0
+        self.placed_at = 1000.0 + placed_at
+        busy_nodes = [node("a", "", {"CPU": 4.0}, CPU=1.0), node("b", "", {"CPU": 4.0})]
+        clock = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(ray_launch, "time", clock)
+        monkeypatch.setattr(ray_launch, "reserve", lambda demand, excluded: self)
+        monkeypatch.setattr(ray_launch, "remove_placement_group", lambda group: None)
+        monkeypatch.setattr(ray_launch, "autoscaler_now", AutoscalerReport)
+        monkeypatch.setattr(room, "living_nodes", lambda excluded: busy_nodes)
+        monkeypatch.setattr(ray_launch, "why_pending", lambda *_, **__: holder(self.now - 1000.0))
+
+    def wait(self, seconds: float) -> bool:
+        """Waits as Ray does, and gives up the test after an hour."""
+        self.now += seconds
+        assert self.now < 5000, "the run waits for ever"
+        return self.now >= self.placed_at
+
+    def launch(self, *overrides: str) -> tuple[RayLaunch, Mock]:
+        """The workers of a run that waits for it, and the run's console."""
+        console = Mock()
+        growing_cluster = replace(NONE, shape=SHAPE)
+        run_config = config("workers=4", "launcher=actors", *overrides)
+        return RayLaunch(growing_cluster, run_config, console), console
+
+
+def test_a_run_does_not_wait_for_ever_for_places_for_which_there_seems_to_be_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = SlowGroup(monkeypatch)
+    launch, console = group.launch("cluster.wait_seconds=60")
+    asked = re.escape("4 × (CPU 1) are asked for, and CPU 7 are free, but Ray has not placed them")
+    waited = re.escape("the workers have no places after 60 s (cluster.wait_seconds)")
+    with pytest.raises(ClusterError, match=f"{waited}: {asked}"):
+        launch.wait_for_room()
+    assert 60 < group.now - 1000 < 65
+    (remark,) = [call.args[0] for call in console.say.call_args_list]
+    assert re.match(f"waiting for resources: {asked}", remark)
+    (repeated,) = console.waits_for.call_args_list
+    assert re.match(r"resources \(at most 60 s, cluster.wait_seconds\): 4 × ", repeated.args[0])
+    assert repeated.kwargs == {"since": 1000.0}
+
+
+def test_a_run_says_nothing_while_ray_places_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if that takes a moment more than there is to wait, or after another job has ended."""
+    obstacle = Diagnosis("3 of 4 CPU are held", 1, True)
+    launch, console = SlowGroup(monkeypatch, placed_at=4).launch("cluster.wait_seconds=0")
+    assert launch.wait_for_room() == 4 and not console.say.called
+    group = SlowGroup(monkeypatch, placed_at=63, holder=lambda now: obstacle if now < 60 else None)
+    launch, console = group.launch("cluster.wait_seconds=60")
+    assert launch.wait_for_room() == 4
+    console.say.assert_called_once_with("waiting for resources: 3 of 4 CPU are held")
 
 
 def test_gpus_left_idle_are_named() -> None:

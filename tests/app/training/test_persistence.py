@@ -8,14 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import Subset
 
-from app.checkpoint import Checkpointer
+from app.checkpoint import Checkpointer, latest_good
+from app.checkpoint.commit import MARKER, encode
 from app.config.io import load_config, with_values
+from app.data.mixture import SEED_PLUS_NUMBER, Mixture
 from app.launchers.failure_policy import mean_time_between_failures
+from app.storage.lease import write_lease
 from app.storage.storage import Storage
 from app.training import persistence
 from app.training.persistence import checkpoint_interval
 from strategies.state import host_copy
+from tests.app.kit import logged, training_of
+from tests.chain import config
+from tests.tasks import Plain
 
 pytestmark = pytest.mark.pure
 
@@ -83,6 +90,49 @@ def test_trained_weights_are_in_host_memory_once_while_they_are_written(tmp_path
     assert copies < 1.4
     written = torch.load(tmp_path / "model" / "weights.pt", weights_only=True)
     assert all(torch.equal(written[name], weight) for name, weight in weights.items())
+
+
+class MixedPoints(Plain):
+    """Points of two sets that are mixed."""
+
+    def train_data(self) -> Mixture:  # type: ignore[override]
+        points = super().train_data()
+        return Mixture([Subset(points, range(100)), Subset(points, range(100, 256))], [1, 1])
+
+
+def test_a_run_that_began_with_the_former_order_of_a_mixture_keeps_it(tmp_path: Path) -> None:
+    def losses(folder: str, steps: int, version: int | None = None) -> dict[int, float]:
+        """Of each step, in a run that begins with a version of the order, or continues."""
+        (tmp_path / folder).mkdir(exist_ok=True)
+        write_lease(Storage(str(tmp_path / folder)), "attempt", 0)
+        run_config = config(
+            f"task={__name__}:MixedPoints",
+            f"train.steps={steps}",
+            "train.log_every=1",
+            "tracking.log_model=false",
+        )
+        training, events = training_of(
+            run_config, tmp_path / folder, persistence_class=persistence.Persistence
+        )
+        if version is not None:
+            training.progress.order_version = version
+        try:
+            training.run()
+        finally:
+            training.close()
+        return {event.step: event.values["train/loss"] for event in logged(events, "train/loss")}
+
+    former = losses("former", 6, SEED_PLUS_NUMBER)
+    assert losses("new", 6) != former
+    assert losses("parts", 2, SEED_PLUS_NUMBER) == {step: former[step] for step in (1, 2)}
+    commit, _ = latest_good(str(tmp_path / "parts" / "checkpoints"))
+    assert commit is not None
+    del commit.meta["order_version"]  # as the former program wrote it
+    Path(commit.path, MARKER).write_bytes(encode(commit))
+    continued = losses("parts", 4)
+    assert {step: continued[step] for step in (3, 4)} == {step: former[step] for step in (3, 4)}
+    continued = losses("parts", 6)
+    assert continued[6] == former[6], "checkpoints since then have the version"
 
 
 def test_a_file_whose_writing_fails_leaves_what_was_there(tmp_path: Path) -> None:

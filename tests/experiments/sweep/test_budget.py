@@ -1,11 +1,17 @@
 """What all trials of a sweep together may take is said before they start, and never exceeded."""
 
+import contextlib
 import json
 import math
+import os
 import signal
 import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -13,6 +19,7 @@ from hypothesis import strategies as st
 
 from app.console.terminal import Console
 from app.errors import UserError
+from app.run.stopping import stop_signals
 from app.storage.storage import Storage
 from cluster.shape import NodeState
 from experiments.sweep.budget import (
@@ -20,6 +27,7 @@ from experiments.sweep.budget import (
     FILE,
     POLL_SECONDS,
     Budget,
+    BudgetSpent,
     Ledger,
     read_budget,
     watched,
@@ -195,6 +203,100 @@ def test_what_is_taken_is_counted_until_all_has_ended(
     assert calls == ["ask", "end"], "once each"
     assert ends[0].is_set()
     assert json.loads((tmp_path / FILE).read_text())["seconds"] == ledger.taken.seconds
+
+
+class WaitsWhenItGoes:
+    """An object in whose finalizer exceptions are lost."""
+
+    def __del__(self) -> None:
+        time.sleep(20)
+
+
+def wait_and_lose_interrupts() -> None:
+    """As a library may that catches every exception, and as finalizers do."""
+    with contextlib.suppress(BaseException):
+        time.sleep(20)
+    WaitsWhenItGoes()
+    with contextlib.suppress(BaseException):
+        time.sleep(20)
+
+
+@pytest.mark.parametrize("asked_before", [True, False])
+def test_trials_end_with_the_budget_though_interrupts_are_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked_before: bool
+) -> None:
+    """Also if a person has asked the sweep to stop before."""
+    monkeypatch.setattr("sys.unraisablehook", lambda _: None)  # pytest's keeps the exceptions
+    ledger = Ledger(Budget(seconds=0.4), Storage(tmp_path))
+    asked: list[int] = []
+    disconnected: list[int] = []
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), stop_signals(lambda: asked.append(1)) as signals:
+        if asked_before:
+            os.kill(os.getpid(), signal.SIGINT)
+        end = partial(signals.end, last_resort=lambda: disconnected.append(1))
+        with watched(ledger, lambda: 0.0, ask=lambda: None, end=end):
+            wait_and_lose_interrupts()
+            time.sleep(20)
+    assert time.monotonic() - start < 8
+    assert asked == [1] * asked_before and not disconnected
+
+
+def test_a_sweep_that_no_interrupt_reaches_is_disconnected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All are lost, or it is in another thread than the main one, where signals are not ours."""
+    monkeypatch.setattr("app.run.stopping.BLOCK_SECONDS", 0.3)
+    is_disconnected = threading.Event()
+
+    def sweep(*, loses: bool) -> None:
+        ledger = Ledger(Budget(seconds=0.4), Storage(tmp_path / str(loses)))
+        with stop_signals(lambda: None) as signals:
+            end = partial(signals.end, last_resort=is_disconnected.set)
+            with watched(ledger, lambda: 0.0, ask=lambda: None, end=end):
+                while not is_disconnected.is_set():
+                    with contextlib.suppress(KeyboardInterrupt):
+                        is_disconnected.wait(20)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        sweep(loses=True)
+    assert is_disconnected.is_set()
+    is_disconnected.clear()
+    thread = threading.Thread(target=sweep, kwargs={"loses": False})
+    thread.start()
+    thread.join(20)
+    assert is_disconnected.is_set() and not thread.is_alive()
+
+
+def test_a_sweep_that_a_person_has_stopped_still_ends_its_trials_with_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trials are told how long they may save, also if they were told to stop before."""
+    from experiments.sweep import tuning
+    from experiments.sweep.trial import STOP_FILE
+
+    file, storage = write(tmp_path, budget={"seconds": 600})
+    sweep = read_sweep(file, [storage])
+    store = tuning.TrialStore(tmp_path, "sweep", {})
+    texts: list[str] = []
+
+    @contextlib.contextmanager
+    def nearly_spent(
+        ledger: Ledger, rate: object, *, ask: Callable[[], object], end: object
+    ) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_until((tmp_path / STOP_FILE).exists)
+        texts.append((tmp_path / STOP_FILE).read_text())
+        ask()
+        texts.append((tmp_path / STOP_FILE).read_text())
+        yield
+
+    monkeypatch.setattr(tuning, "watched", nearly_spent)
+    monkeypatch.setattr(tuning, "_make_tuner", lambda *_, **__: mock.Mock())
+    tuner_settings: Any = mock.Mock(dollars_per_hour={}, room=1, earlier_trials=[])
+    with pytest.raises(BudgetSpent):
+        tuning.run_trials(sweep, store, Console(), tuning=tuner_settings)
+    assert texts[0] == "" and 500 < float(texts[1]) < 600
 
 
 class TuneTrialInState:

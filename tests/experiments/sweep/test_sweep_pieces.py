@@ -81,6 +81,7 @@ BAD = [
     ("space: {train.global_batch_size: [a, b]}", "but it must be a whole number"),
     ("searcher: optna", "did you mean 'optuna'"),
     ("trials: 5", "the grid has 2 points"),
+    ("seed: -1", "0 or greater"),
     ("metric: loss", "must be eval/NAME"),
     ("metrik: eval/loss", "did you mean 'metric'"),
     ("experiment: null", "names no experiment"),
@@ -111,9 +112,16 @@ def test_a_searcher_begins_with_known_points_and_then_suggests_others(tmp_path: 
     sweep = sweep_of(tmp_path, text, "searcher=optuna")
     searcher = make_searcher(sweep, known_points)
     space = {key: domain.for_tune() for key, domain in sweep.space.items()}
-    searcher.set_search_properties("eval/loss", "min", space)
-    suggestions = [searcher.suggest(str(i)) for i in range(4)]
-    assert suggestions[:2] == known_points and len({point[RATE] for point in suggestions}) == 4
+
+    def suggestions(searcher: Any) -> list[dict[str, Any]]:
+        searcher.set_search_properties("eval/loss", "min", space)
+        return [searcher.suggest(str(i)) for i in range(4)]
+
+    points = suggestions(searcher)
+    assert points[:2] == known_points and len({point[RATE] for point in points}) == 4
+    other_sweep = sweep_of(tmp_path, text, "searcher=optuna", "seed=2")
+    other_rates = {point[RATE] for point in suggestions(make_searcher(other_sweep, []))}
+    assert other_rates.isdisjoint(point[RATE] for point in points[2:]), "another sweep draws others"
 
 
 def report(step: int, loss: float, batch: int = 16, seconds: float = 0.1) -> dict[str, object]:
