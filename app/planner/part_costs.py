@@ -185,6 +185,11 @@ class PartCost:
         """Whether it is one of the repeating blocks."""
         return self.name.startswith("block")
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of forward and backward."""
+        return self.forward_seconds + self.backward_seconds
+
 
 @dataclass(frozen=True, kw_only=True)
 class _PhaseCost:

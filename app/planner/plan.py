@@ -8,7 +8,8 @@ from typing import Any
 
 from app.config import Config
 from app.planner.device import OTHER_TRAINERS, apply_assumptions
-from app.planner.estimate import Estimate, Estimator
+from app.planner.estimate import Estimate
+from app.planner.estimator import Estimator
 from app.planner.layouts import Candidate, Fixed, Space, enumerate_layouts, fixed_by, refuse
 from app.planner.machine import GPUS_PER_NODE, Machine
 from app.planner.part_costs import variant_of

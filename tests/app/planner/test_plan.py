@@ -16,7 +16,7 @@ import pytest
 
 from app.config import Config
 from app.config.io import load_config, with_values
-from app.planner import auto, model_costs, part_costs, timing
+from app.planner import auto, communication, model_costs, part_costs
 from app.planner.advice import advice, predict, settings_text
 from app.planner.auto import NoLayoutFits, choose_layout
 from app.planner.chart import best_by_number, draw
@@ -351,7 +351,7 @@ def test_sums_hide_behind_gradients_of_weights_and_one_sample_needs_no_copies(
         overrides = (f"train.micro_batch_size={samples}", *overrides)
         return _predicted(large, "tensor", *overrides)
 
-    with mock.patch.object(timing, "FIRST_LAYERS_SHARE", 0.0):
+    with mock.patch.object(communication, "FIRST_LAYERS_SHARE", 0.0):
         exposed = predicted()
     hidden = predicted()
     compiled = predicted("train.compile=true")
