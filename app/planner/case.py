@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from app.planner.layouts import Candidate
 from app.planner.machine import Machine
-from app.planner.part_costs import PartCost, Work
+from app.planner.part_costs import PartCost
+from app.planner.work import Work
 from strategies.costs import StepShape, UnitSize
 from strategies.options import Options
 

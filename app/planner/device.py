@@ -17,7 +17,7 @@
 
 The efficiencies of A100 and H100 are fitted to published figures, those of other GPUs are their
 family's. `trireme calibrate` measures a device and its links; a measurement overrides a fit.
-part_costs.py adds up what a part of a model takes on a device.
+part_seconds.py adds up what a part of a model takes on a device.
 """
 
 import functools

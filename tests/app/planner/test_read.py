@@ -25,8 +25,9 @@ from app.planner.advice import predict
 from app.planner.device import device_named
 from app.planner.machine import cpus
 from app.planner.model_costs import ModelCosts, Moments, PartCosts
-from app.planner.part_costs import Work, part_costs, variant_of
+from app.planner.part_costs import part_costs
 from app.planner.read import AUTOCAST, CAST, PLAIN, Reader
+from app.planner.work import Work, variant_of
 from app.tasks import language, load_task
 from app.tasks.base import Task
 from strategies import activation_checkpointing, row_chunks

@@ -20,7 +20,7 @@ from app.planner.communication import chosen_share
 from app.planner.device import apply_assumptions
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.output import families
-from app.planner.part_costs import EXCHANGE_OPERATIONS
+from app.planner.part_on_device import EXCHANGE_OPERATIONS
 from app.planner.plan import Plan, make_plan
 from app.planner.stand_in import plan_experiment
 from app.planner.trace import FREE
