@@ -86,7 +86,7 @@ ROOT = Path(__file__).parents[2]
 READING = (
     *("app/models/*.py", "app/tasks/**/*.py", "strategies/**/*.py"),
     *("app/planner/trace.py", "app/planner/fus*.py", "app/planner/flex.py", "app/planner/read.py"),
-    "app/planner/model_costs.py",
+    *("app/planner/skeleton.py", "app/planner/fitting.py", "app/planner/model_costs.py"),
 )
 """The files that decide what is read of a model."""
 
