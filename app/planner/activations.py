@@ -6,8 +6,8 @@ micro-batch in flight.
 """
 
 from app.planner.case import Case
+from app.planner.part_trace import AFTER
 from app.planner.stages import StageParts
-from app.planner.trace import AFTER
 from strategies.activation_offloading import ON_DEVICE, moved_blocks
 from strategies.pipeline.schedules import SPLIT
 from strategies.pipeline.simulate import activations_by_formula, backward_moments

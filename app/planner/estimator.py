@@ -19,11 +19,11 @@ from app.planner.machine import Machine
 from app.planner.memory import SizeOnRank, memory_on_device, memory_on_host
 from app.planner.model_costs import ModelCosts
 from app.planner.part_costs import PartCost, part_costs
+from app.planner.part_trace import BEFORE
 from app.planner.ranges import ADAPTERS, DENSE, MIXTURE, Traits, spread_of
 from app.planner.read import Reader, Variant
 from app.planner.stages import Stages, balanced_sizes, cut_into_stages, single_stage
 from app.planner.timing import step_flops, step_seconds
-from app.planner.trace import BEFORE
 from app.planner.work import Work, variant_of
 from strategies.activation_checkpointing import recomputed_blocks
 from strategies.context.apply import choose_method

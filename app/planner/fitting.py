@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from app.planner.model_costs import Floats, Moments, PartCosts, basis, chunk_numbers
-from app.planner.trace import PartTrace, Product
+from app.planner.part_trace import PartTrace, Product
 
 Key = tuple[int, int]
 """(samples of the micro-batch, degree of tensor parallelism)"""

@@ -7,7 +7,7 @@ from app.planner.model_costs import ModelCosts
 from app.planner.part_memory import part_memory
 from app.planner.part_on_device import PartOnDevice, part_on_device
 from app.planner.part_seconds import phase_cost, recomputation_seconds
-from app.planner.trace import AFTER
+from app.planner.part_trace import AFTER
 from app.planner.work import Work
 
 
@@ -16,7 +16,7 @@ class PartCost:
     """What one part of the model costs a tensor-parallel worker for one micro-batch.
 
     Args:
-        name: The part's name (trace.py).
+        name: The part's name (part_trace.py).
         count: How many such parts the model has.
         forward_seconds: Seconds of forward on the device; on a CPU at least those of launching its
             operations.

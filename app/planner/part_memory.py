@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from app.planner.part_on_device import PartOnDevice, result_numbers_of_widest
+from app.planner.part_trace import AFTER
 from app.planner.read import AUTOCAST
-from app.planner.trace import AFTER
 from strategies.activation_checkpointing import kept_bytes
 from strategies.costs import FLOAT32_BYTES
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from app.planner.device import Device
 from app.planner.model_costs import ModelCosts, PartCosts
-from app.planner.trace import AFTER
+from app.planner.part_trace import AFTER
 from app.planner.work import Work
 from strategies.activation_checkpointing import recomputed_blocks
 from strategies.costs import ParameterSize
@@ -36,7 +36,7 @@ class PartOnDevice:
     """One part of a model as a worker computes it on its device for a micro-batch.
 
     Args:
-        name: The part's name (trace.py).
+        name: The part's name (part_trace.py).
         costs: The costs of the part for any micro-batch.
         parameters: The parameters of one such part.
         values: The values of the part's trace for this micro-batch, as this worker has them.

@@ -23,8 +23,9 @@ from app.data.loader import fetch, length, map_tensors, rows, tensors
 from app.errors import UserError
 from app.planner.fitting import Key, fit_part
 from app.planner.model_costs import ModelCosts
+from app.planner.part_trace import AFTER, BEFORE, Trace
 from app.planner.skeleton import replace_by_fakes, share_equal_blocks
-from app.planner.trace import AFTER, BEFORE, Trace, watch
+from app.planner.trace import watch
 from app.tasks.base import Task
 from app.tasks.build import build_model
 from app.tasks.items import count_items

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from app.planner.trace import block_signature
+from app.planner.traced_blocks import block_signature
 
 
 def replace_by_fakes(module: nn.Module, dtype: torch.dtype | None, fake: Any) -> None:

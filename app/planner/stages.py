@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from app.planner.model_costs import ModelCosts
-from app.planner.trace import AFTER, BEFORE
+from app.planner.part_trace import AFTER, BEFORE
 from strategies.pipeline import partition
 from strategies.pipeline.schedules import Placement
 

@@ -22,8 +22,8 @@ from app.planner.layouts import Space, enumerate_layouts
 from app.planner.output import families
 from app.planner.part_on_device import EXCHANGE_OPERATIONS
 from app.planner.plan import Plan, make_plan
+from app.planner.recorder import FREE
 from app.planner.stand_in import plan_experiment
-from app.planner.trace import FREE
 from app.tasks import load_task
 from app.training.flops import multiplied_parameters
 from strategies.dims import LayoutError
