@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.config import Config
-from app.planner.device import OTHER_TRAINERS, apply_assumptions
+from app.planner.assumptions import OTHER_TRAINERS, apply_assumptions
 from app.planner.estimate import Estimate
 from app.planner.estimator import Estimator
 from app.planner.layouts import Candidate, Fixed, Space, enumerate_layouts, fixed_by, refuse

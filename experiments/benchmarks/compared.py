@@ -17,7 +17,8 @@ from pathlib import Path
 
 from app.config.io import load_config
 from app.data.files import cached
-from app.planner.device import Device, apply_assumptions
+from app.planner.assumptions import apply_assumptions
+from app.planner.device import Device
 from app.planner.estimate import Estimate
 from app.planner.machine import MachineOptions, find_machine
 from app.planner.plan import GIB, Plan

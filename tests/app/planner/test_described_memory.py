@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from app.planner.device import apply_assumptions
+from app.planner.assumptions import apply_assumptions
 from app.planner.estimator import Estimator
 from app.planner.layouts import Candidate
 from app.planner.read import CAST, Reader

@@ -18,9 +18,9 @@ from app.config import Config
 from app.config.io import load_config, with_values
 from app.planner import auto, communication, model_costs
 from app.planner.advice import advice, predict, settings_text
+from app.planner.assumptions import apply_assumptions
 from app.planner.auto import NoLayoutFits, choose_layout
 from app.planner.chart import best_by_number, draw
-from app.planner.device import apply_assumptions
 from app.planner.estimate import Estimate
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.machine import Machine, cpus

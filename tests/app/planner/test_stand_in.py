@@ -16,8 +16,8 @@ from app.config.io import load_config
 from app.errors import UserError
 from app.models.grouped_linear import by_expert
 from app.planner import read, stand_in
+from app.planner.assumptions import apply_assumptions
 from app.planner.communication import chosen_share
-from app.planner.device import apply_assumptions
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.output import families
 from app.planner.part_on_device import EXCHANGE_OPERATIONS
