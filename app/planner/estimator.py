@@ -19,7 +19,7 @@ from app.planner.machine import Machine
 from app.planner.memory import SizeOnRank, memory_on_device, memory_on_host
 from app.planner.model_costs import ModelCosts
 from app.planner.part_costs import PartCost, part_costs
-from app.planner.part_trace import BEFORE
+from app.planner.part_trace import BEFORE, names_block
 from app.planner.ranges import ADAPTERS, DENSE, MIXTURE, Traits, spread_of
 from app.planner.read import Reader, Variant
 from app.planner.stages import Stages, balanced_sizes, cut_into_stages, single_stage
@@ -88,6 +88,7 @@ class Estimator:
     watched_stage: int | None = None
 
     def __post_init__(self) -> None:
+        # Thousands of layouts share these, so each is computed once.
         self._part_costs = functools.cache(self._read_part_costs)
         self._unit_sizes = functools.cache(self._read_unit_sizes)
         self._rank_size = functools.cache(self._read_rank_size)
@@ -307,7 +308,9 @@ class Estimator:
         model = self._model_costs(variant)
         matrices: Counter[tuple[int, int]] = Counter()
         for name, count in zip(model.parts, counts):
-            for size in model.parameters[name] if name.startswith("block") else ():
+            if not names_block(name):
+                continue
+            for size in model.parameters[name]:
                 if size.trainable and len(size.shape) == 2:
                     matrices[size.shape[0], size.shape[1]] += count
         return tuple((rows, columns, count) for (rows, columns), count in matrices.items())
@@ -345,7 +348,7 @@ class Estimator:
                 unit_size(
                     parameters,
                     shards.dp_shard,
-                    is_root=not name.startswith("block"),
+                    is_root=not names_block(name),
                     expert_shards=shards.expert_shards,
                 )
             )

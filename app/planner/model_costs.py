@@ -1,4 +1,4 @@
-"""What a model costs, part by part, for any micro-batch and tensor-parallel degree (read.py)."""
+"""What a model costs, part by part, for any micro-batch and tensor-parallel degree (fitting.py)."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from app.planner.model_costs import ModelCosts
 from app.planner.part_memory import part_memory
 from app.planner.part_on_device import PartOnDevice, part_on_device
 from app.planner.part_seconds import phase_cost, recomputation_seconds
-from app.planner.part_trace import AFTER
+from app.planner.part_trace import AFTER, names_block
 from app.planner.work import Work
 
 
@@ -80,7 +80,7 @@ class PartCost:
     @property
     def is_block(self) -> bool:
         """Whether it is one of the repeating blocks."""
-        return self.name.startswith("block")
+        return names_block(self.name)
 
     @property
     def seconds(self) -> float:
@@ -108,7 +108,7 @@ def part_costs(
     costs: list[PartCost] = []
     cached_bytes = 0.0
     for name in model.parts:
-        if name.startswith("block"):
+        if names_block(name):
             is_compiled = compiles_blocks
         else:
             # Logits that tensor parallelism splits have a loss of their own, which is not compiled.
@@ -143,9 +143,9 @@ def _part_cost(part: PartOnDevice, *, count: int, cached_bytes: float) -> PartCo
         launch_forward_seconds=forward.launch_seconds,
         launch_backward_seconds=backward.launch_seconds + forward.launch_seconds * fully_share,
         flops=forward.flops + backward.flops,
-        saved_bytes=memory.saved,
-        recomputed_bytes=memory.recomputed,
-        working_bytes=memory.working,
+        saved_bytes=memory.saved_bytes,
+        recomputed_bytes=memory.recomputed_bytes,
+        working_bytes=memory.working_bytes,
         stage_input_bytes=values["crossing"],
         tp_bytes=_with_recomputation(part, "sent"),
         tp_collectives=_with_recomputation(part, "collectives"),
@@ -162,10 +162,10 @@ def _part_cost(part: PartOnDevice, *, count: int, cached_bytes: float) -> PartCo
             0.0 if part.is_fused else values["regathered"] * (1 - recomputed_share)
         ),
         weight_gradient_seconds=backward.product_seconds / 2,
-        moved_bytes=memory.moved,
-        copied_bytes=memory.copied,
+        moved_bytes=memory.moved_bytes,
+        copied_bytes=memory.copied_bytes,
         output_bytes=values["boundary"] if part.is_block else 0.0,
-        cached_bytes=memory.cached,
+        cached_bytes=memory.cached_bytes,
     )
 
 

@@ -16,17 +16,17 @@ Measured of a GPT of 1.3 B on one H100 (experiments/benchmarks/gpu_first/one_gpu
 
 
 class PartMemory(NamedTuple):
-    """Bytes of one part for one micro-batch, on average over all such parts.
+    """The memory of one part for one micro-batch, on average over all such parts.
 
-    The fields are those of `PartCost` with the same names, in bytes.
+    `PartCost` explains the fields, which it has too.
     """
 
-    saved: float
-    recomputed: float
-    working: float
-    moved: float
-    copied: float
-    cached: float
+    saved_bytes: float
+    recomputed_bytes: float
+    working_bytes: float
+    moved_bytes: float
+    copied_bytes: float
+    cached_bytes: float
 
 
 def part_memory(part: PartOnDevice, cached_bytes: float) -> PartMemory:
@@ -45,13 +45,13 @@ def part_memory(part: PartOnDevice, cached_bytes: float) -> PartMemory:
     copies = max(0.0, copies - _copies_of_other_experts(part))
     return PartMemory(
         # The memory of a CPU is the host's, so that nothing leaves it.
-        saved=saved if part.device.is_cpu else saved - moved,
-        recomputed=recomputed,
-        working=_working_bytes(part, saved, cached_bytes),
-        moved=moved,
-        copied=copies * (1 - part.recomputed_share),
+        saved_bytes=saved if part.device.is_cpu else saved - moved,
+        recomputed_bytes=recomputed,
+        working_bytes=_working_bytes(part, saved, cached_bytes),
+        moved_bytes=moved,
+        copied_bytes=copies * (1 - part.recomputed_share),
         # A compiler's code has no cache.
-        cached=0.0 if part.is_fused else copies * part.recomputed_share,
+        cached_bytes=0.0 if part.is_fused else copies * part.recomputed_share,
     )
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from app.planner.device import Device
 from app.planner.model_costs import ModelCosts, PartCosts
-from app.planner.part_trace import AFTER
+from app.planner.part_trace import AFTER, names_block
 from app.planner.work import Work
 from strategies.activation_checkpointing import recomputed_blocks
 from strategies.costs import ParameterSize
@@ -61,7 +61,7 @@ class PartOnDevice:
     @property
     def is_block(self) -> bool:
         """Whether it is one of the repeating blocks."""
-        return self.name.startswith("block")
+        return names_block(self.name)
 
     def products(self, phase: str) -> npt.NDArray[np.float64]:
         """(P, 5): m, n, k, batch and repeats of the products of a phase."""
@@ -98,7 +98,7 @@ def part_on_device(
     if name == AFTER and device.logits:
         logits = result_numbers_of_widest(costs.products_at("forward", work.batch, work.tp))
         values["moved_forward"] += device.logits * logits
-    is_block = name.startswith("block")
+    is_block = names_block(name)
     recomputed_share = 0.0
     if is_block:
         blocks = len(model.order)

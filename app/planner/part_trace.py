@@ -11,6 +11,11 @@ from typing import NamedTuple
 BEFORE, AFTER = "before", "after"
 
 
+def names_block(part: str) -> bool:
+    """Whether a part is a kind of block, by its name."""
+    return part.startswith("block")
+
+
 class Product(NamedTuple):
     """Matrix products of one operation: 2·m·n·k·batch FLOPs."""
 

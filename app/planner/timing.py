@@ -36,11 +36,21 @@ def step_seconds(
         sample_bytes: Bytes of a sample, which are copied to the device.
         parameter_tensors: The number of parameters of the model, as tensors.
         clips: Whether gradients are clipped, which takes an all-reduce.
+
+    Returns:
+        compute: forward, backward and recomputation; tensor, context, expert: exposed communication
+        of those parallelisms; shard: exposed gathering of parameters and scattering of gradients;
+        host: exposed copies of activations to the host and back; replicate: the exposed average of
+        gradients; pipeline_send: exposed sends between stages, and what a pipeline loses beside its
+        bubble; contention: computation that communication beside it slows down; bubble; optimizer;
+        rest: fixed costs; on GPUs data and launch: waiting for samples, and for the host to launch
+        kernels; scale: what is lost to stragglers and congestion.
     """
     candidate = case.candidate
     device = case.machine.device
     micro_batches = candidate.micro_batches
 
+    # Of one micro-batch, on the slowest stage.
     compute = case.sum_over_parts([part.seconds for part in case.parts])
     launching = _launching_seconds(case)
     communication = communication_by_cause(case, compute)
@@ -58,7 +68,7 @@ def step_seconds(
     seconds = {
         "compute": compute * micro_batches,
         **exposed,
-        "pipeline_send": (stage_sends(case, micro_batch) + pipeline_loss * compute * micro_batches),
+        "pipeline_send": stage_sends(case, micro_batch) + pipeline_loss * compute * micro_batches,
         "contention": hidden * device.contention,
         "bubble": _bubble_micro_batches(candidate) * micro_batch,
         "optimizer": _optimizer_seconds(case, clips) + _orthogonal_seconds(case),
@@ -131,7 +141,7 @@ def _launch_seconds(case: Case, seconds: Mapping[str, float], launching_seconds:
 
 
 def _bubble_micro_batches(candidate: Candidate) -> float:
-    """The pipeline's bubble, in times of forward and backward of one micro-batch."""
+    """How many micro-batches a stage could compute in the bubble of its pipeline."""
     pp = candidate.dims.pp
     if pp == 1:
         return 0.0
@@ -147,7 +157,7 @@ def _bubble_micro_batches(candidate: Candidate) -> float:
 
 
 def _orthogonal_seconds(case: Case) -> float:
-    """Muon's products, which every worker computes on whole matrices, and gathering those.
+    """Seconds of gathering whole matrices for Muon, and of its products, which every worker has.
 
     With the shorter side s and the longer l, each of five iterations multiplies (s, l) by its
     transpose, the result (s, s) by itself, and that by the matrix.
@@ -168,9 +178,11 @@ def _orthogonal_seconds(case: Case) -> float:
 
 
 def _optimizer_seconds(case: Case, clips: bool) -> float:
-    """Reading parameters, gradients and state and writing parameters and state.
+    """Seconds of reading parameters, gradients and state and writing parameters and state.
 
-    Clipping adds an all-reduce.
+    Args:
+        case: The layout.
+        clips: Whether gradients are clipped, which adds an all-reduce.
     """
     candidate = case.candidate
     device = case.machine.device
