@@ -65,7 +65,8 @@ figures: setup
 # memory): `mutmut results` lists what no test noticed. An hour.
 MUTATED := app.data.order.* app.checkpoint.commit.* app.launchers.failure_policy.* strategies.dims.* strategies.costs.* \
 	strategies.pipeline.schedules.* strategies.*.x_cost* strategies.*.x_collectives* strategies.fsdp.x__behaviour* \
-	strategies.fsdp.x_*_large* $(foreach f,_memory _pipeline_activations _worst_moment _read_rank_size _read_unit_sizes,app.planner.estimate.*$(f)*)
+	strategies.fsdp.x_*_large* app.planner.memory.*memory_* $(foreach f,pipeline worst_moment,app.planner.activations.*$(f)*) \
+	$(foreach f,_read_rank_size _read_unit_sizes,app.planner.estimator.*$(f)*)
 mutants: setup
 	$(BIN)/python -m pip install -qq --disable-pip-version-check 'mutmut>=3.8,<4'
 	PATH="$(CURDIR)/$(BIN):$$PATH" mutmut run --max-children 2 $(foreach m,$(MUTATED),'$(m)')

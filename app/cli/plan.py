@@ -262,7 +262,7 @@ def calibrate(cli: Invocation, workers: int | None, drop_corrections: bool) -> N
 
 def _drop_corrections(cli: Invocation) -> None:
     from app.planner.corrections import drop_corrections
-    from app.planner.device import gpus_with_measured_values
+    from app.planner.measurements import gpus_with_measured_values
 
     dropped = [correction.run for correction in drop_corrections(gpus_with_measured_values())]
     runs = ", ".join(dropped)

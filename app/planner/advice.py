@@ -10,10 +10,10 @@ from app.planner.read import Reader
 from app.planner.remedies import (
     LARGEST_CLUSTER,
     Remedy,
-    compare_ways_to_save_activations,
     needs_remedies,
     remedies,
 )
+from app.planner.saving_activations import compare_ways_to_save_activations
 from app.tasks.base import Task
 from cluster.hardware import all_instances
 from strategies.dims import DEGREES, Layout

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from app.errors import RunFailed
-from app.planner.device import Device, device_named, save_measured_values
+from app.planner.device import Device, device_named
+from app.planner.measurements import save_measured_values
 from app.planner.processes import in_processes
 from cluster.addresses import join_address
 from cluster.hardware import HardwareError, add_gpu, find_gpu

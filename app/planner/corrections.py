@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from app.planner.device import drop_measured_value, measured_values, save_measured_values
+from app.planner.measurements import drop_measured_value, measured_values, save_measured_values
 from app.training.events import StepParts
 
 Part = Literal["computing", "communication", "bubble", "data"]

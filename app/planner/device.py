@@ -17,12 +17,10 @@
 
 The efficiencies of A100 and H100 are fitted to published figures, those of other GPUs are their
 family's. `trireme calibrate` measures a device and its links; a measurement overrides a fit.
-part_costs.py adds up what a part of a model takes on a device.
+part_seconds.py adds up what a part of a model takes on a device.
 """
 
 import functools
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -32,8 +30,6 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
-from app.data.files import cache_folder
-from app.errors import UserError
 from cluster.hardware import Gpu, find_gpu
 
 CONSTANTS = Path(__file__).with_name("constants.yaml")
@@ -46,7 +42,7 @@ class Device:
     """A GPU, or a core of a CPU. Constants are shares, seconds or bytes.
 
     Args:
-        gpu: Its datasheet (cluster/hardware.yaml).
+        gpu: The datasheet of the device (cluster/hardware.yaml).
         matmul: By precision, the share of the peak that large products reach.
         attention: Share of the peak that fused attention reaches.
         flash: Speed of that attention, relative to FlashAttention-2 on the same GPU.
@@ -65,22 +61,22 @@ class Device:
         contention: Share lost of the time in which communication overlaps computation.
         hidden: Share of computation behind which communication can hide.
         unit_operations: Launches for a sharded unit in each pass: copies, events, hooks.
-        again: Share of products that `selective` checkpointing recomputes: none in Trireme, every
-            second in torchtitan.
+        again: Share of products that `selective` checkpointing recomputes. Trireme recomputes none,
+            torchtitan every second one.
         logits: Bytes that a trainer moves for each number that the last layer gives, beside the
-            loss: metrics of a training batch, for example.
+            loss, such as for metrics of a training batch.
         loss_memory: Bytes that a trainer's loss takes of a GPU for each logit of the whole
             vocabulary, where that is more than Trireme's: copies in float32, logits that tensor
             parallelism gathers.
         split_loss_memory: The same for each logit that a tensor-parallel worker has.
         update: Copies of the trained weights that an optimizer's step makes, such as 1 of torch's
             AdamW with `foreach`; none of Trireme's.
-        shared_copies: Whether a 16-bit copy of all weights is there for the whole step, and the
-            whole model computes in 16 bits (1), also where Trireme's autocast would make copies in
-            forward (0).
-        whole_embedding: Whether tensor-parallel workers have all of the embedding each (1).
-        kept_weights: Whether gathered weights stay in memory until backward (1), although they are
-            gathered again.
+        shared_copies: 1 if a 16-bit copy of all weights is there for the whole step and the whole
+            model computes in 16 bits, even where Trireme's autocast makes copies in forward; 0 for
+            Trireme.
+        whole_embedding: 1 if each tensor-parallel worker has all of the embedding, otherwise 0.
+        kept_weights: 1 if gathered weights stay in memory until backward although they are gathered
+            again, otherwise 0.
         weight_copies: With `train.precision=fp8`, bytes of 8-bit copies that are kept of each of
             the blocks' weights; 0 for Trireme, which casts in each product.
         gather: With `train.precision=fp8`, bytes of a number of the blocks' weights while sharded
@@ -95,13 +91,14 @@ class Device:
         async_tp: Share of tensor parallelism's communication that parallel.async_tp hides.
         scale: Share of a step lost with each doubling of GPUs: stragglers, congestion.
         stage: Share of computation that a pipeline loses beside its bubble: stops, starts, sends.
-        split: Share that schedules lose which compute the gradients of weights apart.
+        split: Share of it that is lost by schedules that compute the gradients of weights apart.
         context: Bytes of a device that the process and the libraries take.
         of_another_trainer: Whether kernels or memory of another trainer are assumed.
         fragmentation: Share of what is allocated that cannot be used.
-        ranges: Of planned speeds (ranges.py).
-        fitted: Whether it is fitted to published training, which says more than single operations.
-        measured: Whether `trireme calibrate` has measured it.
+        ranges: The ranges of planned speeds (ranges.py).
+        fitted: Whether the constants are fitted to published training, which says more than single
+            operations.
+        measured: Whether `trireme calibrate` has measured the device.
         corrections: What runs on this machine have measured, as corrections.py keeps it.
     """
 
@@ -196,31 +193,15 @@ class Device:
 def device_named(name: str, measured: dict[str, Any] | None = None) -> Device:
     """A device of the catalogue.
 
-    Its constants are the defaults, overridden by those of its family, its own, and measured ones.
-
     Args:
-        name: Of the GPU, or cpu.
-        measured: Constants by name.
+        name: The name of a GPU, or cpu.
+        measured: Measured constants by name; None if there are none.
 
     Raises:
         HardwareError: The GPU is not in the catalogue.
     """
     datasheet = find_gpu(name)
-    known = constants()
-    fitted = known["fitted"]
-    family = family_of(datasheet)
-    values: dict[str, Any] = known["default"] | fitted["shared"]
-    values["ranges"] = fitted["ranges"]
-    if family:
-        values = _overridden(values, known["families"][family])
-        if not _has_bridge(datasheet, measured or {}):
-            values |= values.get("without_bridge", {})
-    family_fit = fitted["families"].get(family)
-    if family_fit:
-        values = _overridden(values, family_fit) | {"fitted": True}
-    values = _overridden(values, known["gpus"].get(datasheet.base, {})) | (measured or {})
-    if datasheet.name == "cpu":
-        values["ranges"] = {}
+    values = _constants_of(datasheet, measured or {})
     of_datasheet = {
         key: values[key]
         for key in ("memory_bytes", "memory_bandwidth", "link_within")
@@ -232,6 +213,26 @@ def device_named(name: str, measured: dict[str, Any] | None = None) -> Device:
         gpu=replace(datasheet, peak=peak, **of_datasheet),
         **{key: value for key, value in values.items() if key in device_fields},
     )
+
+
+def _constants_of(gpu: Gpu, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults, overridden by constants of the GPU's family, its own, and measured ones."""
+    known = constants()
+    fitted = known["fitted"]
+    family = family_of(gpu)
+    values: dict[str, Any] = known["default"] | fitted["shared"]
+    values["ranges"] = fitted["ranges"]
+    if family:
+        values = _overridden(values, known["families"][family])
+        if not _has_bridge(gpu, measured):
+            values |= values.get("without_bridge", {})
+    family_fit = fitted["families"].get(family)
+    if family_fit:
+        values = _overridden(values, family_fit) | {"fitted": True}
+    values = _overridden(values, known["gpus"].get(gpu.base, {})) | dict(measured)
+    if gpu.name == "cpu":
+        values["ranges"] = {}
+    return values
 
 
 def _has_bridge(gpu: Gpu, measured: Mapping[str, Any]) -> bool:
@@ -250,175 +251,6 @@ def family_of(gpu: Gpu) -> str:
     """The family of a GPU in constants.yaml; "" if it has none."""
     families = constants()["families"]
     return next((name for name, family in families.items() if gpu.base in family["gpus"]), "")
-
-
-ASSUMED = {
-    "products": "of the peak that large products reach",
-    "attention": "of the peak that attention reaches",
-    "flash": "of FlashAttention-2's speed that attention reaches, in place of `attention`",
-    "stream": "of the memory's bandwidth that other operations reach",
-    "within": "of the links inside a node",
-    "across": "of the links between nodes",
-    "async_tp": "of tensor parallelism's communication that parallel.async_tp hides",
-    "scale": "of a step lost each time that the GPUs double",
-    "again": "of the products that selective checkpointing computes again",
-    "fragmentation": "of the allocated memory that cannot be used",
-    "exchange": "of the rows for experts that are sent, such as 0.5 if each token's go in pairs",
-    "dispatch": "1 if a token is sent once to each worker with experts of it; 0 for Trireme's",
-    "exchange_overlap": "of computing that hides exchanges with experts, in pairs of micro-batches",
-    "logits": "bytes moved for each logit beside the loss, such as by metrics of training batches",
-    "loss_memory": "bytes of memory for each logit, such as 14 for a loss of float32 copies",
-    "split_loss_memory": "the same of those logits that a tensor-parallel worker has",
-    "update": "copies of trained weights that a step of the optimizer makes: 1 of foreach AdamW",
-    "shared_copies": "1 if 16-bit weights are kept beside float32, and all computes with them",
-    "whole_embedding": "1 if tensor parallelism does not split the embedding, else 0",
-    "kept_weights": "1 if gathered weights stay until backward, though they are gathered again",
-    "weight_copies": "bytes of kept 8-bit copies of a weight, such as 2 of Transformer Engine",
-    "gather": "bytes of a gathered weight of 8-bit products, such as 1 of float8; 0 for Trireme's",
-    "step": "seconds of a step that nothing hides",
-}
-"""What --assume changes, and what it is: a share, or what the words say."""
-OF_TRAINERS = (
-    *("flash", "again", "fragmentation", "logits", "loss_memory", "split_loss_memory"),
-    *("update", "shared_copies", "whole_embedding", "kept_weights", "weight_copies", "gather"),
-    *("exchange", "dispatch", "exchange_overlap"),
-)
-"""Those that describe another trainer than Trireme."""
-AT_MOST_ONE = (
-    *("async_tp", "again", "fragmentation", "exchange", "dispatch"),
-    *("exchange_overlap", "shared_copies", "whole_embedding", "kept_weights"),
-)
-"""Those that are a share of something, or yes or no."""
-ABOVE_ZERO = ("products", "attention", "flash", "stream", "within", "across")
-"""Those by which times are divided."""
-OTHER_TRAINERS = {"flash": 0.55, "again": 0.4, "logits": 28.0, "gather": 1.0, "dispatch": 1.0}
-"""What published trainers were found to do (experiments/benchmarks/published_sources.yaml).
-
-Attention in Triton, and metrics of every batch's logits (llm-foundry); `selective` that computes
-every second product again (torchtitan); weights gathered in 8 bits; a token that is sent once to a
-worker that has several of its experts (DeepEP, HybridEP).
-"""
-
-
-def apply_assumptions(device: Device, assumptions: tuple[str, ...]) -> Device:
-    """The device with constants that the user assumes.
-
-    Args:
-        device: The device.
-        assumptions: name=value for each, with a name of ASSUMED.
-
-    Raises:
-        UserError: The name is not one of ASSUMED, or it cannot have the value.
-    """
-    for assumption in assumptions:
-        name, _, value = assumption.partition("=")
-        if name not in ASSUMED:
-            raise UserError(
-                f"--assume {assumption}: write one of {', '.join(ASSUMED)}, then = and a number, "
-                "as in across=0.5"
-            )
-        number = _assumed_number(name, value)
-        if name in OF_TRAINERS:
-            device = replace(device, of_another_trainer=True)
-        if name == "products":
-            precisions = [*device.matmul, *device.gpu.peak]
-            device = replace(device, matmul=dict.fromkeys(precisions, number))
-        elif name == "flash":
-            attention = device.attention * number / device.flash
-            device = replace(device, attention=attention, flash=number)
-        else:
-            device = replace(device, **{name: number})  # type: ignore[arg-type]
-    return device
-
-
-def _assumed_number(name: str, value: str) -> float:
-    """The value of an assumption.
-
-    Args:
-        name: One of ASSUMED.
-        value: As it was written.
-
-    Raises:
-        UserError: It is no number, or none that the name can have.
-    """
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    assumption = f"--assume {name}={value}"
-    if name in AT_MOST_ONE and number > 1:
-        raise UserError(
-            f"{assumption}: {name} is at most 1 ({ASSUMED[name]}): write a number from 0 to 1"
-        )
-    is_large_enough = number > 0 if name in ABOVE_ZERO else number >= 0
-    if not is_large_enough or math.isinf(number):
-        least = "above 0" if name in ABOVE_ZERO else "of at least 0"
-        raise UserError(
-            f"{assumption}: {name} ({ASSUMED[name]}) is a number {least}: write {name}=NUMBER"
-        )
-    return number
-
-
-def assumptions(device: Device, precision: str) -> str:
-    """What a plan assumes that a device reaches, in two lines."""
-    values = {name: getattr(device, name, 0.0) for name in ASSUMED}
-    values["products"] = device.matmul.get(precision, 0.6)
-    if device.measured:
-        source = "measured here"
-    elif device.fitted:
-        source = "fitted to published runs"
-    else:
-        source = "not measured"
-    clock = device.gpu.clock
-    if clock != 1:
-        source += f"; {device.gpu.watts:.0f} W leave {100 * clock:.0f} % of the clock"
-    written = ", ".join(f"{name} {value:.3g}" for name, value in values.items())
-    return f"Assumed ({source}; change one with --assume NAME=VALUE):\n  {written}"
-
-
-def measured_values(gpu: str) -> dict[str, Any]:
-    """What `trireme calibrate` has measured of a GPU of the catalogue; empty before that."""
-    try:
-        return dict(json.loads(_values_file(gpu).read_text()))
-    except (OSError, ValueError):
-        return {}
-
-
-def save_measured_values(gpu: str, values: dict[str, Any]) -> Path:
-    """Keep measured values of a GPU for later plans, over those that are known.
-
-    Returns:
-        The file.
-    """
-    return _write_values(gpu, measured_values(gpu) | values)
-
-
-def drop_measured_value(gpu: str, name: str) -> None:
-    """Remove one of the measured values of a GPU, if there is one."""
-    values = measured_values(gpu)
-    if name in values:
-        del values[name]
-        _write_values(gpu, values)
-
-
-def gpus_with_measured_values() -> list[str]:
-    """The GPUs of which values are kept."""
-    prefix = "rates-"
-    files = (cache_folder() / "planner").glob(f"{prefix}*.json")
-    return sorted(file.stem.removeprefix(prefix) for file in files)
-
-
-def _write_values(gpu: str, values: dict[str, Any]) -> Path:
-    path = _values_file(gpu)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(values, indent=1))
-    temporary.replace(path)
-    return path
-
-
-def _values_file(gpu: str) -> Path:
-    return cache_folder() / "planner" / f"rates-{gpu}.json"
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from app.models.grouped_linear import grouped_linear
 
 
 class Recorder(Protocol):
-    """What records fused operations: trace.CostRecorder."""
+    """What records fused operations: recorder.CostRecorder."""
 
     def record_attention(
         self,

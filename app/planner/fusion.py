@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from app.planner.storages import storage_id
+
 UNFUSIBLE = {
     *("sort", "topk", "histc", "bincount", "nonzero"),
     *("scatter", "scatter_", "scatter_add", "scatter_add_", "index_put", "index_put_"),
@@ -76,7 +78,7 @@ class Fusion:
     """Follows storages through a trace and counts what fused kernels move.
 
     Args:
-        count: Adds to a value of the current part (trace.py).
+        count: Adds to a value of the current part (part_trace.py).
         parameters: id() of the storages of parameters, which are in memory from the start.
     """
 
@@ -136,7 +138,7 @@ class Fusion:
         level = self._level(place, inputs) + 1
         self._last_levels[place] = max(level, self._last_levels.get(place, 0))
         for tensor in _largest_of_storages(inputs):
-            storage = self._storages.get(_storage_id(tensor))
+            storage = self._storages.get(storage_id(tensor))
             if storage is not None:
                 self._write(place, storage)
         self._count(f"fused_operations_{place[1]}", 1)
@@ -164,20 +166,20 @@ class Fusion:
         return level or last_level
 
     def _level(self, place: Place, inputs: list[Tensor]) -> int:
-        storages = (self._storages.get(_storage_id(tensor)) for tensor in inputs)
+        storages = (self._storages.get(storage_id(tensor)) for tensor in inputs)
         levels = (
             storage.level for storage in storages if storage is not None and storage.place == place
         )
         return max(levels, default=0)
 
     def _is_of_parameters(self, inputs: list[Tensor]) -> bool:
-        return bool(inputs) and all(_storage_id(tensor) in self._parameters for tensor in inputs)
+        return bool(inputs) and all(storage_id(tensor) in self._parameters for tensor in inputs)
 
     def _sources(self, inputs: list[Tensor]) -> list[_Storage]:
         """What a kernel has to read to compute what an operation makes of these inputs."""
         sources: dict[int, _Storage] = {}
         for tensor in inputs:
-            storage = self._storages.get(_storage_id(tensor))
+            storage = self._storages.get(storage_id(tensor))
             if storage is None:  # a parameter, which is small beside activations
                 continue
             for source in [storage] if storage.is_written else storage.sources:
@@ -193,7 +195,7 @@ class Fusion:
         is_written: bool,
         sources: Iterable[_Storage] = (),
     ) -> None:
-        key = _storage_id(tensor)
+        key = storage_id(tensor)
         if key in self._parameters:
             return
         self._storages[key] = _Storage(
@@ -205,7 +207,7 @@ class Fusion:
         )
 
     def _read(self, place: Place, level: int, tensor: Tensor) -> None:
-        storage = self._storages.get(_storage_id(tensor))
+        storage = self._storages.get(storage_id(tensor))
         if storage is None:  # a parameter, or a tensor that is older than the trace
             self._count(f"fused_moved_{place[1]}", float(tensor.nbytes))
             return
@@ -252,11 +254,7 @@ def _largest_of_storages(tensors: Iterable[Tensor]) -> list[Tensor]:
     """For each storage the largest of its tensors."""
     largest: dict[int, Tensor] = {}
     for tensor in tensors:
-        key = _storage_id(tensor)
+        key = storage_id(tensor)
         if key not in largest or tensor.numel() > largest[key].numel():
             largest[key] = tensor
     return list(largest.values())
-
-
-def _storage_id(tensor: Tensor) -> int:
-    return id(tensor.untyped_storage())

@@ -18,7 +18,9 @@ import torch
 
 from app import names
 from app.errors import UserError
-from app.planner.device import Device, apply_assumptions, device_named, measured_values
+from app.planner.assumptions import apply_assumptions
+from app.planner.device import Device, device_named
+from app.planner.measurements import measured_values
 from cluster.files import cluster_file, read_cluster
 from cluster.hardware import all_instances, cheapest, find_gpu, other_meanings
 from cluster.shape import ClusterShape, NodeType, parse_link_speed, shape_of_gpus

@@ -1,4 +1,4 @@
-"""What a model costs, part by part, for any micro-batch and tensor-parallel degree (read.py)."""
+"""What a model costs, part by part, for any micro-batch and tensor-parallel degree (fitting.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from app.planner.trace import AFTER, BEFORE
+from app.planner.part_trace import AFTER, BEFORE
 from strategies.costs import ParameterSize
 from strategies.row_chunks import chunk_rows
 
@@ -93,7 +93,7 @@ class PartCosts:
     """The coefficients c0 … c5 of one part's costs.
 
     Args:
-        values: (6,) for each value of a trace (trace.py).
+        values: (6,) for each value of a trace (part_trace.py).
         products: (P, 4, 6) for each phase: m, n, k and batch of its distinct products.
         repeats: (P,) for each phase: how often each product is computed.
         moments: Of the whole model.

@@ -12,8 +12,8 @@ from app.config.io import to_dict
 from app.console.terminal import quantity
 from app.errors import UserError
 from app.planner.advice import PARTS, advice, figures, settings_text, shortage, smallest
+from app.planner.assumptions import assumptions_text
 from app.planner.corrections import Correction
-from app.planner.device import assumptions
 from app.planner.estimate import CLOSE, Estimate
 from app.planner.layouts import LEAST_TOKENS, Fixed, enumerate_layouts
 from app.planner.plan import GIB, NEAR, Plan
@@ -92,7 +92,7 @@ def text(
     else:
         further.append(WHY_OPTION)
     if with_assumptions:
-        lines += ["", assumptions(plan.machine.device, plan.rows[0].candidate.precision)]
+        lines += ["", assumptions_text(plan.machine.device, plan.rows[0].candidate.precision)]
     else:
         further.append(ASSUMPTIONS_OPTION)
     if further:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from app.config import Config
-from app.planner.device import OTHER_TRAINERS, apply_assumptions
-from app.planner.estimate import Estimate, Estimator
+from app.planner.assumptions import OTHER_TRAINERS, apply_assumptions
+from app.planner.estimate import Estimate
+from app.planner.estimator import Estimator
 from app.planner.layouts import Candidate, Fixed, Space, enumerate_layouts, fixed_by, refuse
 from app.planner.machine import GPUS_PER_NODE, Machine
-from app.planner.part_costs import variant_of
 from app.planner.read import Reader
+from app.planner.work import variant_of
 from app.tasks.base import Task
 from app.training.job import strategy_options
 from strategies.costs import EIGHT_BIT_BLOCK, ITEMSIZES

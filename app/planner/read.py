@@ -2,16 +2,9 @@
 
 The model is built on `meta` and traced under fake tensors (trace.py) with two sizes of the
 micro-batch and, if it can be split, as one of t tensor-parallel workers for one or two values of t.
-Every cost is then
-
-    cost(b, t) = c0 + c1·b + (c2 + c3·b) / t + (c4 + c5·b)·[t > 1]       b samples in a micro-batch
-
-exactly in b for nearly all models, and within a few per cent in t. The last term is what only split
-layers do, such as gathering their input; it needs two values of t. What is alive is such a line for
-each moment, because another moment may be the worst of another batch; a chunk of a loss that does
-not grow with the batch is counted apart (strategies/row_chunks.py). So a few traces of distinct
-blocks give the costs of all sizes and degrees. A model that cannot be built on `meta`, or whose
-code looks at values, is run for real, once, on the CPU; `Reader.note` says so.
+So a few traces of distinct blocks give the costs of all sizes and degrees (fitting.py). A model
+that cannot be built on `meta`, or whose code looks at values, is run for real, once, on the CPU;
+`Reader.note` says so.
 """
 
 from __future__ import annotations
@@ -19,26 +12,20 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from app.data.loader import fetch, length, map_tensors, rows, tensors
 from app.errors import UserError
-from app.planner.model_costs import (
-    Floats,
-    ModelCosts,
-    Moments,
-    PartCosts,
-    basis,
-    chunk_numbers,
-)
-from app.planner.trace import AFTER, BEFORE, PartTrace, Trace, block_signature, watch
+from app.planner.fitting import Key, fit_part
+from app.planner.model_costs import ModelCosts
+from app.planner.part_trace import AFTER, BEFORE, Trace
+from app.planner.skeleton import replace_by_fakes, share_equal_blocks
+from app.planner.trace import watch
 from app.tasks.base import Task
 from app.tasks.build import build_model
 from app.tasks.items import count_items
@@ -52,7 +39,7 @@ from strategies.mixtures import find_mixtures
 from strategies.module_copy import copy_module
 from strategies.options import Options
 from strategies.tensor.apply import one_part
-from strategies.tensor.plan import make_plan
+from strategies.tensor.plan import Plan, make_plan
 from strategies.torch_internals import fake_mode
 
 BATCHES = (2, 4)
@@ -61,8 +48,6 @@ PLAIN, CAST, AUTOCAST = "plain", "cast", "autocast"
 """How precision is reached: float32, all numbers in 16 bits (if sharded), or torch.autocast."""
 MEMORY_SHARE = 0.8
 """Share of the host's free memory for a model that is run for real; activations come on top."""
-Key = tuple[int, int]
-"""(samples of the micro-batch, degree of tensor parallelism)"""
 
 
 class Variant(NamedTuple):
@@ -83,24 +68,24 @@ class Reader:
 
     Args:
         task: The task.
-        on_gpu: Whether it is for GPUs.
+        on_gpu: Whether the model is to run on GPUs.
         sequence_parallel: Whether tensor parallelism splits the sequence outside of products.
         loss_parallel: Whether it splits the loss.
         splits: Whether tensor parallelism is considered; False saves two of three traces.
-        weight_dtype: What weights are kept in: fp32, or bf16 where products have 16 bits.
+        weight_dtype: The type in which weights are kept: fp32, or bf16 where products have 16 bits.
         block: The most numbers that share a scale in the state of adamw8bit.
 
     Attributes:
         note: What the user should know of how the model was read.
         samples: The number of training samples; None for a stream.
-        items_per_sample: Of the task's unit, such as tokens.
+        items_per_sample: Items of the task's unit, such as tokens, in a sample.
         sample_bytes: Bytes of a sample, as the device gets it.
         sequence_length: Tokens of a sample; None if it is not a sequence.
-        heads: Of attention; None if the task does not say.
+        heads: The number of attention heads; None if the task does not say.
         blocks: The number of repeating blocks.
         splits_sequence: Whether context parallelism can split the model.
         size: The parameters and buffers.
-        parameters: The number of numbers in them.
+        parameters: The number of numbers in the parameters.
         mixtures: The mixtures of experts.
         exchanged_numel: Numbers of a sample that mixtures would send to experts and back.
         tp: The degree for which the split model is traced; 0 if it cannot be split.
@@ -132,13 +117,7 @@ class Reader:
 
         data = task.train_data()
         self.samples = length(data)
-        self._batches = {}
-        longest = getattr(data, "longest_sample", None)
-        for batch in BATCHES:
-            picks = [(i % (self.samples or BATCHES[-1]), i) for i in range(batch)]
-            if longest is not None:  # batches of one shape, the one that memory must suffice for
-                picks = [(longest, i) for i in range(batch)]
-            self._batches[batch] = fetch(data, picks)
+        self._batches = _batches_of(data, self.samples)
         example = self._batches[BATCHES[0]]
         example_rows = rows(example)
         self.items_per_sample = count_items(task, example) / example_rows
@@ -149,34 +128,28 @@ class Reader:
         structure = self._build_structure()
         self._block_names = find_blocks(structure, task.blocks(structure))
         self.blocks = len(self._block_names)
-        split_dims: dict[str, int] = {}
-        split_styles: dict[str, str] = {}
-        with contextlib.suppress(LayoutError):  # it cannot be split
-            plan = make_plan(structure, task.tensor_plan(structure), sequence_parallel)
-            split_dims = plan.dims
-            split_styles = plan.styles
-        self.splits_sequence = False
-        with contextlib.suppress(LayoutError, UserError):
-            require_positions(structure, task.context_plan(structure))
-            self.splits_sequence = True
-        units = separable(structure, self._block_names)
-        narrow_names = narrow_parameters(structure, weight_dtype)
-        self.size = model_size(structure, units, split_dims, narrow_names, block)
+        tensor_plan = self._tensor_plan(structure)
+        self.splits_sequence = self._can_split_sequence(structure)
+        self.size = model_size(
+            structure,
+            separable(structure, self._block_names),
+            tensor_plan.dims if tensor_plan else {},
+            narrow_parameters(structure, weight_dtype),
+            block,
+        )
         self.parameters = sum(parameter.numel for parameter in self.size.parameters)
         if not self.parameters:
             raise UserError("the task's model has no parameters, so there is nothing to plan")
         self.mixtures = find_mixtures(structure)
-        tokens = int(task.tokens_per_sample or self.sequence_length or 1)
-        self.exchanged_numel = sum(
-            exchanged_bytes(tokens, mixture.top_k, mixture.width, 1) for mixture in self.mixtures
-        )
+        self.exchanged_numel = self._numbers_for_experts()
         self.tp = 0
-        if split_dims and splits:
+        if splits and tensor_plan and tensor_plan.dims:
             degrees = (degree for degree in (2, 3, 5, 7) if self._can_split_heads(degree))
             self.tp = next(degrees, 0)
         self._skeleton = structure
         if not self._runs_for_real:
-            _share_equal_blocks(structure, self._block_names, split_styles)
+            styles = tensor_plan.styles if tensor_plan else {}
+            share_equal_blocks(structure, self._block_names, styles)
 
     def costs(self, casting: str = PLAIN, *, whole_model: bool = False) -> ModelCosts:
         """The costs of the model's parts.
@@ -191,8 +164,30 @@ class Reader:
             self._costs[casting] = self._read(casting)
         return self._costs[casting]
 
+    def _tensor_plan(self, structure: nn.Module) -> Plan | None:
+        """How tensor parallelism splits the model; None if it cannot."""
+        try:
+            return make_plan(structure, self.task.tensor_plan(structure), self._sequence_parallel)
+        except LayoutError:
+            return None
+
+    def _can_split_sequence(self, structure: nn.Module) -> bool:
+        """Whether context parallelism can split the model."""
+        try:
+            require_positions(structure, self.task.context_plan(structure))
+        except (LayoutError, UserError):
+            return False
+        return True
+
     def _can_split_heads(self, degree: int) -> bool:
         return self.heads is None or self.heads % degree == 0
+
+    def _numbers_for_experts(self) -> float:
+        """Numbers of a sample that mixtures would send to experts and back."""
+        tokens = int(self.task.tokens_per_sample or self.sequence_length or 1)
+        return sum(
+            exchanged_bytes(tokens, mixture.top_k, mixture.width, 1) for mixture in self.mixtures
+        )
 
     @functools.cached_property
     def _whole_model_reader(self) -> Reader | None:
@@ -230,7 +225,7 @@ class Reader:
             of_part = {
                 key: trace.parts[name] for key, trace in traces.items() if name in trace.parts
             }
-            parts[name] = _fit_part(of_part)
+            parts[name] = fit_part(of_part)
         return ModelCosts(parts, unsplit.order, self._parameters_by_part(unsplit, casting))
 
     def _traces(self, casting: str) -> dict[Key, Trace]:
@@ -298,24 +293,21 @@ class Reader:
             )
 
     def _make_module(self, casting: str, fake: Any) -> nn.Module:
-        """A new module for a trace: with real parameters, or with fake ones of the same shapes."""
+        """A new module for a trace: with real parameters, or with fake ones of the same shapes.
+
+        Args:
+            casting: How precision is reached.
+            fake: The mode that makes fake tensors; None for real ones.
+        """
         dtype = torch.bfloat16 if casting == CAST else None
+        precision = "fp32" if casting == PLAIN else "bf16"
         if fake is None:
             module = build_model(self.task).to(dtype=dtype)
-            narrow(module, _precision(casting), self._weight_dtype)
+            narrow(module, precision, self._weight_dtype)
             return module
         module = copy_module(self._skeleton)
-        narrow(module, _precision(casting), self._weight_dtype)
-        fakes: dict[Tensor, Tensor] = {}  # a tensor that is used in two places stays one
-        for owner in module.modules():
-            tensors_of_owner = [
-                *owner.named_parameters(recurse=False),
-                *owner.named_buffers(recurse=False),
-            ]
-            for name, tensor in tensors_of_owner:
-                if tensor not in fakes:
-                    fakes[tensor] = _fake_copy(tensor, dtype, fake)
-                setattr(owner, name, fakes[tensor])
+        narrow(module, precision, self._weight_dtype)
+        replace_by_fakes(module, dtype, fake)
         return module
 
     def _parameters_by_part(
@@ -347,43 +339,28 @@ class Reader:
         return {name: tuple(of_part) for name, of_part in parameters.items()}
 
 
+def _batches_of(data: Any, samples: int | None) -> dict[int, Any]:
+    """A micro-batch of each size that is traced.
+
+    Args:
+        data: The training samples. Those that know their longest sample give batches of one shape,
+            the one that memory must suffice for.
+        samples: The number of samples; None for a stream.
+    """
+    longest = getattr(data, "longest_sample", None)
+    batches = {}
+    for batch in BATCHES:
+        if longest is None:
+            picks = [(i % (samples or BATCHES[-1]), i) for i in range(batch)]
+        else:
+            picks = [(longest, i) for i in range(batch)]
+        batches[batch] = fetch(data, picks)
+    return batches
+
+
 def _first_present(parts: Mapping[str, object], *names: str) -> str:
     """The first of the names that there is, or the first part if there is none of them."""
     return next((name for name in names if name in parts), next(iter(parts)))
-
-
-def _fake_copy(tensor: Tensor, dtype: torch.dtype | None, fake: Any) -> Tensor:
-    """A fake tensor of the same shape; of `dtype` if that is given and the tensor is floating."""
-    casts = dtype is not None and tensor.is_floating_point()
-    with fake:
-        empty = torch.empty(tensor.shape, dtype=dtype if casts else tensor.dtype)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, tensor.requires_grad)
-    return empty
-
-
-def _precision(casting: str) -> str:
-    """The precision in which a model is traced."""
-    return "fp32" if casting == PLAIN else "bf16"
-
-
-def _share_equal_blocks(module: nn.Module, blocks: list[str], styles: dict[str, str]) -> None:
-    """Put one block in the place of all that are equal and split alike, in place.
-
-    Of eighty blocks only one or two have to be copied and split for a trace.
-
-    Args:
-        module: The model.
-        blocks: The names of its blocks.
-        styles: How the tensor plan splits modules, by name.
-    """
-    first: dict[Hashable, nn.Module] = {}
-    for name in blocks:
-        block = module.get_submodule(name)
-        # What is inside equal blocks is split alike.
-        key = (block_signature(block), styles.get(name))
-        parent, _, attribute = name.rpartition(".")
-        setattr(module.get_submodule(parent), attribute, first.setdefault(key, block))
 
 
 def _require_memory(needed: float) -> None:
@@ -415,76 +392,3 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:120]}"
-
-
-# --- fitting --------------------------------------------------------------------------------------
-
-
-def _fit_part(traces: Mapping[Key, PartTrace]) -> PartCosts:
-    """The costs of a part from its traces: of two batches, with one to three degrees each."""
-    names = {name for trace in traces.values() for name in trace.values}
-    values = {
-        name: _fit({key: trace.values[name] for key, trace in traces.items()}) for name in names
-    }
-    products: dict[str, Floats] = {}
-    repeats: dict[str, Floats] = {}
-    for phase in ("forward", "backward"):
-        by_key = {key: trace.products[phase] for key, trace in traces.items()}
-        if len({len(of_trace) for of_trace in by_key.values()}) > 1:
-            # The split model has other products; take those of the whole one for all degrees.
-            by_key = {(batch, tp): by_key[batch, tp] for batch, tp in by_key if tp == 1}
-        distinct: Counter[tuple[float, ...]] = Counter()
-        for i in range(min(len(of_trace) for of_trace in by_key.values())):
-            coefficients = [
-                _fit({key: float(of_trace[i][side]) for key, of_trace in by_key.items()})
-                for side in range(4)
-            ]
-            distinct[tuple(np.round(np.concatenate(coefficients), 4))] += 1
-        products[phase] = np.array(list(distinct), float).reshape(-1, 4, 6)
-        repeats[phase] = np.array(list(distinct.values()), float)
-    unsplit_traces = {key: trace for key, trace in traces.items() if key[1] == 1}
-    split_traces = {key: trace for key, trace in traces.items() if key[1] > 1}
-    moments = _fit_moments(unsplit_traces)
-    split_moments = _fit_moments(split_traces, unsplit_traces) if split_traces else None
-    return PartCosts(values, products, repeats, moments, split_moments)
-
-
-def _fit_moments(
-    traces: Mapping[Key, PartTrace], unsplit: Mapping[Key, PartTrace] | None = None
-) -> Moments:
-    """The moments of a part; only the worst if traces do not have the same ones.
-
-    Args:
-        traces: All of the whole model, or all of the split one.
-        unsplit: Those of the whole model, if `traces` are of the split one. With them a single
-            degree gives the worst moment of other degrees.
-    """
-    operations = {tuple(moment.operation for moment in trace.moments) for trace in traces.values()}
-    is_one_degree = len({tp for _, tp in traces}) == 1
-    if len(operations) > 1 or (unsplit and is_one_degree):
-        worst = {key: _worst_of(trace) for key, trace in {**(unsplit or {}), **traces}.items()}
-        return Moments(_fit(worst).reshape(1, 6), np.zeros(1))
-    sizes = {key: [moment.size for moment in trace.moments] for key, trace in traces.items()}
-    of_largest = traces[max(traces)].moments
-    chunk = np.array([moment.chunk for moment in of_largest])
-    in_forward = np.array([float(moment.is_in_forward) for moment in of_largest])
-    return Moments(_fit(sizes).T, chunk, in_forward).distinct()
-
-
-def _worst_of(trace: PartTrace) -> float:
-    numbers = chunk_numbers(trace.values["chunked_rows"], trace.values["chunked_numbers"])
-    sizes = (moment.size + moment.chunk * numbers for moment in trace.moments)
-    return max(sizes, default=0.0)
-
-
-def _fit(values: Mapping[Key, float] | Mapping[Key, list[float]]) -> Floats:
-    """The coefficients c0 … c5 of a value, (6,), or of M values, (6, M).
-
-    Those that the traces do not determine are 0.
-    """
-    known = 2 * len({tp for _, tp in values})
-    equations = np.array([basis(batch, tp)[:known] for batch, tp in values])
-    observed = np.array(list(values.values()))
-    coefficients = np.zeros((6, *observed.shape[1:]))
-    coefficients[:known] = np.linalg.lstsq(equations, observed, rcond=None)[0]
-    return coefficients

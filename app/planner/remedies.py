@@ -12,15 +12,15 @@ from typing import Any
 from app.errors import UserError
 from app.planner.estimate import Estimate
 from app.planner.layouts import DATA_DEGREES, MOVES_ACTIVATIONS, Fixed
-from app.planner.plan import GIB, Plan, first_of
+from app.planner.plan import Plan, first_of
 from app.planner.stand_in import plan_experiment
 from strategies import registry
-from strategies.dims import DEGREES, MODEL_DEGREES, LayoutError
+from strategies.dims import MODEL_DEGREES, LayoutError
 
 LARGEST_CLUSTER = 2**12
-"""GPUs up to which a cluster is looked for that holds a model."""
+"""The most GPUs of a cluster that is looked for to hold a model."""
 MOST_PLANNED = 16
-"""Of more GPUs the layouts that take the least memory are planned first, which takes less time."""
+"""With more GPUs, layouts that take the least memory are planned first, which takes less time."""
 LAYOUT_KEYS = ("strategy", *(f"parallel.{name}" for name in (*DATA_DEGREES, *MODEL_DEGREES)))
 """The keys that fix a layout."""
 STEP_KEYS = (
@@ -40,10 +40,11 @@ class Remedy:
     """One thing to try.
 
     Args:
-        name: What it is.
-        keys: What to write for it.
-        gpus: For how many GPUs it is planned.
-        row: The layout that a plan puts first, or if none fits the smallest; None if there is none.
+        name: The name of it.
+        keys: The keys to write for it.
+        gpus: The number of GPUs for which it is planned.
+        row: The layout that a plan puts first; if none fits, the one that takes the least memory;
+            None if no layout is possible.
         reason: Why there is none.
     """
 
@@ -82,40 +83,53 @@ def needs_remedies(plan: Plan) -> bool:
 
 def remedies(plan: Plan) -> Iterator[Remedy]:
     """What to try where nothing fits, one after the other, planned when it is asked for."""
-    world = plan.machine.world
+    train = plan.config.train
+    is_cpu = plan.machine.device.is_cpu
     layout = {key: value for key, value in plan.fixed.items() if key not in STEP_KEYS}
     if any(key in LAYOUT_KEYS for key in layout):
         yield _another_layout(plan)
 
-    config = plan.config
-    at_once = config.train.micro_batch_size or config.train.global_batch_size
-    precision = config.train.precision
-    settled: Fixed = {**layout, "parallel.offload": False, "train.precision": precision}
-    rows = plan.on_gpus(world, {**settled, "train.micro_batch_size": at_once}, as_planned=True)
+    settled: Fixed = {**layout, "parallel.offload": False, "train.precision": train.precision}
+    at_once: Fixed = {"train.micro_batch_size": train.micro_batch_size or train.global_batch_size}
+    rows = on_same_gpus(plan, settled | at_once)
     rows = [row for row in rows if row.candidate.checkpointing != "none"]
     yield _with_keys(plan, "activation checkpointing", rows, "activation_checkpointing")
 
-    precision = _sixteen_bits(plan)
+    precision = sixteen_bits(plan)
     settled["train.precision"] = precision
     if precision == "fp32":
-        reason = f"{plan.machine.device.gpu.name} has no products of 16 bits"
-        yield Remedy(name="16 bits", keys="train.precision=bf16", gpus=world, reason=reason)
+        yield Remedy(
+            name="16 bits",
+            keys="train.precision=bf16",
+            gpus=plan.machine.world,
+            reason=f"{plan.machine.device.gpu.name} has no products of 16 bits",
+        )
     else:
-        rows = plan.on_gpus(world, {**settled, "train.micro_batch_size": at_once}, as_planned=True)
-        yield _with_keys(plan, "16 bits", rows, "precision")
+        yield _with_keys(plan, "16 bits", on_same_gpus(plan, settled | at_once), "precision")
 
-    rows = plan.on_gpus(world, settled, as_planned=True)
+    rows = on_same_gpus(plan, settled)
     yield _with_keys(plan, "smaller micro-batch", rows, "micro_batch_size")
-    if not plan.machine.device.is_cpu:
-        rows = plan.on_gpus(world, {**settled, MOVES_ACTIVATIONS: True}, as_planned=True)
+    if not is_cpu:
+        rows = on_same_gpus(plan, settled | {MOVES_ACTIVATIONS: True})
         yield _with_keys(plan, "activations to host", rows, "activation_offloading")
+
     yield _lora(plan, settled)
     has_offload = False
-    if not plan.machine.device.is_cpu:
+    if not is_cpu:
         offload = _offload(plan, precision)
         has_offload = offload.fits
         yield offload
     yield from _more_gpus(plan, has_offload=has_offload)
+
+
+def on_same_gpus(plan: Plan, fixed: Fixed) -> list[Estimate]:
+    """Every layout on the GPUs of a plan.
+
+    Args:
+        plan: The plan.
+        fixed: Keys of the configuration whose values stay.
+    """
+    return plan.on_gpus(plan.machine.world, fixed, as_planned=True)
 
 
 def _with_keys(plan: Plan, name: str, rows: list[Estimate], key: str) -> Remedy:
@@ -137,68 +151,8 @@ def _with_keys(plan: Plan, name: str, rows: list[Estimate], key: str) -> Remedy:
     return Remedy(name=name, keys=f"{keys}={written}{as_now}", gpus=plan.machine.world, row=row)
 
 
-def compare_ways_to_save_activations(plan: Plan) -> str:
-    """What checkpointing, offloading and accumulation take, beside keeping everything.
-
-    All are planned for the layout that is the fastest if memory is no matter.
-
-    Returns:
-        A sentence; "" if the configuration leaves no choice.
-    """
-    world = plan.machine.world
-    at_once = plan.config.train.micro_batch_size or plan.config.train.global_batch_size
-    fixed: Fixed = {key: value for key, value in plan.fixed.items() if key in LAYOUT_KEYS}
-    fixed |= {"parallel.offload": False, "train.precision": _sixteen_bits(plan)}
-    unaccumulated: Fixed = {"train.micro_batch_size": at_once}
-    kept: Fixed = {"train.activation_checkpointing": "none"}
-    everything_stays = fixed | unaccumulated | kept | {MOVES_ACTIVATIONS: False}
-    rows = plan.on_gpus(world, everything_stays, as_planned=True)
-    everything = min(rows, key=lambda row: row.step_seconds, default=None)
-    if everything is None:
-        return ""
-    layout = everything.candidate.layout
-    fixed |= {f"parallel.{name}": getattr(layout.dims, name) for name in DEGREES}
-
-    def best(values: Fixed, *, recomputed: bool = False) -> Estimate | None:
-        rows = plan.on_gpus(world, fixed | values, as_planned=True)
-        return first_of(
-            [
-                row
-                for row in rows
-                if row.candidate.layout == layout
-                and (row.candidate.checkpointing != "none") == recomputed
-            ]
-        )
-
-    stays: Fixed = {MOVES_ACTIVATIONS: False}
-    ways = {
-        "checkpointing": best(unaccumulated | stays, recomputed=True),
-        "offloading activations": best(unaccumulated | kept | {MOVES_ACTIVATIONS: True}),
-        "both": best(unaccumulated | {MOVES_ACTIVATIONS: True}, recomputed=True),
-        "accumulation": best(kept | stays),
-    }
-    clauses = []
-    for name, row in ways.items():
-        if row is None:
-            continue
-        value = {
-            "checkpointing": row.candidate.checkpointing,
-            "both": f"{row.candidate.checkpointing}, {row.host_memory_bytes / GIB:.3g} GiB",
-            "offloading activations": f"{row.host_memory_bytes / GIB:.3g} GiB of each host",
-            "accumulation": f"micro-batches of {row.candidate.micro_batch}",
-        }[name]
-        size = f"{row.memory_bytes / GIB:.3g} GiB"
-        verdict = f"it fits ({size})" if row.fits else f"it does not fit ({size})"
-        times = row.step_seconds / everything.step_seconds
-        clauses.append(f"with {name} ({value}) {verdict} and takes {times:.3g} times as long")
-    return (
-        f"With all activations on the GPU {layout.name} in {everything.candidate.precision} needs "
-        f"{everything.memory_bytes / GIB:.3g} GiB; {'; '.join(clauses)}."
-    )
-
-
-def _sixteen_bits(plan: Plan) -> str:
-    """The configured precision, or instead of fp32 the 16-bit one that the GPU has."""
+def sixteen_bits(plan: Plan) -> str:
+    """The configured precision, or instead of fp32 the one of 16 bits that the GPU has."""
     configured = plan.config.train.precision
     if configured != "fp32" or plan.machine.device.is_cpu:
         return configured
@@ -211,7 +165,7 @@ def _another_layout(plan: Plan) -> Remedy:
     fixed_keys = [key for key in LAYOUT_KEYS if key in plan.fixed]
     kept: Fixed = {"parallel.offload": False}
     kept |= {key: value for key, value in plan.fixed.items() if key in STEP_KEYS}
-    row = first_of(plan.on_gpus(plan.machine.world, kept, as_planned=True))
+    row = first_of(on_same_gpus(plan, kept))
     written = " ".join(f"{key}={plan.fixed[key]}" for key in fixed_keys)
     keys = f"without {written}"
     if row is not None and row.fits:
@@ -228,7 +182,7 @@ def _lora(plan: Plan, settled: Fixed) -> Remedy:
     if config.task != "huggingface":
         return replace(remedy, reason="for models of task=huggingface")
     if config.task_args.get("lora"):
-        row = first_of(plan.on_gpus(plan.machine.world, settled, as_planned=True))
+        row = first_of(on_same_gpus(plan, settled))
         return replace(remedy, keys="task_args.lora, as now", row=row)
     # Imported only here, since the first run on a GPU plans without the package that reads YAML.
     from app.config.io import from_dict, to_dict
@@ -248,7 +202,7 @@ def _lora(plan: Plan, settled: Fixed) -> Remedy:
 def _offload(plan: Plan, precision: str) -> Remedy:
     """Parameters, gradients and optimizer state in host memory, on the same GPUs."""
     fixed: Fixed = {"train.precision": precision, "parallel.offload": True}
-    row = first_of(plan.on_gpus(plan.machine.world, fixed, as_planned=True))
+    row = first_of(on_same_gpus(plan, fixed))
     name = row.candidate.layout.name if row else registry.by_degrees("dp_shard").name
     return Remedy(
         name="offload",

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from app.config.io import load_config
 from app.data.files import cached
-from app.planner.device import Device, apply_assumptions
+from app.planner.assumptions import apply_assumptions
+from app.planner.device import Device
 from app.planner.estimate import Estimate
 from app.planner.machine import MachineOptions, find_machine
 from app.planner.plan import GIB, Plan
@@ -84,9 +85,22 @@ _READERS: dict[str, Reader] = {}
 """The readers of models, for all runs that differ in their layout alone."""
 ROOT = Path(__file__).parents[2]
 READING = (
-    *("app/models/*.py", "app/tasks/**/*.py", "strategies/**/*.py"),
-    *("app/planner/trace.py", "app/planner/fus*.py", "app/planner/flex.py", "app/planner/read.py"),
+    "app/models/*.py",
+    "app/tasks/**/*.py",
+    "strategies/**/*.py",
+    "app/planner/flex.py",
+    "app/planner/fused.py",
+    "app/planner/fusion.py",
+    "app/planner/fitting.py",
     "app/planner/model_costs.py",
+    "app/planner/part_trace.py",
+    "app/planner/read.py",
+    "app/planner/recorder.py",
+    "app/planner/saved_storages.py",
+    "app/planner/skeleton.py",
+    "app/planner/storages.py",
+    "app/planner/trace.py",
+    "app/planner/traced_blocks.py",
 )
 """The files that decide what is read of a model."""
 

@@ -37,7 +37,7 @@ TINY = [
 @pytest.fixture(autouse=True)
 def separate_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Gives each test its own planner cache and catalogue of hardware, and no cluster."""
-    monkeypatch.setattr("app.planner.device.cache_folder", lambda: tmp_path)
+    monkeypatch.setattr("app.planner.measurements.cache_folder", lambda: tmp_path)
     monkeypatch.setenv("TRIREME_HARDWARE", str(tmp_path / "hardware.yaml"))
     for name in ("RAY_ADDRESS", "TRIREME_CLUSTER"):
         monkeypatch.delenv(name, raising=False)

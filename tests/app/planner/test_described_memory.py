@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from app.planner.device import apply_assumptions
-from app.planner.estimate import Estimator
+from app.planner.assumptions import apply_assumptions
+from app.planner.estimator import Estimator
 from app.planner.layouts import Candidate
 from app.planner.read import CAST, Reader
 from strategies.layout import choose

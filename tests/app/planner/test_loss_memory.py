@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from app.data.loader import fetch
 from app.models.cross_entropy import LARGE_VOCABULARY
 from app.planner import trace
+from app.planner.part_trace import AFTER, BEFORE
 from app.planner.read import AUTOCAST, CAST, PLAIN, Reader
-from app.planner.trace import AFTER, BEFORE
 from app.tasks import load_task
 from app.tasks.base import Task
 from app.tasks.language import LanguageModelling

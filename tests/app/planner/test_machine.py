@@ -15,8 +15,9 @@ from app.cli.plan import _layout_keys
 from app.config.io import load_config
 from app.errors import RunFailed, UserError
 from app.planner import calibrate, trial
+from app.planner.assumptions import assumptions_text
 from app.planner.calibrate import keep
-from app.planner.device import Device, assumptions, constants, device_named
+from app.planner.device import Device, constants, device_named
 from app.planner.machine import MachineOptions, cpus, find_machine, of_shape
 from app.planner.output import experiment
 from app.planner.plan import make_plan
@@ -75,7 +76,7 @@ def test_assumptions_are_listed_in_two_lines_and_changed_by_name() -> None:
     device = find_machine(options, "auto").device
     assert device.across == 0.5
     assert device.matmul["bf16"] == device.matmul["fp8"] == 0.4
-    lines = assumptions(device, "bf16").splitlines()
+    lines = assumptions_text(device, "bf16").splitlines()
     assert len(lines) == 2 and "fitted to published runs" in lines[0] and "across 0.5" in lines[1]
 
 
@@ -88,7 +89,7 @@ def test_attention_is_assumed_relative_to_flash_attention_2(
 
     slow = device("flash=0.5")
     assert slow.attention == pytest.approx(device().attention * 0.5 / flash_of_torch)
-    assert "flash 0.5" in assumptions(slow, "bf16")
+    assert "flash 0.5" in assumptions_text(slow, "bf16")
     assert device(f"flash={flash_of_torch}").attention == pytest.approx(device().attention)
     assert device("logits=28").logits == 28
 

@@ -16,11 +16,11 @@ import pytest
 
 from app.config import Config
 from app.config.io import load_config, with_values
-from app.planner import auto, model_costs, part_costs, timing
+from app.planner import auto, communication, model_costs
 from app.planner.advice import advice, predict, settings_text
+from app.planner.assumptions import apply_assumptions
 from app.planner.auto import NoLayoutFits, choose_layout
 from app.planner.chart import best_by_number, draw
-from app.planner.device import apply_assumptions
 from app.planner.estimate import Estimate
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.machine import Machine, cpus
@@ -351,13 +351,13 @@ def test_sums_hide_behind_gradients_of_weights_and_one_sample_needs_no_copies(
         overrides = (f"train.micro_batch_size={samples}", *overrides)
         return _predicted(large, "tensor", *overrides)
 
-    with mock.patch.object(timing, "FIRST_LAYERS_SHARE", 0.0):
+    with mock.patch.object(communication, "FIRST_LAYERS_SHARE", 0.0):
         exposed = predicted()
     hidden = predicted()
     compiled = predicted("train.compile=true")
     assert hidden.seconds["tensor"] < 0.9 * exposed.seconds["tensor"]
     assert hidden.seconds["tensor"] < compiled.seconds["tensor"] < exposed.seconds["tensor"]
-    with mock.patch.object(part_costs.PartCosts, "at", _without_rearranging):
+    with mock.patch.object(model_costs.PartCosts, "at", _without_rearranging):
         copied_less = predicted(samples=2)
         copied_never = predicted()
     assert copied_less.seconds["compute"] < 0.999 * predicted(samples=2).seconds["compute"]

@@ -3,7 +3,8 @@
 import pytest
 
 from app.errors import UserError
-from app.planner.device import ABOVE_ZERO, ASSUMED, AT_MOST_ONE, apply_assumptions, constants
+from app.planner.assumptions import ASSUMPTIONS, apply_assumptions
+from app.planner.device import constants
 from app.planner.machine import MachineOptions, find_machine
 from app.planner.ranges import ADAPTERS, DENSE, MIXTURE, Traits, fit_probability, spread_of
 
@@ -120,7 +121,7 @@ def test_the_peaks_that_plans_use_are_quantiles() -> None:
         assert list(peaks.values()) == sorted(set(peaks.values()))
 
 
-@pytest.mark.parametrize("name", AT_MOST_ONE)
+@pytest.mark.parametrize("name", [name for name, row in ASSUMPTIONS.items() if row.at_most_one])
 def test_an_assumed_share_is_at_most_one(name: str) -> None:
     device = find_machine(MachineOptions(gpus=8, gpu="h100-80gb"), "8").device
     assert getattr(apply_assumptions(device, (f"{name}=1",)), name) == 1
@@ -131,17 +132,18 @@ def test_an_assumed_share_is_at_most_one(name: str) -> None:
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "half", ""])
 def test_an_assumption_that_is_no_number_is_refused(value: str) -> None:
     device = find_machine(MachineOptions(gpus=8, gpu="h100-80gb"), "8").device
-    for name in ASSUMED:
+    for name in ASSUMPTIONS:
         with pytest.raises(UserError, match=f"^--assume {name}={value}: {name} .*: write "):
             apply_assumptions(device, (f"{name}={value}",))
 
 
 def test_what_times_are_divided_by_cannot_be_assumed_to_be_nothing() -> None:
     device = find_machine(MachineOptions(gpus=8, gpu="h100-80gb"), "8").device
-    for name in ABOVE_ZERO:
+    above_zero = {name for name, assumption in ASSUMPTIONS.items() if assumption.above_zero}
+    for name in above_zero:
         with pytest.raises(UserError, match=f"{name} .* is a number above 0: write {name}=NUMBER"):
             apply_assumptions(device, (f"{name}=0",))
-    for name in {*ASSUMED} - {*ABOVE_ZERO}:
+    for name in {*ASSUMPTIONS} - above_zero:
         assert getattr(apply_assumptions(device, (f"{name}=0",)), name) == 0
 
 

@@ -20,13 +20,14 @@ from app.data.loader import fetch
 from app.errors import UserError
 from app.models import cross_entropy
 from app.planner import read as reading
-from app.planner import trace
+from app.planner import recorder, trace
 from app.planner.advice import predict
 from app.planner.device import device_named
 from app.planner.machine import cpus
 from app.planner.model_costs import ModelCosts, Moments, PartCosts
-from app.planner.part_costs import Work, part_costs, variant_of
+from app.planner.part_costs import part_costs
 from app.planner.read import AUTOCAST, CAST, PLAIN, Reader
+from app.planner.work import Work, variant_of
 from app.tasks import language, load_task
 from app.tasks.base import Task
 from strategies import activation_checkpointing, row_chunks
@@ -124,7 +125,7 @@ def test_the_products_of_all_parts_are_the_models_flops(gpt: Reader) -> None:
 
 
 def test_each_expert_reads_its_own_weights() -> None:
-    product = trace._product(torch.empty(64, 16, 1408), "bmm", 2.0 * 64 * 16 * 1408 * 2048)
+    product = recorder._product(torch.empty(64, 16, 1408), "bmm", 2.0 * 64 * 16 * 1408 * 2048)
     assert product == (16, 1408, 2048, 64)
     gpu = device_named("a100-80gb")
     seconds = gpu.product_seconds(np.array([[*product, 1.0]]), "bf16", 2)
@@ -343,7 +344,7 @@ def _call_every_vocabulary_large(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LARGE_VOCABULARY", VOCABULARY)
 
 
-class CostsOfAllChunks(trace.CostRecorder):
+class CostsOfAllChunks(recorder.CostRecorder):
     """Leaves out no chunk of a loss."""
 
     def __init__(self, module: nn.Module, *, on_gpu: bool, is_fake: bool) -> None:

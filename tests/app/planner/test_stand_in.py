@@ -16,14 +16,14 @@ from app.config.io import load_config
 from app.errors import UserError
 from app.models.grouped_linear import by_expert
 from app.planner import read, stand_in
-from app.planner.device import apply_assumptions
+from app.planner.assumptions import apply_assumptions
+from app.planner.communication import chosen_share
 from app.planner.layouts import Space, enumerate_layouts
 from app.planner.output import families
-from app.planner.part_costs import EXCHANGE_OPERATIONS
+from app.planner.part_on_device import EXCHANGE_OPERATIONS
 from app.planner.plan import Plan, make_plan
+from app.planner.recorder import FREE
 from app.planner.stand_in import plan_experiment
-from app.planner.timing import chosen_share
-from app.planner.trace import FREE
 from app.tasks import load_task
 from app.training.flops import multiplied_parameters
 from strategies.dims import LayoutError
@@ -150,7 +150,8 @@ def test_tensor_parallel_workers_send_the_rows_of_their_own_experts_only() -> No
             plan = _planned(task, args, "bf16", workers=8, tp=tp, pp=1, ep=2, cp=1)
             candidate = plan.rows[0].candidate
             work = plan.estimator._work(candidate)
-            sent[tp] = plan.estimator._expert_bytes(candidate, work) / candidate.micro_batch
+            exchange = plan.estimator._expert_exchange(candidate, work)
+            sent[tp] = exchange.sent_bytes / candidate.micro_batch
         assert sent[2] / sent[1] == pytest.approx(share)
 
 

@@ -56,7 +56,7 @@ def test_the_probability_of_fitting_is_of_as_many_trainings_as_were_measured() -
 
 
 ALIGNED = 669e12
-"""FLOP/s of products with 50,264 or 50,304 words: the middle of what part_costs.py has measured."""
+"""FLOP/s of products with 50,264 or 50,304 words: the middle of what part_seconds.py says."""
 
 
 @pytest.mark.slow

@@ -1,0 +1,118 @@
+"""Seconds that a part of a model takes on a device, added up from its kernels.
+
+A matrix product takes as long as its size lets it (device.py), attention as long as the length of
+the sequence and the width of the heads let it (fused.py), and any other operation as long as its
+bytes take. Each kernel's start and end cost `Device.kernel` seconds besides. The host launches the
+kernels ahead of a GPU, which waits only if all launches of a step take longer than its work
+(timing.py); a CPU waits for the launches of each part.
+
+Batched products whose rows do not begin at multiples of 16 bytes (such as heads of width 150) run
+without tensor cores, and other products of 16 bits with such rows (such as the last layer for
+50,257 words) run slowly.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from app.planner.part_on_device import PartOnDevice
+
+FP8_CAST_BYTES = 2.0
+"""Bytes moved to cast a number of a product's operands to 8 bits.
+
+An operand is read in 16 bits and written in 8, and used in a product of forward and one or two of
+backward. On one H100 the casts of a GPT of 1.3 B move 123 GB a step; this says 133.
+"""
+SLOW_SHARES = {2: 0.13, 4: 0.27, 8: 0.27}
+"""Share of the peak that products of 16 bits reach if rows begin at multiples of so few bytes.
+
+A vocabulary of 50,257 makes such products: on one H100 they reach 97 to 156 TFLOP/s, with 50,258 or
+50,260 words 250 to 282, with 50,264 or 50,304 579 to 759.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseCost:
+    """What the forward or the backward of a part takes.
+
+    Args:
+        seconds: Seconds of the device; on a CPU at least those of launching the operations.
+        launch_seconds: Seconds in which the host launches the operations.
+        flops: FLOPs of attention and of products.
+        attention_seconds: Seconds of attention.
+        product_seconds: Seconds of products.
+    """
+
+    seconds: float
+    launch_seconds: float
+    flops: float
+    attention_seconds: float
+    product_seconds: float
+
+
+def phase_cost(part: PartOnDevice, phase: str) -> PhaseCost:
+    """What the forward or the backward of a part takes, without what is recomputed.
+
+    Args:
+        part: The part.
+        phase: forward or backward.
+    """
+    device = part.device
+    precision = part.work.precision
+    products = part.products(phase)
+    product_seconds = device.product_seconds(products, precision, part.work.itemsize)
+    if not device.is_cpu and part.work.itemsize < 4:
+        product_seconds += _misalignment_seconds(part, phase)
+    attention_rate = device.gpu.rate("bf16" if precision == "fp8" else precision)
+    weighted_flops = part.values[f"weighted_attention_{phase}"]
+    attention_seconds = weighted_flops / (attention_rate * device.attention)
+    moved_bytes = part.values[f"moved_{phase}"]
+    if precision == "fp8":
+        moved_bytes += FP8_CAST_BYTES * _operand_numbers(products)
+    moving_seconds = moved_bytes / device.bandwidth
+    operations = part.values[f"operations_{phase}"]
+    kernel_seconds = operations * device.kernel
+    launch_seconds = operations * device.operation
+    seconds = product_seconds + (attention_seconds + moving_seconds + kernel_seconds)
+    product_flops = float(2 * products.prod(axis=1).sum())
+    return PhaseCost(
+        seconds=max(seconds, launch_seconds) if device.is_cpu else seconds,
+        launch_seconds=launch_seconds,
+        flops=part.values[f"attention_{phase}"] + product_flops,
+        attention_seconds=attention_seconds,
+        product_seconds=product_seconds,
+    )
+
+
+def recomputation_seconds(part: PartOnDevice, forward: PhaseCost) -> float:
+    """Seconds of recomputation in backward, on average over all such parts.
+
+    Args:
+        part: The part.
+        forward: What its forward takes.
+    """
+    if part.fully_recomputed_share:
+        return forward.seconds * part.fully_recomputed_share
+    moving_seconds = part.values["moved_forward"] / part.device.bandwidth
+    product_seconds = forward.seconds - forward.attention_seconds - moving_seconds
+    selective_seconds = moving_seconds + max(0.0, product_seconds) * part.device.again
+    return selective_seconds * part.recomputed_share
+
+
+def _misalignment_seconds(part: PartOnDevice, phase: str) -> float:
+    """Seconds that products of 16 bits lose because their rows do not begin at 16 bytes."""
+    device = part.device
+    precision = part.work.precision
+    seconds = part.values[f"misaligned_{phase}"] / device.peak("fp32")
+    for alignment, share in SLOW_SHARES.items():
+        flops = part.values[f"aligned_{alignment}_{phase}"]
+        slow_peak = device.gpu.rate(precision) * device.gpu.clock * share
+        seconds += flops * max(0.0, 1 / slow_peak - 1 / device.peak(precision))
+    return seconds
+
+
+def _operand_numbers(products: npt.NDArray[np.float64]) -> float:
+    """How many numbers both operands of all products have."""
+    m, n, k, batch, repeats = products.T
+    return float(((m * k + k * n) * batch * repeats).sum())
