@@ -6,7 +6,7 @@ from app.planner.device import Device
 from app.planner.model_costs import ModelCosts
 from app.planner.part_memory import part_memory
 from app.planner.part_on_device import PartOnDevice, part_on_device
-from app.planner.part_seconds import phase_cost, recomputation_seconds
+from app.planner.part_seconds import checkpointing_seconds, phase_cost
 from app.planner.part_trace import AFTER, names_block
 from app.planner.work import Work
 
@@ -134,14 +134,15 @@ def _part_cost(part: PartOnDevice, *, count: int, cached_bytes: float) -> PartCo
     fully_share = part.fully_recomputed_share
     forward = phase_cost(part, "forward")
     backward = phase_cost(part, "backward")
+    checkpointing = checkpointing_seconds(part, forward)
     memory = part_memory(part, cached_bytes)
     return PartCost(
         name=part.name,
         count=count,
-        forward_seconds=forward.seconds,
-        backward_seconds=backward.seconds + recomputation_seconds(part, forward),
-        launch_forward_seconds=forward.launch_seconds,
-        launch_backward_seconds=backward.launch_seconds + forward.launch_seconds * fully_share,
+        forward_seconds=forward.seconds + checkpointing.forward,
+        backward_seconds=backward.seconds + checkpointing.backward,
+        launch_forward_seconds=forward.launch_seconds + checkpointing.launch_forward,
+        launch_backward_seconds=backward.launch_seconds + checkpointing.launch_backward,
         flops=forward.flops + backward.flops,
         saved_bytes=memory.saved_bytes,
         recomputed_bytes=memory.recomputed_bytes,

@@ -12,10 +12,12 @@ without tensor cores, and other products of 16 bits with such rows (such as the 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from app.planner.device import constants
 from app.planner.part_on_device import PartOnDevice
 
 FP8_CAST_BYTES = 2.0
@@ -85,19 +87,58 @@ def phase_cost(part: PartOnDevice, phase: str) -> PhaseCost:
     )
 
 
-def recomputation_seconds(part: PartOnDevice, forward: PhaseCost) -> float:
-    """Seconds of recomputation in backward, on average over all such parts.
+class CheckpointingSeconds(NamedTuple):
+    """Seconds that checkpointing adds, on average over all such parts.
+
+    Args:
+        forward: Of the device, in forward; only a CPU, which is its own host, has some.
+        backward: Of the device, in backward, with what is recomputed.
+        launch_forward: In which the host launches the operations of forward.
+        launch_backward: The same of backward, with what is recomputed.
+    """
+
+    forward: float
+    backward: float
+    launch_forward: float
+    launch_backward: float
+
+
+def checkpointing_seconds(part: PartOnDevice, forward: PhaseCost) -> CheckpointingSeconds:
+    """Seconds that recomputing activations adds to a part.
+
+    Without a compiler the host keeps and looks up in Python what a recomputed part saves, and under
+    `selective` calls Python for each operation (strategies/activation_checkpointing.py). It then
+    takes several times as long to launch a forward, and to launch it again.
 
     Args:
         part: The part.
-        forward: What its forward takes.
+        forward: What its forward takes without checkpointing.
     """
-    if part.fully_recomputed_share:
-        return forward.seconds * part.fully_recomputed_share
-    moving_seconds = part.values["moved_forward"] / part.device.bandwidth
-    product_seconds = forward.seconds - forward.attention_seconds - moving_seconds
-    selective_seconds = moving_seconds + max(0.0, product_seconds) * part.device.again
-    return selective_seconds * part.recomputed_share
+    device = part.device
+    share = part.recomputed_share
+    if not share:
+        return CheckpointingSeconds(0.0, 0.0, 0.0, 0.0)
+    is_full = part.fully_recomputed_share > 0
+    if is_full:
+        recomputation = forward.seconds
+    else:
+        moving_seconds = part.values["moved_forward"] / device.bandwidth
+        product_seconds = forward.seconds - forward.attention_seconds - moving_seconds
+        recomputation = moving_seconds + max(0.0, product_seconds) * device.again
+    # In launches of a forward without checkpointing, which on a CPU `recomputation` may have too.
+    launches_forward, launches_again = 1.0, float(is_full)
+    if not part.is_fused:
+        mode = "full" if is_full else "selective"
+        launches_forward, launches_again = constants()["checkpointing"][mode]
+    added_launch_seconds = (launches_forward - 1) * forward.launch_seconds
+    if device.is_cpu:
+        recomputation += (launches_again - is_full) * forward.launch_seconds
+    return CheckpointingSeconds(
+        forward=added_launch_seconds * share if device.is_cpu else 0.0,
+        backward=recomputation * share,
+        launch_forward=added_launch_seconds * share,
+        launch_backward=launches_again * forward.launch_seconds * share,
+    )
 
 
 def _misalignment_seconds(part: PartOnDevice, phase: str) -> float:

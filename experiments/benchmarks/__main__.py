@@ -19,6 +19,7 @@ BENCHMARKS = {
     "one-gpu": "trainings on one GPU beside what the plan says of their step and memory",
     "published": "what the plain plan command says of published runs, by kind, size and GPU",
     "memory": "the allocator's peak in small trainings on CPUs beside what the plan says",
+    "recomputation": "what activation checkpointing costs the host, which launches operations",
     "laws": "laws of scaling beside published series, fitted to their two smallest numbers of GPUs",
     "scale-out": "what the control plane costs up to 16,384 ranks, which are simulated",
     "scale-resume": "a checkpoint saved and read by real gloo ranks: what each tells and holds",
