@@ -98,7 +98,7 @@ ASSUMPTIONS = {
         "bytes of a gathered weight of 8-bit products, such as 1 of float8; 0 for Trireme's",
         of_trainer=True,
     ),
-    "step": Assumption("seconds of a step that nothing hides"),
+    "step": Assumption("seconds in which the host updates a parameter's tensor"),
 }
 """What --assume changes, by name."""
 OTHER_TRAINERS = {"flash": 0.55, "again": 0.4, "logits": 28.0, "gather": 1.0, "dispatch": 1.0}

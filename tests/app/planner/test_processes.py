@@ -46,14 +46,14 @@ def one_fails_before_its_peer(rank: int, fail: Callable[[Path], None], flag: Pat
 
 
 @pytest.mark.parametrize(
-    ("fail", "told"),
+    ("fail", "message"),
     [
         (raises_and_ends_late, "^ValueError: planted$"),
         (is_killed, "^process 1 was ended by SIGKILL$"),
     ],
 )
-def test_the_process_that_failed_first_is_told_and_not_one_that_lost_its_peer(
-    tmp_path: Path, fail: Callable[[Path], None], told: str
+def test_the_process_that_failed_first_is_named_and_not_one_that_lost_its_peer(
+    tmp_path: Path, fail: Callable[[Path], None], message: str
 ) -> None:
-    with pytest.raises(RunFailed, match=told):
+    with pytest.raises(RunFailed, match=message):
         run_to_the_end(one_fails_before_its_peer, 2, fail, tmp_path / "flag")
