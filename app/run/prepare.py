@@ -208,6 +208,7 @@ def prepare(
     # A loss that reads values of tensors cannot be tried there, and shows nothing.
     gathers = bool(gathered or task.gathers)
     gather_notes = tuple(batch_gather.check(config, task, layout)) if gathers else ()
+    hook_notes = tuple(hooks.check(config, task, layout, logged_names))
     model = build_on_meta(task, layout)
     if dims.cp > 1:
         _check_sequences(config, task, layout, model)
@@ -234,7 +235,7 @@ def prepare(
     check_model(config, task, layout, model)
     notes = (
         *resolved.notes,
-        *hooks.check(config, task, layout, logged_names),
+        *hook_notes,
         *first_step.notes(layout, micro_batches, gathers=gathers),
         *gather_notes,
         *_notes_on_optimizer(config, task, model, samples),

@@ -6,6 +6,7 @@ after an evaluation     on_evaluation, stop_early
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -120,6 +121,38 @@ def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()
 
 
 # --- a step ---------------------------------------------------------------------------------------
+
+
+STEPS_TRIED = 10
+"""Steps of a training_step that counts them, in which its losses are looked for."""
+
+
+def losses_of_step(task: Task) -> list[Loss]:
+    """The losses whose gradients the task's steps take, each once, in order.
+
+    A training_step of the task's own is called with an `update` that changes no weights, and again
+    if it has changed an attribute of the task, such as a count of steps: it may train the generator
+    in every fifth step only. What it raises is left to the workers, whose logs say where it was.
+
+    Args:
+        task: A copy, which its training_step may change.
+    """
+    losses: dict[object, Loss] = {}
+
+    def update(loss: Loss, optimizer: str = "") -> Tensor:
+        function = getattr(loss, "__func__", loss)
+        losses.setdefault(getattr(function, "__code__", function), loss)
+        return torch.zeros(())
+
+    if not overrides(task, "training_step"):
+        return [task.loss]
+    with contextlib.suppress(Exception):
+        for _ in range(STEPS_TRIED):
+            attributes = dict(vars(task))
+            task.training_step(update)
+            if all(attributes.get(name) is value for name, value in vars(task).items()):
+                break
+    return list(losses.values()) or [task.loss]
 
 
 def options(config: Config, task: Task) -> Options:
