@@ -269,6 +269,10 @@ def _async_tp_notes(split: SplitLayers | None, options: Options) -> tuple[str, .
     """A remark for the user if asynchronous tensor parallelism does nothing."""
     if split is None or not options.async_tp or split.overlaps:
         return ()
+    if not split.plan.splits_sequence:
+        return (
+            "parallel.async_tp does nothing, because the model is not split along its sequence",
+        )
     return (f"parallel.async_tp does nothing in parallel.schedule={options.schedule}",)
 
 

@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, astuple, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from torch.func import functional_call
 
 from app.data import loader
 from app.run.abort import abort
+from app.tasks.base import Update
 from experiments.parity.curves import (
     Batch,
     Curve,
@@ -51,7 +53,7 @@ from experiments.parity.rows import ROWS, SINGLE, Row
 from strategies import one_process, registry
 from strategies.blocks import find_blocks, separable
 from strategies.layout import LayoutError
-from strategies.parallel import WholeStep
+from strategies.parallel import Loss, WholeStep
 from strategies.parallelize import Options
 from strategies.precision import DTYPES, cast_calls
 from strategies.tree import tree_map
@@ -558,10 +560,23 @@ def computed_in(precision: str, trial: Trial, *, float_output: bool) -> Trial:
         cast_calls(module, precision, float_output)
         return module
 
-    def loss(module: nn.Module, batch: Batch) -> torch.Tensor:
+    def lowered(loss: Loss, module: nn.Module, batch: Batch) -> torch.Tensor:
         parameters = {}
         for name, parameter in module.named_parameters():
             parameters[f"module.{name}"] = lower_all(parameter)
-        return functional_call(WholeStep(module), parameters, (trial.loss, batch))
+        return functional_call(WholeStep(module), parameters, (loss, batch))
 
-    return replace(trial, build=build, loss=loss)
+    @cache  # a loss is the same function in every step
+    def lowered_loss(loss: Loss) -> Loss:
+        return partial(lowered, loss)
+
+    def training_step(update: Update) -> None:
+        assert trial.training_step is not None
+        trial.training_step(lambda loss, optimizer="": update(lowered_loss(loss), optimizer))
+
+    return replace(
+        trial,
+        build=build,
+        loss=lowered_loss(trial.loss),
+        training_step=None if trial.training_step is None else training_step,
+    )

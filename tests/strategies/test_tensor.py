@@ -19,6 +19,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
+from experiments.parity.curves import parallelize_trial
 from strategies import row_chunks, torch_internals
 from strategies.context.apply import Context
 from strategies.layout import choose
@@ -37,6 +38,7 @@ from tests.strategies.models import (
     CPU,
     GPT_PLAN,
     WIDTH,
+    ZOO,
     PlainGPT,
     gpt_trial,
     random,
@@ -104,6 +106,19 @@ def _measure_with_split_and_whole_inputs(rank: int, changes: dict[str, Any]) -> 
 
 def _keeping_layers(kind: type[SplitLayers], *args: Any, **options: Any) -> SplitLayers:
     return kind(*args, **options | {"keeps_gathered": True})
+
+
+def _notes(rank: int, name: str) -> tuple[str, ...]:
+    layout = choose("tensor", 2)
+    return parallelize_trial(ZOO[name], layout, Options(async_tp=True), CPU).notes
+
+
+@pytest.mark.alone
+def test_a_note_says_why_nothing_is_sent_in_pieces() -> None:
+    notes = run_distributed(_notes, 2, "mlp")[0]
+    assert [note for note in notes if "async_tp" in note] == [
+        "parallel.async_tp does nothing, because the model is not split along its sequence"
+    ]
 
 
 @pytest.mark.alone
