@@ -487,10 +487,13 @@ class Starvation:
 
     def __init__(self) -> None:
         self._start: tuple[float, float] | None = None
-        """The first look: seconds of the monotonic clock, and seconds that it had waited."""
+        """The first look of some seconds: the monotonic clock's, and how long it had waited."""
 
     def lasts(self, pid: int) -> bool:
-        """Whether it has waited for most of the time since the first call, some seconds ago.
+        """Whether it has waited for most of the last seconds.
+
+        Each time that this cannot be said, it is looked at anew: the process may have waited for
+        something else before, such as another writer's database.
 
         Args:
             pid: The process.
@@ -507,7 +510,12 @@ class Starvation:
             self._start = now, waited
         start, waited_before = self._start
         seconds = now - start
-        return seconds >= STARVED_SECONDS and waited - waited_before > seconds / 2
+        if seconds < STARVED_SECONDS:
+            return False
+        if waited - waited_before > seconds / 2:
+            return True
+        self._start = now, waited
+        return False
 
 
 def _kill(pid: int) -> None:

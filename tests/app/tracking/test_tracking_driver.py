@@ -313,6 +313,20 @@ def test_a_process_that_others_leave_no_processor_is_seen(monkeypatch: pytest.Mo
             process.wait()
 
 
+def test_a_writer_may_starve_after_it_has_waited_for_something_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: seconds)
+    monkeypatch.setattr(tracker, "time", clock)
+    monkeypatch.setattr(Path, "read_text", lambda _: f"0 {waited * 1e9:.0f} 1")
+    starvation = tracker.Starvation()
+    told = []
+    for seconds in range(80):
+        waited = max(0, seconds - 60)  # it is asleep for a minute
+        told.append(starvation.lasts(1))
+    assert True not in told[:61] and True in told[61:71]
+
+
 @pytest.mark.skipif(
     not os.access(AUTOGROUP, os.W_OK), reason="Linux does not schedule processes by session here"
 )
