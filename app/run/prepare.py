@@ -57,6 +57,7 @@ from strategies.context.apply import check_length, require_positions
 from strategies.dims import DEGREES
 from strategies.expert.apply import require as require_experts
 from strategies.layout import LayoutError, choose
+from strategies.options import Options
 from strategies.parallelize import Layout, ParallelDims, check
 from strategies.pipeline.apply import plan_stages
 from strategies.state import require_trainable_parameters
@@ -183,13 +184,21 @@ def prepare(
     """
     samples = length(task.train_data())
     widths = widths_of(config, task)
-    first_step = _first_step(config, task, workers)
+    with batch_gather.watched(task) as gathered:
+        first_step = _first_step(config, task, workers)
+    gathers = bool(gathered or task.gathers)
+
+    def is_kept(layout: Layout, options: Options) -> bool:
+        if hooks.step_obstacle(task, layout) or (gathers and batch_gather.obstacle_of(layout)):
+            return False
+        return first_step.is_kept_by(layout, options)
+
     resolved = resolve(
         config,
         task,
         workers,
         devices_per_node=devices_per_node,
-        is_kept=first_step.is_kept_by,
+        is_kept=is_kept,
         requirement=requirement,
     )
     config = resolved.config
@@ -205,8 +214,7 @@ def prepare(
             samples_per_worker=samples_per_worker,
             workers_per_machine=min(dims.dp, devices_per_node or os.cpu_count() or 1),
         )
-    # A loss that reads values of tensors cannot be tried there, and shows nothing.
-    gathers = bool(gathered or task.gathers)
+    gathers = gathers or bool(gathered)  # where no first step was taken
     gather_notes = tuple(batch_gather.check(config, task, layout)) if gathers else ()
     hook_notes = tuple(hooks.check(config, task, layout, logged_names))
     model = build_on_meta(task, layout)

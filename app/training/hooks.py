@@ -69,13 +69,10 @@ def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()
     """
     train = config.train
     dims = layout.dims
-    is_pipeline = dims.pp > 1
     is_engine = any(record.required_package for record in registry.records(layout.name))
-    if overrides(task, "training_step") and (is_pipeline or is_engine):
-        reason = f"{layout.name} takes the steps itself"
-        if is_pipeline:
-            reason = "the stages of a pipeline take the steps"
-        raise UserError(f"the task has a training_step of its own, but {reason}: use ddp or fsdp")
+    obstacle = step_obstacle(task, layout)
+    if obstacle:
+        raise UserError(f"the task has a training_step of its own, but {obstacle}: use ddp or fsdp")
     if train.ema_decay is not None and is_engine:
         raise UserError(
             f"train.ema_decay does not work with {layout.name}, which keeps the weights itself: "
@@ -121,6 +118,17 @@ def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()
 
 
 # --- a step ---------------------------------------------------------------------------------------
+
+
+def step_obstacle(task: Task, layout: Layout) -> str:
+    """Why a layout cannot take the steps of a task; "" if it can."""
+    if not overrides(task, "training_step"):
+        return ""
+    if layout.dims.pp > 1:
+        return "the stages of a pipeline take the steps"
+    if any(record.required_package for record in registry.records(layout.name)):
+        return f"{layout.name} takes the steps itself"
+    return ""
 
 
 STEPS_TRIED = 10

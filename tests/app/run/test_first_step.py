@@ -14,7 +14,9 @@ from app.errors import UserError
 from app.run import first_step
 from app.run.first_step import take_first_step
 from app.run.prepare import Prepared, prepare, read_task
-from strategies.layout import LayoutError
+from app.run.resolve import resolve
+from strategies.layout import LayoutError, choose
+from strategies.options import Options
 from strategies.traits import Trait
 from tests.chain import Chain, config
 
@@ -460,6 +462,31 @@ def test_every_loss_of_a_training_step_is_tried() -> None:
 def test_a_pipeline_says_first_that_it_takes_no_training_step() -> None:
     with pytest.raises(UserError, match="training_step of its own, but the stages"):
         prepared("Updates", *PIPELINE)
+
+
+@pytest.mark.parametrize(
+    ("task", "keeps_pipelines"),
+    [
+        (f"{HERE}:Updates", False),
+        ("tests.app.training.test_batch_gather:Coupled", False),
+        ("tests.chain:Chain", True),
+    ],
+)
+def test_auto_takes_no_layout_that_cannot_take_the_tasks_steps(
+    task: str, keeps_pipelines: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def asking(*args: Any, is_kept: Any, **kwargs: Any) -> Any:
+        layouts = [choose("ddp", 2), choose("pipeline", 2, pp=2)]
+        asked.append([is_kept(layout, Options()) for layout in layouts])
+        return resolve(*args, is_kept=is_kept, **kwargs)
+
+    monkeypatch.setattr("app.run.prepare.resolve", asking)
+    args = "task_args={kind: info_nce}" if "Coupled" in task else "task_args={}"
+    run_config = config(f"task={task}", args, "strategy=ddp", "train.eval_batch_size=4")
+    prepare(run_config, read_task(run_config), 2, devices_per_node=2)
+    assert asked == [[True, keeps_pipelines]]
 
 
 class InSixteenBits(Chain):

@@ -325,11 +325,11 @@ def test_a_writer_may_starve_after_it_has_waited_for_something_else(
     monkeypatch.setattr(tracker, "time", clock)
     monkeypatch.setattr(Path, "read_text", lambda _: f"0 {waited * 1e9:.0f} 1")
     starvation = tracker.Starvation()
-    told = []
+    answers = []
     for seconds in range(80):
         waited = max(0, seconds - 60)  # it is asleep for a minute
-        told.append(starvation.lasts(os.getpid()))
-    assert True not in told[:61] and True in told[61:71]
+        answers.append(starvation.lasts(os.getpid()))
+    assert True not in answers[:61] and True in answers[61:71]
 
 
 @pytest.mark.skipif(
