@@ -75,6 +75,8 @@ class Trial:
         task_optimizer: The model under a layout → the task's own optimizer; None if it has none.
         require: (layout, options, samples of the smallest micro-batch, micro-batches of a worker) →
             raises a LayoutError if this cannot be trained so; None if nothing is required.
+        notes: (layout, micro-batches of a worker) → what it is known to train otherwise than one
+            device.
     """
 
     build: Callable[[], nn.Module]
@@ -94,6 +96,7 @@ class Trial:
     training_step: Callable[[Update], None] | None = None
     task_optimizer: Callable[[Parallel], torch.optim.Optimizer] | None = None
     require: Callable[[Layout, Options, int, int], None] | None = None
+    notes: Callable[[Layout, int], Iterable[str]] = lambda layout, micro_batches: ()
 
     def build_optimizer(self, parallel: Parallel) -> torch.optim.Optimizer:
         """The optimizer of a model under a layout."""
@@ -110,7 +113,7 @@ class Curve:
         losses: The loss of each step.
         norms: The gradient norm of each step, before clipping.
         weights: The weights at the end; on rank 0 only.
-        notes: What the strategy has reported about the model.
+        notes: What is known of the model under the layout.
     """
 
     losses: list[float]
@@ -205,7 +208,8 @@ def train(
     if save:
         dcp.save(_state(parallel, optimizer), checkpoint_id=save, no_dist=is_alone)
     weights = parallel.full_model_state()
-    return Curve(losses=losses, norms=norms, weights=weights, notes=parallel.notes)
+    notes = (*trial.notes(layout, trial.micro_batches), *parallel.notes)
+    return Curve(losses=losses, norms=norms, weights=weights, notes=notes)
 
 
 def _state(parallel: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from app.data.randomness import seed_everything
 from app.data.stream import is_stream
 from app.errors import UserError, nearest
 from app.run.first_step import FirstStep, take_first_step
-from app.run.rehearse import rehearse
 from app.tasks import load_task
 from app.tasks.build import build_model
 from app.training import hooks
@@ -127,6 +126,7 @@ def make_trial(
         training_step=task.training_step if has_training_step else None,
         task_optimizer=task_optimizer if hooks.overrides(task, "optimizer") else None,
         require=require,
+        notes=lambda layout, count: first_step.notes(layout, count, gathers=gathers),
     )
 
 
@@ -161,12 +161,12 @@ def measure(
     task = load_task(config.task, config.task_args)
     options = replace(hooks.options(config, task), reduce_dtype="fp32", stages=None)
     with watched(task) as gathered:
-        rehearse(config, task, samples_per_worker=1, workers_per_machine=1)
+        first_step = take_first_step(config, task)
     trial = functools.partial(
         make_trial,
         to_dict(config),
         steps,
-        first_step=take_first_step(config, task),
+        first_step=first_step,
         gathers=bool(gathered or task.gathers),
     )
     return run_matrix(trial, rows, options=options, checkpoints=checkpoints, progress=progress)
