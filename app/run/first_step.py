@@ -436,7 +436,7 @@ def _refused_sizes(config: Config, task: Task, batch: Batch) -> dict[int, str]:
     refused: dict[int, str] = {}
     for size in range(1, SAMPLES):
         try:
-            task.loss(_build(config, task, CPU).train(), _samples(batch, 0, size))
+            task.loss(_build(config, task, CPU), _samples(batch, 0, size))
         except Exception as error:
             refused[size] = _first_line(error)
         else:
@@ -505,7 +505,7 @@ def _error_because_of(
     """
 
     def take_step(*, changed: bool) -> dict[str, Tensor]:
-        model = _build(config, task, CPU).train()
+        model = _build(config, task, CPU)
         if changed:
             change(model, find_blocks(model, task.blocks(model)))
         seed_step(config.train.seed, 0, data_rank=0, device=CPU)

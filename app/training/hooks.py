@@ -39,6 +39,7 @@ from strategies.layout import Layout
 from strategies.parallel import Loss
 from strategies.parallelize import Options, Parallel
 from strategies.state import build_on_meta
+from strategies.training_mode import evaluating
 from strategies.zero_weight import has_no_weight
 
 
@@ -591,12 +592,11 @@ def call_on_evaluation(
         heartbeat.ticks += 1
 
     hook = parallel.inner.register_forward_pre_hook(tick)
-    parallel.module.eval()
     try:
-        parallel.forward(lambda model, _: task.on_evaluation(model, log), None)
+        with evaluating(parallel.module):
+            parallel.forward(lambda model, _: task.on_evaluation(model, log), None)
     finally:
         hook.remove()
-        parallel.module.train()
     return log
 
 
