@@ -259,6 +259,10 @@ def _wrap_forwards(
         require_positions(module, positions)
         context = Context(layout.dims, options, positions)
         context.install(module, names)
+    if split is not None and options.activation_checkpointing != "none":
+        for name in names or [""]:
+            block = module.get_submodule(name)
+            block.forward = split.share_within(block.forward)
     activation_checkpointing.apply(module, names, options.activation_checkpointing)
     if options.compile and not compiles_first:
         compile_blocks(module, names, options.compile_backend)
