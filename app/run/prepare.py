@@ -84,6 +84,7 @@ class Prepared:
         inputs: The data sets, as `Tracker.inputs` takes them.
         sources: Digests of the task's own source files.
         widths: The model's parameters beside those of the base model, by name.
+        gathers: Whether the task's losses call self.gather.
     """
 
     config: Config
@@ -97,6 +98,7 @@ class Prepared:
     inputs: tuple[dict[str, str], ...] = ()
     sources: dict[str, str] = field(default_factory=dict)
     widths: Widths = field(default_factory=dict)
+    gathers: bool = False
 
 
 @own_code("the task's data cannot be read")
@@ -263,6 +265,7 @@ def prepare(
         inputs=tuple(inputs(config, task)),
         sources=task_sources(task),
         widths=widths,
+        gathers=gathers,
     )
 
 

@@ -92,12 +92,19 @@ def check(config: Config, task: Task, layout: Layout) -> Iterator[str]:
         )
     is_evaluated = task.eval_data() is not None  # at the end, if not before
     if is_evaluated and train.eval_batch_size is None:
-        size = train.micro_batch_size or max(1, train.global_batch_size // layout.dims.dp)
+        size = evaluation_batch(config, layout)
         yield (
             "the task calls self.gather, which at an evaluation gives one evaluation batch, here "
             f"of {size:,} samples: write train.eval_batch_size for figures that are the same on "
             "any number of workers"
         )
+
+
+def evaluation_batch(config: Config, layout: Layout) -> int:
+    """The samples of a batch at an evaluation."""
+    train = config.train
+    share = max(1, train.global_batch_size // layout.dims.dp)
+    return train.eval_batch_size or train.micro_batch_size or share
 
 
 def obstacle_of(layout: Layout) -> str:
