@@ -20,6 +20,7 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import re
 import tempfile
 import threading
 import time
@@ -397,7 +398,7 @@ class Runner:
                 processes.ProcessRaisedException,
                 processes.ProcessExitedException,
             ) as process_error:
-                error = str(process_error).strip().splitlines()[-1]
+                error = error_line(str(process_error))
             results = []
             for number, run in enumerate(runs):
                 file = Path(folder, str(number))
@@ -406,6 +407,13 @@ class Runner:
                 else:
                     results.append(Result(run.row, run.variant, error=error))
         return results
+
+
+def error_line(trace: str) -> str:
+    """The line of a traceback that says what was raised, of which the message may have more."""
+    lines = trace.strip().splitlines()
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return [*lines, *raised][-1]
 
 
 def _end_with_parent() -> None:
@@ -505,7 +513,7 @@ def train_row(runner: Runner, run: RowRun, device: torch.device) -> Result:
     except Exception:
         if run.row.workers > 1:
             raise
-        error = traceback.format_exc(limit=-1).strip().splitlines()[-1]
+        error = error_line(traceback.format_exc(limit=-1))
     return Result(
         run.row,
         run.variant,

@@ -155,6 +155,15 @@ def test_batches_with_texts_train_alike_in_parts_and_in_another_order() -> None:
         assert curve.losses == pytest.approx(whole.losses, rel=1e-4)
 
 
+def test_an_error_of_several_lines_is_told_by_its_first() -> None:
+    line = "torch.utils.checkpoint.CheckpointError: values differ."
+    trace = f"Traceback (most recent call last):\n  File x\n{line}\nTip: see\nworkaround examples."
+    assert matrix.error_line(trace) == line
+    assert matrix.error_line("process 1 terminated with signal SIGSEGV") == (
+        "process 1 terminated with signal SIGSEGV"
+    )
+
+
 def curve_of(rank: int, overrides: list[str], row: Row, micro_batches: int) -> Curve:
     """The curve of an experiment under a row, as `trireme parity` trains it."""
     values = parity.to_dict(load_config([], overrides))
