@@ -263,6 +263,10 @@ def _wrap_forwards(
         require_positions(module, positions)
         context = Context(layout.dims, options, positions)
         context.install(module, names)
+    if split is not None and options.activation_checkpointing != "none":
+        for name in names or [""]:
+            block = module.get_submodule(name)
+            block.forward = split.share_within(block.forward)
     activation_checkpointing.apply(module, names, options.activation_checkpointing)
     if options.compile and not compiles_first:
         compile_blocks(module, names, options.compile_backend)
@@ -273,6 +277,10 @@ def _async_tp_notes(split: SplitLayers | None, options: Options) -> tuple[str, .
     """A remark for the user if asynchronous tensor parallelism does nothing."""
     if split is None or not options.async_tp or split.overlaps:
         return ()
+    if not split.plan.splits_sequence:
+        return (
+            "parallel.async_tp does nothing, because the model is not split along its sequence",
+        )
     return (f"parallel.async_tp does nothing in parallel.schedule={options.schedule}",)
 
 

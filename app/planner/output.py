@@ -18,6 +18,7 @@ from app.planner.estimate import CLOSE, Estimate
 from app.planner.layouts import LEAST_TOKENS, Fixed, enumerate_layouts
 from app.planner.plan import GIB, NEAR, Plan
 from app.planner.remedies import Remedy, needs_remedies, remedies
+from app.training.hooks import overrides
 from cluster.shape import align_columns
 from strategies import registry
 from strategies.dims import DEGREES
@@ -62,6 +63,11 @@ def text(
     lines.append(_summary(plan))
     if plan.reader.note:
         lines.append(f"note: {plan.reader.note}")
+    if overrides(plan.reader.task, "training_step"):
+        lines.append(
+            "note: the task has a training_step of its own, which pipelines cannot take: a step is "
+            "planned as one update with the task's loss, so more updates take longer"
+        )
     correction = _correction(plan)
     if correction is not None:
         lines.append(correction.sentence)

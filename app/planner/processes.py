@@ -122,7 +122,7 @@ def _keep_first_error(
     try:
         main(rank, *arguments)
     except Exception as error:
-        line = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        line = "".join(traceback.format_exception_only(error)).splitlines()[0]
         with contextlib.suppress(FileExistsError), open(first_error, "x") as file:
             file.write(line)
         raise

@@ -26,6 +26,7 @@ from app.run.items_remark import items_remark
 from app.tasks.base import Task
 from app.tasks.build import build_model
 from app.tasks.items import count_items, weighs_items
+from app.training import hooks
 from app.training.batch_gather import POINTER
 from strategies import activation_checkpointing, activation_offloading, registry
 from strategies.blocks import find_blocks
@@ -215,7 +216,7 @@ def _note_on(observation: Observation, layout: Layout, *, parts: int, micro_batc
 
 
 def take_first_step(config: Config, task: Task) -> FirstStep:
-    """Takes the first step.
+    """Takes the first step, with each of the losses that a training_step of the task's own takes.
 
     What the task's own code raises is left to the workers, whose logs say where it was.
 
@@ -223,9 +224,49 @@ def take_first_step(config: Config, task: Task) -> FirstStep:
         config: Its seed is used, as workers do.
         task: With its data; not changed.
     """
-    untouched_task = copy.copy(task)
-    # What a task counts in its attributes begins anew in a worker.
-    task = copy.copy(task)
+    count = len(hooks.losses_of_step(copy.copy(task)))
+    return _merged([_take_step_of_loss(config, task, number) for number in range(count)])
+
+
+def _with_loss(task: Task, number: int) -> Task:
+    """A copy of the task whose loss is one of those of its step.
+
+    What a task counts in its attributes begins anew in each copy, as in a worker.
+    """
+    copied = copy.copy(task)
+    if hooks.overrides(task, "training_step"):
+        vars(copied)["loss"] = hooks.losses_of_step(copy.copy(task))[number]
+    return copied
+
+
+def _merged(steps: list[FirstStep]) -> FirstStep:
+    """What the first step shows, of what it shows with each of its losses."""
+    names: dict[Trait, dict[str, None]] = {}
+    refused_sizes: dict[int, str] = {}
+    for step in steps:
+        refused_sizes |= step.refused_sizes
+        for observation in step.observations:
+            names.setdefault(observation.trait, {}).update(dict.fromkeys(observation.names))
+
+    def first_sentence(sentences: Iterator[str]) -> str:
+        return next((sentence for sentence in sentences if sentence), "")
+
+    return FirstStep(
+        observations=tuple(Observation(trait, tuple(where)) for trait, where in names.items()),
+        with_numbers=all(step.with_numbers for step in steps),
+        items_remark=first_sentence(step.items_remark for step in steps),
+        coupling=first_sentence(step.coupling for step in steps),
+        is_stateful=any(step.is_stateful for step in steps),
+        refused_sizes=refused_sizes,
+        recomputing_error=first_sentence(step.recomputing_error for step in steps),
+        offloading_error=first_sentence(step.offloading_error for step in steps),
+    )
+
+
+def _take_step_of_loss(config: Config, task: Task, number: int) -> FirstStep:
+    """What the first step shows with one of its losses."""
+    untouched_task = _with_loss(task, number)
+    task = _with_loss(task, number)
     batches = _batches(task)
     operations = _count_operations(config, task, batches[0])
     if operations <= MAX_OPERATIONS:
@@ -395,7 +436,7 @@ def _refused_sizes(config: Config, task: Task, batch: Batch) -> dict[int, str]:
     refused: dict[int, str] = {}
     for size in range(1, SAMPLES):
         try:
-            task.loss(_build(config, task, CPU).train(), _samples(batch, 0, size))
+            task.loss(_build(config, task, CPU), _samples(batch, 0, size))
         except Exception as error:
             refused[size] = _first_line(error)
         else:
@@ -464,7 +505,7 @@ def _error_because_of(
     """
 
     def take_step(*, changed: bool) -> dict[str, Tensor]:
-        model = _build(config, task, CPU).train()
+        model = _build(config, task, CPU)
         if changed:
             change(model, find_blocks(model, task.blocks(model)))
         seed_step(config.train.seed, 0, data_rank=0, device=CPU)

@@ -57,6 +57,7 @@ from strategies.context.apply import check_length, require_positions
 from strategies.dims import DEGREES
 from strategies.expert.apply import require as require_experts
 from strategies.layout import LayoutError, choose
+from strategies.options import Options
 from strategies.parallelize import Layout, ParallelDims, check
 from strategies.pipeline.apply import plan_stages
 from strategies.state import require_trainable_parameters
@@ -83,6 +84,7 @@ class Prepared:
         inputs: The data sets, as `Tracker.inputs` takes them.
         sources: Digests of the task's own source files.
         widths: The model's parameters beside those of the base model, by name.
+        gathers: Whether the task's losses call self.gather.
     """
 
     config: Config
@@ -96,6 +98,7 @@ class Prepared:
     inputs: tuple[dict[str, str], ...] = ()
     sources: dict[str, str] = field(default_factory=dict)
     widths: Widths = field(default_factory=dict)
+    gathers: bool = False
 
 
 @own_code("the task's data cannot be read")
@@ -183,26 +186,36 @@ def prepare(
     """
     samples = length(task.train_data())
     widths = widths_of(config, task)
-    first_step = _first_step(config, task, workers)
+    with batch_gather.watched(task) as gathered:
+        first_step = _first_step(config, task, workers)
+    gathers = bool(gathered or task.gathers)
+
+    def is_kept(layout: Layout, options: Options) -> bool:
+        if hooks.step_obstacle(task, layout) or (gathers and batch_gather.obstacle_of(layout)):
+            return False
+        return first_step.is_kept_by(layout, options)
+
     resolved = resolve(
         config,
         task,
         workers,
         devices_per_node=devices_per_node,
-        is_kept=first_step.is_kept_by,
+        is_kept=is_kept,
         requirement=requirement,
     )
     config = resolved.config
     layout = resolved.layout
     dims = layout.dims
     train = config.train
-    logged_names, gathers = _rehearse(
+    logged_names, rehearsal_gathers = _rehearse(
         config,
         task,
         samples_per_worker=max(requirement.batches, default=train.global_batch_size) // dims.dp,
         workers_per_machine=min(dims.dp, devices_per_node or os.cpu_count() or 1),
     )
+    gathers = gathers or rehearsal_gathers  # where no first step was taken
     gather_notes = tuple(batch_gather.check(config, task, layout)) if gathers else ()
+    hook_notes = tuple(hooks.check(config, task, layout, logged_names))
     model = build_on_meta(task, layout)
     if dims.cp > 1:
         _check_sequences(config, task, layout, model)
@@ -225,7 +238,7 @@ def prepare(
     check_model(config, task, layout, model)
     notes = (
         *resolved.notes,
-        *hooks.check(config, task, layout, logged_names),
+        *hook_notes,
         *first_step.notes(layout, micro_batches, gathers=gathers),
         *gather_notes,
         *_notes_on_optimizer(config, task, model, samples),
@@ -245,6 +258,7 @@ def prepare(
         inputs=tuple(inputs(config, task)),
         sources=task_sources(task),
         widths=widths,
+        gathers=gathers,
     )
 
 

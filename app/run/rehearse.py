@@ -6,6 +6,7 @@ there and is left to the workers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,8 +21,8 @@ from app.data.stream import is_stream
 from app.errors import UserError, nearest, own_code, return_line, with_line
 from app.tasks.base import Task
 from app.tasks.returned import derived_metrics, require_metrics
-from app.training.hooks import is_users_task, overrides, watches_metric
-from strategies.parallel import LossError, require_loss
+from app.training.hooks import is_users_task, losses_of_step, overrides, watches_metric
+from strategies.parallel import Loss, LossError, require_loss
 
 SAMPLES = 4
 """Samples in the batch that the task is tried with."""
@@ -104,7 +105,7 @@ def rehearse(
         samples_per_machine=samples_per_worker * workers_per_machine,
     )
     task.recorded = {}
-    mistakes = list(_mistakes_on_meta(config, task, batch))
+    mistakes = [*_mistakes_on_meta(config, task, batch), *_mistakes_of_updates(task, batch)]
     logged_names = list(task.recorded)
     task.recorded = None
     if mistakes:
@@ -168,20 +169,51 @@ def _mistakes_on_meta(config: Config, task: Task, batch: Batch) -> Iterator[str]
         return
     except Exception:  # the task's own code may need values
         return
-    if not isinstance(loss, Tensor):
+    yield from _mistakes_of_loss(task.loss, loss)
+    yield from _mistakes_of_shape({"loss": loss, **metrics})
+    mistake = _metric_mistake(config, task, metrics)
+    if mistake:
+        yield mistake
+
+
+def _mistakes_of_updates(task: Task, batch: Batch) -> Iterator[str]:
+    """The same for the losses that a training_step of the task's own updates with."""
+    if not overrides(task, "training_step"):
+        return
+    batch = map_tensors(lambda tensor: tensor.to("meta"), batch)
+    for loss in losses_of_step(copy.copy(task)):
+        if loss == task.loss:  # tried already
+            continue
         try:
-            require_loss(loss)
-        except LossError as error:
-            yield with_line(str(error), return_line(task.loss, error.suspicious))
-    for name, value in [("loss", loss), *metrics.items()]:
+            with torch.device("meta"):
+                value = loss(task.build_model(), batch)
+        except UserError as error:  # what is wrong with what it logs
+            yield str(error)
+            continue
+        except Exception:  # the task's own code may need values
+            continue
+        yield from _mistakes_of_loss(loss, value)
+        yield from _mistakes_of_shape({getattr(loss, "__name__", "loss"): value})
+
+
+def _mistakes_of_loss(loss: Loss, value: object) -> Iterator[str]:
+    """A sentence if a loss returns something else than a tensor."""
+    if isinstance(value, Tensor):
+        return
+    try:
+        require_loss(value)
+    except LossError as error:
+        yield with_line(str(error), return_line(loss, error.suspicious))
+
+
+def _mistakes_of_shape(values: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each value that is not one number."""
+    for name, value in values.items():
         if isinstance(value, Tensor) and value.dim():
             yield (
                 f"the task's {name} has shape {tuple(value.shape)}, but it must be one number: "
                 "return, for instance, its mean"
             )
-    mistake = _metric_mistake(config, task, metrics)
-    if mistake:
-        yield mistake
 
 
 def require_metric(config: Config, task: Task) -> None:

@@ -12,10 +12,14 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from app.data.loader import fetch, map_tensors
 from app.errors import UserError
 from app.tasks.base import Task
+from strategies import training_mode
 
 
 def build_model(task: Task) -> nn.Module:
-    """A task's new model, in which every parameter has a size.
+    """A task's new model, in training mode, in which every parameter has a size.
+
+    What `build_model` has put into evaluation mode inside of it stays so
+    (strategies/training_mode.py).
 
     If the model has lazy layers (such as torch.nn.LazyLinear), they get their sizes from the loss
     of one sample, computed in evaluation mode. Under `torch.device("meta")` that takes no
@@ -24,7 +28,7 @@ def build_model(task: Task) -> nn.Module:
     Raises:
         UserError: The loss of one sample cannot be computed, or leaves layers without a size.
     """
-    model = task.build_model()
+    model = training_mode.begin(task.build_model())
     unsized = _unsized_tensors(model)
     if not unsized:
         return model
@@ -32,9 +36,8 @@ def build_model(task: Task) -> nn.Module:
         batch = fetch(task.train_data(), [(0, 0)])
     device = torch.get_default_device()
     restore_attributes = _remember_attributes(model)
-    model.eval()
     try:
-        with torch.no_grad():
+        with training_mode.evaluating(model), torch.no_grad():
             task.loss(model, map_tensors(lambda tensor: tensor.to(device), batch))
     except Exception as error:
         # If every layer has its size by now, name the first that needed one.
@@ -46,7 +49,6 @@ def build_model(task: Task) -> nn.Module:
             "give them their sizes in build_model"
         ) from error
     finally:
-        model.train()
         restore_attributes()
     still_unsized = _unsized_tensors(model)
     if still_unsized:

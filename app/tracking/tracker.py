@@ -486,28 +486,45 @@ class Starvation:
     """Whether a process is ready to run and other processes have the processors (Linux only)."""
 
     def __init__(self) -> None:
-        self._start: tuple[float, float] | None = None
-        """The first look: seconds of the monotonic clock, and seconds that it had waited."""
+        self._start: tuple[float, dict[str, float]] | None = None
+        """The first look of some seconds: the clock, and how long each thread had waited."""
 
     def lasts(self, pid: int) -> bool:
-        """Whether it has waited for most of the time since the first call, some seconds ago.
+        """Whether one of its threads has waited for most of the last seconds.
+
+        The main thread may wait for another one, such as the one that imports MLflow. Each time
+        that it cannot be said, it is looked at anew: the process may have waited for something
+        else before, such as another writer's database.
 
         Args:
             pid: The process.
         """
-        try:
-            # Nanoseconds on a processor, nanoseconds ready and waiting for one, times on one:
-            # https://docs.kernel.org/scheduler/sched-stats.html
-            _, waited_nanoseconds, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
-        except (OSError, ValueError):
-            return False
+        waited = _waited_seconds(pid)
         now = time.monotonic()
-        waited = int(waited_nanoseconds) / 1e9
         if self._start is None:
             self._start = now, waited
         start, waited_before = self._start
         seconds = now - start
-        return seconds >= STARVED_SECONDS and waited - waited_before > seconds / 2
+        if seconds < STARVED_SECONDS:
+            return False
+        if any(waited[each] - waited_before.get(each, 0.0) > seconds / 2 for each in waited):
+            return True
+        self._start = now, waited
+        return False
+
+
+def _waited_seconds(pid: int) -> dict[str, float]:
+    """How long each thread of a process has been ready and waited for a processor; {} if unknown.
+
+    See https://docs.kernel.org/scheduler/sched-stats.html.
+    """
+    waited = {}
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError):  # the thread has ended
+            # Nanoseconds on a processor, nanoseconds ready and waiting for one, times on one.
+            _, waited_nanoseconds, _ = file.read_text().split()
+            waited[file.parent.name] = int(waited_nanoseconds) / 1e9
+    return waited
 
 
 def _kill(pid: int) -> None:

@@ -82,7 +82,7 @@ def check(config: Config, task: Task, layout: Layout) -> Iterator[str]:
         UserError: The layout cannot gather, or a measurement would mean nothing.
     """
     train = config.train
-    obstacle = _obstacle(layout)
+    obstacle = obstacle_of(layout)
     if obstacle:
         raise UserError(f"the task calls self.gather, but {obstacle}: write strategy={LAYOUTS}")
     if train.noise_scale_every:
@@ -90,9 +90,9 @@ def check(config: Config, task: Task, layout: Layout) -> Iterator[str]:
             "train.noise_scale_every compares the gradients of small and large batches, but the "
             "task calls self.gather, so its loss is not a mean over samples: leave it out"
         )
-    is_evaluated = task.eval_data() is not None and train.eval_every
+    is_evaluated = task.eval_data() is not None  # at the end, if not before
     if is_evaluated and train.eval_batch_size is None:
-        size = train.micro_batch_size or max(1, train.global_batch_size // layout.dims.dp)
+        size = evaluation_batch(config, layout)
         yield (
             "the task calls self.gather, which at an evaluation gives one evaluation batch, here "
             f"of {size:,} samples: write train.eval_batch_size for figures that are the same on "
@@ -100,7 +100,14 @@ def check(config: Config, task: Task, layout: Layout) -> Iterator[str]:
         )
 
 
-def _obstacle(layout: Layout) -> str:
+def evaluation_batch(config: Config, layout: Layout) -> int:
+    """The samples of a batch at an evaluation."""
+    train = config.train
+    share = max(1, train.global_batch_size // layout.dims.dp)
+    return train.eval_batch_size or train.micro_batch_size or share
+
+
+def obstacle_of(layout: Layout) -> str:
     """Why losses cannot gather under a layout; "" if they can."""
     if layout.dims.pp > 1:
         return "a pipeline has one micro-batch at a time where the loss is computed"
@@ -162,7 +169,7 @@ class Gathering:
     def __init__(self, task: Task, parallel: Parallel, device: torch.device) -> None:
         self.task = task
         self.parallel = parallel
-        self.obstacle = _obstacle(parallel.layout)
+        self.obstacle = obstacle_of(parallel.layout)
         self.batch_gather = BatchGather(
             parallel,
             count_samples=rows,

@@ -22,6 +22,7 @@ from app.training.batch_gather import may_gather
 from app.training.events import FilesWritten
 from app.training.job import Channel, Heartbeat, Place
 from strategies.parallelize import Parallel
+from strategies.training_mode import evaluating
 
 
 class Evaluator:
@@ -211,21 +212,20 @@ def metric_sums(
         # Where samples meet in a metric, which of them are in a batch decides what it is.
         whole_batches=may_gather(task),
     )
-    parallel.module.eval()
-    for batch, weight in batches:
-        means = parallel.forward(task.metrics, batch)
-        heartbeat.ticks += 1
-        if means is None:  # only the last stage of a pipeline has them
-            continue
-        count = torch.as_tensor(
-            task.items(batch) if weight else 0, dtype=torch.float64, device=device
-        )
-        items += count
-        for name, mean in require_metrics(means).items():
-            # The mean of a padding batch may be nan, and nan times 0 is nan.
-            batch_sum = torch.where(count > 0, mean.double() * count, 0.0)
-            sums[name] = sums.get(name, torch.zeros_like(items)) + batch_sum
-    parallel.module.train()
+    with evaluating(parallel.module):
+        for batch, weight in batches:
+            means = parallel.forward(task.metrics, batch)
+            heartbeat.ticks += 1
+            if means is None:  # only the last stage of a pipeline has them
+                continue
+            count = torch.as_tensor(
+                task.items(batch) if weight else 0, dtype=torch.float64, device=device
+            )
+            items += count
+            for name, mean in require_metrics(means).items():
+                # The mean of a padding batch may be nan, and nan times 0 is nan.
+                batch_sum = torch.where(count > 0, mean.double() * count, 0.0)
+                sums[name] = sums.get(name, torch.zeros_like(items)) + batch_sum
     return {ITEMS: items, **sums}
 
 

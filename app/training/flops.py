@@ -106,7 +106,7 @@ def _count_flops(task: Task, model: nn.Module) -> float:
     batch = fetch(data, [(index % samples, index) for index in range(2)])
     on_meta = map_tensors(lambda tensor: tensor.to("meta"), batch)
     with FlopCounterMode(display=False) as counter:
-        task.loss(model.train(), on_meta).backward()
+        task.loss(model, on_meta).backward()
     return counter.get_total_flops() / rows(batch)
 
 

@@ -6,6 +6,7 @@ after an evaluation     on_evaluation, stop_early
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from strategies.layout import Layout
 from strategies.parallel import Loss
 from strategies.parallelize import Options, Parallel
 from strategies.state import build_on_meta
+from strategies.training_mode import evaluating
 from strategies.zero_weight import has_no_weight
 
 
@@ -68,13 +70,10 @@ def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()
     """
     train = config.train
     dims = layout.dims
-    is_pipeline = dims.pp > 1
     is_engine = any(record.required_package for record in registry.records(layout.name))
-    if overrides(task, "training_step") and (is_pipeline or is_engine):
-        reason = f"{layout.name} takes the steps itself"
-        if is_pipeline:
-            reason = "the stages of a pipeline take the steps"
-        raise UserError(f"the task has a training_step of its own, but {reason}: use ddp or fsdp")
+    obstacle = step_obstacle(task, layout)
+    if obstacle:
+        raise UserError(f"the task has a training_step of its own, but {obstacle}: use ddp or fsdp")
     if train.ema_decay is not None and is_engine:
         raise UserError(
             f"train.ema_decay does not work with {layout.name}, which keeps the weights itself: "
@@ -120,6 +119,49 @@ def check(config: Config, task: Task, layout: Layout, logged: Sequence[str] = ()
 
 
 # --- a step ---------------------------------------------------------------------------------------
+
+
+def step_obstacle(task: Task, layout: Layout) -> str:
+    """Why a layout cannot take the steps of a task; "" if it can."""
+    if not overrides(task, "training_step"):
+        return ""
+    if layout.dims.pp > 1:
+        return "the stages of a pipeline take the steps"
+    if any(record.required_package for record in registry.records(layout.name)):
+        return f"{layout.name} takes the steps itself"
+    return ""
+
+
+STEPS_TRIED = 10
+"""Steps of a training_step that counts them, in which its losses are looked for."""
+
+
+def losses_of_step(task: Task) -> list[Loss]:
+    """The losses whose gradients the task's steps take, each once, in order.
+
+    A training_step of the task's own is called with an `update` that changes no weights, and again
+    if it has changed an attribute of the task, such as a count of steps: it may train the generator
+    in every fifth step only. What it raises is left to the workers, whose logs say where it was.
+
+    Args:
+        task: A copy, which its training_step may change.
+    """
+    losses: dict[object, Loss] = {}
+
+    def update(loss: Loss, optimizer: str = "") -> Tensor:
+        function = getattr(loss, "__func__", loss)
+        losses.setdefault(getattr(function, "__code__", function), loss)
+        return torch.zeros(())
+
+    if not overrides(task, "training_step"):
+        return [task.loss]
+    with contextlib.suppress(Exception):
+        for _ in range(STEPS_TRIED):
+            attributes = dict(vars(task))
+            task.training_step(update)
+            if all(attributes.get(name) is value for name, value in vars(task).items()):
+                break
+    return list(losses.values()) or [task.loss]
 
 
 def options(config: Config, task: Task) -> Options:
@@ -550,12 +592,11 @@ def call_on_evaluation(
         heartbeat.ticks += 1
 
     hook = parallel.inner.register_forward_pre_hook(tick)
-    parallel.module.eval()
     try:
-        parallel.forward(lambda model, _: task.on_evaluation(model, log), None)
+        with evaluating(parallel.module):
+            parallel.forward(lambda model, _: task.on_evaluation(model, log), None)
     finally:
         hook.remove()
-        parallel.module.train()
     return log
 
 

@@ -26,6 +26,7 @@ from app.tasks.base import Task
 from app.training.hooks import overrides
 from app.training.job import Heartbeat
 from strategies.parallelize import Parallel
+from strategies.training_mode import evaluating
 
 
 class Reference:
@@ -80,30 +81,31 @@ class Reference:
             return
         phase = heartbeat.phase
         heartbeat.phase = "evaluating"
-        parallel.module.eval()
         dp = parallel.layout.dims.dp
-        for name, data in self._data.items():
-            reference = self.values[name]
-            # A rank that has not computed a sample's value holds -inf, so that the maximum over
-            # ranks is the value, whether one rank or several have computed it.
-            values = torch.full(reference.shape, -torch.inf, dtype=reference.dtype, device=device)
-            begin = shares(len(reference), dp)[data_rank].start
-            batches = eval_batches(
-                data, batch_size=batch_size, dp_rank=data_rank, dp_size=dp, device=device
-            )
-            for batch, weight in batches:
-                rows = parallel.forward(self.task.reference, batch)
-                heartbeat.ticks += 1
-                if rows is None:  # only the last stage of a pipeline has them
-                    continue
-                end = begin + int(weight)  # 0 for a batch that only takes part in collectives
-                values[begin:end] = rows[: end - begin]
-                begin = end
-            if dist.is_initialized():
-                dist.all_reduce(values, dist.ReduceOp.MAX)
-            reference.copy_(values)
-            self._require_finite(reference, name)
-        parallel.module.train()
+        with evaluating(parallel.module):
+            for name, data in self._data.items():
+                reference = self.values[name]
+                # A rank that has not computed a sample's value holds -inf, so that the maximum over
+                # ranks is the value, whether one rank or several have computed it.
+                values = torch.full(
+                    reference.shape, -torch.inf, dtype=reference.dtype, device=device
+                )
+                begin = shares(len(reference), dp)[data_rank].start
+                batches = eval_batches(
+                    data, batch_size=batch_size, dp_rank=data_rank, dp_size=dp, device=device
+                )
+                for batch, weight in batches:
+                    rows = parallel.forward(self.task.reference, batch)
+                    heartbeat.ticks += 1
+                    if rows is None:  # only the last stage of a pipeline has them
+                        continue
+                    end = begin + int(weight)  # 0 for a batch that only takes part in collectives
+                    values[begin:end] = rows[: end - begin]
+                    begin = end
+                if dist.is_initialized():
+                    dist.all_reduce(values, dist.ReduceOp.MAX)
+                reference.copy_(values)
+                self._require_finite(reference, name)
         heartbeat.phase = phase
 
     @staticmethod

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,11 @@ from torch import Tensor, nn
 
 from app.config import OptimizerConfig
 from app.data.loader import map_tensors, rows, tensors
+from app.tasks.base import Task, Update
+from app.training.batch_gather import Gathering
+from app.training.hooks import Updates, choose_optimizer, disable_prefetch
 from app.training.optimizer import build_optimizer
-from strategies.parallel import Parallel
+from strategies.parallel import Loss, Parallel
 from strategies.parallelize import (
     Blocks,
     ContextPlanFor,
@@ -66,6 +70,13 @@ class Trial:
         context_plan: How sequences are divided, as `parallelize` takes it.
         heads: The number that tp must divide; None if there is none.
         optimizer: Parameters → their optimizer.
+        task: The task whose `gather` the losses call; None if they call none.
+        training_step: The updates of a step, as `Task.training_step`; None for one with the loss.
+        task_optimizer: The model under a layout → the task's own optimizer; None if it has none.
+        require: (layout, options, samples of the smallest micro-batch, micro-batches of a worker) →
+            raises a LayoutError if this cannot be trained so; None if nothing is required.
+        notes: (layout, micro-batches of a worker) → what it is known to train otherwise than one
+            device.
     """
 
     build: Callable[[], nn.Module]
@@ -81,6 +92,17 @@ class Trial:
     context_plan: ContextPlanFor = None
     heads: int | None = None
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _build_optimizer
+    task: Task | None = None
+    training_step: Callable[[Update], None] | None = None
+    task_optimizer: Callable[[Parallel], torch.optim.Optimizer] | None = None
+    require: Callable[[Layout, Options, int, int], None] | None = None
+    notes: Callable[[Layout, int], Iterable[str]] = lambda layout, micro_batches: ()
+
+    def build_optimizer(self, parallel: Parallel) -> torch.optim.Optimizer:
+        """The optimizer of a model under a layout."""
+        if self.task_optimizer is not None:
+            return self.task_optimizer(parallel)
+        return self.optimizer(parallel.parameters())
 
 
 @dataclass
@@ -91,7 +113,7 @@ class Curve:
         losses: The loss of each step.
         norms: The gradient norm of each step, before clipping.
         weights: The weights at the end; on rank 0 only.
-        notes: What the strategy has reported about the model.
+        notes: What is known of the model under the layout.
     """
 
     losses: list[float]
@@ -173,7 +195,7 @@ def train(
         LayoutError: The layout cannot train this.
     """
     parallel = parallelize_trial(trial, layout, options, device)
-    optimizer = parallel.prepare_optimizer(trial.optimizer(parallel.parameters()))
+    optimizer = parallel.prepare_optimizer(trial.build_optimizer(parallel))
     is_alone = not dist.is_initialized()
     if load:
         state = _state(parallel, optimizer)
@@ -186,7 +208,8 @@ def train(
     if save:
         dcp.save(_state(parallel, optimizer), checkpoint_id=save, no_dist=is_alone)
     weights = parallel.full_model_state()
-    return Curve(losses=losses, norms=norms, weights=weights, notes=parallel.notes)
+    notes = (*trial.notes(layout, trial.micro_batches), *parallel.notes)
+    return Curve(losses=losses, norms=norms, weights=weights, notes=notes)
 
 
 def _state(parallel: Parallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -209,8 +232,9 @@ def parallelize_trial(
         device: This rank's device.
 
     Raises:
-        LayoutError: The layout cannot train this: tp does not divide the heads, or a batch has
-            fewer samples than there are micro-batches, so that the mean of one would be of nothing.
+        LayoutError: The layout cannot train this: `Trial.require` says so, tp does not divide the
+            heads, or a batch has fewer samples than there are micro-batches, so that the mean of
+            one would be of nothing.
     """
     check(layout, options, heads=trial.heads)
     workers = layout.dims.dp
@@ -222,11 +246,13 @@ def parallelize_trial(
             f"{trial.micro_batches} micro-batches each: write "
             f"train.global_batch_size={least_samples} or more"
         )
+    if trial.require is not None:
+        trial.require(layout, options, samples // least_samples, trial.micro_batches)
     first_batch = trial.batch(0)
     micro_batches = _micro_batches(
         first_batch, data_rank=0, workers=workers, count=trial.micro_batches
     )
-    return parallelize(
+    parallel = parallelize(
         trial.build,
         layout,
         options,
@@ -236,6 +262,9 @@ def parallelize_trial(
         context_plan=trial.context_plan,
         example=(trial.loss, micro_batches[0]),
     )
+    if trial.training_step is not None:
+        disable_prefetch(parallel)
+    return parallel
 
 
 def run_steps(
@@ -259,6 +288,9 @@ def run_steps(
     data_rank = dims.data_rank(dist.get_rank()) if dims.world_size > 1 else 0
     losses = []
     norms = []
+    gathering = None
+    if trial.task is not None:
+        gathering = Gathering(trial.task, parallel, parallel.device)
     for step in steps:
         batch = trial.batch(step)
         micro_batches = _micro_batches(
@@ -267,17 +299,50 @@ def run_steps(
         items = trial.items(batch)
         weights = [float(trial.items(micro_batch) / items) for micro_batch in micro_batches]
         on_device = [_to_device(micro_batch, parallel.device) for micro_batch in micro_batches]
-        loss_of_rank = parallel.forward_backward(on_device, weights, trial.loss)
-        norms.append(parallel.grad_norm_(trial.clip))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        loss = parallel.total(loss_of_rank)
+        update = partial(
+            _update, trial, parallel, optimizer, gathering, batches=on_device, weights=weights
+        )
+        updates = Updates(update)
+        if trial.training_step is None:
+            updates(trial.loss)
+        else:
+            trial.training_step(updates)
+        assert updates.loss is not None and updates.grad_norm is not None
+        norms.append(updates.grad_norm)
+        loss = parallel.total(updates.loss)
         if dims.pp > 1:
             # Only the ranks of the last stage have the loss; on the others it is 0.
             dist.all_reduce(loss)
             loss = loss * dims.pp / dims.world_size
         losses.append(loss)
     return [float(loss) for loss in losses], [float(norm) for norm in norms]
+
+
+def _update(
+    trial: Trial,
+    parallel: Parallel,
+    optimizer: torch.optim.Optimizer,
+    gathering: Gathering | None,
+    loss_function: Loss,
+    optimizer_name: str,
+    *,
+    batches: Sequence[Batch],
+    weights: Sequence[float],
+) -> tuple[Tensor, Tensor]:
+    """Updates the weights once, by the gradient of a loss, as the training loop does.
+
+    Returns:
+        This rank's part of the loss, and the norm of the gradient before clipping.
+    """
+    if gathering is None:
+        loss = parallel.forward_backward(batches, weights, loss_function)
+    else:
+        loss = gathering.forward_backward(parallel, batches, weights, loss_function)
+    chosen = choose_optimizer(optimizer, optimizer_name, parallel.parameters())
+    norm = parallel.grad_norm_(trial.clip)
+    chosen.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss, norm
 
 
 def _to_device(batch: Batch, device: torch.device) -> Batch:

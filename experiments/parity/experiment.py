@@ -1,6 +1,7 @@
 """`trireme parity`: an experiment's own model, loss and data through the parity matrix."""
 
 import functools
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
@@ -15,9 +16,11 @@ from app.data.mixture import order_of
 from app.data.randomness import seed_everything
 from app.data.stream import is_stream
 from app.errors import UserError, nearest
+from app.run.first_step import FirstStep, take_first_step
 from app.tasks import load_task
 from app.tasks.build import build_model
-from app.training.job import strategy_options
+from app.training import hooks
+from app.training.batch_gather import obstacle_of, watched
 from app.training.optimizer import build_optimizer
 from experiments.parity.curves import Trial
 from experiments.parity.matrix import Progress, Result, run_matrix
@@ -29,7 +32,10 @@ from experiments.parity.rows import (
     THREE_DIMENSIONS,
     Row,
 )
+from strategies.layout import Layout, LayoutError
 from strategies.mixtures import find_mixtures
+from strategies.options import Options
+from strategies.parallel import Parallel
 
 MIN_EPS = 1e-5
 """The optimizer's epsilon is at least this.
@@ -38,13 +44,24 @@ With Adam's usual one, a gradient that is zero but for rounding would be scaled 
 size in a random direction, on one device too.
 """
 
+UNKNOWN = FirstStep()
+"""If no first step was taken."""
 
-def make_trial(values: dict[str, Any], steps: int) -> Trial:
+
+def make_trial(
+    values: dict[str, Any],
+    steps: int,
+    *,
+    first_step: FirstStep = UNKNOWN,
+    gathers: bool = False,
+) -> Trial:
     """The trial of an experiment; called in every worker.
 
     Args:
         values: The experiment's configuration, as `to_dict` returns it.
         steps: How many steps are trained.
+        first_step: What the task's first step has shown.
+        gathers: Whether the task calls self.gather.
 
     Raises:
         UserError: The data are a stream.
@@ -71,6 +88,26 @@ def make_trial(values: dict[str, Any], steps: int) -> Trial:
         positions = range(start, start + batch_size)
         return fetch(data, list(zip(indices, positions, strict=True)))
 
+    def task_optimizer(parallel: Parallel) -> torch.optim.Optimizer:
+        built = hooks.build_optimizers(config, task, parallel, widths={})
+        for group in built.param_groups:
+            if "eps" in group:
+                group["eps"] = max(group["eps"], MIN_EPS)
+        return built
+
+    def require(layout: Layout, options: Options, smallest: int, micro_batches: int) -> None:
+        if layout.dims.world_size == 1:
+            return  # which the others are compared with
+        obstacle = obstacle_of(layout)
+        if gathers and obstacle:
+            raise LayoutError(f"the task calls self.gather, but {obstacle}")
+        try:
+            deque(hooks.check(config, task, layout), maxlen=0)
+        except UserError as error:
+            raise LayoutError(str(error)) from error
+        first_step.require_kept(layout, options, smallest=smallest, micro_batches=micro_batches)
+
+    has_training_step = hooks.overrides(task, "training_step")
     return Trial(
         build=build,
         loss=task.loss,
@@ -85,6 +122,11 @@ def make_trial(values: dict[str, Any], steps: int) -> Trial:
         optimizer=lambda parameters: build_optimizer(
             optimizer, parameters, weight_dtype=config.train.weight_dtype, seed=seed
         ),
+        task=task,
+        training_step=task.training_step if has_training_step else None,
+        task_optimizer=task_optimizer if hooks.overrides(task, "optimizer") else None,
+        require=require,
+        notes=lambda layout, count: first_step.notes(layout, count, gathers=gathers),
     )
 
 
@@ -98,9 +140,9 @@ def measure(
 ) -> list[Result]:
     """Compares rows with one device.
 
-    Precision, clipping, recomputation, and what train.* and parallel.* say of how layouts behave,
-    are the experiment's. The exceptions are what is lossy by design (reduce_dtype), and what a row
-    decides itself (schedule, stages).
+    Precision, clipping, recomputation, what train.* and parallel.* say of how layouts behave, and
+    the task's own optimizer and training_step are the experiment's. The exceptions are what is
+    lossy by design (reduce_dtype), and what a row decides itself (schedule, stages).
 
     Args:
         config: The experiment.
@@ -117,13 +159,16 @@ def measure(
     if steps < min_steps:
         raise UserError(f"--steps is {steps}: write at least {min_steps}")
     task = load_task(config.task, config.task_args)
-    options = replace(
-        strategy_options(config),
-        reduce_dtype="fp32",
-        stages=None,
-        float_output=task.float_output,
+    options = replace(hooks.options(config, task), reduce_dtype="fp32", stages=None)
+    with watched(task) as gathered:
+        first_step = take_first_step(config, task)
+    trial = functools.partial(
+        make_trial,
+        to_dict(config),
+        steps,
+        first_step=first_step,
+        gathers=bool(gathered or task.gathers),
     )
-    trial = functools.partial(make_trial, to_dict(config), steps)
     return run_matrix(trial, rows, options=options, checkpoints=checkpoints, progress=progress)
 
 

@@ -20,12 +20,14 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import re
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, astuple, dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from app.data import loader
 from app.errors import RunFailed
 from app.planner.processes import run_to_the_end
 from app.run.abort import abort
+from app.tasks.base import Update
 from experiments.parity.curves import (
     Batch,
     Curve,
@@ -52,7 +55,7 @@ from experiments.parity.rows import ROWS, SINGLE, Row
 from strategies import one_process, registry
 from strategies.blocks import find_blocks, separable
 from strategies.layout import LayoutError
-from strategies.parallel import WholeStep
+from strategies.parallel import Loss, WholeStep
 from strategies.parallelize import Options
 from strategies.precision import DTYPES, cast_calls
 from strategies.tree import tree_map
@@ -405,6 +408,13 @@ class Runner:
         return results
 
 
+def error_line(trace: str) -> str:
+    """The line of a traceback that says what was raised, of which the message may have more."""
+    lines = trace.strip().splitlines()
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return [*lines, *raised][-1]
+
+
 def _end_with_parent() -> None:
     """Ends this rank when the process that started it has ended.
 
@@ -502,7 +512,7 @@ def train_row(runner: Runner, run: RowRun, device: torch.device) -> Result:
     except Exception:
         if run.row.workers > 1:
             raise
-        error = traceback.format_exc(limit=-1).strip().splitlines()[-1]
+        error = error_line(traceback.format_exc(limit=-1))
     return Result(
         run.row,
         run.variant,
@@ -557,10 +567,23 @@ def computed_in(precision: str, trial: Trial, *, float_output: bool) -> Trial:
         cast_calls(module, precision, float_output)
         return module
 
-    def loss(module: nn.Module, batch: Batch) -> torch.Tensor:
+    def lowered(loss: Loss, module: nn.Module, batch: Batch) -> torch.Tensor:
         parameters = {}
         for name, parameter in module.named_parameters():
             parameters[f"module.{name}"] = lower_all(parameter)
-        return functional_call(WholeStep(module), parameters, (trial.loss, batch))
+        return functional_call(WholeStep(module), parameters, (loss, batch))
 
-    return replace(trial, build=build, loss=loss)
+    @cache  # a loss is the same function in every step
+    def lowered_loss(loss: Loss) -> Loss:
+        return partial(lowered, loss)
+
+    def training_step(update: Update) -> None:
+        assert trial.training_step is not None
+        trial.training_step(lambda loss, optimizer="": update(lowered_loss(loss), optimizer))
+
+    return replace(
+        trial,
+        build=build,
+        loss=lowered_loss(trial.loss),
+        training_step=None if trial.training_step is None else training_step,
+    )

@@ -29,6 +29,7 @@ from app.run.look import open_run
 from app.run.manifest import run_folder
 from app.run.prepare import prepare, read_task
 from app.storage.storage import Storage
+from app.training.batch_gather import evaluation_batch
 from experiments.sweep.budget import Budget, read_budget
 from experiments.sweep.paired import LEAST_RATES
 from experiments.sweep.prior import Prior, prior_of
@@ -243,19 +244,29 @@ class Sweep(Search):
         """The length of the longest trial, in steps or samples, as `time` says.
 
         Raises:
-            UserError: A trial could not be trained.
+            UserError: A trial could not be trained, or trials could not be compared.
             LayoutError: Likewise.
         """
         tasks: dict[str, Any] = {}
         lengths = [1]
+        evaluation_batches = set[int]()
         for config in self._different_configs():
             key = str((config.task, config.task_args))
             if key not in tasks:
                 tasks[key] = read_task(config)
             prepared = prepare(config, tasks[key], int(config.workers), devices_per_node=None)
+            if prepared.gathers and self.metric.startswith("eval/"):
+                evaluation_batches.add(evaluation_batch(prepared.config, prepared.layout))
             steps = prepared.steps - self.origin_step
             samples = self.samples_of(config, steps)
             lengths.append(samples if self.time == "samples" else steps)
+        if len(evaluation_batches) > 1:
+            sizes = f"{min(evaluation_batches)} to {max(evaluation_batches)}"
+            raise UserError(
+                f"the trials would be evaluated in batches of {sizes} samples, and the task's "
+                f"loss compares the samples of a batch (self.gather), so {self.metric} would say "
+                "more of the batch than of the model: write train.eval_batch_size under `set`"
+            )
         return max(lengths)
 
     def samples_of(self, config: Config, steps: int) -> int:

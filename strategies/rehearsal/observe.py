@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from strategies.rehearsal.hooks import HookRecorder
 from strategies.rehearsal.questions import Answers
 from strategies.rehearsal.watch import Loss, PartCall, Route, Watch, nearly_equal, unique
+from strategies.training_mode import begin
 from strategies.traits import Observation, Trait
 
 CALLS_AGAIN = 3
@@ -58,7 +59,7 @@ def observe(
 
     def watch_batch(number: int, answers: Answers, *, backward: bool = False) -> Watch:
         with HookRecorder() as hooks:
-            module = build().train()
+            module = begin(build())
         watch = Watch(module, find_blocks(module), hooks, answers)
         seed(number)
         watch.step(loss, batches[number], backward=backward)

@@ -509,6 +509,23 @@ class SplitLayers:
 
         return call
 
+    def share_within(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a block that may be recomputed, whose layers share no input with others.
+
+        In backward blocks run again in another order. A layer would then find its input shared that
+        was the first one with it in forward, or the other way round, and save other tensors.
+        """
+
+        @functools.wraps(forward)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._shared.forget()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._shared.forget()
+
+        return call
+
     def forget_narrow_weights(self) -> None:
         """Let go of copies of matrices, which the optimizer is about to change."""
         self._narrow_weights.clear()

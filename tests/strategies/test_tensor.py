@@ -19,6 +19,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
+from experiments.parity.curves import Curve, Trial, difference, parallelize_trial, train
 from strategies import row_chunks, torch_internals
 from strategies.context.apply import Context
 from strategies.layout import choose
@@ -37,6 +38,7 @@ from tests.strategies.models import (
     CPU,
     GPT_PLAN,
     WIDTH,
+    ZOO,
     PlainGPT,
     gpt_trial,
     random,
@@ -104,6 +106,72 @@ def _measure_with_split_and_whole_inputs(rank: int, changes: dict[str, Any]) -> 
 
 def _keeping_layers(kind: type[SplitLayers], *args: Any, **options: Any) -> SplitLayers:
     return kind(*args, **options | {"keeps_gathered": True})
+
+
+class Conditioned(nn.Module):
+    """Blocks whose only split layers have one input, such as the time in a diffusion model.
+
+    The last of them, the head, is a block too: it is called last, and recomputed first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Shifted() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = x.sin()
+        for block in self.blocks:
+            x = block(x, shift)
+        return x
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return torch.tanh(x + self.shift(shift))
+
+
+def _conditioned() -> Trial:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Conditioned()
+
+    return Trial(
+        build,
+        lambda model, x: model(x).square().mean(),
+        lambda step: torch.randn(8, 6, generator=torch.Generator().manual_seed(step)),
+        steps=3,
+        micro_batches=2,
+    )
+
+
+def _recomputed(rank: int, mode: str) -> Curve:
+    options = Options(activation_checkpointing=mode)
+    return train(_conditioned(), choose("tensor", 2), options, CPU)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("mode", ["full", slow("selective"), slow("every_2")])
+def test_blocks_whose_layers_have_one_input_can_be_recomputed(mode: str) -> None:
+    one_device = train(_conditioned(), choose("single", 1), Options(), CPU)
+    curve = run_distributed(_recomputed, 2, mode)[0]
+    assert difference(one_device, curve).within(1e-5)
+
+
+def _notes(rank: int, name: str) -> tuple[str, ...]:
+    layout = choose("tensor", 2)
+    return parallelize_trial(ZOO[name], layout, Options(async_tp=True), CPU).notes
+
+
+@pytest.mark.alone
+def test_a_note_says_why_nothing_is_sent_in_pieces() -> None:
+    notes = run_distributed(_notes, 2, "mlp")[0]
+    assert [note for note in notes if "async_tp" in note] == [
+        "parallel.async_tp does nothing, because the model is not split along its sequence"
+    ]
 
 
 @pytest.mark.alone

@@ -68,6 +68,12 @@ def test_a_plan_says_what_compiling_gains_with_both_numbers(small: Reader) -> No
     assert as_json(plan_of(small, cpus(1), fixed_keys=FEWER), 1)["kernels"] == {}
 
 
+def test_a_plan_says_that_it_counts_one_update_of_a_training_step() -> None:
+    config = load_config([], ["task=tests.tasks:Gan", "train.steps=5"])
+    plan = make_plan(config, load_task("tests.tasks:Gan", {}), cpus(2))
+    assert "note: the task has a training_step of its own" in text(plan)
+
+
 def test_a_plan_says_what_other_trainers_would_change(large: Reader, small: Reader) -> None:
     """Of a small model the host decides how long a step takes, and no kernel."""
     fixed = ("strategy", "train.micro_batch_size", *FEWER)

@@ -10,10 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from app.errors import UserError
 from app.run import first_step
 from app.run.first_step import take_first_step
 from app.run.prepare import Prepared, prepare, read_task
-from strategies.layout import LayoutError
+from app.run.resolve import resolve
+from strategies.layout import LayoutError, choose
+from strategies.options import Options
 from strategies.traits import Trait
 from tests.chain import Chain, config
 
@@ -417,6 +420,73 @@ def test_a_loss_that_takes_gradients_is_tried_with_numbers() -> None:
     run = prepared("GradientPenalty", "strategy=ddp")
     (note,) = notes_with("depend on one another", run)
     assert "splits each batch into" in note
+
+
+class Updates(Chain):
+    """A step with two updates, of which one is not with `loss`, and comes in every third step."""
+
+    steps = 0
+
+    def penalised(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = self.loss(model, batch)
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        return loss + 10 * sum(gradient.square().sum() for gradient in gradients)
+
+    def training_step(self, update: Any) -> None:
+        self.steps += 1
+        update(self.loss)
+        if self.steps % 3 == 0:
+            update(self.penalised)
+
+
+class UpdatesWithoutMean(Chain):
+    """A step whose loss, which is not `loss`, is one number for each sample."""
+
+    def training_step(self, update: Any) -> None:
+        update(self.of_samples)
+
+    def of_samples(self, model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def test_every_loss_of_a_training_step_is_tried() -> None:
+    message = "takes a gradient inside of forward or of the loss .* write strategy=ddp"
+    with pytest.raises(LayoutError, match=message):
+        prepared("Updates", "strategy=fsdp")
+    (note,) = notes_with("depend on one another", prepared("Updates", "strategy=ddp"))
+    assert "splits each batch into" in note
+    with pytest.raises(UserError, match=r"task's of_samples has shape \(4,\), but it must be one"):
+        prepared("UpdatesWithoutMean")
+
+
+def test_a_pipeline_says_first_that_it_takes_no_training_step() -> None:
+    with pytest.raises(UserError, match="training_step of its own, but the stages"):
+        prepared("Updates", *PIPELINE)
+
+
+@pytest.mark.parametrize(
+    ("task", "keeps_pipelines"),
+    [
+        (f"{HERE}:Updates", False),
+        ("tests.app.training.test_batch_gather:Coupled", False),
+        ("tests.chain:Chain", True),
+    ],
+)
+def test_auto_takes_no_layout_that_cannot_take_the_tasks_steps(
+    task: str, keeps_pipelines: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def asking(*args: Any, is_kept: Any, **kwargs: Any) -> Any:
+        layouts = [choose("ddp", 2), choose("pipeline", 2, pp=2)]
+        asked.append([is_kept(layout, Options()) for layout in layouts])
+        return resolve(*args, is_kept=is_kept, **kwargs)
+
+    monkeypatch.setattr("app.run.prepare.resolve", asking)
+    args = "task_args={kind: info_nce}" if "Coupled" in task else "task_args={}"
+    run_config = config(f"task={task}", args, "strategy=ddp", "train.eval_batch_size=4")
+    prepare(run_config, read_task(run_config), 2, devices_per_node=2)
+    assert asked == [[True, keeps_pipelines]]
 
 
 class InSixteenBits(Chain):

@@ -282,7 +282,10 @@ def test_a_sampler_measures_the_machine_and_warns_of_gpus_it_cannot_read(
     idle.close()
 
 
-def test_a_process_that_others_leave_no_processor_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_thread", [False, True], ids=["itself", "one of its threads"])
+def test_a_process_that_others_leave_no_processor_is_seen(
+    by_thread: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tracker, "STARVED_SECONDS", 0.5)
     processor = min(os.sched_getaffinity(0))
     spin = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])}); os.nice(int(sys.argv[2]))"
@@ -292,8 +295,10 @@ def test_a_process_that_others_leave_no_processor_is_seen(monkeypatch: pytest.Mo
         words = [str(processor), str(niceness), str(os.getpid())]
         return subprocess.Popen([sys.executable, "-c", code, *words])
 
+    in_a_thread = spin.replace("\n", "\ndef run():\n    ") + "\nimport threading"
+    in_a_thread += "\nthreading.Thread(target=run).start()"
     processes = [
-        started(spin, 19),
+        started(in_a_thread if by_thread else spin, 19),
         started("import time; time.sleep(60)", 19),
         started(spin, 0),
     ]
@@ -311,6 +316,20 @@ def test_a_process_that_others_leave_no_processor_is_seen(monkeypatch: pytest.Mo
         for process in processes:
             process.kill()
             process.wait()
+
+
+def test_a_writer_may_starve_after_it_has_waited_for_something_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = SimpleNamespace(monotonic=lambda: seconds)
+    monkeypatch.setattr(tracker, "time", clock)
+    monkeypatch.setattr(Path, "read_text", lambda _: f"0 {waited * 1e9:.0f} 1")
+    starvation = tracker.Starvation()
+    answers = []
+    for seconds in range(80):
+        waited = max(0, seconds - 60)  # it is asleep for a minute
+        answers.append(starvation.lasts(os.getpid()))
+    assert True not in answers[:61] and True in answers[61:71]
 
 
 @pytest.mark.skipif(

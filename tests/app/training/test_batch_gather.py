@@ -499,7 +499,7 @@ def test_a_layout_that_cannot_gather_is_refused_before_a_worker_starts(
 
 
 def test_the_note_on_evaluations_names_the_batch_and_where_to_write_it() -> None:
-    run_config = config(*COUPLED[:2], "strategy=ddp", "train.eval_every=2")
+    run_config = config(*COUPLED[:2], "strategy=ddp")  # which is evaluated at its end
     (note,) = prepare(run_config, read_task(run_config), 2, devices_per_node=2).notes
     assert "here of 8 samples: write train.eval_batch_size" in note
     run_config = config(*COUPLED, "strategy=ddp", "train.eval_every=2")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
+from app.config import Config
 from app.config.io import load_config
 from app.errors import UserError
 from experiments.parity import curves, matrix
@@ -19,6 +20,7 @@ from experiments.parity.experiment import table
 from experiments.parity.matrix import EVERYTHING, Result, run_matrix
 from experiments.parity.rows import ROWS, SINGLE, THREE_DIMENSIONS, Row
 from strategies.parallelize import LayoutError, Options
+from tests.pool import run_distributed
 from tests.running import invoke
 from tests.strategies.models import CPU, DDP, FSDP, TENSOR, gpt_trial, language_batch, language_loss
 
@@ -151,6 +153,74 @@ def test_batches_with_texts_train_alike_in_parts_and_in_another_order() -> None:
     for other in (dataclasses.replace(trial, micro_batches=3), matrix.reordered(trial, seed=1)):
         curve = curves.train(other, SINGLE.layout, Options(), CPU)
         assert curve.losses == pytest.approx(whole.losses, rel=1e-4)
+
+
+def test_an_error_of_several_lines_is_told_by_its_first() -> None:
+    line = "torch.utils.checkpoint.CheckpointError: values differ."
+    trace = f"Traceback (most recent call last):\n  File x\n{line}\nTip: see\nworkaround examples."
+    assert matrix.error_line(trace) == line
+    assert matrix.error_line("process 1 terminated with signal SIGSEGV") == (
+        "process 1 terminated with signal SIGSEGV"
+    )
+
+
+def curve_of(rank: int, overrides: list[str], row: Row, micro_batches: int) -> Curve:
+    """The curve of an experiment under a row, as `trireme parity` trains it."""
+    values = parity.to_dict(load_config([], overrides))
+    trial = dataclasses.replace(parity.make_trial(values, 3), micro_batches=micro_batches)
+    return curves.train(trial, row.layout, Options(find_unused_parameters=True), CPU)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["task=tests.app.training.test_batch_gather:Coupled", "task_args={kind: info_nce}"],
+        ["task=tests.tasks:Gan"],
+    ],
+    ids=["a loss that gathers", "a step with two updates"],
+)
+def test_what_a_task_does_beside_its_loss_is_compared(words: list[str]) -> None:
+    overrides = [*words, "train.global_batch_size=8", "optimizer.lr=0.01"]
+    one_device = curve_of(0, overrides, SINGLE, micro_batches=1)
+    loss_alone = dataclasses.replace(
+        parity.make_trial(parity.to_dict(load_config([], overrides)), 3),
+        task=None,
+        training_step=None,
+        task_optimizer=None,
+        micro_batches=2,
+    )
+    other = curves.train(loss_alone, SINGLE.layout, Options(), CPU)
+    assert not curves.difference(one_device, other).within(1e-3)
+    for row in (DDP, FSDP):
+        curve = run_distributed(curve_of, 2, overrides, row, 2)[0]
+        assert curves.difference(one_device, curve).within(1e-5), row
+
+
+def test_a_row_that_training_would_refuse_is_refused() -> None:
+    """With the sentence that `trireme train` ends with, and without a worker's exception."""
+    contrastive = load_config(
+        [], ["task=tests.app.training.test_batch_gather:Coupled", "task_args={kind: info_nce}"]
+    )
+    updates = load_config([], ["task=tests.app.run.test_first_step:Updates"])
+    rows = [Row("pipeline", 2, degrees={"pp": 2})]
+    (trial,) = trials_of(contrastive)
+    with pytest.raises(LayoutError, match=r"the task calls self.gather, but a pipeline has one"):
+        curves.parallelize_trial(trial, rows[0].layout, Options(), CPU)
+    (trial,) = trials_of(updates)
+    with pytest.raises(LayoutError, match=r"training_step of its own, but the stages of a pipe"):
+        curves.parallelize_trial(trial, rows[0].layout, Options(), CPU)
+    with pytest.raises(LayoutError, match=r"takes a gradient inside of forward or of the loss"):
+        curves.parallelize_trial(trial, FSDP.layout, Options(), CPU)
+
+
+def trials_of(config: Config) -> list[Trial]:
+    """The trials that `trireme parity` makes of an experiment."""
+    trials: list[Trial] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parity, "run_matrix", lambda make, *_, **__: trials.append(make()))
+        parity.measure(config, steps=2, rows=[], checkpoints=False)
+    return trials
 
 
 CANNOT = Row("pipeline", 1)

@@ -42,6 +42,27 @@ def sweep_of(tmp_path: Path, text: str = BASE, *overrides: str) -> Sweep:
     return read_sweep(str(file), list(overrides))
 
 
+COUPLED = """
+task: tests.app.training.test_batch_gather:Coupled
+task_args: {kind: info_nce}
+train: {steps: 3}
+"""
+
+
+def test_batches_of_a_loss_that_gathers_are_compared_at_one_evaluation_batch(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "coupled.yaml").write_text(COUPLED)
+    text = "experiment: coupled.yaml\nset: {workers: 1}\nspace: {train.global_batch_size: [4, 8]}\n"
+    message = r"evaluated in batches of 4 to 8 samples.*write train.eval_batch_size under `set`"
+    with pytest.raises(UserError, match=message):
+        sweep_of(tmp_path, text).longest()
+    assert sweep_of(tmp_path, text, "metric=train/loss").longest()
+    assert sweep_of(tmp_path, text, "train.eval_batch_size=8").longest()
+    other = text.replace("train.global_batch_size: [4, 8]", "optimizer.lr: [1.0e-3, 2.0e-3]")
+    assert sweep_of(tmp_path, other).longest()
+
+
 def test_overrides_and_a_grid_of_every_combination(tmp_path: Path) -> None:
     overrides = ["searcher=random", "trials=5", "train.steps=7", "scheduler=asha", "target=0.5"]
     overridden = sweep_of(tmp_path, BASE, *overrides)
