@@ -170,7 +170,8 @@ def _mistakes_on_meta(config: Config, task: Task, batch: Batch) -> Iterator[str]
     except Exception:  # the task's own code may need values
         return
     yield from _mistakes_of_loss(task.loss, loss)
-    yield from _mistakes_of_shape({"loss": loss, **metrics})
+    yield from _mistakes_of_shape({"loss": loss})
+    yield from _mistakes_of_shape(metrics)  # which may have a loss too
     mistake = _metric_mistake(config, task, metrics)
     if mistake:
         yield mistake
