@@ -107,8 +107,7 @@ def checkpointing_seconds(part: PartOnDevice, forward: PhaseCost) -> Checkpointi
     """Seconds that recomputing activations adds to a part.
 
     Without a compiler the host keeps and looks up in Python what a recomputed part saves, and under
-    `selective` calls Python for each operation (strategies/activation_checkpointing.py). It then
-    takes several times as long to launch a forward, and to launch it again.
+    `selective` calls Python for each operation (strategies/activation_checkpointing.py).
 
     Args:
         part: The part.
@@ -125,19 +124,19 @@ def checkpointing_seconds(part: PartOnDevice, forward: PhaseCost) -> Checkpointi
         moving_seconds = part.values["moved_forward"] / device.bandwidth
         product_seconds = forward.seconds - forward.attention_seconds - moving_seconds
         recomputation = moving_seconds + max(0.0, product_seconds) * device.again
-    # In launches of a forward without checkpointing, which on a CPU `recomputation` may have too.
-    launches_forward, launches_again = 1.0, float(is_full)
+    python_forward = 0.0
+    python_again = 0.0
+    # A compiler's backward has what `selective` computes again in its own kernels.
+    launches_again = forward.launch_seconds if is_full or not part.is_fused else 0.0
     if not part.is_fused:
-        mode = "full" if is_full else "selective"
-        launches_forward, launches_again = constants()["checkpointing"][mode]
-    added_launch_seconds = (launches_forward - 1) * forward.launch_seconds
-    if device.is_cpu:
-        recomputation += (launches_again - is_full) * forward.launch_seconds
+        operations = part.values["operations_forward"]
+        of_operation = constants()["checkpointing"]["full" if is_full else "selective"]
+        python_forward, python_again = (operations * seconds for seconds in of_operation)
     return CheckpointingSeconds(
-        forward=added_launch_seconds * share if device.is_cpu else 0.0,
-        backward=recomputation * share,
-        launch_forward=added_launch_seconds * share,
-        launch_backward=launches_again * forward.launch_seconds * share,
+        forward=python_forward * share if device.is_cpu else 0.0,
+        backward=(recomputation + (python_again if device.is_cpu else 0.0)) * share,
+        launch_forward=python_forward * share,
+        launch_backward=(launches_again + python_again) * share,
     )
 
 

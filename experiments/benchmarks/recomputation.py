@@ -1,12 +1,13 @@
 """`recomputation`: what activation checkpointing costs the host, which launches the operations.
 
 The models are so small that hardly anything is computed. What a step takes is what the host takes
-to launch operations, as on a GPU that waits for it. The host's time is given in forwards of a model
-without checkpointing: that of a forward, and what recomputation adds to backward, for blocks that
-are recomputed as a whole (full) or but for the results of products and attention (selective).
+to call operations, as on a GPU that waits for it. The table has microseconds for each operation of
+a forward: of a forward without checkpointing, and what is added to forward and to backward (again)
+by blocks that are recomputed as a whole (full) or but for the results of products and attention
+(selective). What is added to backward contains calling the operations again.
 
-The planner has these figures as `checkpointing` in app/planner/constants.yaml. They do not hold for
-compiled blocks, whose checkpointing is part of the compiled code.
+The planner has these figures, without the call, as `checkpointing` in app/planner/constants.yaml.
+They do not hold for compiled blocks, whose checkpointing is part of the compiled code.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -25,6 +26,7 @@ from app.models.gpt import GPT
 from app.models.mixture import MixtureGPT
 from experiments.benchmarks.harness import show
 from strategies import activation_checkpointing
+from strategies.torch_internals import OperationMode
 
 MODES = ("none", "full", "selective")
 VOCAB_SIZE = 64
@@ -36,6 +38,20 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 }
 PRECISIONS = ("fp32", "bf16")
 WARM_UP_STEPS = 5
+
+
+class Counter(OperationMode):  # type: ignore[misc]
+    """Counts the operations that are called within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.operations += 1
+        return operation(*args, **(kwargs or {}))
 
 
 class HostTimes(NamedTuple):
@@ -102,17 +118,32 @@ def measure(name: str, *, in_bf16: bool, steps: int) -> dict[str, HostTimes]:
     }
 
 
-def ratios(times: dict[str, HostTimes]) -> dict[str, HostTimes]:
-    """The times of a forward and of recomputation, in forwards without checkpointing, by mode.
+def count_operations(name: str, *, in_bf16: bool) -> int:
+    """How many operations a forward without checkpointing calls.
+
+    Args:
+        name: Of `MODELS`.
+        in_bf16: Whether forward runs under autocast.
+    """
+    counter = Counter()
+    tokens = torch.randint(VOCAB_SIZE, (1, TOKENS))
+    with counter, torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
+        build(name, "none")(tokens)
+    return counter.operations
+
+
+def added(times: dict[str, HostTimes], operations: int) -> dict[str, HostTimes]:
+    """Seconds for each operation of a forward that checkpointing adds, by mode.
 
     Args:
         times: As `measure` returns them.
+        operations: Of a forward.
     """
     plain = times["none"]
     return {
         mode: HostTimes(
-            times[mode].forward / plain.forward,
-            (times[mode].backward - plain.backward) / plain.forward,
+            (times[mode].forward - plain.forward) / operations,
+            (times[mode].backward - plain.backward) / operations,
         )
         for mode in MODES[1:]
     }
@@ -128,14 +159,16 @@ def main(steps: int, as_json: bool) -> None:
     figures = {}
     for name in MODELS:
         for precision in PRECISIONS:
-            times = measure(name, in_bf16=precision == "bf16", steps=steps)
+            in_bf16 = precision == "bf16"
+            operations = count_operations(name, in_bf16=in_bf16)
+            times = measure(name, in_bf16=in_bf16, steps=steps)
             row = {
                 "model": f"{name}, {precision}",
-                "plain forward, ms": f"{1e3 * times['none'].forward:.2f}",
+                "a plain forward, µs": f"{1e6 * times['none'].forward / operations:.1f}",
             }
-            for mode, ratio in ratios(times).items():
-                row[f"{mode}: forward"] = f"{ratio.forward:.2f}"
-                row[f"{mode}: again"] = f"{ratio.backward:.2f}"
-                figures[f"{name}, {precision}, {mode}"] = ratio._asdict()
+            for mode, seconds in added(times, operations).items():
+                row[f"{mode}: forward"] = f"+{1e6 * seconds.forward:.1f}"
+                row[f"{mode}: again"] = f"+{1e6 * seconds.backward:.1f}"
+                figures[f"{name}, {precision}, {mode}"] = seconds._asdict()
             rows.append(row)
     show("recomputation", figures, rows, as_json=as_json)

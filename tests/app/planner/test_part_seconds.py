@@ -24,7 +24,7 @@ def test_a_small_model_waits_for_the_host_that_recomputes_it(small: Reader) -> N
         step_seconds(small, gpus(1), mode) for mode in ("none", "full", "selective")
     )
     assert 1.2 * none < full
-    assert 1.2 * full < selective, "it calls Python for each operation"
+    assert 1.1 * full < selective, "it calls Python for each operation"
 
 
 def test_on_a_cpu_the_host_computes_as_well(small: Reader) -> None:
