@@ -2,12 +2,12 @@
 
 import contextlib
 import json
-import math
 import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -87,29 +87,22 @@ def run_to_the_end(
             daemon=True,
             start_method=start_method,
         )
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            while not context.join(timeout=_seconds_until(deadline)):
-                if time.monotonic() > deadline:
+            while True:
+                failure = _failure(context.processes, first_error)
+                if failure:
+                    raise RunFailed(failure[:300])
+                running = [each.sentinel for each in context.processes if each.exitcode is None]
+                if not running:
+                    return
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if not wait(running, timeout=left):
                     raise RunFailed(f"{workers} processes took more than {timeout:.0f} s")
-        except (
-            multiprocessing.ProcessRaisedException,
-            multiprocessing.ProcessExitedException,  # killed, perhaps out of memory
-        ) as error:
-            reason = _killed_process(context.processes)
-            if not reason and first_error.exists():
-                reason = first_error.read_text()
-            reason = reason or str(error).strip().splitlines()[-1]
-            raise RunFailed(reason[:300]) from None
         finally:
             for process in context.processes:
                 process.kill()
                 process.join()
-
-
-def _seconds_until(deadline: float) -> float | None:
-    """At least a tenth of a second; None if there is no deadline."""
-    return None if deadline == math.inf else max(0.1, deadline - time.monotonic())
 
 
 def _keep_first_error(
@@ -128,16 +121,26 @@ def _keep_first_error(
         raise
 
 
-def _killed_process(processes: Sequence[BaseProcess]) -> str:
-    """Which process a signal from outside has ended; "" if none.
+def _failure(processes: Sequence[BaseProcess], first_error: Path) -> str:
+    """Why one of the processes has failed; "" if none has.
 
-    torch ends the other processes by SIGTERM when one has failed.
+    None of them has been ended from here yet, so one that a signal ended is the cause of what the
+    others raise.
+
+    Args:
+        processes: By rank.
+        first_error: The file of the first exception.
     """
-    for rank, process in enumerate(processes):
-        code = process.exitcode
+    codes = [process.exitcode for process in processes]
+    if not any(codes):
+        return ""
+    for rank, code in enumerate(codes):
         if code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS):
             return f"process {rank} was ended by {signal.Signals(-code).name}"
-    return ""
+    if first_error.exists():
+        return first_error.read_text()
+    failed_rank = next(rank for rank, code in enumerate(codes) if code)
+    return f"process {failed_rank} ended with exit code {codes[failed_rank]}"
 
 
 def _run(

@@ -33,6 +33,17 @@ def is_killed(flag: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def one_is_stuck(rank: int, flag: Path) -> None:
+    """Rank 1 raises; rank 0 ignores requests to end, as one within a library does."""
+    if rank == 1:
+        while not flag.exists():
+            time.sleep(0.01)
+        raise ValueError("planted")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    flag.touch()
+    time.sleep(600)
+
+
 def one_fails_before_its_peer(rank: int, fail: Callable[[Path], None], flag: Path) -> None:
     """Rank 1 fails; rank 0 notices it, and its process is the first one to end."""
     if rank == 1:
@@ -57,3 +68,17 @@ def test_the_process_that_failed_first_is_named_and_not_one_that_lost_its_peer(
 ) -> None:
     with pytest.raises(RunFailed, match=message):
         run_to_the_end(one_fails_before_its_peer, 2, fail, tmp_path / "flag")
+
+
+def test_a_process_that_is_ended_here_is_not_taken_for_the_one_that_failed(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match=r"^ValueError: planted$"):
+        run_to_the_end(one_is_stuck, 2, tmp_path / "flag")
+
+
+def leaves_at_once(rank: int) -> None:
+    os._exit(3)
+
+
+def test_a_process_that_ends_without_an_exception_has_failed_too() -> None:
+    with pytest.raises(RunFailed, match=r"^process 0 ended with exit code 3$"):
+        run_to_the_end(leaves_at_once, 1)
