@@ -1,9 +1,10 @@
-"""Training and evaluation mode: the parts of a model that train in evaluation mode stay in it.
+"""Training and evaluation mode: frozen parts that are in evaluation mode stay in it.
 
 A loop by hand calls `model.train()` before its first step. So does `begin`, for two reasons: a
-model that a library has read from a file is in evaluation mode, and a model may have a `train()` of
-its own, which keeps a frozen encoder's BatchNorm as it is. What has been put into evaluation mode
-inside of a model in training mode, such as a teacher with dropout, was meant to be, and stays so.
+model, or an encoder in it, that a library has read from a file is in evaluation mode, and a model
+may have a `train()` of its own, which keeps a frozen encoder's BatchNorm as it is. A part that
+trains nothing and has been put into evaluation mode inside of a model in training mode, such as a
+teacher with dropout, was meant to be, and stays so.
 """
 
 from collections.abc import Iterator
@@ -13,18 +14,25 @@ from torch import nn
 
 
 def begin(module: nn.Module) -> nn.Module:
-    """Put a new model into training mode, but the parts that its author put into evaluation mode.
+    """Put a new model into training mode, but the frozen parts that are in evaluation mode.
 
     Returns:
         The model.
     """
-    kept = []
-    if module.training:
-        kept = [part for part in module.modules() if not part.training]
+    kept = list(_kept_parts(module)) if module.training else []
     module.train()
     for part in kept:
-        part.training = False
+        part.eval()
     return module
+
+
+def _kept_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The largest parts of a module in training mode that are in evaluation mode and frozen."""
+    for child in module.children():
+        if child.training:
+            yield from _kept_parts(child)
+        elif not any(parameter.requires_grad for parameter in child.parameters()):
+            yield child
 
 
 @contextmanager

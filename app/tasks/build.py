@@ -18,7 +18,7 @@ from strategies import training_mode
 def build_model(task: Task) -> nn.Module:
     """A task's new model, in training mode, in which every parameter has a size.
 
-    What `build_model` has put into evaluation mode inside of it stays so
+    Frozen parts that `build_model` has put into evaluation mode stay in it
     (strategies/training_mode.py).
 
     If the model has lazy layers (such as torch.nn.LazyLinear), they get their sizes from the loss

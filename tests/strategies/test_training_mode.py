@@ -52,6 +52,9 @@ def test_a_model_is_in_the_mode_that_its_author_meant() -> None:
     model.frozen.eval()
     assert modes(begin(model)) == WITH_FROZEN_PART
     assert all(modes(begin(Student().eval())).values()), "as a library reads it from a file"
+    model = Student()
+    model.trained.eval()
+    assert all(modes(begin(model)).values()), "as a library reads an encoder that is to train"
 
 
 @pytest.mark.parametrize("keeps", [False, True])
